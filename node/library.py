@@ -210,11 +210,19 @@ class Node:
             self._driver.executor.request_drain()
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
-        """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless."""
+        """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless.
+
+        After an error of `step` there is nothing to wait for: the threads stop at once.
+
+        Raises ValueError: `timeout_s` is not a number of seconds; nothing was done.
+        """
+        _check_seconds("leave", timeout_s)
         if self._left:
             return
         self._left = True
         try:
+            if self._driver is not None and self._driver.failed:
+                return  # the coordinator was told, and no outcome can come any more
             if self._driver is not None:
                 self._driver.drain(timeout_s)
             self._catch_up()
@@ -306,6 +314,12 @@ def _loss_of(given: object) -> float:
         ) from None
 
 
+def _check_seconds(call: str, timeout_s: float) -> None:
+    """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
+    if not timeout_s >= 0.0:  # also if it is nan
+        raise ValueError(f"{call}(timeout_s={timeout_s:g}): 0 seconds or more are wanted, as 60.0")
+
+
 def _number(argument: str, given: object) -> float:
     """An argument of `step` as a plain number; a tensor of one element is one."""
     try:
@@ -332,6 +346,7 @@ class Driver:
     ) -> None:
         """Begins to dial."""
         self.link = link
+        self.failed = False  # an error has ended training, and the coordinator was told
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._worker = ThreadWorker("codec", self._inbox.put)
         self.executor = NodeExecutor(
@@ -401,6 +416,7 @@ class Driver:
         try:
             yield
         except Exception as error:
+            self.failed = True
             self.executor.say_failed(error)
             self.link.flushed(2.0)
             raise
@@ -466,8 +482,8 @@ def join(
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is no node name, only one of `key` and `server_key` was given, or `rate` or `clip` is neither
-            "run" nor "own".
+        ValueError: `name` is no node name, only one of `key` and `server_key` was given, `rate` or `clip` is neither
+            "run" nor "own", or `timeout_s` is NaN or negative.
     """
     for argument, value in (("rate", rate), ("clip", clip)):
         if value not in get_args(Whose):
@@ -475,6 +491,8 @@ def join(
     if hook and isinstance(model, DistributedDataParallel):
         model = model.module
     _check_types(locals())
+    if timeout_s is not None:
+        _check_seconds("join", timeout_s)
     if hook and not isinstance(optimizer, Optimizer):
         raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
     if hook and scaler is not None:

@@ -1,6 +1,7 @@
 """Limits of what a session holds and sends (`Limits`), and its intervals (`Timing`): local settings, never sent."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 INITIAL_CREDIT = 512 << 10
 """Bytes of a pushed blob that may leave before its first Credit; part of the protocol, both ends know it."""
@@ -54,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Intervals in seconds of monotonic time."""
+    """Intervals in seconds of monotonic time. Raises ValueError unless each is finite and above 0."""
 
     heartbeat_s: float = 1.0  # longest silence on the control lane of this end
     liveness_s: float = 10.0  # silence of the peer after which it is given up (protocol, Liveness)
@@ -73,3 +74,8 @@ class Timing:
     """A coordinator ends the session of a peer that takes nothing for this long, though its heart beats: it grants no
     credit for blobs that were announced to it, and acknowledges no byte of those that were sent."""
     jump_s: float = 1.0  # a timer that fires this late tells of a stop of our own process, not of the peer's silence
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0.0 < (seconds := getattr(self, field.name)) < math.inf:
+                raise ValueError(f"{field.name} is {seconds:g}: seconds above 0 are wanted, as {field.default:g}")

@@ -382,7 +382,7 @@ def test_the_driver_tells_the_coordinator_of_an_error_before_it_raises_it(
     monkeypatch.setattr(play.executor.machine, "handle", lambda event: [ev.Evaluate(versions=(1,))])
     with pytest.raises(RuntimeError, match="no such file"):
         play.driver.after_step(10, 1.0)
-    assert msg.Leave(reason=Reason.NONE, detail="no such file") in play.link.sent
+    assert msg.Leave(reason=Reason.NONE, detail="no such file") in play.link.sent and play.driver.failed
     play.driver.close()
 
 

@@ -21,6 +21,7 @@ from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import LoopError, TermsMismatch
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Driver, Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.wire.limits import Timing
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
@@ -34,6 +35,10 @@ class Notes:
     def __init__(self) -> None:
         self.executor: Any = SimpleNamespace(machine=None, attach=lambda module, shards: None)
         self.steps: list[tuple[int, float | None, bool]] = []
+        self.failed, self.drained = False, list[float]()
+
+    def drain(self, timeout_s: float) -> None:
+        self.drained.append(timeout_s)
 
     def wait_for_start(self) -> Decision:
         return Decision(running=True, lr=RATE)
@@ -456,6 +461,29 @@ def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
     loop.node.step(loss=torch.tensor(0.5, requires_grad=True), tokens=torch.tensor([8]))
     tokens, loss, _ = loop.notes.steps[0]
     assert (tokens, type(tokens), loss, type(loss)) == (8, int, 0.5, float)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_node_that_failed_leaves_without_waiting_for_outcomes(failed: bool) -> None:
+    """`finally: node.leave()` after NonFiniteDelta waited for 20 s for an outcome that could not come."""
+    loop = Loop(plain)
+    loop.notes.failed = failed
+    loop.node.leave(5.0)
+    loop.node.leave()
+    assert loop.notes.drained == ([] if failed else [5.0]) and not loop.node.running
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, -math.inf])
+def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
+    """With nan, join waited for ever and leave not at all."""
+    loop = Loop(plain)
+    with pytest.raises(ValueError, match=r"^leave\(timeout_s=.*0 seconds or more are wanted"):
+        loop.node.leave(seconds)
+    assert loop.node.running
+    with pytest.raises(ValueError, match=r"^join\(timeout_s=.*0 seconds or more are wanted"):
+        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", timeout_s=seconds)
+    with pytest.raises(ValueError, match=r"rto_s is .*: seconds above 0 are wanted, as 2"):
+        Timing(rto_s=seconds)
 
 
 @pytest.mark.parametrize("end", ["the run is over", "the node has left"])
