@@ -26,6 +26,7 @@ import torch
 from farloop.algo.spec import NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms, field_of
 from farloop.bench.training import BuiltIn, OnStep, cpu_threads
+from farloop.config.exit_codes import writing
 from farloop.node.data import Corpus, load_corpus
 from farloop.node.errors import NodeError
 from farloop.sim.network import LinkConditions
@@ -165,14 +166,15 @@ class Kept:
         return result if result.key == key else None
 
     def put(self, spec: RunSpec, result: RunResult) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Keep a result. Raises CommandError: it cannot be written."""
         text = json.dumps(
             {"result": dataclasses.asdict(result), "torch": torch.__version__, "terms": to_plain(spec.terms)}, indent=1
         )
         path = self._path(result.key)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        with writing(path):
+            unfinished.write_text(text)
+            unfinished.replace(path)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from farloop.algo.adamw import is_decayed
@@ -21,6 +21,7 @@ from farloop.algo.outer_optimizers import outer_step_
 from farloop.algo.outer_settings import default_outer
 from farloop.algo.spec import Fragment, NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms
+from farloop.config.exit_codes import writing
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corpus
 from farloop.node.inner_optimizer import default_optimizer
@@ -210,6 +211,7 @@ def outer_gradients(
 
     Raises:
         CorpusError: there is no text to train on.
+        CommandError: `folder` cannot be written.
     """
     corpus = load_corpus(max_bytes=4_000_000)
     path = folder / f"outer-gradients-{_key(settings, corpus)}.safetensors" if folder else None
@@ -220,13 +222,12 @@ def outer_gradients(
     with cpu_threads(1):
         found = _train(settings, corpus, fragment, on_step)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"node{n}.{part}": t for part in _PARTS for n, t in enumerate(getattr(found, part))}
+        metadata = {"settings": json.dumps(to_plain(settings)), "torch": torch.__version__}
         unfinished = path.with_suffix(".part")
-        save_file(
-            tensors, unfinished, metadata={"settings": json.dumps(to_plain(settings)), "torch": torch.__version__}
-        )
-        unfinished.replace(path)
+        with writing(path):
+            unfinished.write_bytes(save(tensors, metadata))
+            unfinished.replace(path)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farloop.cli.options import AsJson, Commands, TextData, make_output_folder
-from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.units import count_text
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def codecs(
     plan = plan_codecs(
         codec or [], threads, device or [], elements, quick=quick, speed=speed, quality=quality, peers=peers, out=out
     )
+    make_output_folder(out)
     with _watched(console) as watch:
         report = run(plan, watch=watch)
     files = write_report(report, out)
@@ -162,9 +163,8 @@ def write_report(report: "CodecReport", out: Path) -> list[Path]:
     """codecs.json and the plots of what was measured, each as SVG and PNG."""
     from farloop.plots.codecs import plot_quality, plot_speed
 
-    make_output_folder(out)
     files = [out / "codecs.json"]
-    files[0].write_text(json.dumps(report.plain(), indent=1))
+    write_output(files[0], json.dumps(report.plain(), indent=1))
     for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
         for kind in ("svg", "png") if wanted else ():
             files.append(out / f"codecs-{name}.{kind}")
@@ -232,6 +232,7 @@ def routing(
     from farloop.plots.planner import plot
 
     sizes = _sizes(nodes)
+    make_output_folder(out)
     console = progress_console(json=as_json)
     rows, star = bench.modes()
     timed = []
@@ -250,8 +251,7 @@ def routing(
     made = _processes(console) if run_processes else None
     if made is not None:
         found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
-    make_output_folder(out)
-    (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_output(out / "routing.json", json.dumps(found, indent=1) + "\n")
     what = "Planning measured, all other seconds predicted or simulated."
     if made is not None:
         what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
@@ -419,6 +419,7 @@ def quality(
     from farloop.config.run_spec import DataConfig
 
     check_device(device)
+    make_output_folder(out)
     texts = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
     where: dict[str, Any] = {"data": texts, "out": out, "device": device}
     console = progress_console(json=as_json)
@@ -432,8 +433,8 @@ def quality(
             found = _compare_grid(asked_for(grid, {**named, "global_batch": global_batch}, lists), where, **running)
     except RunFailed as error:
         raise CommandError(str(error), ExitCode(error.exit_code)) from error
-    (out / "quality.json").write_text(json.dumps(dataclasses.asdict(found), indent=1))
-    (out / "quality.md").write_text(markdown(found))
+    write_output(out / "quality.json", json.dumps(dataclasses.asdict(found), indent=1))
+    write_output(out / "quality.md", markdown(found))
     if as_json:
         return typer.echo((out / "quality.json").read_text())
     if not console.is_terminal:

@@ -19,6 +19,7 @@ leave out node_back, for which no other node waits.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -36,7 +37,7 @@ from farloop.chaos.storm import Outcome, Stopped, Storm
 from farloop.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.cli.options import facts, table
 from farloop.cli.progress import progress_console
-from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
 from farloop.monitoring.units import duration_text, size_text
 from farloop.plots.style import INK, color_of, figure, ticks
@@ -53,8 +54,8 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
     Raises:
         CommandError: one line; also where something was lost, forked or unequal.
     """
-    if not minutes > 0:
-        raise CommandError(f"--minutes is more than 0, not {minutes:g}")
+    if not 0 < minutes < math.inf:
+        raise CommandError(f"--minutes is a number above 0, as 5, not {minutes:g}")
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
     kinds = _kinds(wanted)
@@ -87,7 +88,7 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
         "machine": machine(),
         **({"commit": commit} if (commit := source_commit()) else {}),
     }
-    (folder / "chaos.json").write_text(json.dumps(report, indent=1))
+    write_output(folder / "chaos.json", json.dumps(report, indent=1))
     if outcome.memory:
         draw_memory(folder / "memory.svg", outcome.memory)
     if as_json:
@@ -116,7 +117,7 @@ def _prepare(folder: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
         found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state and path.name != "lost+found"]
     except OSError as error:
-        raise CommandError(f"--out: {folder} cannot be used: {error.strerror}") from error
+        raise cannot_write(folder, error) from error
     if found:
         raise CommandError(f"--out: {folder} is not empty ({found[0].name}): a storm needs a folder of its own")
     (folder / "nodes").mkdir()

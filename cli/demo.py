@@ -27,7 +27,7 @@ from farloop.cli.options import make_output_folder
 from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
 from farloop.cli.run_results import Summary, summarise, summary_table
-from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.config.settings import LEAST
 from farloop.monitoring.status import Status
@@ -103,7 +103,7 @@ def _prepare(plan: DemoPlan) -> None:
         raise CommandError(f"--out: {plan.out} holds a run already; go on with --resume {plan.out}, or name another")
     make_output_folder(plan.out)
     kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
-    (plan.out / "demo.json").write_text(json.dumps(kept, indent=1))
+    write_output(plan.out / "demo.json", json.dumps(kept, indent=1))
 
 
 def _load(folder: Path) -> DemoPlan:
@@ -177,7 +177,7 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)
     summary = summarise(status, plan.out / "state" / "metrics.jsonl", planned.spec, loss_start=start, loss_end=end)
-    (plan.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_output(plan.out / "summary.json", json.dumps(summary, indent=1))
     metrics = plan.out / "metrics.jsonl"
     with suppress(FileExistsError):
         metrics.symlink_to(Path("state") / "metrics.jsonl")

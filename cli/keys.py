@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from farloop.cli.options import Commands
-from farloop.config.exit_codes import CommandError
+from farloop.config.exit_codes import CommandError, cannot_write
 from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
 
 keys_app = Commands("Create keys for encrypted links and manage the allow list.")
@@ -116,7 +116,7 @@ def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
             secret_path.unlink()
             raise
     except OSError as error:
-        raise CommandError(f"cannot write keys to {folder}: {(error.strerror or str(error)).lower()}") from error
+        raise cannot_write(folder, error) from error
     return secret_path, public_path
 
 
@@ -175,7 +175,7 @@ def authorize(folder: Path, public_path: Path, name: str) -> bool:
             raise
         _sync(folder)
     except OSError as error:
-        raise CommandError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
+        raise cannot_write(folder, error) from error
     return True
 
 

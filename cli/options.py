@@ -1,12 +1,13 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.config.exit_codes import CommandError, cannot_write, ended_in_one_line
 from farloop.config.logs import LogLevel
 
 if TYPE_CHECKING:
@@ -79,8 +80,10 @@ def facts() -> "Table":
 
 
 def make_output_folder(folder: Path) -> None:
-    """Create the folder of `--out` if it is missing. Raises CommandError."""
+    """Create the folder of `--out` if it is missing. Raises CommandError, also if no file can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise CommandError(f"--out: cannot make {folder}: {(error.strerror or str(error)).lower()}") from error
+        raise cannot_write(folder, error) from error

@@ -22,6 +22,7 @@ from farloop.cli.run_results import (
     read_history,
     summary_rows,
 )
+from farloop.config.exit_codes import write_output
 from farloop.monitoring.page import template
 from farloop.monitoring.status_summary import DATA_PARALLEL_BYTES, cleaned
 from farloop.monitoring.units import (
@@ -40,7 +41,10 @@ MAX_OCCURRENCES = 200
 
 
 def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> Path:
-    """Write `report.html` into `out_dir` from the run's figures and its `metrics.jsonl`; returns its path."""
+    """Write `report.html` into `out_dir` from the run's figures and its `metrics.jsonl`; returns its path.
+
+    Raises CommandError: it cannot be written.
+    """
     history = read_history(metrics)
     page = template("farloop.cli", "report.html").render(
         title=title,
@@ -54,9 +58,8 @@ def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> 
         bytes=bytes_text(summary["bytes_by_kind"]),
         rows=summary_rows(summary),
     )
-    out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "report.html"
-    path.write_text(page + "\n", encoding="utf-8")
+    write_output(path, page + "\n")
     return path
 
 

@@ -4,10 +4,12 @@ An expected error has no traceback; an unexpected one is a bug and shows it. The
 in `farloop --help`.
 """
 
+import errno
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -54,6 +56,42 @@ class CommandError(Exception):
     def __init__(self, message: str, code: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(message)
         self.code = code
+
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""A file that could be written is not: the disk, not the command, has to change."""
+
+
+def cannot_write(path: Path, error: OSError) -> CommandError:
+    """Why an output file or folder cannot be written, and what to do."""
+    why = (error.strerror or str(error)).lower()
+    if error.errno in _DISK:
+        return CommandError(f"cannot write {path}: {why}; free space, or name another place", ExitCode.STORAGE)
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        taken = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), path)
+        return CommandError(f"cannot write {path}: {taken} is a file, not a folder; name another place")
+    if isinstance(error, IsADirectoryError):
+        return CommandError(f"cannot write {path}: it is a folder; name another place")
+    return CommandError(f"cannot write {path}: {why}; name another place")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of an output file, which the block then writes.
+
+    Raises CommandError in place of an OSError, of the block too.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write an output file of a command. Raises CommandError."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:

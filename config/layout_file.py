@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farloop.algo.stages import StageLayout
-from farloop.config.exit_codes import CommandError
+from farloop.config.exit_codes import CommandError, cannot_write
 from farloop.config.sources import dump_toml
 from farloop.coordinator.routing.inventory import COORDINATOR, Inventory, Node
 from farloop.coordinator.routing.mode import NotPredicted, present_step_s
@@ -217,7 +217,7 @@ def write(
         with DISK.replacing(path) as unfinished:
             unfinished.write_text(layout_json(layout, addresses) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {(error.strerror or 'no such folder').lower()}") from error
+        raise cannot_write(path, error) from error
     return outcome
 
 

@@ -14,6 +14,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator, PercentFormatter
 
+from farloop.config.exit_codes import writing
+
 INK, MUTED, GRID, GOOD, WARN, PALE = "#1b1e23", "#646b75", "#e3e4e1", "#0b7d55", "#b86e00", "#9db7e8"
 SERIES = ("#2563c9", "#0d8f72", "#b86e00", "#a8328a", "#6247cf", "#c2410c")
 
@@ -51,14 +53,14 @@ def style(*, ink: str = INK, muted: str = MUTED, grid: str = GRID, font_size: fl
 
 @contextmanager
 def figure(path: Path, width_in: float, height_in: float, *, note: str = "", font_size: float = 10) -> Iterator[Figure]:
-    """A figure to draw into, saved at the end with a note below."""
+    """A figure to draw into, saved at the end with a note below. Raises CommandError: it cannot be written."""
     with mpl.rc_context(style(font_size=font_size)):
         drawn = Figure(figsize=(width_in, height_in), layout="constrained")
         yield drawn
         if note:
             drawn.supxlabel(note, color=MUTED, fontsize=8.5, x=0.01, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        with writing(path):
+            drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def color_of(number: int) -> str:

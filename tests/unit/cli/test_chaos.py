@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "epoch").touch()
     for words, line in (
-        (["--minutes", "0"], "--minutes is more than 0, not 0"),
+        *((["--minutes", m], f"--minutes is a number above 0, as 5, not {m}") for m in ("0", "nan", "inf")),
         (["--nodes", "1"], "--nodes is from 2 to 26, not 1"),
         (["--nodes", "27"], "--nodes is from 2 to 26, not 27"),
         (["--out", str(tmp_path)], "is not empty (epoch)"),

@@ -7,7 +7,15 @@ import pytest
 import typer
 
 from farloop.cli import ranks
-from farloop.config.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line, explain
+from farloop.config.exit_codes import (
+    EPILOG,
+    CommandError,
+    ExitCode,
+    ended_in_one_line,
+    explain,
+    write_output,
+    writing,
+)
 from farloop.coordinator import errors
 from farloop.coordinator.errors import StorageError
 from farloop.monitoring.endpoint import EndpointError
@@ -75,6 +83,38 @@ def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
     with pytest.raises(typer.Exit) as end, ended_in_one_line():
         raise error
     assert end.value.exit_code == code and re.fullmatch(line, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(28, "No space left on device"), ExitCode.STORAGE, "no space left on device; free space, or name"),
+        (OSError(5, "Input/output error"), ExitCode.STORAGE, "input/output error; free space, or name another place"),
+        (OSError(30, "Read-only file system"), ExitCode.USAGE, "read-only file system; name another place"),
+        (PermissionError(13, "Permission denied"), ExitCode.USAGE, "permission denied; name another place"),
+    ],
+)
+def test_an_output_file_that_cannot_be_written_is_one_line(
+    tmp_path: Path, error: OSError, code: ExitCode, line: str
+) -> None:
+    path = tmp_path / "new" / "out.json"
+    with pytest.raises(CommandError, match=re.escape(f"cannot write {path}: {line}")) as caught, writing(path):
+        raise error
+    assert caught.value.code is code
+
+
+def test_a_file_in_a_folder_s_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path, line in (
+        (tmp_path / "file" / "new" / "x", f"{tmp_path}/file is a file, not a folder"),
+        (tmp_path / "file" / "x", f"{tmp_path}/file is a file, not a folder"),
+        (tmp_path / "folder", "it is a folder"),
+    ):
+        with pytest.raises(CommandError, match=re.escape(f"cannot write {path}: {line}; name another place")):
+            write_output(path, "x")
+    write_output(tmp_path / "a" / "b", "x")
+    assert (tmp_path / "a" / "b").read_text() == "x"
 
 
 def test_all_codes_stand_in_the_help_and_in_the_document() -> None:

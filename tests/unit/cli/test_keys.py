@@ -6,6 +6,7 @@ import pytest
 from command_line import error_line, farloop
 
 from farloop.cli.keys import write_pair
+from farloop.config.exit_codes import ExitCode
 from farloop.wire.keys import AllowList, load_public, load_secret
 
 
@@ -56,7 +57,7 @@ def test_a_pair_that_cannot_be_made_is_one_line_and_nothing_is_overwritten(tmp_p
     assert "never overwritten" in error_line("keys", "new", str(tmp_path), "--name", "oslo")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "old")]
     assert "--name: '../x' is no node name" in error_line("keys", "new", str(tmp_path), "--name", "../x")
-    assert "cannot write keys to" in error_line("keys", "new", str(tmp_path / there / "keys"), "--name", "oslo")
+    assert "is a file, not a folder" in error_line("keys", "new", str(tmp_path / there / "keys"), "--name", "oslo")
 
 
 def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(allow: Path, oslo: Path, lima: Path) -> None:
@@ -102,7 +103,8 @@ def test_a_write_that_fails_leaves_no_draft(allow: Path, oslo: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert "cannot write to " in (line := refused("authorize", oslo, allow=allow)) and "no space left" in line
+    line = error_line("keys", "authorize", str(oslo), "--allow", str(allow), code=ExitCode.STORAGE)
+    assert f"cannot write {allow}: no space left on device" in line
     assert names_in(allow) == []
 
 

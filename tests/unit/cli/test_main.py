@@ -16,6 +16,7 @@ from command_line import error_line, farloop, found
 from farloop.algo.methods import METHODS
 from farloop.cli.main import app
 from farloop.cli.ranks import rank_of
+from farloop.config.exit_codes import ExitCode
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -146,8 +147,27 @@ def test_this_test_run_is_no_rank() -> None:
     [
         (["--nodes", "0"], "--nodes: the least is 1, not 0"),
         (["--seed", "-1"], "--seed: the least is 0, not -1"),
-        (["--out", "/proc/foo"], "--out: cannot make /proc/foo: no such file or directory"),
+        (["--out", "/proc/foo"], "cannot write /proc/foo: no such file or directory; name another place"),
     ],
 )
 def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: str) -> None:
     assert line in error_line("demo", "--model", "nano", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench codecs --out {taken}",
+        "bench routing --out {taken}/new",
+        "bench quality --out {taken}",
+        "simulate bandwidth --plot {taken}/x.svg",
+        "demo --model nano --out {taken}",
+        "chaos --out {taken}",
+    ],
+)
+def test_an_output_folder_that_is_a_file_is_one_line_before_anything_is_measured(tmp_path: Path, words: str) -> None:
+    """They ended in a traceback, some after hours of measurements."""
+    (taken := tmp_path / "taken").touch()
+    result = farloop(*words.format(taken=taken).split())
+    assert result.exit_code == ExitCode.USAGE
+    assert result.stderr.splitlines()[-1].endswith(f": {taken} is a file, not a folder; name another place")
