@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -116,8 +117,8 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bo
         raise CommandError("--adopt-newest says what --adopt-from-nodes takes: give that, too")
     if patience_s is not None and not wanted:
         raise CommandError("--adopt-patience says how long --adopt-from-nodes waits: give that, too")
-    if patience_s is not None and not patience_s > 0:
-        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted")
+    if patience_s is not None and not 0 < patience_s < math.inf:
+        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted, as {PATIENCE_S:g}")
     return None if not wanted else PATIENCE_S if patience_s is None else patience_s
 
 
@@ -144,6 +145,8 @@ def run_coordinator(
     """
     descriptors.raise_limit(spare=descriptors.SPARE)
     plan = planned(file)
+    if file.coordinator.copy_to:
+        _can_copy(file.coordinator.copy_to)
     if restore_from:
         restored(file.coordinator.state_dir, plan, restore_from)
     store = open_run(file.coordinator.state_dir, plan, rewind=rewind, adopt=adopt_patience_s is not None)
@@ -159,6 +162,14 @@ def run_coordinator(
         return ExitCode.DONE
     typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
     return ExitCode.DONE
+
+
+def _can_copy(url: str) -> None:
+    """Refuse a store that cannot be opened before the state folder is touched. Raises CommandError."""
+    try:
+        Bucket(url)
+    except CopyFailed as error:
+        raise CommandError(str(error)) from error
 
 
 def restored(directory: Path, plan: Plan, url: str) -> None:

@@ -134,7 +134,7 @@ def coordinator(
         bool, typer.Option("--adopt-newest", help="Also accept a version that only one node reports.")
     ] = False,
     copy_to: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs:// or file:///.")
+        str, typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs://, az:// or file:///.")
     ] = "",
     copy_every: Annotated[
         float | None, typer.Option(metavar="SECONDS", show_default="600", help="Interval between copies.")
@@ -157,7 +157,7 @@ def coordinator(
 
     set_up(log_level, json_lines=log_json)
     own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
-    given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
+    given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value not in (None, ""))]
     adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
     settings = load_run(file, flags=given, environ=os.environ)
     code = run_coordinator(

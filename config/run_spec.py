@@ -198,6 +198,9 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         evaluation = EvaluationSet(
             corpus, sequences=config.evaluation_sequences, sequence_tokens=config.sequence_tokens
         )
+        if len(evaluation) < config.evaluation_sequences:
+            room = f"the validation text has room for {len(evaluation)} sequences, not {config.evaluation_sequences}"
+            notes.append(f"{room}: evaluations use these")
         corpus_digest, samples = data_name([corpus, *later]), num_samples(corpus, config.sequence_tokens)
     identity = Identity(
         name=config.name,

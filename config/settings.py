@@ -38,6 +38,7 @@ from farloop.config.sources import (
 )
 from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.observe.straggler_detector import ADAPTS
+from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.data import CorpusError
 from farloop.node.machine_info import parse_nics
@@ -47,6 +48,7 @@ from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
 from farloop.quant.registry import CODECS, codec_named
+from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 
 _PATHS = tuple[Path, ...]
@@ -303,14 +305,14 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
-    if not coordinator["copy_every_s"] > 0.0:  # also if it is nan
-        raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted")
-    if not coordinator["probe_idle_s"] >= 0.0:
-        raise settings.error("coordinator", "probe_idle_s", "0 seconds or more are wanted")
-    if http := coordinator["http"]:
-        address = parse_host_port(http, listens=True)
-        if address.port and address == parse_tcp(coordinator["bind"], listens=True):
-            raise settings.error("coordinator", "http", f"{http} is also the address of bind; give it another port")
+    settings.check("coordinator", "copy_to", check_url)
+    if not 0.0 < coordinator["copy_every_s"] < math.inf:  # also if it is nan
+        raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted, as 600")
+    if not 0.0 <= coordinator["probe_idle_s"] < math.inf:
+        raise settings.error(
+            "coordinator", "probe_idle_s", "0 seconds or more are wanted, as 10; probe_bytes = 0 ends all probes"
+        )
+    _check_http_port(settings, "coordinator", coordinator["bind"])
     coordinator.pop("insecure")
     return RunFile(
         settings=settings,
@@ -357,6 +359,7 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     if layout.stage_of(node["name"]) is None:
         raise settings.error("pipeline", "layout", f"no stage of it has a node {node['name']}")
     listens = values["bind"] or addresses[node["name"]]
+    _check_http_port(settings, "node", listens)
     if values["peers"] is None and not node["insecure"] and not parse_tcp(listens, listens=True).is_loopback:
         what = f"{listens} goes beyond this machine, so peers and [node] key are required, or insecure = true"
         raise settings.error("pipeline", "peers", what)
@@ -374,8 +377,11 @@ def planned(file: RunFile) -> Plan:
         raise settings.error(
             "run", "sequence_tokens", f"{run.model} reads at most {context}, not {run.sequence_tokens}"
         )
+    if run.batch_sequences > (most := MOST_TOKENS // max(1, run.sequence_tokens)):
+        what = f"{run.batch_sequences} of {run.sequence_tokens} tokens are too many for one step; the most is {most}"
+        raise settings.error("run", "batch_sequences", what)
     try:
-        return plan_run(run, file.data)
+        plan = plan_run(run, file.data)
     except CorpusError as error:
         key = "phases" if (sentence := str(error)).startswith("phases: ") else "path"
         raise settings.error("data", key, sentence.removeprefix("phases: ")) from error
@@ -383,6 +389,22 @@ def planned(file: RunFile) -> Plan:
         raise settings.error("run", "init", f"{run.init} is not a safetensors file: {error}") from error
     except ValueError as error:
         raise _about_run(settings, str(error)) from error
+    _check_counts(settings, plan)
+    return plan
+
+
+def _check_counts(settings: Settings, plan: Plan) -> None:
+    """The data have as many sequences as the run asks for at a time. Raises ConfigError."""
+    samples, batch = plan.spec.identity.num_samples, plan.spec.terms.inner.batch_sequences
+    if plan.evaluation is None:
+        return
+    if batch > samples:
+        what = f"the training text has {samples} sequences, and a step would repeat some; the most is {samples}"
+        raise settings.error("run", "batch_sequences", what)
+    wanted, found = settings.by_name["run", "evaluation_sequences"], len(plan.evaluation)
+    if wanted.given is not None and wanted.value > found:
+        what = f"the validation text has room for {found} sequences, not {wanted.value}; the most is {found}"
+        raise settings.error("run", "evaluation_sequences", what)
 
 
 def _about_run(settings: Settings, sentence: str) -> ConfigError:
@@ -448,6 +470,16 @@ def _check_codec(spelling: str) -> None:
 def _check_fingerprint(text: str) -> None:
     if not re.fullmatch("[0-9a-f]{16}", text):
         raise ValueError("16 hex digits are wanted, as the coordinator says them at its start")
+
+
+def _check_http_port(settings: Settings, section: str, bind: str) -> None:
+    """The pages have a port of their own. Raises ConfigError."""
+    if not (http := settings.section(section)["http"]):
+        return
+    address = parse_host_port(http, listens=True)
+    if address.overlaps(parse_tcp(bind, listens=True)):
+        other = address.port + 1 if address.port < 65535 else address.port - 1
+        raise settings.error(section, "http", f"{http} is on the port of {bind}; give it another one, as {other}")
 
 
 def _check_daemon(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:

@@ -66,6 +66,13 @@ class Address:
         """The host by which this machine reaches a listener on the address."""
         return "127.0.0.1" if self.host in ANY_HOST else self.host
 
+    def overlaps(self, other: "Address") -> bool:
+        """Whether two listeners on one machine cannot have both addresses."""
+        same = self.host == other.host or self.host in ANY_HOST or other.host in ANY_HOST
+        return self.port == other.port != 0 and (
+            same or ("localhost" in (self.host, other.host) and self.is_loopback and other.is_loopback)
+        )
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

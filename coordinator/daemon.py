@@ -55,7 +55,8 @@ class CoordinatorConfig:
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
     copy_to: str = ""
-    """Where the state is copied to, as s3://BUCKET/PREFIX, gs://… or file:///PATH; an empty text copies nothing."""
+    """Where the state is copied to: s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH. Without it, there are no
+    copies."""
     copy_every_s: float = 600.0
     """Seconds between two copies."""
     egress_price_per_gb: float = 0.0

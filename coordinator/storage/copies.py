@@ -39,16 +39,30 @@ class CopyFailed(Exception):
     """The object store or its content cannot be used. One line, with the URL."""
 
 
+def check_url(url: str) -> str:
+    """The scheme of an object store's URL. Raises ValueError, one sentence: farloop cannot copy there."""
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ValueError(f"the URL of an object store begins with {', '.join(f'{known}://' for known in SCHEMES)}")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+        raise ValueError(
+            f"a folder is written with three slashes, as file:///{(parts.netloc + parts.path) or 'backup'}"
+        )
+    if parts.scheme != "file" and not parts.netloc:
+        raise ValueError(f"the name of the bucket is missing, as {parts.scheme}://BUCKET/PREFIX")
+    return parts.scheme
+
+
 class Bucket:
     """One prefix of one store. Blocks: to be called from a thread that has nothing else to do."""
 
     def __init__(self, url: str) -> None:
         """Raises CopyFailed: the store cannot be reached, or `obstore` is not installed."""
         self.url = url
-        scheme = urlsplit(url).scheme
-        if scheme not in SCHEMES:
-            known = ", ".join(f"{known}://" for known in SCHEMES)
-            raise CopyFailed(f"{url}: an address of an object store begins with {known}")
+        try:
+            scheme = check_url(url)
+        except ValueError as error:
+            raise CopyFailed(f"{url}: {error}") from error
         try:
             import obstore
             from obstore.store import LocalStore, from_url

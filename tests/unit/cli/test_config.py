@@ -296,11 +296,45 @@ def test_a_wrong_address_is_answered_with_a_right_one(text: str, hint: str) -> N
     [
         ("copy_every_s = nan", "seconds above 0 are wanted"),
         ("copy_every_s = 0.0", "seconds above 0 are wanted"),
+        ("copy_every_s = inf", "seconds above 0 are wanted"),
         ("probe_idle_s = -1.0", "0 seconds or more are wanted"),
-        ("bind = 'tcp://127.0.0.1:7700'\nhttp = '127.0.0.1:7700'", "is also the address of bind"),
+        ("probe_idle_s = inf", "0 seconds or more are wanted, as 10; probe_bytes = 0 ends all probes"),
+        ("bind = 'tcp://127.0.0.1:7700'\nhttp = '127.0.0.1:7700'", "is on the port of tcp.*another one, as 7701"),
+        ("bind = 'tcp://127.0.0.1:7700'\nhttp = '0.0.0.0:7700'", "is on the port of"),
+        ("bind = 'tcp://*:7700'\ninsecure = true\nhttp = '127.0.0.1:7700'", "is on the port of"),
+        ("bind = 'tcp://127.0.0.1:65535'\nhttp = 'localhost:65535'", "another one, as 65534"),
+        ("copy_to = 'ftp://x'", "copy_to: the URL of an object store begins with s3://, gs://, az://, file://"),
+        ("copy_to = 'backup'", "begins with s3://"),
+        ("copy_to = 'file://backup'", "written with three slashes, as file:///backup"),
+        ("copy_to = 's3:///backup'", "the name of the bucket is missing, as s3://BUCKET/PREFIX"),
     ],
 )
 def test_a_coordinator_that_cannot_be_is_one_line(tmp_path: Path, setting: str, line: str) -> None:
     path = written(tmp_path, f"{NANO}[coordinator]\nstate_dir = 'state'\n{setting}\n")
     with pytest.raises(ConfigError, match=line):
         load_run(path, flags=[], environ={})
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("run.batch_sequences=999999999999", "of 128 tokens are too many for one step; the most is 33554432"),
+        (
+            "run.batch_sequences=200000",
+            r"the training text has \d+ sequences, and a step would repeat some; the most is",
+        ),
+        ("run.evaluation_sequences=9999999", r"room for \d+ sequences, not 9999999; the most is \d+"),
+    ],
+)
+def test_a_run_asks_for_no_more_sequences_than_the_data_have(tmp_path: Path, setting: str, line: str) -> None:
+    """A check that passed was followed by a node without memory, or a smaller evaluation set than asked for."""
+    (tmp_path / "text").write_text("to be or not to be, that is the question\n" * 20_000)
+    with pytest.raises(ConfigError, match=line):
+        planned(run_file(tmp_path, NANO, flags=["data.path=" + str(tmp_path / "text"), setting]))
+
+
+def test_the_default_evaluation_set_fits_itself_to_a_small_text_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("to be or not to be, that is the question\n" * 1000)
+    plan = planned(run_file(tmp_path, "[run]\nmodel = 'nano'\n", flags=["data.path=" + str(tmp_path / "text")]))
+    assert plan.evaluation is not None and len(plan.evaluation) < 64
+    assert any("evaluations use these" in note for note in plan.notes)

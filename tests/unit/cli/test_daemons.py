@@ -2,10 +2,12 @@
 
 import dataclasses
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import error_line
 
 from farloop.cli.daemons import adoption, different_identity, different_terms, open_run
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -58,7 +60,7 @@ def test_the_flags_of_an_old_copy_do_not_contradict_each_other() -> None:
     for patience_s, wanted, rewind, line in (
         (None, True, True, "give one of them"),
         (5.0, False, False, "give that, too"),
-        *((seconds, True, False, "more than 0 seconds") for seconds in (0.0, -1.0, float("nan"))),
+        *((seconds, True, False, "more than 0 seconds") for seconds in (0.0, -1.0, float("nan"), float("inf"))),
     ):
         with pytest.raises(CommandError, match=line):
             adoption(patience_s, wanted=wanted, rewind=rewind)
@@ -87,3 +89,18 @@ def test_every_part_of_an_identity_can_be_told(plan: Plan) -> None:
         changes: dict[str, Any] = {field.name: blank.get(type(getattr(kept, field.name)), ())}
         told = different_identity(kept, dataclasses.replace(kept, **changes))
         assert field.name in told or "differ" in told
+
+
+def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """`--copy-to ftp://x` left a new run's journal behind, and `--copy-every 0` was ignored."""
+    (tmp_path / "run.toml").write_text("[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 'state'\nhttp = ''\n")
+    (tmp_path / "file").write_text("not a folder")
+    store = "/file/x: open" if find_spec("obstore") else "needs the extra 'cloud'"
+    for words, line in (
+        (["--copy-to", "ftp://x"], "begins with s3://, gs://, az://, file://"),
+        (["--copy-to", (tmp_path / "file" / "x").as_uri()], store),
+        (["--copy-every", "0"], "--set: [coordinator] copy_every_s: seconds above 0 are wanted, as 600"),
+        (["--copy-every", "nan"], "seconds above 0 are wanted, as 600"),
+    ):
+        assert line in error_line("coordinator", str(tmp_path / "run.toml"), *words)
+        assert not (tmp_path / "state").exists()
