@@ -179,6 +179,11 @@ def mix32(x: int) -> int:
     return x ^ (x >> 15)
 
 
+def mixed_seed(seed: int, start: int = 0) -> int:
+    """What is added to i·0x9E3779B1 for the words of the elements from `start` on, an even one, if i counts from 0."""
+    return (mix32(seed & _MASK) + start // 2 * _ODD) & _MASK
+
+
 def words(seed: int, first: int, count: int, device: torch.device | None = None) -> Tensor:
     """32 random bits for each of the counters first … first + count − 1, int64 [count]."""
     return words_at(seed, torch.arange(first, first + count, dtype=torch.int64, device=device))
@@ -187,7 +192,7 @@ def words(seed: int, first: int, count: int, device: torch.device | None = None)
 def words_at(seed: int, counters: Tensor) -> Tensor:
     """32 random bits for each counter, int64 of any shape."""
     # int64 and a mask, because torch has no logical shift of 32-bit integers; products may wrap, mod 2⁶⁴.
-    x = (counters * _ODD + mix32(seed & _MASK)) & _MASK
+    x = (counters * _ODD + mixed_seed(seed)) & _MASK
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & _MASK
     x = x ^ (x >> 15)

@@ -8,14 +8,14 @@ tables.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.codec import Codec, Traits, finite_magnitude, finite_weight
+from farloop.quant.codec import Codec, Traits, finite_magnitude, finite_weight, require_flat
 from farloop.quant.errors import BadPayload, NonFiniteError
 from farloop.quant.formats.sparse import padding, within
 from farloop.quant.kernels.dispatch import fast_path
@@ -102,6 +102,58 @@ class BlockCodec(Codec):
         call = Encode(x=x, out=out, numel=numel, residual=residual, beta=self.beta, seed=seed, steps=steps)
         _require_finite(fast.encode(call))
 
+    def encode_run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        fragment: Fragment,
+        part: Fragment,
+        *,
+        index: int,
+        start: int,
+        seed: int = 0,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Write the elements of the fragment from `index` on, x fp32 [n], into the payload of a part of the fragment:
+        `out` uint8 [payload_bytes(part)], of which x[0] is the element `start`.
+
+        A part is some of the fragment's blocks of 256, side by side in a fragment of their own. Its payload has the
+        scales and codes that the whole one has (`slices`). A residual fp32 [n] is added as by `encode_feedback_`.
+        `index`, `start` and n are multiples of 256, and start ≤ index. Raises as `encode_into`.
+        """
+        numel = part.numel
+        for what, vector in (("x", x), ("residual", residual)):
+            if vector is not None:
+                require_flat(vector, torch.float32, what, numel=x.numel())
+        require_flat(out, torch.uint8, "a payload", numel=self.payload_bytes(part))
+        operands = (x, out) if residual is None else (x, out, residual)
+        if (fast := self._kernels(*operands)) is not None:
+            call = Encode(
+                x=x, out=out, numel=numel, residual=residual, beta=self.beta, seed=seed, steps=self.steps(fragment),
+                start=start, ahead=index - start,
+            )  # fmt: skip
+            _require_finite(fast.encode(call), index)
+            return
+        if residual is None:
+            self._encode_by_reference(x, out, fragment, numel, index=index, start=start, seed=seed)
+            return
+        residual.mul_(finite_weight(self.beta)).add_(x)
+        self._encode_by_reference(residual, out, fragment, numel, index=index, start=start, seed=seed)
+        for at in range(0, x.numel(), TILE):
+            lost = residual[at : at + TILE]
+            decoded = torch.empty_like(lost)
+            self._decode_at(out, part, start + at, decoded, seed)
+            lost.sub_(decoded)
+
+    def slices(
+        self, fragment: Fragment, part: Fragment, runs: Iterable[tuple[int, int, int]]
+    ) -> Iterator[tuple[slice, slice]]:
+        """Where the same bytes are in the payload of a fragment and in that of a part of it, whose runs of blocks are
+        (first element in the fragment, first in the part, count)."""
+        for index, start, count in runs:
+            whole, own = (self.layout.parts(f.numel, at, count) for f, at in ((fragment, index), (part, start)))
+            yield from zip(whole, own, strict=True)
+
     def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
         self._require_operands(fragment, payload, out=out)
         if (fast := self._kernels(payload, out)) is None:
@@ -158,16 +210,22 @@ class BlockCodec(Codec):
 
     def encode_by_reference(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
         """Define the bytes of `encode_into`."""
-        numel, layout = fragment.numel, self.layout
+        self._encode_by_reference(x, out, fragment, fragment.numel, index=0, start=0, seed=seed)
+
+    def _encode_by_reference(
+        self, x: Tensor, out: Tensor, fragment: Fragment, numel: int, *, index: int, start: int, seed: int
+    ) -> None:
+        """x[0] is element `index` of the fragment, and element `start` of the `numel` whose payload is `out`."""
+        layout = self.layout
         out[layout.gap(numel)] = 0
-        for start in range(0, numel, TILE):
-            part = x[start : start + TILE]
+        for at in range(0, x.numel(), TILE):
+            part = x[at : at + TILE]
             if missing := -part.numel() % self.block:
                 part = torch.cat((part, part.new_zeros(missing)))
-            magnitude = finite_magnitude(part, start).view(-1, self.block)
+            magnitude = finite_magnitude(part, index + at).view(-1, self.block)
             part = part.view(-1, self.block)
-            scales, codes = self.encode_tile(part, magnitude, start=start, fragment=fragment, seed=seed)
-            at_scales, at_codes = layout.parts(numel, start, part.numel())
+            scales, codes = self.encode_tile(part, magnitude, start=index + at, fragment=fragment, seed=seed)
+            at_scales, at_codes = layout.parts(numel, start + at, part.numel())
             out[at_scales].copy_(scales.view(torch.uint8))  # as bytes: `out` may start at an odd address
             out[at_codes].copy_(codes)
 
@@ -177,7 +235,7 @@ class BlockCodec(Codec):
             self._decode_at(payload, fragment, start, out[start : start + TILE], seed)
 
     def _decode_at(self, payload: Tensor, fragment: Fragment, start: int, out: Tensor, seed: int) -> None:
-        """out = the decoded elements [start, start + len(out)); `start` is a tile's first."""
+        """out = the decoded elements [start, start + len(out)); `start` is a block's first."""
         length = self.layout.padded(out.numel())
         whole = out if length == out.numel() else torch.empty(length, dtype=torch.float32, device=out.device)
         scales, codes = self._stored(payload, fragment.numel, start, length)
@@ -220,7 +278,7 @@ class BlockCodec(Codec):
             raise BadPayload("the padding of a tensor is not zero")
 
 
-def _require_finite(bad: int) -> None:
-    """What kernels return: the index of the first number that is not finite, or −1."""
+def _require_finite(bad: int, index: int = 0) -> None:
+    """`bad`: what kernels return, the place in x of the first number that is not finite, or −1. `index`: that of x."""
     if bad >= 0:
-        raise NonFiniteError(bad)
+        raise NonFiniteError(index + bad)

@@ -42,6 +42,9 @@ class Encode:
     seed: int = 0
     steps: Tensor | None = None  # fp32 [num_blocks of the fragment]
     start: int = 0  # a multiple of 256
+    ahead: int = 0
+    """Where `out` is the payload of a part of a fragment: x begins at the fragment's element start + ahead, from which
+    random numbers and steps are counted; a multiple of 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

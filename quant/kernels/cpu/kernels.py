@@ -60,9 +60,11 @@ class CpuKernels(BlockKernels):
 
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
             x, local, residual = tensors
+            place += call.ahead // BLOCK
             how = (call.beta, *places[0], *_steps(call.steps, place, count), call.seed & _SEED_MASK, self.mode, place)
             return _on_blocks(lambda first, last: loop(x, kind, local, residual, *how, first, last), count)
 
+        assert call.ahead % BLOCK == 0
         call.out[self.layout.gap(call.numel)] = 0
         tensors = [call.x, call.local, call.residual]
         return self._run(run, [call.out], tensors, numel=call.numel, start=call.start, encodes=True, written=2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from farloop.quant.kernels.gpu.formats import FORMATS, Programs
 from farloop.quant.kernels.gpu.kernels import Launch, add_kernel, decode_kernel, encode_kernel, outer_kernel
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
-from farloop.quant.packing import Layout, mix32
+from farloop.quant.packing import Layout, mixed_seed
 
 PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, which add in the same order
 
@@ -54,6 +54,10 @@ class GpuKernels(BlockKernels):
         """`payload` is `call.out`, or an aligned copy."""
         device, length, layout, local = call.x.device, call.x.numel(), self.layout, call.local
         _require_place(call.start, length, call.numel)
+        steps = call.steps
+        if steps is not None:
+            first = call.ahead // layout.block
+            steps = steps[first : first + layout.num_blocks(call.numel)]
         _require(call.x, torch.float32, length, "x", device)
         _require(payload, torch.uint8, layout.payload_bytes(call.numel), "out", device)
         if call.residual is not None:
@@ -81,7 +85,7 @@ class GpuKernels(BlockKernels):
                 "scale_bytes": layout.scale_bytes(call.numel),
                 "codes_start": layout.codes_start(call.numel),
                 "beta": float(call.beta),
-                **self._how(call.steps, call.seed, call.numel, device),
+                **self._how(steps, call.seed, call.numel, device, call.ahead),
             },
         )
 
@@ -183,14 +187,16 @@ class GpuKernels(BlockKernels):
         """Of a program."""
         return {"R": self.programs.rows, "H": self.programs.row // 2}
 
-    def _how(self, steps: Tensor | None, seed: int, numel: int, device: torch.device) -> dict[str, object]:
+    def _how(
+        self, steps: Tensor | None, seed: int, numel: int, device: torch.device, ahead: int = 0
+    ) -> dict[str, object]:
         """The arguments of kernels that encode."""
         if steps is not None:
             steps = steps.to(device)
             _require(steps, torch.float32, self.layout.num_blocks(numel), "steps", device)
         elif self.key.step is None:
             raise ValueError("the steps of the blocks are missing")
-        mixed = mix32(seed & 0xFFFFFFFF)
+        mixed = mixed_seed(seed, ahead)
         return {
             "steps": steps,
             "step": self.key.step if steps is None else 0.0,

@@ -1,14 +1,19 @@
 """Laws of the formats that are blocks with a scale each: their layout, and the walk over tiles. Protocol N."""
 
+import dataclasses
+from bisect import bisect
+from itertools import pairwise
+
 import pytest
 import torch
-from codec_cases import gaussian, same_bits
+from codec_cases import gaussian, of_shapes, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farloop.algo.shards import Range, part_of
 from farloop.algo.spec import TILE
 from farloop.quant.codec import Codec, flat
-from farloop.quant.errors import BadPayload
+from farloop.quant.errors import BadPayload, NonFiniteError
 from farloop.quant.formats import blocks
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import CODECS, codec_named
@@ -66,6 +71,60 @@ def test_whatever_path_is_taken_the_numbers_are_the_reference_s(
     by_reference = torch.full_like(payload, 0xA5)
     codec.encode_by_reference(x, by_reference, fragment, seed=3)
     assert torch.equal(by_reference, payload)
+
+
+WHOLE = of_shapes((40, 90), (7,), (TILE // 512 + 3, 512), (100,), (300,))
+
+
+@pytest.mark.parametrize("path", ["kernels", "reference"])
+@pytest.mark.parametrize("spelling", [*BLOCKS, "q4r:step=0.5/0.7/1/1.4/2", "q4r:policy=absolute,step=0.001"])
+def test_what_ranks_encode_of_their_parts_makes_the_whole_payload(
+    spelling: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all codecs that a sharded model may have: scales, codes, residuals and decoded numbers, bit for bit."""
+    if path == "reference":
+        monkeypatch.setattr(blocks, "fast_path", lambda *_: None)
+    codec = dataclasses.replace(codec_named(spelling), beta=0.75)
+    assert isinstance(codec, BlockCodec)
+    x, before = gaussian(WHOLE), gaussian(WHOLE, 1)
+    lost = before.clone()
+    fed_back = torch.empty(codec.payload_bytes(WHOLE), dtype=torch.uint8)
+    codec.encode_feedback_(x, lost, fed_back, WHOLE, seed=5)
+    payload = codec.encode(x, WHOLE, seed=5)
+    numbers = codec.decode(payload, WHOLE, seed=5)
+    cuts = sorted({*range(0, WHOLE.numel, 60 * 256), WHOLE.numel, *(slot.offset for slot in WHOLE.tensors)})
+    offsets = [slot.offset for slot in WHOLE.tensors]
+    ranges = [
+        Range(rank=(start // 256) % 3, tensor=bisect(offsets, start) - 1, start=start, stop=stop)
+        for start, stop in pairwise(cuts)
+    ]
+    together = [torch.full_like(payload, 0xA5) for _ in range(2)]
+    for whole in together:
+        whole[codec.layout.gap(WHOLE.numel)] = 0
+    for rank in range(3):
+        own = part_of(WHOLE, ranges, rank)
+        residual = torch.cat([before[index : index + count] for index, _, count in own.runs])
+        plain, fed = (torch.full((codec.payload_bytes(own.fragment),), 0xA5, dtype=torch.uint8) for _ in range(2))
+        for index, start, count in own.runs:
+            here, run = x[index : index + count], residual[start : start + count]
+            codec.encode_run(here, plain, WHOLE, own.fragment, index=index, start=start, seed=5)
+            codec.encode_run(here, fed, WHOLE, own.fragment, index=index, start=start, seed=5, residual=run)
+        assert same_bits(residual, torch.cat([lost[index : index + count] for index, _, count in own.runs]))
+        decoded = codec.decode(plain, own.fragment, seed=5)
+        assert same_bits(decoded, torch.cat([numbers[index : index + count] for index, _, count in own.runs]))
+        for there, here in codec.slices(WHOLE, own.fragment, own.runs):
+            together[0][there], together[1][there] = plain[here], fed[here]
+    assert torch.equal(together[0], payload) and torch.equal(together[1], fed_back)
+
+
+@every_codec
+def test_what_is_not_finite_in_a_part_is_named_by_its_place_in_the_whole(codec: BlockCodec) -> None:
+    x, part = torch.ones(512), flat(768)
+    out = torch.empty(codec.payload_bytes(part), dtype=torch.uint8)
+    x[300] = torch.inf
+    with pytest.raises(NonFiniteError) as refusal:
+        codec.encode_run(x, out, WHOLE, part, index=1024, start=256)
+    assert refusal.value.index == 1324
 
 
 @every_codec

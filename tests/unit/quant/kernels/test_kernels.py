@@ -278,6 +278,21 @@ def test_tensors_encoded_one_by_one_make_the_payload_of_the_fragment(pair: tuple
     assert same_bits(out, reference(codec, x, fragment))
 
 
+def test_a_part_has_the_bytes_that_the_whole_payload_has_of_it(pair: tuple[BlockCodec, BlockKernels]) -> None:
+    codec, kernels = pair
+    runs = ((256, 0, 512), (1024, 512, 256), (2304, 768, 768))
+    fragment, part, x = flat(3072), flat(1536), normal(3072)
+    whole, out, steps = reference(codec, x), buffer(codec, part.numel), on(codec.steps(fragment))
+    for index, start, count in runs:
+        call = Encode(
+            x=on(x[index : index + count]), out=out, numel=part.numel, seed=SEED, steps=steps, start=start,
+            ahead=index - start,
+        )  # fmt: skip
+        assert kernels.encode(call) == -1
+    for there, here in codec.slices(fragment, part, runs):
+        assert same_bits(out[here], whole[there])
+
+
 def test_parts_decode_alone(pair: tuple[BlockCodec, BlockKernels]) -> None:
     codec, kernels = pair
     payload = reference(codec, normal(4200))
