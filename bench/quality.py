@@ -32,7 +32,6 @@ from farloop.node.errors import NodeError
 from farloop.sim.network import LinkConditions
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.world import World
-from farloop.wire.limits import Limits
 
 # --- one run, and the folder of finished runs
 
@@ -111,26 +110,24 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
         ),
         problem=problem,
         weather=FAST_LINK,
-        limits=Limits(),
-        frugal=True,
     )
     with cpu_threads(1):  # the grouping of sums follows the number of threads, and with it the last bits
-        outcome = World(scenario).run()
-        loss, glance = problem.losses(outcome.anchors)
-    outcome.check()
-    ends = [starts[-1] for starts in outcome.nodes.values()]
+        world = World(scenario)
+        world.run()
+        loss, glance = problem.losses(world.anchors)
+    ends = [host.actor for host in world.hosts.values()]
     position = float(spec.terms.schedule.steps)
-    curve = [(taken.position, taken.loss) for taken in outcome.evaluations if taken.position < position]
+    curve = [(taken.position, taken.loss) for taken in world.evaluations if taken.position < position]
     curve.append((position, glance))
     up, down = (
         statistics.fmean(column)
-        for column in zip(*((end.moved.up.exchanged, end.moved.down.exchanged) for end in ends), strict=True)
+        for column in zip(*((end.link.moved.up.exchanged, end.link.moved.down.exchanged) for end in ends), strict=True)
     )
-    sends = [send for end in ends for send in end.diary.sends]
-    sizes = [fragment.numel for fragment in outcome.layout.fragments]
+    sizes = [fragment.numel for fragment in world.spec.identity.layout.fragments]
 
     def models_sent(by: float) -> float:
-        return sum(sizes[send.fragment] for send in sends if send.position <= by) / (sum(sizes) * len(ends))
+        sent = [sizes[fragment] for end in ends for position, fragment in end.sent if position <= by]
+        return sum(sent) / (sum(sizes) * len(ends))
 
     syncs = models_sent(math.inf)
     return RunResult(
@@ -143,8 +140,8 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
         bytes_down=round(down),
         moved=(*(round((up + down) * models_sent(at) / syncs) for at, _ in curve[:-1]), round(up + down)),
         syncs=syncs,
-        inner_steps=sum(end.inner_steps for end in ends),
-        tokens=sum(end.tokens for end in ends),
+        inner_steps=sum(end.machine.inner_steps for end in ends),
+        tokens=sum(end.machine.tokens for end in ends),
         cpu_s=time.process_time() - began,
     )
 

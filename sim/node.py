@@ -1,33 +1,35 @@
 """One start of a node in virtual time: drives the real executor, with a learner whose inner steps take virtual time."""
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import nn
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import BlobKind
+from farloop.algo.stages import fragments_of
 from farloop.node import events as ev
 from farloop.node.cluster import Decision
 from farloop.node.errors import LayoutMismatch, Refused
 from farloop.node.executor import Input, NodeExecutor
-from farloop.node.link import NodeLink
+from farloop.node.link import NodeLink, Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Replica
 from farloop.node.state_dir import NodeState
-from farloop.sim.hostile import SharedForgeries, SimulatedLink
 from farloop.sim.network import Dial, VirtualDialer
-from farloop.sim.problems import freeze_all_but
 from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.send_log import Merged, Send, SendLog
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
-from farloop.wire.reasons import Reason
+from farloop.wire.events import SessionEvent
+from farloop.wire.messages import Hello, Message, Offer
+from farloop.wire.session import State
 
 DRAIN_S = 30.0  # for a good-bye to get through
 BUILD_S = 0.2  # to build the model once the run's spec is known
 _LOOKS_S = 0.02  # seconds between two looks at whether the good-bye is through
+HOP_S: Final = 0.0005  # from the training thread to the link's
 
 
 class _Inbox(deque[Input]):
@@ -47,6 +49,34 @@ class _Inbox(deque[Input]):
         return not self
 
 
+class SimulatedLink:
+    """A node's link. What the training thread asks for is done a moment later, as between real threads."""
+
+    def __init__(self, link: NodeLink, process: Process, setup: NodeSetup) -> None:
+        self._link, self._process, self._setup = link, process, setup
+
+    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent], None]) -> None:
+        self._link.start(lambda: dataclasses.replace(hello(), protocol_max=self._setup.protocol), deliver)
+
+    def close(self) -> None:
+        self._link.close()
+
+    @property
+    def moved(self) -> Traffic:
+        return self._link.moved
+
+    @property
+    def flushed(self) -> bool:
+        """Whether a Leave was acknowledged, or there is no session."""
+        return self._link.state in (None, State.CLOSED)
+
+    def send(self, message: Message) -> None:
+        self._process.after(HOP_S, lambda: self._link.send(message))
+
+    def send_blob(self, offer: Offer, data: bytearray) -> None:
+        self._process.after(HOP_S, lambda: self._link.send_blob(offer, data))
+
+
 class SimulatedNode:
     """What `node/library.py` and a training loop are in a real process."""
 
@@ -58,18 +88,14 @@ class SimulatedNode:
         dial: Dial,
         rng: random.Random,
         state: NodeState,
-        saw: Callable[[ev.Event | ev.Command], None],
-        board: SharedForgeries,
     ) -> None:
         self.process, self.setup, self.state = process, setup, state
-        self.diary = SendLog()
-        self.stopped_by: tuple[Reason, str] | None = None
+        self.sent: list[tuple[float, int]] = []  # (schedule position, fragment) of every delta
         self.gone = False  # whether it has said good-bye and closed its link
-        self._scenario, self._tell, self._rng = scenario, saw, rng
-        self._learner = scenario.trains().learner(setup.name, setup.seed)
+        self._rng = rng
+        self._learner = scenario.problem.learner(setup.name, setup.seed)
         self._optimizer: torch.optim.Optimizer | None = None
         self._busy = True  # inside an inner step, building the model or taking events: further events wait
-        self._slowed = 1.0
         self._leaves_at: float | None = None
         link = NodeLink(
             VirtualDialer(dial),
@@ -80,7 +106,7 @@ class SimulatedNode:
             timing=scenario.timing,
             check=True,
         )
-        self.link = SimulatedLink(link, process, setup, board)
+        self.link = self._on(link)
         inbox = _Inbox(self._go_on)
         self.executor = NodeExecutor(
             setup.name,
@@ -92,7 +118,7 @@ class SimulatedNode:
             tau=setup.tau,
             holds=setup.holds,
             check=True,
-            saw=self._saw,
+            saw=self.saw,
         )
         self.executor.evaluate = self._learner.evaluate
         self._busy = False
@@ -110,19 +136,14 @@ class SimulatedNode:
         """What training stands still for, in words."""
         return None if self._busy or self.machine.ended else self.executor.waiting
 
-    def drain(self) -> None:
-        """As SIGTERM asks."""
-        self.executor.request_drain()
+    def saw(self, what: ev.Event | ev.Command) -> None:
+        """Told every event that the machine has taken, and every command before it is carried out."""
+        if isinstance(what, ev.Encode):
+            self.sent.append((self.machine.position, what.blob.fragment))
 
-    def slow_down(self, factor: float) -> None:
-        """Inner steps take so many times as long from the next one on."""
-        self._slowed = factor
-
-    def spoil(self, fragment: int) -> None:
-        """Flip a bit of an anchor; of another one, where it does not hold that."""
-        if self.replica is not None:
-            anchors = self.replica.anchors
-            anchors.get(fragment, anchors[min(anchors)])[0] += 1.0
+    def _on(self, link: NodeLink) -> SimulatedLink:
+        """What the executor is given as its link."""
+        return SimulatedLink(link, self.process, self.setup)
 
     # --- the driver's loop
 
@@ -150,35 +171,36 @@ class SimulatedNode:
     def _build(self) -> None:
         spec = self.machine.spec
         assert spec is not None
-        if self.machine.holds is not None:
-            freeze_all_but(self.machine.holds, self._learner.module, spec.identity.layout)
+        if self.machine.holds is not None:  # the tensors of its part are trained, the others stay as they were built
+            fragments = fragments_of(self.machine.holds, spec.identity.layout)
+            held = {tensor.name for fragment in fragments for tensor in fragment.tensors}
+            for name, parameter in self._learner.module.named_parameters():
+                parameter.requires_grad_(name in held)
         self.executor.attach(self._learner.module)
         self._optimizer = self._learner.optimizer(spec.terms)
         self._stay_busy(BUILD_S, lambda: None)
 
     def _begin_step(self, decision: Decision) -> None:
-        self.diary.samples += decision.samples
-        self._note_weights()
-        step_s = self.setup.step_s * self._slowed
+        step_s = self.setup.step_s
         if self.setup.step_wobble:
             step_s *= self._rng.lognormvariate(0.0, self.setup.step_wobble)
         self._stay_busy(step_s, lambda: self._step(decision))
 
-    def _step(self, decision: Decision) -> None:
+    def _step(self, decision: Decision) -> float:
+        """The loss."""
         assert self.machine.spec is not None and self._optimizer is not None
         terms, module = self.machine.spec.terms, self._learner.module
         samples = list(decision.samples) if self.machine.takes_samples else [self.machine.inner_steps]
         loss = self._learner.backward(samples, decision.position)
-        self.diary.losses.append(loss)
-        self.diary.learning_rates.append(decision.lr)
         if method_named(terms.method).inner:
             nn.utils.clip_grad_norm_(module.parameters(), terms.inner.clip)
             for group in self._optimizer.param_groups:
                 group["lr"] = decision.lr
             self._optimizer.step()
         self.executor.step_done(self.setup.tokens or terms.inner.batch_sequences * terms.inner.sequence_tokens, loss)
+        return loss
 
-    def _stay_busy(self, seconds: float, then: Callable[[], None]) -> None:
+    def _stay_busy(self, seconds: float, then: Callable[[], object]) -> None:
         self._busy = True
 
         def done() -> None:
@@ -194,56 +216,6 @@ class SimulatedNode:
         self._leaves_at = self._leaves_at if self._leaves_at is not None else now + DRAIN_S
         if self.link.flushed or now >= self._leaves_at:
             self.gone = True
-            self._note_weights()
             self.link.close()
         else:
             self.process.after(_LOOKS_S, self._go_on)
-
-    # --- what is noted of it
-
-    def _note_weights(self) -> None:
-        if not self._scenario.frugal:
-            parameters = self._learner.module.parameters()
-            self.diary.weights.append(nn.utils.parameters_to_vector(parameters).detach())
-
-    def _saw(self, what: ev.Event | ev.Command) -> None:
-        self._tell(what)
-        machine, diary = self.machine, self.diary
-        match what:
-            case ev.Encode(blob=blob):
-                assert machine.spec is not None
-                self.link.encodes(blob, what.codec, machine.spec.identity.layout.fragments[blob.fragment])
-                diary.sends.append(
-                    Send(
-                        inner_step=machine.inner_steps,
-                        position=machine.position,
-                        fragment=blob.fragment,
-                        window=what.window,
-                        base=blob.version,
-                        steps=what.steps,
-                        tokens=what.tokens,
-                    )
-                )
-            case ev.ForgetBlob(blob=blob, merged_in=merged_in) if blob.kind is BlobKind.DELTA:
-                diary.settled.append((blob, merged_in))
-                self.link.forget(blob)
-            case ev.Apply(fragment=fragment, version=version):
-                diary.applied.append((fragment, version))
-            case ev.AnchorMismatch():
-                diary.mismatches = self.executor.metrics.mismatches
-            case ev.Merge(fragment=fragment, mix=mix):
-                diary.merges.append(
-                    Merged(
-                        inner_step=machine.inner_steps,
-                        fragment=fragment,
-                        version=machine.fragments[fragment].version,
-                        mix=mix,
-                        sends=len(diary.sends),
-                    )
-                )
-            case ev.Resync():
-                diary.applied.clear()  # versions come again, with another content
-            case ev.Stop(reason=reason, detail=detail):
-                self.stopped_by = (reason, detail)
-            case _:
-                pass

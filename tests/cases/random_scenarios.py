@@ -9,17 +9,18 @@ import random
 from collections.abc import Sequence
 from typing import get_args
 
+import simulated_faults as ft
+import simulated_faults as sc
+import toy_problem as problems
+from forged_deltas import Deceit
+
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.schedule import POWERS, steps_by_share
 from farloop.algo.spec import NodeId
 from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.algo.validation import at_most
 from farloop.coordinator.decide.roster import EXPIRE_S
-from farloop.sim import problems
-from farloop.sim import scenario as ft
-from farloop.sim import scenario as sc
 from farloop.sim.network import HOSTILE_LINK, LinkConditions
-from farloop.sim.scenario import Deceit
 
 _OWN_CODECS = ("q8", "q4r", "fp32", "topk", "q4:beta=0.9", "q4r:policy=l-greco")
 

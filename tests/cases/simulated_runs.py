@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import Fault, Scenario
-from farloop.sim.world import run
+from faulty_world import run
+from simulated_faults import Fault, Scenario
+from simulated_outcome import Outcome
+from toy_problem import terms_of
 
 _FIELDS = {field.name for field in dataclasses.fields(Scenario)}
 

@@ -1,21 +1,21 @@
 """Hundreds of random runs in which anything goes wrong: all end, and none forks.
 
-With `-m slow` thousands of others. A failure names its scenario: `farloop.sim.world.run(random_scenario(SEED,
+With `-m slow` thousands of others. A failure names its scenario: `faulty_world.run(random_scenario(SEED,
 faults=N)).check()` plays it again.
 """
 
 from collections.abc import Callable
 
 import pytest
+import simulated_faults as ft
+import simulated_faults as sc
+import toy_problem as problems
+from faulty_world import run
 from random_scenarios import parted_scenario, random_scenario
+from simulated_outcome import Outcome
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
-from farloop.sim import problems
-from farloop.sim import scenario as ft
-from farloop.sim import scenario as sc
-from farloop.sim.outcome import Outcome
-from farloop.sim.world import run
 
 RUNS, PARTED_RUNS, BATCH = 300, 200, 20
 SLOW_RUNS, SLOW_BATCH = 5000, 250

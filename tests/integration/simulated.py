@@ -9,12 +9,13 @@ import hashlib
 import json
 import sys
 
+from faulty_world import run
+from simulated_faults import CrashCoordinator, CrashNode, NodeSetup, Scenario
+from toy_problem import terms_of
+
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId
 from farloop.sim.network import HOSTILE_LINK
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import CrashCoordinator, CrashNode, NodeSetup, Scenario
-from farloop.sim.world import run
 
 NAMES = ("paris", "oslo", "tokyo", "lima")
 

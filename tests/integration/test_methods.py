@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from faulty_world import run as simulate
 from loopback import TEXT, NewRun, Run, assert_all_agree, own_run
+from simulated_faults import Scenario
+from simulated_outcome import commit_of
 from tapes import Tape, replay
 from torch import Tensor, nn
 
@@ -22,9 +25,6 @@ from farloop.node.data import EvaluationSet, Samples, load_corpus
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, PRESETS, build
 from farloop.node.trainer import EVALUATION_BATCH
-from farloop.sim.outcome import commit_of
-from farloop.sim.scenario import Scenario
-from farloop.sim.world import run as simulate
 from farloop.wire.limits import Limits
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_world import run
+from simulated_faults import NodeSetup, Scenario
 from torch import Tensor
 
 from farloop.algo import schedule
@@ -41,8 +43,6 @@ from farloop.node.errors import DataError
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH, check_data, data_name
-from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.world import run
 
 SpecOf = Callable[..., RunSpec]
 

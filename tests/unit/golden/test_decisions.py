@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_world import run
 from random_scenarios import parted_scenario, random_scenario, restored_scenario
+from simulated_faults import CrashAtWrite, CrashCoordinator, NodeSetup, Scenario
+from simulated_outcome import Outcome
+from toy_problem import terms_of
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, to_plain
 from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import CrashAtWrite, CrashCoordinator, NodeSetup, Scenario
-from farloop.sim.world import run
 from farloop.wire.messages import pack
 
 GOLDEN = Path(__file__).with_name("decisions.txt")

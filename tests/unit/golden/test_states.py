@@ -189,9 +189,8 @@ class Recorder:
 
 def record_runs(scratch: Path) -> Path:
     """Copies of all runs: their folder."""
+    from faulty_world import World
     from random_scenarios import random_scenario, restored_scenario
-
-    from farloop.sim.world import World
 
     runs = {
         "streaming": random_scenario(125, faults=5),

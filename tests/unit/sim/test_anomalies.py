@@ -4,6 +4,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from simulated_faults import Fault, NodeSetup, SlowLink, SlowNode
+from simulated_outcome import Outcome
 from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
@@ -12,8 +14,6 @@ from farloop.coordinator.observe import straggler_detector, straggler_monitor
 from farloop.coordinator.observe.straggler_monitor import AnomalySeen, MitigationTaken
 from farloop.coordinator.routing.anomalies import Action, Kind
 from farloop.sim.network import LinkConditions
-from farloop.sim.outcome import Outcome
-from farloop.sim.scenario import Fault, NodeSetup, SlowLink, SlowNode
 from farloop.wire.reasons import Reason
 
 A, B, C, D = map(NodeId, "abcd")

@@ -4,17 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from simulated_runs import simulate
-
-from farloop.algo.spec import NodeId
-from farloop.coordinator.decide import events as coordinator_ev
-from farloop.coordinator.decide import events as ev
-from farloop.coordinator.decide import records as rec
-from farloop.quant.registry import CODECS, downlink_spelling
-from farloop.sim.network import HOSTILE_LINK
-from farloop.sim.outcome import Commit, Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import (
+from faulty_world import run
+from simulated_faults import (
     TWO_NODES,
     BadLinkPeriod,
     CrashCoordinator,
@@ -29,7 +20,16 @@ from farloop.sim.scenario import (
     Scenario,
     SpoilAnchor,
 )
-from farloop.sim.world import run
+from simulated_outcome import Commit, Outcome
+from simulated_runs import simulate
+from toy_problem import terms_of
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.quant.registry import CODECS, downlink_spelling
+from farloop.sim.network import HOSTILE_LINK
 from farloop.wire.limits import Timing
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason

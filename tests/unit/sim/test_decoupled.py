@@ -6,14 +6,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from simulated_faults import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator
+from simulated_outcome import Outcome
 from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
-from farloop.sim.outcome import Outcome
-from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator
 from farloop.wire.messages import Offer
 
 METHODS = ("decoupled", "async")

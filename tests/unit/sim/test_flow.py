@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import simulated_faults as frames
+from faulty_world import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_runs import PLAIN_PROGRESS
+from toy_problem import terms_of
 
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId
 from farloop.coordinator.observe.metrics import Metrics as CoordinatorMetrics
 from farloop.node.metrics import Metrics as NodeMetrics
-from farloop.sim import scenario as frames
 from farloop.sim.flow.links import SharedLink, Transfer
 from farloop.sim.flow.outcome import Outcome
 from farloop.sim.flow.scenario import (
@@ -36,9 +38,7 @@ from farloop.sim.flow.scenario import (
 from farloop.sim.flow.simulator import Stuck, play
 from farloop.sim.flow.sweep import run_all
 from farloop.sim.network import LinkConditions
-from farloop.sim.problems import terms_of
 from farloop.sim.virtual_time import EventQueue
-from farloop.sim.world import run
 
 ROUGH = Group(
     count=6, step_sigma=0.2, spread=0.1, slow_share=0.05, slow_factor=4.0, crashes_per_hour=3.0, repair_s=90.0,

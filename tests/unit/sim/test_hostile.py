@@ -10,16 +10,17 @@ from functools import cache
 from typing import Any, get_args
 
 import pytest
+from faulty_world import run
+from forged_deltas import Deceit
 from shards import Shards
+from simulated_faults import CrashCoordinator, NodeSetup, Scenario
+from simulated_outcome import Outcome
 from simulated_runs import simulate
+from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
 from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import CrashCoordinator, Deceit, NodeSetup, Scenario
-from farloop.sim.world import run
 from farloop.wire.reasons import Reason
 
 LIAR = NodeId("d")

@@ -8,16 +8,16 @@ import itertools
 
 import pytest
 import torch
+from faulty_world import run
+from simulated_faults import NodeSetup, Scenario
+from simulated_outcome import Outcome
 from simulated_runs import simulate
 from torch import Tensor
+from toy_problem import Inner, Stack, Task, inner_optimizer, terms_of
 
 from farloop.algo.fragments import view
 from farloop.algo.spec import NodeId
 from farloop.algo.terms import Terms
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import Inner, Stack, Task, inner_optimizer, terms_of
-from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.world import run
 
 NAMES = [NodeId(name) for name in "abc"]
 

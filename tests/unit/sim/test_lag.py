@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_world import run
+from simulated_faults import TWO_NODES, CutLink, NodeSetup, Scenario
+from simulated_outcome import NodeOutcome, Outcome
 from simulated_runs import simulate
 from torch import Tensor, nn
+from toy_problem import Stack, Toy, terms_of
 
 from farloop.algo.outer_optimizers import OuterSettings, co2_step_, staleness_gap, step_gain
 from farloop.algo.spec import NodeId
 from farloop.sim.network import LinkConditions
-from farloop.sim.outcome import NodeOutcome, Outcome
-from farloop.sim.problems import Stack, Toy, terms_of
-from farloop.sim.scenario import TWO_NODES, CutLink, NodeSetup, Scenario
-from farloop.sim.world import run
 
 H, ROUNDS = 4, 6
 SEEDS = (1, 2)

@@ -5,6 +5,10 @@ import random
 from typing import Any
 
 import pytest
+from faulty_world import World
+from simulated_faults import BadLinkPeriod, CrashNode, NodeSetup, Scenario
+from simulated_outcome import Outcome
+from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.net import router
@@ -22,11 +26,7 @@ from farloop.sim.network import (
     VirtualRouterSocket,
     damaged,
 )
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import BadLinkPeriod, CrashNode, NodeSetup, Scenario
 from farloop.sim.virtual_time import EventQueue, Process
-from farloop.sim.world import World
 from farloop.wire.reasons import Reason
 
 NUMBERED = [[number.to_bytes(4), bytes(50)] for number in range(400)]

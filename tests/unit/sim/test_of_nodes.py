@@ -6,7 +6,11 @@ from statistics import median
 from typing import Any
 
 import pytest
+from faulty_world import run
+from simulated_faults import ChangeTerms, CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
+from simulated_outcome import Outcome
 from simulated_runs import simulate
+from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
@@ -14,10 +18,6 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.routing.sync_plan import Pace, choose
 from farloop.node import events as node_ev
 from farloop.sim.network import LinkConditions
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import ChangeTerms, CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
-from farloop.sim.world import run
 from farloop.wire.limits import Limits
 
 OSLO, ROME = NodeId("oslo"), NodeId("rome")

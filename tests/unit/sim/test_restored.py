@@ -4,17 +4,17 @@ all end equal (protocol S)."""
 import dataclasses
 
 import pytest
+import simulated_faults as ft
+import simulated_faults as sc
+from faulty_world import World, run
 from random_scenarios import restored_scenario
+from simulated_outcome import Outcome
+from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
-from farloop.sim import scenario as ft
-from farloop.sim import scenario as sc
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.world import World, run
 from farloop.wire.messages import Refused
 from farloop.wire.reasons import Reason
 

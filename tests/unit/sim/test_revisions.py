@@ -4,22 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+from faulty_world import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_runs import simulate
-
-from farloop.algo import schedule
-from farloop.algo.methods import method_named
-from farloop.algo.spec import Layout, NodeId, Revision, RoundPlan, WindowTerms
-from farloop.algo.terms import Terms
-from farloop.coordinator.decide import events as coordinator_ev
-from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import Ledger
-from farloop.node import events as node_ev
-from farloop.sim.network import HOSTILE_LINK
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import (
+from simulated_faults import (
     ChangeTerms,
     CrashCoordinator,
     CrashNode,
@@ -30,7 +18,19 @@ from farloop.sim.scenario import (
     Scenario,
     SpoilAnchor,
 )
-from farloop.sim.world import run
+from simulated_outcome import Outcome
+from simulated_runs import simulate
+from toy_problem import terms_of
+
+from farloop.algo import schedule
+from farloop.algo.methods import method_named
+from farloop.algo.spec import Layout, NodeId, Revision, RoundPlan, WindowTerms
+from farloop.algo.terms import Terms
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.node import events as node_ev
+from farloop.sim.network import HOSTILE_LINK
 from farloop.wire import messages as msg
 
 A, B, C, D = (NodeId(name) for name in "abcd")

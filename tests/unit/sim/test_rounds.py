@@ -5,6 +5,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from faulty_world import run
+from simulated_faults import CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
+from simulated_outcome import Outcome
+from toy_problem import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
 
 from farloop.algo.methods import METHODS
 from farloop.algo.schedule import first_rounds, initial_h
@@ -13,10 +17,6 @@ from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.sim.network import HOSTILE_LINK, LinkConditions
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
-from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
-from farloop.sim.world import run
 
 RULES: dict[str, dict[str, Any]] = {
     "qsr": {"h_alpha": 0.044},

@@ -5,13 +5,13 @@ import itertools
 from typing import Any
 
 import pytest
+from noted_node import SendLog
+from simulated_faults import CrashCoordinator, CrashNode, CutLink, DrainNode, Fault
+from simulated_outcome import Outcome, SampleBook, check_samples
 from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
-from farloop.sim.outcome import Outcome, SampleBook, check_samples
-from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, DrainNode, Fault
-from farloop.sim.send_log import SendLog
 
 A, B = NodeId("a"), NodeId("b")
 

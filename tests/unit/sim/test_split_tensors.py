@@ -5,18 +5,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from faulty_world import run
 from hypothesis import given
 from hypothesis import strategies as st
 from shards import Shards
+from simulated_faults import Scenario
 from torch import Tensor
+from toy_problem import terms_of
 
 from farloop.algo import fragments as under_test
 from farloop.algo.fragments import NamedShape, flatten_into, partition, rows_of, view, whole_shapes
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout
 from farloop.algo.terms import Terms
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import Scenario
-from farloop.sim.world import run
 
 LARGEST_TENSORS = {  # the shapes that published models have
     "Llama-3-8B embedding": (128256, 4096),

@@ -4,9 +4,12 @@ import dataclasses
 from functools import partial
 
 import pytest
+import simulated_faults as sc
+from faulty_world import World, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_layouts import example, example_delay, layout_of
+from simulated_outcome import Outcome
 from simulated_runs import scenario_of
 
 from farloop.algo.spec import NodeId
@@ -16,10 +19,7 @@ from farloop.node.pipeline import events as ev
 from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.messages import Kind
 from farloop.sim import pipeline
-from farloop.sim import scenario as sc
-from farloop.sim.outcome import Outcome
 from farloop.sim.pipeline import Costs
-from farloop.sim.world import World, run
 
 A0, B0, A1, B1 = map(NodeId, ("a0", "b0", "a1", "b1"))
 PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,)}

@@ -5,16 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tapes import TOLD_BY, Call, Diverged, Tape, recording, replay
-
-from farloop.algo.methods import METHODS
-from farloop.algo.spec import NodeId
-from farloop.coordinator.decide import events as coordinator_ev
-from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.node.machine import NodeMachine
-from farloop.sim.network import HOSTILE_LINK
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import (
+from faulty_world import run
+from simulated_faults import (
     CrashCoordinator,
     CrashNode,
     CutLink,
@@ -24,7 +16,15 @@ from farloop.sim.scenario import (
     Scenario,
     SpoilAnchor,
 )
-from farloop.sim.world import run
+from tapes import TOLD_BY, Call, Diverged, Tape, recording, replay
+from toy_problem import terms_of
+
+from farloop.algo.methods import METHODS
+from farloop.algo.spec import NodeId
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.node.machine import NodeMachine
+from farloop.sim.network import HOSTILE_LINK
 
 A, B, C, D = (NodeId(name) for name in "abcd")
 NODES = (

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_faults import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, SpoilAnchor
+from simulated_outcome import Outcome
 from simulated_runs import simulate
 from torch import Tensor
+from toy_problem import Stack, Toy, inner_optimizer
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.terms import LearningRate, Terms
-from farloop.sim.outcome import Outcome
-from farloop.sim.problems import Stack, Toy, inner_optimizer
-from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, SpoilAnchor
 
 NODES, H, STEPS, LR = 4, 20, 400, 0.05
 NUMEL = Stack(1).flat().numel()

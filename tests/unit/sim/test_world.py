@@ -4,15 +4,18 @@ import dataclasses
 import itertools
 
 import pytest
+from faulty_world import World, run
+from simulated_faults import TWO_NODES, CrashNode, Fault, NodeSetup, Scenario
 from simulated_runs import simulate
+from toy_problem import terms_of
 
+from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
+from farloop.sim import world
 from farloop.sim.network import HOSTILE_LINK
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import TWO_NODES, CrashNode, Fault, NodeSetup, Scenario
-from farloop.sim.world import Stuck, World, run
+from farloop.sim.world import Stuck
 
 METHODS = ("diloco", "streaming", "data-parallel")
 A, B = NodeId("a"), NodeId("b")
@@ -94,32 +97,36 @@ def test_a_delta_is_weighted_by_its_tokens() -> None:
 
 
 def test_every_event_and_command_is_on_the_tape() -> None:
-    world = World(Scenario(terms=terms_of("diloco")))
-    outcome = world.run()
+    outcome = run(Scenario(terms=terms_of("diloco")))
     encodes = [what for _, who, what in outcome.tape if who == "a" and isinstance(what, node_ev.Encode)]
     assert [encode.window for encode in encodes] == [send.window for send in outcome.nodes[A][0].diary.sends]
     assert [when for when, _, _ in outcome.tape] == sorted(when for when, _, _ in outcome.tape)
 
 
-def test_a_frugal_world_comes_to_the_same_and_keeps_no_tensors() -> None:
+def test_a_world_that_notes_nothing_comes_to_the_same() -> None:
+    """The plain world is what `farloop bench quality` runs."""
     scenario = Scenario(terms=terms_of("streaming", steps=20))
-    plain, frugal = World(scenario), World(dataclasses.replace(scenario, frugal=True))
-    first, second = plain.run(), frugal.run()
-    second.check()
-    assert first.target_digests == second.target_digests
-    assert first.nodes[A][0].moved == second.nodes[A][0].moved
-    assert not any(start.diary.weights for (start,) in second.nodes.values())
+    noted = World(scenario).run()
+    noted.check()
+    plain = world.World(dataclasses.replace(scenario, problem=scenario.trains()))
+    plain.run()
+    assert tuple(map(digest, plain.anchors)) == noted.anchor_digests
+    assert tuple(plain.evaluations) == noted.evaluations
+    for name, host in plain.hosts.items():
+        (start,) = noted.nodes[name]
+        assert host.actor.link.moved == start.moved
+        assert host.actor.sent == [(send.position, send.fragment) for send in start.diary.sends]
 
 
 def test_the_disk_of_a_long_run_is_no_larger() -> None:
     """Segments are pruned and old snapshots deleted."""
     sizes = []
     for steps in (150, 300):
-        world = World(Scenario(terms=terms_of("streaming", steps=steps), frugal=True))
-        outcome = world.run()
+        played = World(Scenario(terms=terms_of("streaming", steps=steps), frugal=True))
+        outcome = played.run()
         outcome.check()
         assert sum(isinstance(record, rec.WindowCommitted) for record in outcome.records) == len(outcome.commits)
-        sizes.append(world.disk.num_bytes)
+        sizes.append(played.disk.num_bytes)
     assert sizes[1] < 1.2 * sizes[0]
 
 

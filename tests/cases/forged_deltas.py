@@ -4,29 +4,27 @@ The forged blobs are sealed as an honest node's are: they must be found by their
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId
-from farloop.node.link import NodeLink, Traffic
+from farloop.node.link import NodeLink
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
+from farloop.sim.node import SimulatedLink
 from farloop.sim.scenario import NodeSetup
 from farloop.sim.virtual_time import Process
 from farloop.wire.blobs import blob_digest
-from farloop.wire.events import SessionEvent
-from farloop.wire.messages import Hello, Message, Offer
-from farloop.wire.session import State
+from farloop.wire.messages import Offer
 
 _FACTORS: Final = {"thousandfold": 1000.0, "flipped": -1.0}
 _NEARLY_INFINITE: Final = 3e38
 _ANY_EPOCH: Final = 1 << 62
 
-HOP_S: Final = 0.0005  # from the training thread to the link's
+Deceit = Literal["nan", "thousandfold", "overflow", "flipped", "noise", "replayed", "copied", "stale", "claims"]
 
 
 class SharedForgeries:
@@ -36,13 +34,14 @@ class SharedForgeries:
         self.payloads: dict[tuple[NodeId, int], Tensor] = {}
 
 
-class SimulatedLink:
-    """A node's link. What the training thread asks for is done a moment later, as between real threads. A cheating
-    node's link sends forged deltas in place of the node's own."""
+class ForgingLink(SimulatedLink):
+    """A cheating node's link sends forged deltas in place of the node's own; an honest node's shows them to thieves."""
 
-    def __init__(self, link: NodeLink, process: Process, setup: NodeSetup, board: SharedForgeries) -> None:
-        self._link, self._process, self._setup, self._board = link, process, setup, board
-        self._deceit = setup.deceit
+    def __init__(
+        self, link: NodeLink, process: Process, setup: NodeSetup, deceit: Deceit | None, board: SharedForgeries
+    ) -> None:
+        super().__init__(link, process, setup)
+        self._deceit, self._board = deceit, board
         self._expected: dict[BlobId, tuple[str, Fragment]] = {}
         self._sent: dict[BlobId, tuple[Offer, bytearray]] = {}  # deltas that may be offered again
         self._first: dict[int, Tensor] = {}  # payload of the first delta of each fragment
@@ -56,30 +55,12 @@ class SimulatedLink:
         """A delta is not offered any more."""
         self._sent.pop(blob, None)
 
-    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent], None]) -> None:
-        self._link.start(lambda: dataclasses.replace(hello(), protocol_max=self._setup.protocol), deliver)
-
-    def close(self) -> None:
-        self._link.close()
-
-    @property
-    def moved(self) -> Traffic:
-        return self._link.moved
-
-    @property
-    def flushed(self) -> bool:
-        """Whether a Leave was acknowledged, or there is no session."""
-        return self._link.state in (None, State.CLOSED)
-
-    def send(self, message: Message) -> None:
-        self._process.after(HOP_S, lambda: self._link.send(message))
-
     def send_blob(self, offer: Offer, data: bytearray) -> None:
         if offer.blob.kind is BlobKind.DELTA:
             if offer.blob not in self._sent:
                 self._sent[offer.blob] = self._forged(offer, data)
             offer, data = self._sent[offer.blob]
-        self._process.after(HOP_S, lambda: self._link.send_blob(offer, data))
+        super().send_blob(offer, data)
 
     def _forged(self, offer: Offer, data: bytearray) -> tuple[Offer, bytearray]:
         spelling, fragment = self._expected[offer.blob]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from noted_node import NotedNode, SendLog
 from torch import Tensor
 
 from farloop.algo.revisions import Revisions
@@ -17,8 +18,6 @@ from farloop.coordinator.decide.leases import Owner
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.node.link import Traffic
 from farloop.node.machine import Stage
-from farloop.sim.node import SimulatedNode
-from farloop.sim.send_log import SendLog
 from farloop.wire.messages import Drop, Share
 from farloop.wire.reasons import Reason
 
@@ -220,7 +219,7 @@ class NodeOutcome:
     diary: SendLog
 
     @classmethod
-    def of(cls, actor: SimulatedNode, *, alive: bool) -> Self:
+    def of(cls, actor: NotedNode, *, alive: bool) -> Self:
         machine = actor.machine
         return cls(
             alive=alive,

@@ -1,8 +1,8 @@
-"""Toy problems to train."""
+"""The smallest problem worth training in a simulated run."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,9 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.spec import Identity, Layout, NodeId, RunSpec
-from farloop.algo.stages import Part, fragments_of
 from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
 
-# --- What a simulated run trains: the two interfaces of a problem, and the smallest problem worth training.
-#
 # The toy is a stack of blocks, and a noisy quadratic loss with a minimum for each node. Real parameters, a real layout
 # and a real inner optimizer; a gradient costs microseconds. Nodes pull towards different minima, so that a lost,
 # doubled or wrongly weighted delta shows in the anchors.
@@ -27,37 +24,6 @@ Inner = Literal["adamw", "sgd"]
 _OF_METHOD = ["mix", "lag", "codec_up", "codec_down", "on_late_update", "max_stale_rounds", "max_staleness", "quorum"]
 BATCH_SEQUENCES = 2
 SEQUENCE_TOKENS = 8
-
-
-class Learner(Protocol):
-    """What one start of a node trains."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Whose parameters the run's layout cuts; the run's weights overwrite them."""
-
-    def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
-        """The inner optimizer that a node brings; its learning rate is set at every step."""
-
-    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
-        """Put the gradient of a batch on the parameters, in the place of the one before; returns the batch's loss.
-
-        `samples` are positions of the granted stream; where nodes bring their own, the number of the inner step alone.
-        `at`: the schedule position, by which a re-warm brings new data.
-        """
-
-    def evaluate(self) -> float:
-        """The loss of the module as it stands, when this node is asked for it."""
-
-
-class Problem(Protocol):
-    """A model and its data, the same for every node of the run."""
-
-    def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
-        """The run's spec and the anchors of version 0, fp32 [numel] each."""
-
-    def learner(self, node: NodeId, seed: int) -> Learner:
-        """A fresh one; `seed` is that of the node's data."""
 
 
 class Stack(nn.Module):
@@ -151,13 +117,6 @@ def layout_of(
         return layout
     fragments = tuple(dataclasses.replace(fragment, slot=0) for fragment in layout.fragments)
     return Layout(slots=1, fragments=fragments)
-
-
-def freeze_all_but(part: Part, module: nn.Module, layout: Layout) -> None:
-    """What a node that holds a part trains: the tensors of that part. The rest of the module stays as it was built."""
-    held = {tensor.name for fragment in fragments_of(part, layout) for tensor in fragment.tensors}
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in held)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
