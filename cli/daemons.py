@@ -25,7 +25,7 @@ from farloop.config.exit_codes import CommandError, ExitCode, say_error
 from farloop.config.run_spec import Plan
 from farloop.config.settings import NodeFile, RunFile, planned
 from farloop.config.sources import Address, parse_host_port, parse_tcp
-from farloop.coordinator.adoption_checks import adoption_of
+from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S

@@ -2,7 +2,7 @@
 
 It never waits. Commands run one after the other in the order the machine gave them, so that a record is durable before
 what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The same
-executor runs in the daemon (`daemon.py`) and in the simulator (`sim/coordinator.py`): time, workers, files and sockets
+executor runs in the daemon (`daemon.py`) and in the simulator (`sim/world.py`): time, workers, files and sockets
 are ports.
 """
 
@@ -348,7 +348,7 @@ class CoordinatorExecutor:
         if (peer := self._open_session_of(offer.blob.node)) is None:
             return
         with self._router.working_for(peer) as session:
-            failed = self._deltas.let_in(session, offer, self.machine.windows.get(offer.blob.fragment))
+            failed = self._deltas.receive(session, offer, self.machine.windows.get(offer.blob.fragment))
             if failed is not None:
                 return self.happened(failed)
             self.stragglers.asked(offer.blob, self._deltas.to_come(offer.blob), self._clock.now())

@@ -66,7 +66,7 @@ MOST_BYTES_OF_A_NODE: Final = 1 << 30  # limit of the deltas of one node
 
 @dataclass(slots=True)
 class DeltaIntake:
-    """Deltas that were offered, have partly arrived, or are not durable yet. Sans-I/O.
+    """Deltas that were offered, have partly arrived, or are not durable yet. Does no I/O.
 
     It outlives sessions, so an interrupted transfer continues where it stopped. Memory is limited in all and per node:
     a delta beyond the limit is not refused, but gets its first credit later.
@@ -139,7 +139,7 @@ class DeltaIntake:
         self._asleep |= {blob for blob in self._partial if blob.node == node}
 
     def arrived(self, blob: BlobId) -> Offer | None:
-        """All bytes arrived, good or bad. Returns the offer, kept until `settled`; None if it became void."""
+        """All bytes arrived, good or bad. Returns the offer, kept until `settled`; None if the delta became void."""
         for other in [other for other in self._crowded if other.node == blob.node]:
             self._waiting[other] = self._crowded.pop(other)
         if blob not in self._partial:
@@ -196,7 +196,7 @@ def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) 
 Done = Callable[[ev.Event], None]  # takes the event that ends an upload
 
 
-class DeltaUploads:
+class DeltaUploads(DeltaIntake):
     """Deltas from the offer to the commit: received, verified, made durable, and kept until their window merged them.
 
     Each accepted one ends in one event, or with its session. The machine decides which are accepted.
@@ -204,30 +204,16 @@ class DeltaUploads:
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
         """Begins with the durable deltas that have no outcome."""
+        super().__init__()
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
-        self._intake = DeltaIntake()
         self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
 
-    def let_in(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
+    def receive(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
         """Receive a delta over this session if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        wrong = self._intake.let_in(session, offer, window, fragment, codec_up, self._clock.now())
+        wrong = self.let_in(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
-
-    def to_come(self, blob: BlobId) -> int | None:
-        return self._intake.to_come(blob)
-
-    def arrived(self, blob: BlobId) -> msg.Offer | None:
-        """All bytes of a delta arrived. Returns its offer, for `keep` or `corrupt`; None if it became void."""
-        return self._intake.arrived(blob)
-
-    def next(self) -> msg.Offer | None:
-        """A waiting delta for which there is room: to be let in again."""
-        return self._intake.next()
-
-    def parted(self, node: NodeId) -> None:
-        self._intake.parted(node)
 
     def keep(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
         """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
@@ -238,7 +224,7 @@ class DeltaUploads:
 
         def verified(found: Verified) -> None:
             def stored() -> None:
-                self._intake.settled(offer.blob)
+                self.settled(offer.blob)
                 self._bytes[offer.blob] = data
                 done(ev.InputStored(offer=found.offer, payload=found.payload))
 
@@ -276,12 +262,8 @@ class DeltaUploads:
         for blob in blobs:
             self._bytes.pop(blob, None)
 
-    def check(self) -> None:
-        """Assert the invariants."""
-        self._intake.check()
-
     def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
-        self._intake.settled(offer.blob)
+        self.settled(offer.blob)
         return ev.InputFailed(offer=offer, reason=reason, detail=detail)
 
 

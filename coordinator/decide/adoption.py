@@ -219,7 +219,7 @@ class AdoptionSettings:
     """How to continue the run from what nodes hold."""
 
     untrue: Callable[[msg.Held, Ledger], str | None]
-    """Returns what is impossible in an answer (`adoption_checks.py`: this package knows no codecs)."""
+    """Returns what is impossible in an answer (`change_terms.py`: this package knows no codecs)."""
     patience_s: float = PATIENCE_S
     fetched: Mapping[int, rec.AnchorFetched] = field(default_factory=dict)
     """What an earlier start brought home, by fragment."""

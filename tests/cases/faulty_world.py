@@ -17,7 +17,7 @@ from state_disk import MortalCoordinator, StateDisk
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
-from farloop.coordinator.adoption_checks import adoption_of
+from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.decide import adoption, rollback
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
@@ -27,10 +27,9 @@ from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState
 from farloop.sim import world
-from farloop.sim.coordinator import FOLDER
 from farloop.sim.network import HOSTILE_LINK, Side
 from farloop.sim.virtual_time import PowerCut, Process
-from farloop.sim.world import Host
+from farloop.sim.world import FOLDER, Host
 from farloop.wire.messages import Progress
 
 ADOPTS_AFTER_S, GIVES_UP_S = 20.0, 45.0

@@ -2,7 +2,7 @@
 
 In processes whose strings hash to other numbers it is the same line.
 
-    PYTHONHASHSEED=N python simulated.py
+    PYTHONPATH=tests/cases PYTHONHASHSEED=N python tests/integration/simulated.py
 """
 
 import hashlib

@@ -24,7 +24,7 @@ from farloop.coordinator.decide.records import LedgerSaved
 from farloop.node import events as node_ev
 from farloop.node import executor
 from farloop.node.machine import NodeMachine
-from farloop.sim import coordinator as simulated_coordinator
+from farloop.sim import world as simulated_world
 
 TOLD_BY = {
     CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped", "stop"},
@@ -168,7 +168,7 @@ def recording() -> Iterator[list[Tape]]:
     """Machines that are made meanwhile, by daemons or by the simulator's actors, are on tape."""
     tapes: list[Tape] = []
     with ExitStack() as stack:
-        for shell in (daemon, simulated_coordinator):
+        for shell in (daemon, simulated_world):
             stack.enter_context(mock.patch.object(shell, "CoordinatorMachine", partial(TapedCoordinator, tapes)))
         stack.enter_context(mock.patch.object(executor, "NodeMachine", partial(TapedNode, tapes)))
         yield tapes

@@ -13,6 +13,7 @@ from farloop.algo.methods import METHODS
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SIMULATED = Path(__file__).with_name("simulated.py")
+CASES = SIMULATED.parents[1] / "cases"
 
 
 def test_equal_scenarios_give_equal_tapes_in_processes_that_hash_otherwise() -> None:
@@ -20,7 +21,7 @@ def test_equal_scenarios_give_equal_tapes_in_processes_that_hash_otherwise() -> 
     processes = [
         subprocess.Popen(
             [sys.executable, str(SIMULATED)],
-            env={**environment(), "PYTHONHASHSEED": seed},
+            env={**environment(), "PYTHONPATH": str(CASES), "PYTHONHASHSEED": seed},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,7 @@ from plain_runs import plain_hello
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
-from farloop.coordinator.adoption_checks import untrue
+from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import (

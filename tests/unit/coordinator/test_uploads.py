@@ -264,7 +264,7 @@ class Desk(VirtualHost):
 
     def let_in(self, offer: Offer) -> ev.InputFailed | None:
         window = Window(terms=self.store.ledger.windows[0], expected={A})
-        return self.uploads.let_in(self.session, offer, window)  # type: ignore[arg-type]
+        return self.uploads.receive(self.session, offer, window)  # type: ignore[arg-type]
 
     def keep(self, offer: Offer, data: bytearray) -> list[ev.Event]:
         told: list[ev.Event] = []
