@@ -200,7 +200,7 @@ def is_expected(status: Status | None, name: str) -> bool:
 
 def final_status(state: Path) -> Status | None:
     """What a coordinator wrote of a run that is finished; None of one that is not."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         status: Status = json.loads((state / "status.json").read_text())
         return status if status["run"]["state"] == "finished" else None
     return None

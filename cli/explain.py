@@ -15,7 +15,7 @@ from rich.text import Text
 from farloop.cli.options import facts as facts_grid
 from farloop.config.exit_codes import CommandError
 from farloop.coordinator.observe.decision_log import FILE, missing
-from farloop.coordinator.observe.event_log import files
+from farloop.coordinator.observe.event_log import files, parsed
 from farloop.coordinator.observe.window_inspection import ClosedWindow, look_back, newest_versions
 from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.monitoring.units import NOTHING, duration_text, size_text
@@ -71,11 +71,10 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
             continue  # rotated or deleted meanwhile
         for line in lines:
             try:
-                told = json.loads(line)
-                if told["version"] == version:
+                if (told := parsed(line)) is not None and told["version"] == version:
                     yield (int(told["fragment"]), version), told
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that a crash cut short
+            except (ValueError, KeyError, TypeError, OverflowError):
+                continue  # damaged
 
 
 def _explained(told: dict[str, Any] | None, past: ClosedWindow | None) -> dict[str, Any]:

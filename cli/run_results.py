@@ -1,6 +1,6 @@
 """Results of a finished run: curves read back from metrics.jsonl, and the final status summed up."""
 
-import json
+import logging
 import math
 import sys
 from dataclasses import dataclass, field
@@ -13,10 +13,12 @@ from rich.text import Text
 
 from farloop.algo.spec import RunSpec
 from farloop.bench.machine import machine, source_commit
-from farloop.coordinator.observe.event_log import files
+from farloop.coordinator.observe.event_log import files, parsed
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import left_with_the_last
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
+
+_log = logging.getLogger(__name__)
 
 # --- metrics.jsonl
 
@@ -71,21 +73,28 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read a metrics file and the older parts beside it; one that does not exist is an empty history."""
+    """Read a metrics file and its older parts; without one, the history is empty.
+
+    Damaged lines are counted as unreadable. A file that cannot be read is left out, with a warning.
+    """
     history, totals = History(), _Totals()
     for part in files(path):
-        with part.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.strip():
-                    _take(line, history, totals)
+        try:
+            with part.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.strip():
+                        _take(line, history, totals)
+        except OSError as error:
+            _log.warning("metrics not read path=%s why=%r note='the report lacks its events'", part, error.strerror)
     return history
 
 
 def _take(line: str, history: History, totals: "_Totals") -> None:
     try:
-        event = json.loads(line)
+        if (event := parsed(line)) is None:
+            raise ValueError("no event")
         _READERS.get(event["event"], _ignore)(event, history, totals)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         history.unreadable += 1
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
@@ -217,6 +217,7 @@ class RejectionCounter:
 
 PART_BYTES = 64 << 20
 KEEP_POINTS = 16  # parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second
+_LATEST_S = 1e10  # three centuries: a later time, or NaN, is damage
 _END_BYTES = 1 << 20  # most bytes that are read to find the last line
 
 
@@ -289,7 +290,7 @@ class MetricsLog:
 
 def files(path: Path) -> list[Path]:
     """All files of a run's lines, oldest first; `path` is the newest, and may be a link."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # Path.resolve raises for a link to itself
     parts = _parts(path)
     return [parts[number] for number in sorted(parts)] + ([path] if path.exists() else [])
 
@@ -305,11 +306,20 @@ def last_time(path: Path) -> float:
             _log.warning("run clock may restart path=%s why=%r", part, error.strerror)
             continue
         for line in reversed(lines):
-            try:
-                return float(json.loads(line)["t"])
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that a crash cut short
+            if (event := parsed(line)) is not None and "t" in event:
+                return float(event["t"])
     return 0.0
+
+
+def parsed(line: bytes | str) -> dict[str, Any] | None:
+    """The event of a line; None for a line that a crash cut short or that is damaged."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(t := event.get("t", 0.0), int | float):
+        return None
+    return event if 0.0 <= t <= _LATEST_S else None
 
 
 def _part_path(path: Path, number: int) -> Path:

@@ -35,6 +35,7 @@ from farloop.coordinator.storage.segment import (
 # --- The epoch: which start of the coordinator this is. A higher one fences a lower one (protocol, Fencing)
 
 _EPOCH_FILE = "epoch"
+_MOST_EPOCHS = 1 << 62  # above it, later epochs would not fit into a record or a message
 _EPOCH_FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
 """The whole file: name, format version, highest epoch ever claimed."""
 
@@ -104,10 +105,12 @@ def _read_epoch(path: Path, files: Files) -> int:
         content = files.read_bytes(path)
     except FileNotFoundError:
         return 0
+    except IsADirectoryError:
+        content = b""
     except OSError as error:
         raise no_room(path, error.errno) or StorageFailed(path, f"read: {error.strerror}") from error
     found = _EPOCH_FORMAT.fullmatch(content)
-    if found is None:
+    if found is None or int(found[1]) > _MOST_EPOCHS:
         raise StorageFailed(
             path, "not an epoch file of format version 1; restore it, or delete it if the journal is whole"
         )

@@ -194,6 +194,18 @@ def test_rotated_metrics_are_read_first_and_in_their_order(tmp_path: Path) -> No
         assert [moment.bytes_up for moment in history.traffic] == [500, 900, 1000] and history.unreadable == 0
 
 
+def test_damaged_metrics_are_left_out_of_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They ended the report in a traceback, after the run was done."""
+    path = metrics(tmp_path, tail='\0\xff\n{"event": "progress", "t": NaN}\n' + "[" * 100_000 + "\n[1]\n")
+    assert read_history(path).unreadable == 4 and len(read_history(path).traffic) == 78
+    path.rename(tmp_path / "metrics-000001.jsonl")
+    path.mkdir()
+    assert len(read_history(path).traffic) == 78 and "the report lacks its events" in caplog.text
+    path.rmdir()
+    path.symlink_to(path)
+    assert len(read_history(path).traffic) == 78
+
+
 def test_curves_share_the_axis_of_all_tokens_and_counters_of_a_restarted_node_continue(tmp_path: Path) -> None:
     history = read_history(metrics(tmp_path, tail='{"event": "prog'))
     assert (history.unreadable, len(history.traffic)) == (1, 78), "a half-written last line is skipped"

@@ -335,8 +335,15 @@ def test_the_time_goes_on_from_what_can_be_read(path: Path, monkeypatch: pytest.
     log = MetricsLog(path, part_bytes=LINE_BYTES)
     write(log, 1.0, 2.0)
     log.close()
-    for broken in ('{"event": "no', "[]\n", "7\n", '{"t": null}\n', '{"t": "x"}\n'):
+    damaged = ('{"t": NaN}\n', '{"t": 1e999}\n', '{"t": 1%s}\n' % ("0" * 400), '{"t": -5}\n', "[" * 100_000, "\0\xff\0")
+    for broken in ('{"event": "no', "[]\n", "7\n", '{"t": null}\n', '{"t": "x"}\n', *damaged):
         path.write_text(broken)
         assert last_time(path) == 1.0, "of the part that was put aside"
+    path.unlink()
+    path.mkdir()
+    assert last_time(path) == 1.0
+    path.rmdir()
+    path.symlink_to(path)
+    assert last_time(path) == 1.0
     monkeypatch.setattr(Path, "open", refuse())
     assert last_time(path) == 0.0

@@ -160,13 +160,23 @@ def test_epochs_only_grow_whatever_happens_to_their_file(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"41", b"farloop-epoch 2 41\n", b"farloop-epoch 1 41", b"farloop-epoch 1 -1\n", bytes(30)]
+    "content",
+    [
+        *(b"", b"41", b"farloop-epoch 2 41\n", b"farloop-epoch 1 41", b"farloop-epoch 1 -1\n", bytes(30)),
+        b"farloop-epoch 1 9223372036854775807\n",  # the next epoch went into the journal, and no message could hold it
+    ],
 )
 def test_an_epochs_file_with_another_content_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "epoch").write_bytes(content)
     with pytest.raises(StorageFailed, match="not an epoch file"):
         claim_epoch(tmp_path, seen=5)
     assert (tmp_path / "epoch").read_bytes() == content
+
+
+def test_a_folder_in_the_place_of_the_epoch_s_file_is_no_epoch_file(tmp_path: Path) -> None:
+    (tmp_path / "epoch").mkdir()
+    with pytest.raises(StorageFailed, match="not an epoch file of format version 1; restore it, or delete it"):
+        claim_epoch(tmp_path)
 
 
 def test_without_a_descriptor_the_epoch_is_looked_at_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
