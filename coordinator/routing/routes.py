@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start
+from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start, visits
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
@@ -135,6 +135,9 @@ _HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
 _POLISH_PIECES = 150_000  # pieces of work that a polish may simulate, about a third of a second
 _WORTH = 1e-9  # a plan is better when it is faster by this share: rounding decides nothing
 
+_TRIES = 100_000  # choices of nodes that an exact search may try: some tenths of a second
+_PLACES = 400  # places of all paths for which there is an exact search
+
 SPARE_COST = 0.02  # a spare node gets work if that lengthens the step by at most this share; else it stands by
 
 
@@ -168,24 +171,136 @@ class Task:
 
 def plan_paths(task: Task) -> Paths:
     """The best paths found, and the layers that go with them.
+
+    Where the fast searches find no path, an exact one decides whether there is any, as far as `_TRIES` choices reach.
     Raises ValueError: nothing fits: memory, links, skips or slots."""
-    found = [_planned(task, by_speed=False)]
+    found: list[Paths] = []
+    fault = (
+        "the search found no path of measured links that joins the stages; give links between more sites, or fewer "
+        "stages"
+    )
+    try:
+        found.append(_planned(task, by_speed=False))
+    except ValueError as error:
+        if task.stage_of is None:
+            raise
+        fault = str(error)
     if task.stage_of is None and (len(set(task.work.layer_s)) > 1 or len(set(task.work.max_layers or ())) > 1):
         found.append(_planned(task, by_speed=True))
-    best = min(found, key=lambda paths: paths.makespan_s)
+    joined = [paths for paths in found if all(_is_linked(task, route.nodes) for route in paths.routes)]
+    best = min(joined, key=lambda paths: paths.makespan_s) if joined else _exact(task, fault)
     _check(task, best)
     return best
 
 
+def _is_linked(task: Task, nodes: Sequence[int]) -> bool:
+    """Whether the cycle through these nodes has a measured link at every step, in both directions."""
+    edges = zip(nodes, (*nodes[1:], nodes[0]), strict=True)
+    return all(max(task.message_s[u][v], task.message_s[v][u]) < UNREACHABLE_S for u, v in edges)
+
+
+def _exact(task: Task, fault: str) -> Paths:
+    """Paths by an exact search, where the fast searches found none.
+
+    It prefers paths that share no node, then paths in order that share nodes. Raises ValueError: `fault`, and whether
+    the search was complete.
+    """
+    stage_of, count = task.stage_of, len(task.message_s)
+    search = _LinkSearch(task)
+    if (nodes := search.run((1,) * count, task.limits)) is not None:
+        if stage_of is None:
+            stages = visits(len(nodes), task.stages, task.length, task.limits)
+        else:
+            stages = tuple(tuple(stage_of[node] for node in own) for own in nodes)
+        rest = tuple(sorted(set(range(count)) - {node for own in nodes for node in own}))
+        chains = Chains(nodes=nodes, stages=stages, rest=rest)
+        work = _resplit(task, chains)
+        return _with_rest(task, _polished(task, chains, work), work)
+    if stage_of is not None and (nodes := search.run(task.work.slots, IN_ORDER)) is not None:
+        routes = [Route(nodes=own, stages=tuple(stage_of[node] for node in own)) for own in nodes]
+        return _judged(routes, stage_of, _shared_work(task), task.message_s)
+    raise ValueError(f"{fault}; the search was not complete" if search.tries > _TRIES else fault)
+
+
+class _LinkSearch:
+    """Backtracking over the nodes of all paths, one place after the other."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self.tries = task, 0
+        count = len(task.message_s)
+        self._near = [[v for v in range(count) if v != u and _is_linked(task, (u, v))] for u in range(count)]
+        others = max(1, task.stages - 1)
+        stage_of = task.stage_of
+        self._sources = None if stage_of is None else [node for node in range(count) if stage_of[node] == 0]
+        paths = (count - len(task.left_out)) // task.length if self._sources is None else len(self._sources)
+        self._paths, self._cap = paths, -(-paths * (task.length - 1) // others)
+
+    def run(self, room: Sequence[int], limits: Limits) -> tuple[tuple[int, ...], ...] | None:
+        """The nodes of every path; None if there are none, or if the search ended after `_TRIES` choices.
+
+        `room`: paths that may visit each node.
+        """
+        self.tries = 0
+        self._room, self._limits = list(room), limits
+        self._visits = [0] * self._task.stages
+        found: list[list[int]] = []
+        if self._paths * self._task.length <= _PLACES and self._extended(found):
+            return tuple(map(tuple, found))
+        self.tries = self.tries or _TRIES + 1
+        return None
+
+    def _extended(self, found: list[list[int]]) -> bool:
+        """Whether the paths can be completed; if so, `found` has them."""
+        task = self._task
+        if found and len(found[-1]) == task.length and not _is_linked(task, found[-1]):
+            return False
+        if len(found) == self._paths and len(found[-1]) == task.length:
+            return True
+        starts = not found or len(found[-1]) == task.length
+        for node in self._heads(found) if starts else self._next(found[-1]):
+            self.tries += 1
+            if self.tries > _TRIES:
+                return False
+            stage = 0 if task.stage_of is None else task.stage_of[node]
+            self._room[node] -= 1
+            self._visits[stage] += 1
+            if starts:
+                found.append([node])
+            else:
+                found[-1].append(node)
+            if self._extended(found):
+                return True
+            if starts:
+                found.pop()
+            else:
+                found[-1].pop()
+            self._room[node] += 1
+            self._visits[stage] -= 1
+        return False
+
+    def _heads(self, found: list[list[int]]) -> Sequence[int]:
+        if self._sources is not None:
+            return self._sources[len(found) : len(found) + 1] if self._room[self._sources[len(found)]] else ()
+        # Stages are dealt later, so paths can be exchanged and turned: each begins with its lowest node.
+        after = found[-1][0] if found else -1
+        return [node for node in range(after + 1, len(self._room)) if self._room[node]]
+
+    def _next(self, path: list[int]) -> list[int]:
+        stage_of = self._task.stage_of
+        free = [node for node in self._near[path[-1]] if self._room[node]]
+        if stage_of is None:
+            return [node for node in free if node > path[0]]
+        at = [stage_of[node] for node in path]
+        return [
+            node
+            for node in free
+            if self._visits[stage_of[node]] < self._cap and not fault_of((*at, stage_of[node]), self._limits)
+        ]
+
+
 def _check(task: Task, paths: Paths) -> None:
-    """Raise ValueError if the best paths need missing links or too much memory."""
+    """Raise ValueError if the best paths need too much memory."""
     for route in paths.routes:
-        edges = zip(route.nodes, (*route.nodes[1:], route.nodes[0]), strict=True)
-        if any(max(task.message_s[u][v], task.message_s[v][u]) >= UNREACHABLE_S for u, v in edges):
-            raise ValueError(
-                "the search found no path of measured links that joins the stages; give links between more sites, or "
-                "fewer stages"
-            )
         if paths.work.max_layers is not None and any(
             paths.work.layers[stage] > paths.work.max_layers[node]
             for node, stage in zip(route.nodes, route.stages, strict=True)
@@ -371,15 +486,21 @@ def _ways_with(task: Task, routes: Sequence[Route], node: int) -> list[tuple[int
 
 def _shared(task: Task) -> Paths:
     assert task.stage_of is not None
-    work = task.work
-    slowest = [max(work.layer_s[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
-    holds = work.max_layers or [sum(work.layers)] * len(task.stage_of)
-    caps = [min(holds[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
-    work = work if task.keeps_cut else _dealt(work, slowest, caps)
+    work = _shared_work(task)
     pieces = task.stage_of.count(0) * work.microbatches * (2 * task.length + 1)
     rounds = min(200, int(_SHARING_PIECES * task.effort / pieces))
     routes = share(task.stage_of, task.length, work, task.message_s, limits=task.limits, rounds=rounds, seed=task.seed)
     return _judged(routes, task.stage_of, work, task.message_s)
+
+
+def _shared_work(task: Task) -> Work:
+    """The work with layers divided by each stage's slowest node."""
+    assert task.stage_of is not None
+    work = task.work
+    slowest = [max(work.layer_s[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
+    holds = work.max_layers or [sum(work.layers)] * len(task.stage_of)
+    caps = [min(holds[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
+    return work if task.keeps_cut else _dealt(work, slowest, caps)
 
 
 def random_paths(task: Task, paths: Paths) -> Paths:
