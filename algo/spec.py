@@ -81,7 +81,7 @@ class Identity:
     """What a run is: fingerprinted in every handshake, never changed."""
 
     name: str
-    model: str  # canonical JSON of the built-in model's sizes, or 'own' for a user's own module
+    model: str  # canonical JSON of a built-in model's sizes, 'hf:' and that of a config.json, or 'own' (the nodes' own)
     layout: Layout
     anchor_digests: tuple[int, ...]  # digest of version 0 of every fragment
     data: str

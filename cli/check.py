@@ -5,7 +5,7 @@ from pathlib import Path
 
 from farloop.algo.schedule import first_rounds
 from farloop.algo.terms import Terms
-from farloop.config.run_spec import Plan
+from farloop.config.run_spec import Plan, loops_bring_data
 from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import parse_tcp
 from farloop.monitoring.units import count_text, percent_text, plural, size_text
@@ -38,7 +38,7 @@ def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> li
 def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     identity, terms = plan.spec.identity, plan.spec.terms
     layout = identity.layout
-    model = "the nodes' own" if identity.model == "own" else file.run.model
+    model = "the nodes' own" if loops_bring_data(file.run) else file.run.model
     sent = [
         sum(blob_bytes(codec_named(codec), fragment) for fragment in layout.fragments)
         for codec in (terms.codecs.up, terms.codecs.down)

@@ -30,8 +30,9 @@ from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.config.settings import LEAST
+from farloop.config.sources import nearest
 from farloop.monitoring.status import Status
-from farloop.node.model import build, from_json
+from farloop.node.model import PRESETS, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 
@@ -58,6 +59,8 @@ def run_demo(
     Raises:
         CommandError: one line.
     """
+    if run["model"] not in PRESETS:
+        raise CommandError(f"--model: there is no {run['model']!r}; {nearest(run['model'], PRESETS)}")
     for key in ("nodes", "seed"):
         if run[key] < (least := LEAST["run", key]):
             raise CommandError(f"--{key}: the least is {least}, not {run[key]}")

@@ -101,6 +101,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     from farloop.monitoring.endpoint import EndpointError
     from farloop.node.data import CorpusError
     from farloop.node.errors import NodeError
+    from farloop.node.named_model import ModelError
     from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing, UnsupportedHost
     from farloop.wire.keys import KeyFileError
 
@@ -117,7 +118,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode.USAGE, str(error)
         case StorageError():
             return ExitCode.STORAGE, _with_next_step(error)
-        case CorpusError() | KeyFileError() | EndpointError():
+        case CorpusError() | KeyFileError() | EndpointError() | ModelError():
             return ExitCode.USAGE, str(error)
         case UnknownCodec() | BadParameter() | UnsoundPairing() | UnsupportedHost():
             return ExitCode.USAGE, str(error)

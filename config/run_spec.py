@@ -1,6 +1,7 @@
 """From settings to the run's specification and first anchors."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,7 +21,20 @@ from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import Corpus, CorpusError, EvaluationSet, load_corpus, num_samples
-from farloop.node.model import PRESETS, build, config_json
+from farloop.node.model import PRESETS, VOCABULARY, build, config_json
+from farloop.node.named_model import (
+    HF,
+    OWN,
+    ModelError,
+    check_model_name,
+    config_text,
+    factory_weights,
+    has_weights,
+    hf_model,
+    hf_weights,
+    is_factory,
+    model_folder,
+)
 from farloop.node.trainer import data_name, evaluation_name
 from farloop.quant.codec_checks import check_codecs
 from farloop.quant.registry import downlink_spelling
@@ -36,9 +50,11 @@ class RunConfig:
     seed: int = 0
     """Seed of the initial weights and the sample order."""
     model: str = "tiny"
-    """A built-in model: nano, micro, tiny, small or base."""
+    """A built-in model (nano, micro, tiny, small or base), hf:FOLDER for a folder with the config.json of a causal
+    language model, or package.module:factory for your own code."""
     init: Path | None = None
-    """A safetensors file with the initial weights of your own model; replaces `model` and the data."""
+    """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
+    drawn from the seed. With a built-in model it replaces model and data: the nodes' own loops bring both."""
     nodes: int = 2
     """Nodes that the run waits for before it starts."""
     steps: int = 600
@@ -190,9 +206,9 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     check(terms, layout)
     check_codecs(terms)
     anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
-    evaluation, corpus_digest, samples = None, "own", 0
-    _check_phases(terms, data, brings_data=config.init is None)
-    if config.init is None:
+    evaluation, corpus_digest, samples = None, OWN, 0
+    _check_phases(terms, data, brings_data=not loops_bring_data(config))
+    if not loops_bring_data(config):
         corpus = corpus or load_corpus(data.path, max_bytes=data.max_bytes)
         later = [_later_corpus(path, data.max_bytes, config.sequence_tokens) for path in data.phases or ()]
         evaluation = EvaluationSet(
@@ -217,7 +233,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
 
 def _own_evaluation(config: RunConfig) -> str:
     """Of a run whose loops bring model and data: they evaluate, by `join(evaluate=...)`, if the run says how often."""
-    return "none" if config.evaluate_every_rounds is None else "own"
+    return "none" if config.evaluate_every_rounds is None else OWN
 
 
 def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
@@ -264,18 +280,81 @@ def _given_of(key: str, text: str | None) -> Any:
     return given
 
 
-def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
-    """Named tensors of version 0, and how the identity names the model."""
-    if config.init is not None:
-        if not config.init.is_file():
-            raise ValueError(f"[run] init: there is no file {config.init}")
-        return {plain_name(name): tensor for name, tensor in load_file(config.init).items()}, "own"
-    if config.model not in PRESETS:
-        raise ValueError(f"[run] model: there is no {config.model!r}; there are {', '.join(PRESETS)}")
+def loops_bring_data(config: RunConfig) -> bool:
+    """Whether the nodes train in loops of their own, with own models and samples: the run knows the weights alone."""
+    return config.init is not None and config.model in PRESETS
+
+
+def _first_weights(config: RunConfig) -> tuple[Mapping[str, Tensor], str]:
+    """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence."""
+    try:
+        check_model_name(config.model)
+        if config.model.startswith(HF):
+            return _weights_of_hf(config, text := config_text(config.model)), text
+        if config.init is not None:
+            return _tensors_in(config.init), OWN
+        if is_factory(config.model):
+            return factory_weights(config.model, config.seed, VOCABULARY), OWN
+    except ModelError as error:
+        raise ValueError(f"[run] model: {error}") from error
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith("[run]") else f"[run] model: {error}") from error
     size = PRESETS[config.model]
+    if config.sequence_tokens > size.context:
+        raise ValueError(
+            f"[run] sequence_tokens: {config.model} reads at most {size.context}, not {config.sequence_tokens}"
+        )
     with torch.no_grad():
         module = build(size, config.seed)
     return {name: parameter.detach() for name, parameter in trainable_tensors(module)}, config_json(size)
+
+
+def _weights_of_hf(config: RunConfig, text: str) -> Mapping[str, Tensor]:
+    """Weights of version 0 of the model in an identity's text. Raises ModelError or ValueError."""
+    named = hf_model(text)
+    named.check(VOCABULARY, config.sequence_tokens)
+    if config.init is None:
+        folder = model_folder(config.model)
+        return hf_weights(text, folder if has_weights(folder) else None, config.seed)
+    if config.init.is_dir() and has_weights(config.init):
+        return hf_weights(text, config.init, config.seed)
+    held = _tensors_in(config.init)
+    wanted = {name: tuple(parameter.shape) for name, parameter in trainable_tensors(named.module)}
+    for name, shape in wanted.items():
+        if name not in held or tuple(held[name].shape) != shape:
+            found = f"has shape {tuple(held[name].shape)}" if name in held else "is missing"
+            raise ValueError(f"[run] init: {config.init}: the model's {name!r} of shape {shape} {found}")
+    return {name: held[name] for name in wanted}
+
+
+def _tensors_in(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or of a folder of them, mapped. Raises ValueError, SafetensorError.
+
+    Of a folder, an output layer that is a copy of the embedding is left out: it is the second name of a tied tensor.
+    """
+    if path.is_file():
+        return {plain_name(name): tensor for name, tensor in load_file(path).items()}
+    if not path.is_dir():
+        raise ValueError(f"[run] init: there is no file {path}")
+    index = path / "model.safetensors.index.json"
+    files = sorted(path.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"[run] init: {index} is no index of safetensors files: {error}") from error
+    if not files:
+        raise ValueError(f"[run] init: the folder {path} holds no safetensors files")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"[run] init: {index.name} names {file.name}, which is not in {path}")
+        tensors |= {plain_name(name): tensor for name, tensor in load_file(file).items()}
+    for name in [name for name in tensors if name in ("lm_head.weight", "output.weight")]:
+        first = next((other for other in tensors if "embed" in other or other.endswith("wte.weight")), name)
+        if first != name and torch.equal(tensors[first], tensors[name]):
+            del tensors[name]
+    return tensors
 
 
 # Terms that have the name and the value of a setting, or of the method's row.

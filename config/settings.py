@@ -42,7 +42,7 @@ from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.data import CorpusError
 from farloop.node.machine_info import parse_nics
-from farloop.node.model import PRESETS
+from farloop.node.named_model import check_model_name, located
 from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
@@ -185,7 +185,6 @@ NODE_SCHEMA: Schema = {
 
 CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "method"): METHODS,
-    ("run", "model"): PRESETS,
     ("run", "schedule"): SHAPES,
     ("run", "decay"): ("sqrt", "linear"),
     ("run", "h_rule"): RULES,
@@ -205,6 +204,7 @@ LEAST = {
     ("data", "max_bytes"): 1,
     ("node", "nproc"): 1,
     ("node", "threads"): 0,
+    ("node", "microbatch"): 0,
     ("node", "tau"): 0,
     ("coordinator", "probe_bytes"): 0,
     ("pipeline", "microbatches"): 1,
@@ -345,6 +345,9 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         return PipelineConfig(**values)
     if node["nproc"] != 1:
         raise settings.error("node", "nproc", "a stage of a pipeline is one process; name each of them in the layout")
+    for key in ("model", "microbatch", "checkpoint", "compile", "shard"):
+        if node[key]:
+            raise settings.error("node", key, "a stage of a pipeline trains its part of a built-in model; leave it out")
     settings.check("pipeline", "codec", _check_codec)
     for key in ("patience_s", "late_s", "liveness_s"):
         if not 0.0 < values[key] < math.inf:
@@ -373,10 +376,6 @@ def planned(file: RunFile) -> Plan:
         ConfigError: the run is invalid; the line names the key if possible.
     """
     settings, run = file.settings, file.run
-    if run.init is None and run.sequence_tokens > (context := PRESETS[run.model].context):
-        raise settings.error(
-            "run", "sequence_tokens", f"{run.model} reads at most {context}, not {run.sequence_tokens}"
-        )
     if run.batch_sequences > (most := MOST_TOKENS // max(1, run.sequence_tokens)):
         what = f"{run.batch_sequences} of {run.sequence_tokens} tokens are too many for one step; the most is {most}"
         raise settings.error("run", "batch_sequences", what)
@@ -446,15 +445,23 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
             most, what = _SHARES[section, name]
             if not (0.0 <= value <= most and value < math.inf):
                 raise settings.error(section, name, f"{value:g} is no {what}")
-    for section, name in (("run", "codec_up"), ("run", "codec_down")):
+    for section, name, rule in (
+        ("run", "model", check_model_name),
+        ("run", "codec_up", _check_codec),
+        ("run", "codec_down", _check_codec),
+        ("node", "model", check_model_name),
+    ):
         if section in schema:
-            settings.check(section, name, _check_codec)
+            settings.check(section, name, rule)
     return settings
 
 
 def _setting(path: Path, key: Key, given: Given | None) -> Setting:
     if given is not None:
-        return Setting(key=key, value=key.parse(given), given=given)
+        value = key.parse(given)
+        if key.name == "model" and isinstance(value, str):
+            value = located(value, given.folder)
+        return Setting(key=key, value=value, given=given)
     if key.default is dataclasses.MISSING:
         raise ConfigError(f"{path}: [{key.section}] {key.name}: is missing; its meaning: {key.meaning}")
     return Setting(key=key, value=key.default, given=None)

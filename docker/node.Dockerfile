@@ -3,6 +3,8 @@
 #     docker build -f docker/node.Dockerfile -t farloop-node .                   # CUDA
 #     docker build -f docker/node.Dockerfile --target cpu -t farloop-node:cpu .  # without (docker/README.md: PIP_ARGS)
 #
+# With --build-arg EXTRAS=[hf] it has transformers, for models of Hugging Face.
+#
 # torch's CUDA wheels bring their own CUDA libraries, and the container runtime brings the driver, so a CUDA base would
 # only be a second copy of them. Where one is wanted all the same, name it: --build-arg BASE=...
 ARG BASE=python:3.11-slim-bookworm
@@ -17,8 +19,9 @@ COPY constraints.txt ./
 # hadolint ignore=SC2086
 RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt torch numpy numba matplotlib
 COPY . .
+ARG EXTRAS=""
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt .
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt ".${EXTRAS}"
 
 FROM build AS build-cuda
 ARG PIP_ARGS=""

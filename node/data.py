@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from farloop.algo.sample_order import arrivals, sample_index, source_of
 from farloop.algo.spec import RunSpec
-from farloop.node.model import GPT
+from farloop.node.named_model import LossOf, causal_lm_loss
 
 # --- Corpus
 #
@@ -297,19 +297,19 @@ class EvaluationSet:
         return len(self.tokens_BS)
 
     @torch.no_grad()
-    def loss(self, model: GPT, batch_size: int) -> float:
+    def loss(self, model: nn.Module, batch_size: int, loss_of: LossOf = causal_lm_loss) -> float:
         """Mean cross-entropy in nats per byte over the whole set; the model's mode is restored.
 
         `batch_size` bounds memory. It changes the grouping of the sums, so the last digits of the result, nothing else.
         """
-        device = model.embed.weight.device
+        device = next(model.parameters()).device
         was_training = model.training
         model.eval()
         total = 0.0
         try:
             for start in range(0, len(self), batch_size):
                 part_BS = self.tokens_BS[start : start + batch_size]
-                total += model.loss(part_BS.to(device)).item() * len(part_BS)
+                total += loss_of(model, part_BS.to(device)).item() * len(part_BS)
         finally:
             model.train(was_training)
         return total / len(self)

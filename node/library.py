@@ -94,7 +94,7 @@ class Node:
         if not cluster.alone and is_sharded(module):
             self._shards = Shards(cluster, module, spec.identity.layout, self._parameters, evaluate)
         wraps = not (cluster.alone or hook or self._shards is not None)
-        self.model = DistributedDataParallel(module) if wraps else module
+        self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
         by the loop where it has sharded the module."""
         self._inner = InnerStep(

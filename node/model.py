@@ -1,6 +1,6 @@
 """The built-in model: a small byte-level GPT that the daemon's own trainer, the demo and the benchmarks train.
 
-Not a model zoo: a user with a model of their own calls `farloop.node.library` with it.
+Not a model zoo: models of others come by name (`named_model.py`), or with a loop of their own (`library.py`).
 
 Pre-norm transformer: RMSNorm, rotary positions (RoFormer, arXiv:2104.09864), SwiGLU (arXiv:2002.05202), causal
 attention, no biases. Parameters of layer i are named `blocks.<i>.…`, the others `embed.weight`, `norm.weight` and, when

@@ -1,23 +1,35 @@
-"""The daemon's trainer: the built-in byte-level GPT on a corpus, as a plain caller of `join`."""
+"""The daemon's trainer: a model that the run or the node names, on a corpus, as a plain caller of `join`."""
 
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus
-from farloop.node.errors import DataError
+from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import Node, join
 from farloop.node.machine_info import OperatorLabels, look_around
-from farloop.node.model import GPT, build, from_json
+from farloop.node.model import VOCABULARY
+from farloop.node.named_model import (
+    LossOf,
+    NamedModel,
+    blocks_of,
+    checkpoint_blocks_,
+    materialise_,
+    model_of_run,
+    shard_blocks_,
+)
 from farloop.node.zmq_dealer import LinkConfig
 
 _log = logging.getLogger(__name__)
@@ -54,6 +66,17 @@ class NodeConfig:
     """The text of each re-warm that brings new data, in order."""
     nproc: int = 1
     """Processes on this host, one per device, started by torchrun."""
+    model: str = ""
+    """Your model, as package.module:factory or hf:FOLDER. Default: what the run names. Code is loaded from here alone,
+    never because a run says so."""
+    microbatch: int = 0
+    """Sequences in one forward pass of a process; gradients add up over a batch. 0: all of its part of the batch."""
+    checkpoint: bool = False
+    """Activation checkpointing: every block keeps its inputs alone and is computed again in the backward pass."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
+    shard: bool = False
+    """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
     threads: int = 0
     """CPU threads per process; 0: torch decides."""
     tau: int | None = None
@@ -77,14 +100,17 @@ def train(
         torch.set_num_threads(config.threads)
     corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in (config.data, *config.data_phases)]
     evaluation: list[EvaluationSet] = []
+    trained: list[NamedModel] = []
 
-    def model_of(spec: RunSpec) -> GPT:
+    def model_of(spec: RunSpec) -> nn.Module:
         evaluation.append(check_data(spec, *corpora))
-        return build(from_json(spec.identity.model), spec.identity.seed)
+        named = model_of_run(spec.identity.model, spec.identity.seed, config.model)
+        named.check(VOCABULARY, spec.terms.inner.sequence_tokens)
+        trained.append(named)
+        return prepared(named.module, config, spec)
 
     def evaluate(module: nn.Module) -> float:
-        assert isinstance(module, GPT)
-        return evaluation[0].loss(module, EVALUATION_BATCH)
+        return evaluation[0].loss(module, EVALUATION_BATCH, trained[0].loss)
 
     node = join(
         config.coordinator,
@@ -105,7 +131,7 @@ def train(
         signal.signal(signal.SIGTERM, lambda *_: node.request_drain())
         signal.signal(signal.SIGINT, lambda *_: node.request_drain())
         on_join(node)
-        _loop(node, corpora)
+        _loop(node, corpora, trained[0].loss, config.microbatch)
 
 
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
@@ -165,15 +191,62 @@ def mixed_precision(device: torch.device, terms: Terms) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def _loop(node: Node, corpora: Sequence[Corpus]) -> None:
+def prepared(module: nn.Module, config: NodeConfig, spec: RunSpec) -> nn.Module:
+    """The module with memory for its parameters, and the node's options applied. Raises TermsMismatch."""
+    if config.checkpoint:
+        checkpoint_blocks_(module)
+    if config.compile:
+        for block in blocks_of(module) or [module]:
+            block.compile()
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if config.shard and ranks > 1:
+        if not method_named(spec.terms.method).inner:
+            raise TermsMismatch(f"the method {spec.terms.method} exchanges whole gradients: set [node] shard = false")
+        shard_blocks_(module, device, ranks)
+        return module
+    if config.shard:
+        _log.warning("nothing is sharded: this node is one process; start more with [node] nproc")
+    materialise_(module, device)
+    return module
+
+
+def _loop(node: Node, corpora: Sequence[Corpus], loss_of: LossOf, microbatch: int) -> None:
     spec = node.spec
     samples = Mixture(spec, corpora)
     device = node.cluster.device
     mixed = mixed_precision(device, spec.terms)
     while node.running:
         batch = samples.batch(node.samples, node.position).to(device, non_blocking=True)
-        with mixed:
-            logits = node.model(batch[:, :-1])
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-        torch.autograd.backward(loss)
-        node.step(loss=loss.item())
+        node.step(loss=backward(node.model, batch, loss_of, mixed, microbatch))
+
+
+def backward(model: nn.Module, tokens_BS: Tensor, loss_of: LossOf, mixed: torch.autocast, microbatch: int = 0) -> float:
+    """Forward and backward pass of a batch, `microbatch` sequences at a time (0: all). Returns the mean loss.
+
+    Gradients are averaged over ranks in the last backward pass alone.
+    """
+    parts = torch.split(tokens_BS, microbatch or len(tokens_BS))
+    total = 0.0
+    for number, part_BS in enumerate(parts, start=1):
+        share = len(part_BS) / len(tokens_BS)
+        with _averaged(model, last=number == len(parts)):
+            with mixed:
+                loss = loss_of(model, part_BS)
+            torch.autograd.backward(loss if len(parts) == 1 else loss * share)
+        total += loss.item() * share
+    return total
+
+
+@contextmanager
+def _averaged(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Backward passes inside average gradients over ranks if this is the last part of the batch."""
+    if isinstance(model, DistributedDataParallel):
+        with nullcontext() if last else model.no_sync():
+            yield
+        return
+    # That of FSDPModule, whose import takes a good part of a node's start.
+    if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):
+        set_sync(last)
+    yield

@@ -207,6 +207,8 @@ class _Watch:
 
 
 def _whole(spec: RunSpec, layout: StageLayout) -> GPT:
+    if not spec.identity.model.startswith("{"):
+        raise LayoutError("a node of a pipeline trains a stage of a built-in model, and the run's is another")
     model = build(from_json(spec.identity.model), spec.identity.seed)
     if layout.stages[-1].stop != model.config.layers:
         raise LayoutError(f"the layout has {layout.stages[-1].stop} layers, the run's model {model.config.layers}")

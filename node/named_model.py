@@ -1,0 +1,412 @@
+"""Models by name: an architecture of Hugging Face by its config.json, or a user's own code by `package.module:factory`.
+
+Either side of a run builds the module itself. A run that names `hf:FOLDER` carries the text of the folder's config.json
+(without what would load code, or other weights): nodes need neither the folder nor the hub. A factory is Python code,
+so each machine names it in its own settings, and the run says no more than that the model is its nodes' own. Weights
+come from the run in both cases: the coordinator reads or draws those of version 0.
+"""
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from farloop.algo.fragments import plain_name, trainable_tensors
+from farloop.node.model import PRESETS, VOCABULARY, build, from_json
+
+HF: Final = "hf:"
+"""Before a folder, the name of a downloaded model, or (in a run's identity) the text of a config.json."""
+
+OWN: Final = "own"
+"""In a run's identity: the model that nodes bring."""
+
+LossOf = Callable[[nn.Module, Tensor], Tensor]
+"""(module, tokens int64 [B, S]) → a scalar. The module may be wrapped: it is called, not looked into."""
+
+_EXTRA = "pip install farloop[hf]"
+_DROPPED: Final = frozenset(
+    {"auto_map", "quantization_config", "attn_implementation", "experts_implementation", "use_kernels"}
+    | {"torch_dtype", "dtype", "transformers_version"}
+)
+"""Keys of a config.json that name code, kernels or number formats, or change with the version that wrote it."""
+
+
+class ModelError(ValueError):
+    """The named model cannot be built here; one line for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A module and how it is trained."""
+
+    module: nn.Module
+    loss: LossOf
+    vocabulary: int | None  # different tokens that it reads; None if unknown
+    context: int | None  # longest sequence, in tokens; None if unknown
+
+    def check(self, tokens: int, sequence_tokens: int) -> None:
+        """Raises ModelError: the data have `tokens` different tokens, or longer sequences than the model reads."""
+        if self.vocabulary is not None and self.vocabulary < tokens:
+            raise ModelError(
+                f"the model reads {self.vocabulary} different tokens and the data have {tokens}: take a model with a "
+                f"vocabulary of at least {tokens}"
+            )
+        if self.context is not None and self.context < sequence_tokens:
+            raise ModelError(
+                f"the model reads at most {self.context} tokens, the run's sequences have {sequence_tokens}"
+            )
+
+
+def causal_lm_loss(module: nn.Module, tokens_BS: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, in fp32, of predicting all of [B, S] but the first column.
+
+    The module returns logits [B, T, V], or has them as `.logits` of what it returns.
+    """
+    out = module(tokens_BS[:, :-1])
+    logits_BTV = out if isinstance(out, Tensor) else out.logits
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+# --- Names
+
+
+def check_model_name(name: str) -> None:
+    """Raises ValueError unless it is spelled as a built-in model, hf:… or package.module:factory."""
+    if name in PRESETS or (name.startswith(HF) and name != HF):
+        return
+    where, colon, attribute = name.partition(":")
+    if colon and attribute.isidentifier() and all(part.isidentifier() for part in where.split(".")):
+        return
+    known = ", ".join(PRESETS)
+    close = "" if colon else next(iter(difflib.get_close_matches(name.lower(), PRESETS, n=1)), "")
+    near = f"did you mean {close}?" if close else f"there are {known}, hf:FOLDER and package.module:factory"
+    raise ValueError(f"there is no {name!r}; {near}")
+
+
+def is_factory(name: str) -> bool:
+    """Whether it names Python code."""
+    return ":" in name and not name.startswith(HF)
+
+
+def located(name: str, folder: Path) -> str:
+    """The name with its path made absolute, if it is one below `folder`; else as it is."""
+    if not name.startswith(HF):
+        return name
+    path = Path(name.removeprefix(HF)).expanduser()
+    is_path = path.is_absolute() or name.startswith((f"{HF}./", f"{HF}../")) or (folder / path).is_dir()
+    return f"{HF}{os.path.normpath(folder / path)}" if is_path else name
+
+
+def model_folder(name: str) -> Path:
+    """The folder of `hf:…`: itself, or that of a model that was downloaded before. Raises ModelError."""
+    path = Path(name.removeprefix(HF)).expanduser()
+    if not path.is_dir() and not path.is_absolute() and str(path).count("/") <= 1:
+        hub: Any = _imported("huggingface_hub")
+        try:
+            path = Path(hub.snapshot_download(str(path), local_files_only=True))
+        except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
+            raise ModelError(
+                f"{name}: there is no such folder here, and no model of this name was downloaded: take the path of a "
+                f"folder with a config.json, or once download the model with: hf download {path}"
+            ) from None
+    if not path.is_dir():
+        raise ModelError(f"{name}: there is no folder {path}")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{name}: the folder {path} holds no config.json, which says what the model is")
+    return path
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights that can be read: safetensors files. Raises ModelError for others."""
+    if any(folder.glob("*.safetensors")):
+        return True
+    if others := sorted(
+        path.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+    ):
+        raise ModelError(f"{folder} holds weights as {others[0]}, which is pickled: convert them to safetensors")
+    return False
+
+
+# --- Hugging Face
+
+
+def config_text(name: str) -> str:
+    """How an identity names the model `hf:…`: the text of its config.json, made canonical. Raises ModelError."""
+    file = model_folder(name) / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError(f"{file} names no architecture: it has no model_type")
+    if values.get("quantization_config"):
+        raise ModelError(f"{file}: the weights are quantised, and training needs plain ones: take the model in bf16")
+    return HF + json.dumps(_portable(values), sort_keys=True, separators=(",", ":"))
+
+
+def _portable(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_portable(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    return {k: _portable(v) for k, v in values.items() if not k.startswith("_") and k not in _DROPPED}
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ModelError(f"a model hf:… needs the package {package}, which cannot be imported: {_EXTRA}") from error
+
+
+def _config(text: str) -> Any:
+    """The configuration in an identity's text. Code of others is never loaded. Raises ModelError."""
+    transformers, hub = _imported("transformers"), _imported("huggingface_hub")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    values = _portable(json.loads(text.removeprefix(HF)))
+    kind, known = values["model_type"], transformers.CONFIG_MAPPING
+    if kind not in known:
+        close = difflib.get_close_matches(kind, list(known.keys()), n=1)
+        raise ModelError(
+            f"transformers {transformers.__version__} knows no architecture {kind!r}"
+            f"{f'; did you mean {close[0]}?' if close else '; a newer version may'}"
+        )
+    try:
+        config = known[kind].from_dict(values)
+    except (ValueError, TypeError, LookupError, AttributeError, hub.errors.StrictDataclassError) as error:
+        raise ModelError(f"the config.json of a {kind} model cannot be used: {error}") from error
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{kind} is no causal language model, as transformers {transformers.__version__} has it")
+    config.use_cache = False  # training has none
+    return config
+
+
+def _made(config: Any) -> nn.Module:
+    """A module with fp32 parameters. Raises ModelError."""
+    transformers = _imported("transformers")
+    try:
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError) as error:
+        raise ModelError(f"the {config.model_type} model of this config.json cannot be built: {error}") from error
+    return module.train()
+
+
+def hf_model(text: str) -> NamedModel:
+    """The model of an identity's text, with buffers, and parameters without memory (`materialise_`).
+
+    Raises ModelError.
+    """
+    config = _config(text)
+    with _parameters_on_meta():
+        module = _made(config)
+    read: Any = module
+    return NamedModel(
+        module=module,
+        loss=causal_lm_loss,
+        vocabulary=int(read.get_input_embeddings().weight.shape[0]),
+        context=getattr(config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def hf_weights(text: str, folder: Path | None, seed: int) -> dict[str, Tensor]:
+    """Weights of version 0 by name, fp32; tied ones once. From a folder's safetensors files, or drawn from the seed.
+
+    Raises ModelError: the folder's weights are not those of the model.
+    """
+    config = _config(text)
+    if folder is None:
+        with _drawn(seed):
+            return _named(_made(config))
+    transformers = _imported("transformers")
+    try:
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # told below, by name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+    for problem, names in (("lack", report["missing_keys"]), ("have another shape of", report["mismatched_keys"])):
+        if names:
+            first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
+            raise ModelError(f"the weights in {folder} {problem} {first!r}, and {len(names) - 1} more")
+    return _named(module)
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in trainable_tensors(module)}
+
+
+# --- Factories
+
+
+def factory_model(name: str) -> NamedModel:
+    """What `package.module:factory` returns, on the CPU. Raises ModelError.
+
+    Its loss is the factory's attribute `loss`, or a function `loss` of the same Python module: (module, tokens) →
+    scalar. Without one it is `causal_lm_loss`.
+    """
+    where, _, attribute = name.partition(":")
+    try:
+        code = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise ModelError(f"{name}: {where} imports {error.name}, which is not installed here") from error
+        raise ModelError(
+            f"{name}: there is no Python module {error.name} here: install it, or put its folder on PYTHONPATH"
+        ) from None
+    factory = getattr(code, attribute, None)
+    if not callable(factory):
+        raise ModelError(f"{name}: {where} has no function {attribute}")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ModelError(f"{name}: {attribute} cannot be called without arguments: {error}") from None
+    module = factory()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{name}: {attribute}() returned a {type(module).__name__}, not a torch.nn.Module")
+    loss = getattr(factory, "loss", None) or getattr(code, "loss", None) or causal_lm_loss
+    if not callable(loss):
+        raise ModelError(f"{name}: its loss is a {type(loss).__name__}, not a function (module, tokens)")
+    rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    return NamedModel(module=module.train(), loss=loss, vocabulary=max(rows, default=None), context=None)
+
+
+def factory_weights(name: str, seed: int, tokens: int) -> dict[str, Tensor]:
+    """Weights of version 0 by name: those of a new module, drawn from the seed.
+
+    Raises ModelError, also if the module reads fewer than `tokens` different tokens.
+    """
+    with _drawn(seed):
+        named = factory_model(name)
+    named.check(tokens, 0)
+    return _named(named.module)
+
+
+# --- Both
+
+
+def model_of_run(identity_model: str, seed: int, own: str = "") -> NamedModel:
+    """The model that a node trains. `own`: the node's own name for it, which goes before what the run says.
+
+    Raises ModelError: it cannot be built, or the run says only that it is the nodes' own.
+    """
+    if own in PRESETS:
+        return _built_in(PRESETS[own], seed)
+    if own:
+        return factory_model(own) if is_factory(own) else hf_model(config_text(own))
+    if identity_model.startswith(HF):
+        return hf_model(identity_model)
+    if identity_model == OWN:
+        raise ModelError(
+            "the run's model is its nodes' own: name it in this node's file, as [node] model = "
+            '"package.module:factory" or "hf:FOLDER"'
+        )
+    return _built_in(from_json(identity_model), seed)
+
+
+def _built_in(config: Any, seed: int) -> NamedModel:
+    return NamedModel(module=build(config, seed), loss=causal_lm_loss, vocabulary=VOCABULARY, context=config.context)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters of modules that are made inside have no memory; buffers, which no run holds, are computed."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialise_(module: nn.Module, device: torch.device) -> None:
+    """Give memory to the parameters that have none, zeros, and move the others there; tied parameters stay tied."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                zeros = made.get(id(parameter))
+                if zeros is None:
+                    data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+                    zeros = made[id(parameter)] = parameter, nn.Parameter(data, parameter.requires_grad)
+                part._parameters[name] = zeros[1]
+    module.to(device)
+
+
+class _PortableNormal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`normal_` draws uniform numbers of the same mean and deviation: torch's normal ones differ from CPU to CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.normal_.default:
+            return func(*args, **(kwargs or {}))
+        tensor, mean, std = (*args, 0.0, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
+        generator = (kwargs or {}).get("generator")
+        return tensor.uniform_(generator=generator).sub_(0.5).mul_(2 * 3**0.5 * std).add_(mean)
+
+
+@contextmanager
+def _drawn(seed: int) -> Iterator[None]:
+    """Random numbers on the CPU are a function of the seed alone; the global generator stays as it was."""
+    with torch.random.fork_rng(devices=[]), _PortableNormal():  # type: ignore[no-untyped-call]
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+# --- Blocks: the parts of a model that are repeated
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The numbered parts of the model, as `fragments.partition` finds them: the first number in a parameter's name."""
+    paths: dict[str, None] = {}
+    for name, _ in module.named_parameters():
+        parts = plain_name(name).split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        if place is not None:
+            paths[".".join(parts[: place + 1])] = None
+    return [module.get_submodule(path) for path in paths]
+
+
+def checkpoint_blocks_(module: nn.Module) -> None:
+    """Each block keeps its inputs alone for the backward pass, and computes the rest again. No name changes."""
+    for block in blocks_of(module):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def shard_blocks_(module: nn.Module, device: torch.device, ranks: int) -> None:
+    """Shard every block, then the rest, over all ranks (`fully_shard`). No rank holds more than one whole block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    for block in blocks_of(module):
+        materialise_(block, device)
+        fully_shard(block, mesh=mesh)
+    materialise_(module, device)
+    fully_shard(module, mesh=mesh)

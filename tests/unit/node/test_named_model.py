@@ -1,0 +1,312 @@
+"""Covers `node/named_model.py`, and what the daemon's trainer does with such a module."""
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farloop.algo.fragments import trainable_tensors
+from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.config.settings import load_node, load_run
+from farloop.node import named_model
+from farloop.node.model import PRESETS, build
+from farloop.node.named_model import (
+    ModelError,
+    blocks_of,
+    causal_lm_loss,
+    checkpoint_blocks_,
+    factory_model,
+    hf_model,
+    located,
+    materialise_,
+    model_of_run,
+)
+from farloop.node.replica import Replica
+from farloop.node.trainer import backward
+
+DATA = DataConfig(max_bytes=100_000)
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def folder(path: Path, **values: object) -> str:
+    """The name of a model that is a folder with a config.json alone."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **values}))
+    return f"hf:{path}"
+
+
+def plan(model: str, **settings: Any) -> Plan:
+    return plan_run(RunConfig(model=model, sequence_tokens=32, **settings), DATA)
+
+
+def with_anchors(module: nn.Module, plan: Plan) -> nn.Module:
+    """The module with the run's first weights, as a node gets them."""
+    materialise_(module, torch.device("cpu"))
+    replica = Replica(module, plan.spec.identity.layout, gradients=False)
+    for index, anchor in enumerate(plan.anchors):
+        replica.anchors[index].copy_(anchor)
+        replica.merge(index, 0.0)
+    return module.eval()
+
+
+TOKENS = torch.randint(0, 256, (3, 17), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+def test_a_folder_s_weights_become_the_run_s_and_a_node_builds_the_same_module_without_the_folder(
+    tmp_path: Path, kind: str
+) -> None:
+    """Tied tensors once, in shards with an index, and with names on disk that differ from the module's (Mixtral)."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0, "vocab_size": 300}
+    more = {"llama": {"tie_word_embeddings": True}, "mixtral": {"num_local_experts": 4}, "gpt2": {}}[kind]
+    config = transformers.CONFIG_MAPPING[kind](**(sizes if kind == "gpt2" else SIZES), **more)
+    torch.manual_seed(1)
+    saved = transformers.AutoModelForCausalLM.from_config(config).eval()
+    saved.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    planned = plan(f"hf:{tmp_path / 'saved'}")
+    assert planned.spec.identity.layout.num_parameters == sum(p.numel() for p in saved.parameters())
+    (tmp_path / "saved").rename(tmp_path / "gone")
+    named = model_of_run(planned.spec.identity.model, 0)
+    assert all(parameter.is_meta for parameter in named.module.parameters())
+    module = with_anchors(named.module, planned)
+    with torch.no_grad():
+        assert torch.equal(module(TOKENS).logits, saved(TOKENS).logits)
+        expected = saved(TOKENS[:, :-1], use_cache=False).logits.flatten(0, 1)
+        assert named.loss(module, TOKENS) == nn.functional.cross_entropy(expected, TOKENS[:, 1:].flatten())
+    assert len(blocks_of(module)) == 2
+
+
+def test_a_folder_with_a_config_alone_begins_from_weights_of_the_seed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    name = folder(tmp_path / "model", tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.0")
+    state = torch.get_rng_state()
+    first, again, other = plan(name), plan(name), plan(name, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator stays as it was"
+    assert first.spec.identity == again.spec.identity
+    assert first.spec.identity.anchor_digests != other.spec.identity.anchor_digests
+    assert "version" not in first.spec.identity.model and "dtype" not in first.spec.identity.model
+    named = hf_model(first.spec.identity.model)
+    assert "lm_head.weight" not in dict(trainable_tensors(named.module)), "tied to the embedding"
+    module = with_anchors(named.module, first)
+    assert next(module.parameters()).dtype == torch.float32
+    with torch.no_grad():
+        assert named.loss(module, TOKENS) == pytest.approx(torch.log(torch.tensor(300.0)).item(), abs=0.1)
+
+
+def test_init_gives_the_weights_of_a_named_model_as_a_file_or_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    name = folder(tmp_path / "model")
+    torch.manual_seed(2)
+    saved = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    saved.save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    by_folder, by_file = plan(name, init=tmp_path / "saved"), plan(name, init=file)
+    assert by_folder.spec.identity == by_file.spec.identity
+    assert by_folder.spec.identity.data != "own", "the run's samples, as without init"
+    own = plan("tiny", init=tmp_path / "saved")
+    assert (own.spec.identity.model, own.spec.identity.data) == ("own", "own")
+    assert own.spec.identity.layout.num_parameters == by_file.spec.identity.layout.num_parameters
+    wider = folder(tmp_path / "wider", intermediate_size=64)
+    for init in (file, tmp_path / "saved"):
+        with pytest.raises(ValueError, match=r"gate_proj|down_proj|up_proj"):
+            plan(wider, init=init)
+
+
+def test_an_output_layer_that_repeats_the_embedding_is_a_second_name(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    rows = torch.randn(300, 32)
+    tensors = {"lm_head.weight": rows.clone(), "model.embed_tokens.weight": rows, "model.layers.0.w": torch.ones(8, 8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layout = plan("tiny", init=tmp_path).spec.identity.layout
+    names = [slot.name for fragment in layout.fragments for slot in fragment.tensors]
+    assert sorted(names) == ["model.embed_tokens.weight", "model.layers.0.w"]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"model_type": "llamma"}, "knows no architecture 'llamma'; did you mean llama"),
+        ({"model_type": "clip"}, "clip is no causal language model"),
+        ({"model_type": None}, "names no architecture: it has no model_type"),
+        ({"hidden_size": "wide"}, "the config.json of a llama model cannot be used"),
+        ({"hidden_act": "no such"}, "the llama model of this config.json cannot be built"),
+        ({"vocab_size": 100}, "the model reads 100 different tokens and the data have 256"),
+        ({"max_position_embeddings": 16}, "the model reads at most 16 tokens, the run's sequences have 32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_refused_in_one_line(
+    tmp_path: Path, values: dict[str, object], line: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=line):
+        plan(folder(tmp_path / "model", **values))
+
+
+def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    name = folder(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    for wanted, line in (
+        (f"hf:{tmp_path / 'empty'}", "holds no config.json"),
+        (f"hf:{tmp_path / 'nowhere'}", "there is no folder"),
+        (f"hf:{tmp_path / 'pickled'}", "pytorch_model.bin, which is pickled: convert them to safetensors"),
+        ("hf:somebody/no-such-model", "no model of this name was downloaded"),
+        ("no_such_package.module:factory", "there is no Python module no_such_package here: .* PYTHONPATH"),
+        ("tinny", "there is no 'tinny'; did you mean tiny"),
+        ("some thing:other", "there are nano, .* hf:FOLDER and package.module:factory"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            plan(wanted)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"needs the package transformers.*: pip install farloop\[hf\]"):
+        plan(name)
+
+
+def test_code_that_a_config_names_is_never_loaded(tmp_path: Path) -> None:
+    """Nor kernels, whose name would download them: what the wire brings is filtered again."""
+    pytest.importorskip("transformers")
+    foreign = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "_attn_implementation": "somebody/kernel"}
+    name = folder(tmp_path / "model", **foreign)
+    (tmp_path / "model" / "evil.py").write_text("raise SystemExit('loaded')")
+    text = plan(name).spec.identity.model
+    assert "evil" not in text and "kernel" not in text
+    hf_model(text[:-1] + "," + json.dumps(foreign)[1:])
+
+
+def write_module(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(body))
+    monkeypatch.syspath_prepend(str(path.parent))
+
+
+def test_a_factory_s_module_and_loss_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Embedding(256, 8)
+                self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+                self.head = nn.Linear(8, 256)
+
+            def forward(self, tokens):
+                x = self.embed(tokens)
+                for block in self.blocks:
+                    x = x + block(x)
+                return self.head(x)
+
+        def small():
+            model = Model()
+            model.embed = nn.Embedding(100, 8)
+            return model
+
+        def needs(size):
+            return Model()
+
+        def number():
+            return 5
+
+        def odd():
+            return Model()
+
+        odd.loss = lambda module, tokens: module(tokens).square().mean()
+    """
+    write_module(tmp_path / "mine_of_the_test.py", body, monkeypatch)
+    first, again = plan("mine_of_the_test:Model"), plan("mine_of_the_test:Model")
+    assert first.spec.identity == again.spec.identity
+    assert (first.spec.identity.model, first.spec.identity.data) == ("own", again.spec.identity.data)
+    assert factory_model("mine_of_the_test:Model").loss is causal_lm_loss
+    assert factory_model("mine_of_the_test:odd").loss(lambda tokens: torch.full((2,), 3.0), TOKENS) == 9.0  # type: ignore[arg-type]
+    assert model_of_run("own", 0, "mine_of_the_test:Model").vocabulary == 256
+    for wanted, line in (
+        ("mine_of_the_test:small", "the model reads 100 different tokens and the data have 256"),
+        ("mine_of_the_test:needs", "needs cannot be called without arguments"),
+        ("mine_of_the_test:number", r"number\(\) returned a int, not a torch.nn.Module"),
+        ("mine_of_the_test:nothing", "has no function nothing"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            plan(wanted)
+
+
+def test_a_node_loads_code_by_its_own_file_alone() -> None:
+    with pytest.raises(ModelError, match=r"the run's model is its nodes' own: name it .* \[node\] model = "):
+        model_of_run("own", 0)
+    with pytest.raises(ValueError, match="Expecting value"):
+        model_of_run("antigravity:factory", 0)
+    assert "antigravity" not in sys.modules
+
+
+def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    folder(tmp_path / "model")
+    (tmp_path / "run.toml").write_text('[run]\nmodel = "hf:model"\n[coordinator]\nstate_dir = "state"\n')
+    (tmp_path / "node.toml").write_text('[node]\nname = "a"\nmodel = "hf:./other"\n')
+    assert load_run(tmp_path / "run.toml", flags=[], environ={}).run.model == f"hf:{tmp_path / 'model'}"
+    assert load_node(tmp_path / "node.toml", flags=[], environ={}).node.model == f"hf:{tmp_path / 'other'}"
+    assert located("hf:somebody/model", tmp_path) == "hf:somebody/model"
+
+
+# --- What the trainer does with a module
+
+
+def gradients(change: Callable[[nn.Module], object], microbatch: int = 0) -> dict[str, torch.Tensor]:
+    module = build(PRESETS["nano"], 0)
+    change(module)
+    tokens = torch.randint(0, 256, (5, 17), generator=torch.Generator().manual_seed(1))
+    whole = causal_lm_loss(module, tokens).item()
+    assert backward(module, tokens, causal_lm_loss, torch.autocast("cpu", enabled=False), microbatch) == pytest.approx(
+        whole
+    )
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def test_parts_of_a_batch_add_up_to_its_gradient() -> None:
+    """Also where the last part is smaller."""
+    whole, parts = gradients(lambda module: None), gradients(lambda module: None, microbatch=2)
+    for name, gradient in whole.items():
+        assert torch.allclose(parts[name], gradient, atol=1e-6), name
+
+
+def test_checkpointed_blocks_have_the_gradients_and_names_of_plain_ones() -> None:
+    plain, checkpointed = gradients(lambda module: None), gradients(checkpoint_blocks_)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+def test_checkpointed_blocks_are_computed_again_in_the_backward_pass() -> None:
+    module, calls = build(PRESETS["nano"], 0), list[int]()
+    for block in blocks_of(module):
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+        block.get_submodule("attention_norm").register_forward_hook(lambda *_: calls.append(10))
+    checkpoint_blocks_(module)
+    torch.autograd.backward(causal_lm_loss(module, TOKENS))
+    assert calls.count(10) == 2 * len(blocks_of(module))
+
+
+def test_meta_parameters_get_memory_and_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+            self.register_buffer("kept", torch.arange(3.0))
+
+    with named_model._parameters_on_meta():
+        module = Tied()
+    assert module.first.weight is module.second.weight and module.first.weight.is_meta
+    materialise_(module, torch.device("cpu"))
+    assert module.first.weight is module.second.weight and not module.first.weight.any()
+    assert torch.equal(module.get_buffer("kept"), torch.arange(3.0))
