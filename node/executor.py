@@ -129,9 +129,9 @@ class NodeExecutor:
         self._variates: ControlVariates | None = None
         link.start(self._reports.hello, self._deliver)
 
-    def attach(self, module: nn.Module, shards: Shards | None = None) -> None:
-        """Set the model; the run's spec must be known. Raises LayoutMismatch."""
-        spec = self.machine.spec
+    def attach(self, module: nn.Module, shards: Shards | None = None, frozen: int = 0) -> None:
+        """Set the model; the run's spec must be known. `frozen`: its `frozen_digest`. Raises LayoutMismatch."""
+        spec, self.machine.frozen = self.machine.spec, frozen
         assert spec is not None
         layout, gradients = spec.identity.layout, not method_named(spec.terms.method).inner
         self.replica = Replica(module, layout, gradients=gradients, holds=self.machine.holds, shards=shards)
@@ -451,6 +451,8 @@ _FIXES = {
     Reason.PROTOCOL_VERSION: "install the same version of farloop on both",
     Reason.WRONG_RUN: "check the coordinator's address, and the fingerprint: without one a node takes any run",
     Reason.WRONG_LAYOUT: "build the model that the run began with, or begin a new run with this one",
+    Reason.WRONG_FROZEN: "load the same base model on every node; buffers that training changes are left out with "
+    "join(buffers='own')",
     Reason.WRONG_PART: "give the stages that the run's layout has",
     Reason.WRONG_KEY: "on the coordinator: farloop keys authorize NAME.pub, and give the node that name",
     Reason.NAME_TAKEN: "stop the other process of this name, or give this node another name",
@@ -468,4 +470,8 @@ def _stop_error(reason: Reason, detail: str) -> NodeError:
     text = f"{reason.sentence}: {detail}"
     if fix := _FIXES.get(reason):
         text = f"{text}; {fix}"
-    return LayoutMismatch(text) if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART) else Refused(text)
+    return (
+        LayoutMismatch(text)
+        if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART, Reason.WRONG_FROZEN)
+        else Refused(text)
+    )

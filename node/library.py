@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from farloop.node.executor import Input, NodeExecutor
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
-from farloop.node.replica import matched_parameters
+from farloop.node.replica import frozen_digest, matched_parameters
 from farloop.node.shards import Shards, is_sharded
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
@@ -59,6 +59,8 @@ _log = logging.getLogger(__name__)
 
 ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
+
+Buffers = Literal["same", "own"]
 
 DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
@@ -252,9 +254,10 @@ class Node:
         else:
             self.abandon()
 
-    def _begin(self, evaluate: Callable[[nn.Module], float] | None) -> None:
+    def _begin(self, evaluate: Callable[[nn.Module], float] | None, buffers: Buffers = "same") -> None:
+        frozen = frozen_digest(self.module, buffers=buffers == "same")  # sharded weights need all ranks for that
         if self._driver is not None:
-            self._driver.executor.attach(self.module, self._shards)
+            self._driver.executor.attach(self.module, self._shards, frozen)
             if evaluate is not None:
                 shards, module = self._shards, self.module
                 self._driver.executor.evaluate = lambda: _loss_of(
@@ -444,6 +447,7 @@ def join(
     scaler: GradScaler | None = None,
     data: DeviceMesh | None = None,
     hook: bool = False,
+    buffers: Buffers = "same",
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -476,18 +480,23 @@ def join(
             follows every step of `optimizer`, by its hooks. Clipping, loss scaling, clearing gradients and averaging
             them over ranks are the trainer's then; `model` may be in DistributedDataParallel. The trainer has to stop
             when `Node.running` is False.
+        buffers: neither frozen parameters nor buffers are exchanged, so a node whose frozen parameters or saved
+            floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
+            that, for those that training changes, as the statistics of batch normalisation.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is no node name, only one of `key` and `server_key` was given, `rate` or `clip` is neither
-            "run" nor "own", or `timeout_s` is NaN or negative.
+        ValueError: `name` is no node name, only one of `key` and `server_key` was given, `rate`, `clip` or `buffers` is
+            none of its words, or `timeout_s` is NaN or negative.
     """
     for argument, value in (("rate", rate), ("clip", clip)):
         if value not in get_args(Whose):
             raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
+    if buffers not in get_args(Buffers):
+        raise ValueError(f"buffers is {buffers!r}: take 'same' or 'own'")
     if hook and isinstance(model, DistributedDataParallel):
         model = model.module
     _check_types(locals())
@@ -542,7 +551,7 @@ def join(
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)
-        node._begin(evaluate)
+        node._begin(evaluate, buffers)
     except BaseException:
         if endpoint is not None:
             endpoint.close()

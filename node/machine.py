@@ -51,6 +51,7 @@ class NodeMachine:
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
+        self.frozen = 0  # digest of the model's weights that are not exchanged; 0: there are none
         self.samples_from = 0  # inner step from which samples of the leases are counted
         self.stage: Stage = "joining"
         self.connected = False
@@ -210,6 +211,8 @@ class NodeMachine:
             case msg.Refused(reason=reason, detail=detail, retriable=retriable):
                 if not retriable:
                     self._stop(reason, detail)
+            case msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail):
+                self._stop(reason, detail)
             case msg.Leave(reason=Reason.RUN_FINISHED):
                 if not self.ended:  # nothing will come any more, whatever is still missing here
                     self.stage = "finished"
@@ -253,7 +256,7 @@ class NodeMachine:
             if state.lost:  # what was asked for may have gone with the last session
                 self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
-            self._do(ev.Tell(message=msg.Ready(history=self.history)))
+            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen)))
 
     def _revised(self, revision: Revision) -> None:
         assert self.spec is not None and self.revisions is not None
@@ -376,7 +379,7 @@ class NodeMachine:
                 self._merge(state)
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
-            self._do(ev.Tell(message=msg.Ready(history=self.history)))
+            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen)))
         self._flush()
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end

@@ -4,6 +4,7 @@ Three operations: take a delta, apply an update to an anchor, merge an anchor in
 decides when; this module knows nothing of windows or sessions.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.digest import canonicalise_, digest
+from farloop.algo.digest import canonicalise_, combine, digest
 from farloop.algo.fragments import flatten_into, plain_name, rows_of, trainable_tensors, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix_fragment_into
-from farloop.algo.spec import BlobId, Layout, WindowTerms
+from farloop.algo.spec import TILE, BlobId, Layout, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.errors import LayoutMismatch
-from farloop.node.shards import Shards
+from farloop.node.shards import Shards, whole
 from farloop.quant.blob import Expected, parse_blob
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, NonFiniteError
@@ -246,6 +247,24 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
                 "begin a run whose weights file has it"
             )
     return here
+
+
+def frozen_digest(module: nn.Module, *, buffers: bool) -> int:
+    """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
+
+    These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
+    dict. Where a tensor is sharded all of its ranks have to call this.
+    """
+    kept: dict[str, Tensor] = {n: tensor for n, tensor in module.named_parameters() if not tensor.requires_grad}
+    if buffers:
+        saved = module.state_dict(keep_vars=True)  # without the buffers that are not persistent
+        kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
+    total = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted((plain_name(name), tensor) for name, tensor in kept.items()):
+        values = whole(tensor.detach()).reshape(-1)
+        found = combine(digest(values[at : at + TILE].float(), at) for at in range(0, values.numel(), TILE))
+        total.update(f"{name} {tuple(tensor.shape)} {found:016x}\n".encode())
+    return int.from_bytes(total.digest()) if kept else 0
 
 
 def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:

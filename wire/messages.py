@@ -382,6 +382,8 @@ class Ready(Message):
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
 
     history: int = field(default=0, metadata=LATER)  # the history that they are of
+    frozen: int = field(default=0, metadata=LATER)
+    """Digest of the weights that are not exchanged: frozen parameters and saved floating-point buffers; 0: none."""
 
 
 @message(6, Role.COORDINATOR, since=1)

@@ -44,6 +44,7 @@ class Reason(IntEnum):
     TAKES_NOTHING = 35
     BEHIND = 36
     FAULT = 37
+    WRONG_FROZEN = 38
     # From here on: what is found in a delta that is well-formed, came in time, and is not merged all the same.
     OUTLIER = 40
     REPLAYED = 41
@@ -100,6 +101,7 @@ _SENTENCES = {
     Reason.TAKES_NOTHING: "the node accepts no bytes, although its connection is alive",
     Reason.BEHIND: "too many messages wait for the node, which acknowledges them too slowly or not at all",
     Reason.FAULT: "unexpected error in this session; the coordinator's log has the traceback",
+    Reason.WRONG_FROZEN: "the node's frozen weights are not those of the run's other nodes",
     Reason.OUTLIER: "the delta is much longer than usual for its fragment",
     Reason.REPLAYED: "the node has sent the same numbers before",
     Reason.COPIED: "another node has sent the same numbers before",

@@ -60,6 +60,15 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
     return None
 
 
+def frozen_fault(frozen: int, member: Member, ledger: Ledger) -> str | None:
+    """Why a node with these frozen weights may not begin: averages over nodes that differ in them mean nothing."""
+    first = ledger.frozen.get(member.holds)
+    if first is None or first.frozen == frozen:
+        return None
+    here = f"those here have the digest {frozen:016x}" if frozen else "there are none here"
+    return f"{here}, those of {first.node} had {first.frozen:016x}"
+
+
 def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window | None) -> tuple[Reason, str] | None:
     """Why this delta is refused, as a reason and a sentence; None accepts it. `window`: the fragment's open one."""
     blob = offer.blob

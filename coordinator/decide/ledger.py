@@ -48,6 +48,8 @@ class Ledger:
     commits: dict[tuple[int, int], Committed] = field(default_factory=dict)
     """Announcements of the last `HISTORY_VERSIONS` commits of each fragment."""
     started: dict[NodeId, rec.NodeStarted] = field(default_factory=dict)  # how the nodes that take part began
+    frozen: dict[Part, rec.NodeStarted] = field(default_factory=dict)
+    """How the first node with frozen weights began, by its part of the model: others must have the same."""
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
     """Stored deltas without an outcome, in the order they came."""
     leases: Leases = field(default_factory=Leases)
@@ -83,6 +85,7 @@ class Ledger:
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
         ledger.started = {started.node: started for started in saved.started}
+        ledger.frozen = {started.holds: started for started in saved.frozen}
         ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
@@ -128,6 +131,7 @@ class Ledger:
             history=self.history,
             epoch_seen=self.epoch_seen,
             revisions=self.revisions_told(),
+            frozen=tuple(self.frozen.values()),
         )
 
     def copy(self) -> "Ledger":
@@ -148,6 +152,8 @@ class Ledger:
                 self._adopt(record)
             case rec.NodeStarted(node=node):
                 self.started[node] = record
+                if record.frozen:
+                    self.frozen.setdefault(record.holds, record)
             case rec.NodeLeft(node=node, consumed=consumed, stored=stored):
                 if node in self.started:
                     incarnation = self.started.pop(node).incarnation

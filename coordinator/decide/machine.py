@@ -279,9 +279,9 @@ class CoordinatorMachine:
 
     def _heard(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
-            case msg.Ready(history=history):
+            case msg.Ready(history=history, frozen=frozen):
                 if history == self.ledger.history:  # else its node has yet to hear that it must begin again
-                    self._membership.ready(member, now)
+                    self._membership.ready(member, frozen, now)
             case msg.Offer():
                 self._offered(member, message)
             case msg.Progress():

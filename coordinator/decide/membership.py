@@ -18,7 +18,7 @@ from farloop.algo.spec import Lease, NodeId, Revision, RoundPlan, WindowTerms
 from farloop.algo.stages import fragments_of, is_source, is_whole
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.admission import refusal
+from farloop.coordinator.decide.admission import frozen_fault, refusal
 from farloop.coordinator.decide.closing import Closing
 from farloop.coordinator.decide.revising import REVISED_SINCE
 from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
@@ -200,10 +200,16 @@ class Membership:
 
     # --- starting
 
-    def ready(self, member: Member, now: float) -> None:
-        if member.stage == "joining":
-            member.stage = "ready"
-            self.start_ready(now, "none")
+    def ready(self, member: Member, frozen: int, now: float) -> None:
+        """Handle Ready: `frozen` is the digest of its weights that are not exchanged."""
+        if member.stage != "joining":
+            return
+        if fault := frozen_fault(frozen, member, self._ledger):
+            self._decisions.tell(member.name, msg.Leave(reason=Reason.WRONG_FROZEN, detail=fault))
+            member.disconnect(Reason.WRONG_FROZEN, now, 0.0)
+            return self._leave(member, Reason.WRONG_FROZEN)
+        member.stage, member.frozen = "ready", frozen
+        self.start_ready(now, "none")
 
     def start_ready(self, now: float, boundary: Boundary) -> None:
         """Start ready nodes: at the run's beginning, at a boundary of slots or rounds, or at once if a window would
@@ -266,6 +272,7 @@ class Membership:
                 round=member.start_round,
                 holds=member.holds,
                 slot=member.start_slot,
+                frozen=member.frozen,
             )
         )
 

@@ -99,6 +99,7 @@ class NodeStarted:
     round: int
     holds: tuple[int, ...] | None = field(default=None, metadata=LATER)  # stages of the model; None for all of it
     slot: int = field(default=0, metadata=LATER)  # first slot of that round in which it takes part
+    frozen: int = field(default=0, metadata=LATER)  # digest of its weights that are not exchanged; 0: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +320,8 @@ class LedgerSaved:
     epoch_seen: int = field(default=0, metadata=LATER)  # highest of all `EpochSeen`
     revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
     """Revisions that are still needed, the last that of `spec`; none if the terms never changed."""
+    frozen: tuple[NodeStarted, ...] = field(default=(), metadata=LATER)
+    """For each part of the model: the start of the first node that had frozen weights."""
 
 
 Record = (

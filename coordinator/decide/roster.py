@@ -44,6 +44,7 @@ class Member:
     gone_at: float | None = None  # when it stops being expected unless it returns; None while connected, or after that
     absent: bool = False  # no window waits for it until it returns or, if it stalled, moves
     reason: Reason = Reason.NONE  # why it is absent, or left
+    frozen: int = 0  # digest of its weights that are not exchanged, once it is ready
     device: str = ""
     inventory: Inventory = NOTHING  # its machine, by its last greeting
     protocol: int = PROTOCOL_VERSIONS[1]  # protocol version spoken with it; the newest until it returns after a restart

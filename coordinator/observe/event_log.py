@@ -100,6 +100,8 @@ class EventLog:
             case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
                 said = "" if detail == reason.sentence else f": {detail}"
                 self.told("delta", node, reason, f"fragment {blob.fragment}, base {blob.version}{said}", now)
+            case ev.Tell(node=node, message=msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail)):
+                self.told("refused", node, reason, detail, now)
             case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
                 detail = "a newer start took its place" if reason in _TAKEN_OVER else ""
                 self.told("left", node, reason, detail, now)

@@ -4,7 +4,8 @@
 of them; `brief` writes commands as text. So a law is a row of a table: given events → expected commands. The words:
 
     a greets | a joins | a returns | a is reborn   a hello: a newcomer's; the same and ready; in round 0; a new start's
-    a is ready | a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
+    a is ready | a is ready 7                      (7: the digest of its frozen weights)
+    a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
     a offers 1 | a sends 1 | a spoils 1            a delta of fragment 1: offered; also stored; also found CORRUPT
     a offers 1.3 | a sends 1.3                     for window 3, where that is not the open one
     1 is durable | 1 fails                         the commit of fragment 1
@@ -234,8 +235,8 @@ class Run:
                 return self.greet(node, round=0)
             case "is", "reborn":
                 return self.greet(node, incarnation=self.incarnations[node] + 1)
-            case "is", "ready":
-                return self.say(node, msg.Ready())
+            case "is", "ready", *frozen:
+                return self.say(node, msg.Ready(frozen=int(frozen[0]) if frozen else 0))
             case "is", "durable":
                 return self.durable(int(who))
             case ("fails",):

@@ -5,7 +5,7 @@
 
 `--width` builds another model than the run's. `--poison` writes a NaN into a weight before that inner step. `--batch`
 is the number of samples, and of tokens, of an inner step. `--pace-s` is the least time that a step takes. `--hook`
-steps the optimizer itself, as a trainer does.
+steps the optimizer itself, as a trainer does. `--base SEED` adds a frozen layer with random weights.
 """
 
 import argparse
@@ -26,8 +26,11 @@ WIDTH = 64
 class Model(nn.Module):
     """Learns to double its input."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, base: int | None = None) -> None:
         super().__init__()
+        if base is not None:
+            self.base = nn.Linear(16, 16).requires_grad_(False)
+            nn.init.normal_(self.base.weight, generator=torch.Generator().manual_seed(base))
         self.inward = nn.Linear(16, width)
         self.outward = nn.Linear(width, 16)
 
@@ -52,8 +55,10 @@ def train_by_hook(coordinator: str, name: str) -> None:
     optimizer.step()  # after the run it is the trainer's own step again
 
 
-def train(coordinator: str, name: str, width: int, poison: int | None, batch: int, pace_s: float) -> None:
-    with join(coordinator, Model(width), name=name, state_dir=Path(name)) as node:
+def train(
+    coordinator: str, name: str, width: int, poison: int | None, batch: int, pace_s: float, base: int | None
+) -> None:
+    with join(coordinator, Model(width, base), name=name, state_dir=Path(name)) as node:
         steps = 0
         while node.running:
             due = time.monotonic() + pace_s
@@ -79,6 +84,7 @@ def main() -> int:
     trains.add_argument("--poison", type=int)
     trains.add_argument("--batch", type=int, default=8)
     trains.add_argument("--pace-s", type=float, default=0.0)
+    trains.add_argument("--base", type=int)
     trains.add_argument("--hook", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -89,7 +95,7 @@ def main() -> int:
         if given.hook:
             train_by_hook(given.coordinator, given.name)
             return 0
-        train(given.coordinator, given.name, given.width, given.poison, given.batch, given.pace_s)
+        train(given.coordinator, given.name, given.width, given.poison, given.batch, given.pace_s, given.base)
     except NodeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -87,7 +87,7 @@ def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
 
 
 def test_every_argument_of_join_is_checked() -> None:
-    assert {*inspect.signature(join).parameters} == {*_WANTED, "rate", "clip"}
+    assert {*inspect.signature(join).parameters} == {*_WANTED, "rate", "clip", "buffers"}
 
 
 def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:

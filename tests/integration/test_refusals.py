@@ -65,3 +65,15 @@ def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins
     assert merged[3] == merged[12] == ["whole"]
     left = [record.reason for record in run.records() if isinstance(record, NodeLeft) and record.node == "broken"]
     assert left == [Reason.NON_FINITE], "the coordinator is told why, and does not wait for it"
+
+
+def test_a_node_with_other_frozen_weights_is_refused_and_the_others_go_on(new_run: NewRun) -> None:
+    run = own_run(new_run, steps=100_000, h=10, nodes=1, method="diloco")
+    run.start_coordinator()
+    run.start_own_node("a", "--base", "1", "--pace-s", "0.05")
+    begun = run.until("a trains", lambda status: merged_since(status, [0], "a"))
+    other = run.start_own_node("other", "--base", "2")
+    assert run.until_ended(other) == ExitCode.REFUSED
+    assert "frozen weights" in other.last_line and "those of a had" in other.last_line
+    assert "load the same base model on every node" in other.last_line and "Traceback" not in other.said
+    run.until("a goes on", lambda status: merged_since(status, begun["versions"], "a"))

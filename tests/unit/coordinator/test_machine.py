@@ -73,6 +73,15 @@ COMMANDS: list[tuple[str, dict[str, Any], str, str, str]] = [
      "b sends 1", "b: stored; commit 1.1 of ab"),
     ("a joiner that a crash found ready asks again", {}, "a", "b joins; restart; a returns; b joins; a sends 1; "
      "1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
+    ("nodes with the same frozen weights train together", {}, "", "a greets; a is ready 7; b greets; b is ready 7; "
+     "a sends 1; 1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
+    ("a node with other frozen weights is refused", {}, "", "a greets; a is ready 7; b greets; b is ready 8",
+     "b: leave"),
+    ("or with none", {}, "", "a greets; a is ready 7; b greets; b is ready", "b: leave"),
+    ("also when the first has left and after a restart", {}, "", "a greets; a is ready 7; a leaves; restart; "
+     "b greets; b is ready 8", "b: leave"),
+    ("it may come again with the right ones", {}, "", "a greets; a is ready 7; b greets; b is ready 8; b greets; "
+     "b is ready 7; a sends 1; 1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Covers `node/replica.py` (protocol J, K, L, N)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node.errors import LayoutMismatch
-from farloop.node.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
 from farloop.quant.registry import codec_named
 
@@ -46,6 +47,32 @@ def blob(replica: Replica, values: Tensor, *, index: int = 0, said: int | None =
     if said is not None:
         fragment = dataclasses.replace(fragment, index=said)
     return pack_blob(BlobHeader(codec=coder, fragment=fragment, **fields), coder.encode(values, fragment, seed=0))
+
+
+def test_the_digest_of_frozen_weights_is_that_of_their_values_and_names() -> None:
+    def model(freeze: str = "blocks.0", change: float = 0.0, dtype: torch.dtype = torch.float32) -> Tied:
+        module = Tied()
+        module.get_submodule(freeze).requires_grad_(False).to(dtype)
+        module.register_buffer("scale", torch.ones(3))
+        module.register_buffer("count", torch.ones(3, dtype=torch.int64))
+        module.register_buffer("scratch", torch.rand(3), persistent=False)
+        with torch.no_grad():
+            module.get_submodule(freeze).weight[-1, -1] += change
+        return module
+
+    of = functools.partial(frozen_digest, buffers=False)
+    assert of(Tied()) == 0
+    assert of(model()) == of(model()) != 0
+    assert of(model(dtype=torch.float64)) == of(model()), "the values count, not how they are stored"
+    assert len({of(model()), of(model(change=1e-3)), of(model("blocks.1"))}) == 3
+
+    scaled = model()
+    scaled.scale[1] = 2.0
+    scaled.count[1] = 2
+    assert of(scaled) == of(model())
+    assert frozen_digest(scaled, buffers=True) != frozen_digest(model(), buffers=True)
+    scaled.scale[1] = 1.0
+    assert frozen_digest(scaled, buffers=True) == frozen_digest(model(), buffers=True)
 
 
 def snapshot(replica: Replica, index: int, values: Tensor, version: int = 0) -> bytearray:
