@@ -80,8 +80,6 @@ class DiskFull(NoRoom):
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(path, f"{needed_bytes} bytes more are needed, {free_bytes} are free")
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
 
 
 class ReadOnly(NoRoom):

@@ -153,13 +153,13 @@ class Node:
         """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
 
         Parameter groups keep their ratios to the run's learning rate, and the gradient is clipped to the run's norm. A
-        gradient that holds NaN or Inf steps nothing: that is logged and counted. docs/step.md has it all.
+        gradient with NaN or Inf changes no weight; it is logged and counted. docs/step.md gives the details.
 
         Args:
             loss: of this step, for the displays: a number, or a tensor of one element.
             tokens: of this step over the whole node; the run's batch unless given, and no more than that where the
-                coordinator grants the samples. A node that holds a part of the model says how many came by: its deltas
-                weigh as much.
+                coordinator grants the samples. A node that holds a part of the model gives the tokens that passed
+                through it: they are the weight of its deltas.
 
         Raises:
             ValueError: `tokens` is no whole number, below 0, or more than a step can have, or `loss` is no number;
@@ -453,7 +453,7 @@ def join(
 
     Args:
         coordinator: its address, as tcp://host:port.
-        model: the module, or a function of the run's spec that builds it. Its weights are overwritten by the run's. It
+        model: the module, or a function of the run's spec that builds it. The run's weights replace its own. It
             may be sharded over the node's ranks (`fully_shard`, HSDP, tensor parallelism); farloop wraps it only where
             several ranks hold it whole.
         optimizer: the inner optimizer, or a function that builds it; by the run's terms unless given.
@@ -468,8 +468,8 @@ def join(
         link: limits and timing of the link; address and keys are taken from the arguments above.
         tau: inner steps between a send and its merge on this node; the run's unless given.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
-            has the parameters of these stages alone, under the names that they have in the whole model. Who does not
-            hold stage 0 is granted no samples: `Node.samples` is empty.
+            has the parameters of these stages alone, under the names that they have in the whole model. A node without
+            stage 0 is granted no samples: its `Node.samples` is empty.
         timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
         rate: "own" leaves the learning rate to the loop, and its scheduler; by the run's schedule unless given.
         clip: "own" leaves clipping to the loop, before it calls `step`; to the run's norm unless given.
@@ -477,9 +477,9 @@ def join(
         data: the dimension of the loop's mesh along which ranks train on different samples, as `mesh["dp"]`; all ranks
             unless given. Ranks of one tensor-parallel group get the same `Node.samples`.
         hook: for trainers that call `optimizer.step()` themselves, as those of Hugging Face and Lightning: the exchange
-            follows every step of `optimizer`, by its hooks. Clipping, loss scaling, clearing gradients and averaging
-            them over ranks are the trainer's then; `model` may be in DistributedDataParallel. The trainer has to stop
-            when `Node.running` is False.
+            follows every step of `optimizer`, by its hooks. The trainer then clips, scales the loss, clears gradients
+            and averages them over ranks; `model` may be in DistributedDataParallel. The trainer has to stop when
+            `Node.running` is False.
         buffers: neither frozen parameters nor buffers are exchanged, so a node whose frozen parameters or saved
             floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
             that, for those that training changes, as the statistics of batch normalisation.

@@ -21,10 +21,10 @@ from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState
+from farloop.sim.memory_files import MemoryFiles
 from farloop.sim.network import CONNECT_TIMEOUT_S, Connection, Dial, LinkConditions, PhysicalLink, VirtualRouterSocket
 from farloop.sim.node import SimulatedNode
 from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.virtual_files import VirtualFiles
 from farloop.sim.virtual_time import EventQueue, Process, VirtualClock, VirtualWorker
 
 FOLDER = Path("/state")
@@ -39,7 +39,7 @@ class SimulatedCoordinator:
     """One start of the coordinator. `saw` is told every event that the machine takes, before its commands are executed.
 
     The executor, the session router, the storage queue and the store are the daemon's own. Here they are given a
-    virtual clock, virtual workers, virtual files and the simulated network.
+    virtual clock, virtual workers, files in memory and the simulated network.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class World:
     def _begin(self) -> None:
         """Start the coordinator."""
         process, rng = Process(self.agenda), random.Random(self._rng.random())
-        store = Store.create(FOLDER, self.spec, self.first_anchors, files=VirtualFiles())
+        store = Store.create(FOLDER, self.spec, self.first_anchors, files=MemoryFiles())
         self.coordinator = SimulatedCoordinator(process, store, self.scenario, rng)
 
     def _starter(self, name: NodeId) -> Callable[[], None]:

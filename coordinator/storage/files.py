@@ -134,7 +134,7 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
 #
 # What has to survive a power cut is made of few steps: sync a file, rename it, sync its directory. Their order is
 # written here once, over the steps themselves, so that a file system in memory that forgets what was not synced
-# (`sim/virtual_files.py`) runs the very same code. Formats are not known here.
+# (`tests/cases/virtual_files.py`) runs the very same code. Formats are not known here.
 
 _T = TypeVar("_T")
 

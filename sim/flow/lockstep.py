@@ -65,7 +65,7 @@ class _Run:
         self._steps = self._unsaved = 0
         self._inner_steps = self._unsaved_inner = 0
         self._lost_steps = 0
-        self._crashes = self._pauses = 0
+        self._crashes = 0
         self._bytes_up = self._bytes_down = self._bytes_state = 0
         self._trace: list[tuple[float, float]] = []
         self._traced = timeline
@@ -285,7 +285,6 @@ class _Run:
             self._enter(self._now + self._rules.liveness_s, "lost", index)
 
     def _pause(self, seconds: float) -> None:
-        self._pauses += 1
         self._paused_until = max(self._paused_until, self._now + seconds)
 
     def _fetch_snapshot(self) -> None:

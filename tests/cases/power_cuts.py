@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import xxhash
-
-from farloop.sim.virtual_files import AllOrNothing, Fate, VirtualFiles
+from virtual_files import AllOrNothing, Fate, VirtualFiles
 
 
 def extremes() -> list[Fate]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
+from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 from farloop.algo.spec import Revision, RunSpec
 from farloop.coordinator.change_terms import revision_asked_for
@@ -13,7 +14,6 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.segment import Entry, read_all, scan_segment, segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
-from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
 from farloop.sim.world import FOLDER, SimulatedCoordinator
 
 _KIND_AT = 4  # where a record in a segment has its kind (`storage/segment.py`)

@@ -9,6 +9,7 @@ import pytest
 import stored_runs
 from disk_faults import refuse
 from plain_runs import plain_hello, plain_spec
+from virtual_files import VirtualFiles
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
@@ -20,7 +21,6 @@ from farloop.coordinator.executor import CoordinatorExecutor
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.uploads import DeltaUploads
-from farloop.sim.virtual_files import VirtualFiles
 from farloop.wire import events as wire_ev
 from farloop.wire.messages import Fetch, Finished, Offer, Role, Welcome
 from farloop.wire.reasons import Reason

@@ -16,6 +16,7 @@ import torch
 from disk_faults import refuse
 from observed import Watched, lines_of
 from plain_runs import plain_progress
+from virtual_files import VirtualFiles
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.aggregator import Buffers, Result
@@ -27,7 +28,6 @@ from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import NodeStatus, Status, WindowStatus
-from farloop.sim.virtual_files import VirtualFiles
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 

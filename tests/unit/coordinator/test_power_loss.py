@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import stored_runs
 from power_cuts import extremes, image_of
+from virtual_files import Drawn, VirtualFiles
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
@@ -24,7 +25,6 @@ from farloop.coordinator.errors import StorageError, StorageFailed
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
-from farloop.sim.virtual_files import Drawn, VirtualFiles
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_runs import plain_offer
+from virtual_files import VirtualFiles
 from virtual_host import VirtualHost
 
 from farloop.algo import schedule
@@ -23,7 +24,6 @@ from farloop.coordinator.storage.store import Store
 from farloop.coordinator.uploads import DeltaIntake, DeltaUploads
 from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
 from farloop.quant.registry import codec_named
-from farloop.sim.virtual_files import VirtualFiles
 from farloop.wire.blobs import Reassembly, blob_digest
 from farloop.wire.messages import Offer, Role
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
