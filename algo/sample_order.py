@@ -1,5 +1,6 @@
-"""Which sample stands at a position of the stream: a seeded permutation, and its replay."""
+"""Which sample stands at a position of the stream: a seeded permutation, mixtures, and replay."""
 
+import math
 from collections.abc import Sequence
 
 from farloop.algo.terms import LearningRate, Rewarm
@@ -71,6 +72,55 @@ def _feistel(word: int, low_bits: int, high_bits: int, round_keys: list[int]) ->
         else:
             low ^= splitmix64(round_key + high) & low_mask
     return high << low_bits | low
+
+
+# --- Part of a mixture
+#
+# Every block of `BLOCK` positions holds the same number of samples of each part, in an order of its own. A part's
+# samples are so counted without a list, and a data pass over it has each of them once.
+
+
+BLOCK = 10_000  # shares are exact to a hundredth of a percent
+
+_PART_SALT = 0xBB67AE8584CAA73B
+"""Fractional part of √3: keeps these orders apart from those of the samples."""
+
+
+def quotas(weights: Sequence[float]) -> tuple[int, ...]:
+    """Samples of each part in a block, by the largest remainders; at least one.
+
+    Raises ValueError: a weight is not above 0, or so small beside the others that it has no sample in a block.
+    """
+    if not all(0.0 < weight < math.inf for weight in weights):
+        raise ValueError(f"a weight is a number above 0, not {next(w for w in weights if not 0.0 < w < math.inf):g}")
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda number: (counts[number] - exact[number], number))
+    for number in by_remainder[: BLOCK - sum(counts)]:
+        counts[number] += 1
+    if 0 in counts:
+        few = weights[counts.index(0)]
+        raise ValueError(f"a weight of {few:g} is less than a {BLOCK}th of all, {sum(weights):g}")
+    return tuple(counts)
+
+
+def part_of(position: int, counts: Sequence[int], seed: int) -> tuple[int, int]:
+    """Number of the part that the sample at a position comes from, and which in the stream of that part it is.
+
+    Args:
+        position: in the endless stream of samples of the mixture.
+        counts: as of `quotas`; of one part alone, its stream is that of the mixture.
+        seed: the run's.
+    """
+    if len(counts) == 1:
+        return 0, position
+    block, place = divmod(position, BLOCK)
+    slot = permute(place, BLOCK, splitmix64(splitmix64(seed ^ _PART_SALT) + block))
+    for number, count in enumerate(counts):
+        if slot < count:
+            return number, block * count + slot
+        slot -= count
+    raise AssertionError(f"{counts} are no quotas")
 
 
 # --- Corpus of a sample: new data, or a replay of the old

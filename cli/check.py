@@ -73,10 +73,12 @@ def _h_text(terms: Terms) -> str:
 
 def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
     node = file.node
+    first = ", ".join(f"{share.weight:g} × {share.path}" for share in node.data_mixture)
+    first = first or str(node.data or "Python's standard library")
     return [
         ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
         ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
-        ("data", ", then ".join(str(path or "Python's standard library") for path in (node.data, *node.data_phases))),
+        ("data", ", then ".join([first, *map(str, node.data_phases)])),
         ("state", str(node.state_dir or Path(".farloop") / node.name)),
     ]
 

@@ -36,8 +36,10 @@ from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
 from farloop.monitoring.status import InventoryStatus
 from farloop.monitoring.units import count_text, rate_text, size_text
-from farloop.node.data import CorpusError, load_corpus
+from farloop.node.data import load_corpus
+from farloop.node.errors import CorpusError
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
+from farloop.node.token_file import BYTES
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 from farloop.wire.machine_info import RDMA, Inventory, Nic
 
@@ -400,7 +402,8 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
         findings.append(fail("ranks", detail, "set [node] nproc to that or less"))
-    texts = [_data(path, config.data_bytes) for path in (config.data, *config.data_phases)]
+    first: list[Path | None] = [share.path for share in config.data_mixture]
+    texts = [_data(path, config.data_bytes) for path in (*(first or [config.data]), *config.data_phases)]
     return [*findings, *texts, wall_clock(url)]
 
 
@@ -448,7 +451,7 @@ def _data(path: Path | None, max_bytes: int) -> Finding:
         corpus = load_corpus(path, max_bytes=max_bytes)
     except CorpusError as error:
         return fail("data", str(error), "give [data] path a text, JSONL or folder")
-    size = size_text(len(corpus.train) + len(corpus.validation))
+    size = size_text(corpus.size) if corpus.tokenizer == BYTES else f"{count_text(corpus.size)} tokens"
     where = path or "Python's standard library"
     return ok("data", f"{where}: {size}, digest {corpus.digest} (the run's must be equal)")
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from farloop.cli.bench import bench_app
+from farloop.cli.data import data_app
 from farloop.cli.journal import journal_app
 from farloop.cli.keys import keys_app
 from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
@@ -44,6 +45,7 @@ app.add_typer(bench_app, name="bench", rich_help_panel=INSPECT)
 app.add_typer(simulate_app, name="simulate", rich_help_panel=INSPECT)
 app.add_typer(config_app, name="config", rich_help_panel=CONFIGURE)
 app.add_typer(keys_app, name="keys", rich_help_panel=CONFIGURE)
+app.add_typer(data_app, name="data", rich_help_panel=CONFIGURE)
 
 RunToml = Annotated[
     Path, typer.Argument(metavar="RUN.toml", show_default=False, help="The training run and its coordinator.")

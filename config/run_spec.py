@@ -1,5 +1,6 @@
 """From settings to the run's specification and first anchors."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,17 @@ from farloop.algo.spec import Identity, RunSpec
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
-from farloop.node.data import Corpus, CorpusError, EvaluationSet, load_corpus, num_samples
+from farloop.node.data import (
+    Corpus,
+    EvaluationSet,
+    Share,
+    check_tokenizers,
+    data_name,
+    load_corpus,
+    load_mixture,
+    num_samples,
+)
+from farloop.node.errors import CorpusError
 from farloop.node.model import PRESETS, VOCABULARY, build, config_json
 from farloop.node.named_model import (
     HF,
@@ -35,7 +46,7 @@ from farloop.node.named_model import (
     is_factory,
     model_folder,
 )
-from farloop.node.trainer import data_name, evaluation_name
+from farloop.node.trainer import evaluation_name
 from farloop.quant.codec_checks import check_codecs
 from farloop.quant.registry import downlink_spelling
 from farloop.wire.keys import check_name
@@ -54,7 +65,8 @@ class RunConfig:
     language model, or package.module:factory for your own code."""
     init: Path | None = None
     """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
-    drawn from the seed. With a built-in model it replaces model and data: the nodes' own loops bring both."""
+    drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring. They bring the
+    data too, unless [data] names some: then the coordinator grants their samples."""
     nodes: int = 2
     """Nodes that the run waits for before it starts."""
     steps: int = 600
@@ -167,14 +179,22 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The table `[data]` of a RUN.toml or NODE.toml; both must name the same text."""
+    """The table `[data]` of a RUN.toml or NODE.toml; both must name the same data."""
 
     path: Path | None = None
-    """Text file, JSONL file or folder. Default: the source of Python's standard library."""
+    """Token file (`farloop data build`), text file, JSONL file or folder. Default: the source of Python's standard
+    library."""
+    mixture: tuple[Share, ...] | None = None
+    """Several of these in place of path, and their shares of the samples, e.g. [{path = "wiki.bin", weight = 3},
+    {path = "code.bin", weight = 1}]."""
     max_bytes: int = 16_000_000
-    """Most bytes to read from it, and from each of the phases."""
+    """Most bytes to read from each text; a token file is used whole."""
     phases: tuple[Path, ...] | None = None
-    """Texts like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
+    """Data like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
+    digest: str | None = None
+    """RUN.toml with init: a name for the dataset of your own loops, which each of them compares."""
+    samples: int | None = None
+    """With digest: its number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +215,9 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         CorpusError: there is no text to train on.
     """
     method = method_named(config.method)
-    tensors, model = _first_weights(config)
+    given = not loops_bring_data(config) or data.path is not None or data.mixture is not None
+    corpora = _corpora(config, data, corpus) if given else []
+    tensors, model = _first_weights(config, corpora[0].vocabulary if corpora else VOCABULARY)
     layout = partition(
         [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
         pattern=method.pattern,
@@ -207,17 +229,18 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     check_codecs(terms)
     anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
     evaluation, corpus_digest, samples = None, OWN, 0
-    _check_phases(terms, data, brings_data=not loops_bring_data(config))
+    _check_phases(terms, data, brings_data=given)
     if not loops_bring_data(config):
-        corpus = corpus or load_corpus(data.path, max_bytes=data.max_bytes)
-        later = [_later_corpus(path, data.max_bytes, config.sequence_tokens) for path in data.phases or ()]
         evaluation = EvaluationSet(
-            corpus, sequences=config.evaluation_sequences, sequence_tokens=config.sequence_tokens
+            corpora[0], sequences=config.evaluation_sequences, sequence_tokens=config.sequence_tokens
         )
         if len(evaluation) < config.evaluation_sequences:
             room = f"the validation text has room for {len(evaluation)} sequences, not {config.evaluation_sequences}"
             notes.append(f"{room}: evaluations use these")
-        corpus_digest, samples = data_name([corpus, *later]), num_samples(corpus, config.sequence_tokens)
+    if corpora:
+        corpus_digest, samples = data_name(corpora), num_samples(corpora[0], config.sequence_tokens)
+    elif data.digest is not None and data.samples is not None:
+        corpus_digest, samples = data.digest, data.samples
     identity = Identity(
         name=config.name,
         model=model,
@@ -247,6 +270,22 @@ def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
             f"rewarms: {brought or 'none'} with a replay (as 600:1e-3:0.05, where 5 % of the samples stay those from "
             f"before), but [data] phases names {named}; every such re-warm brings one"
         )
+
+
+def _corpora(config: RunConfig, data: DataConfig, corpus: Corpus | None) -> list[Corpus]:
+    """The run's data, and those of each re-warm that brings some. Raises CorpusError."""
+    if corpus is None and data.mixture is not None:
+        try:
+            corpus = load_mixture(data.mixture, max_bytes=data.max_bytes)
+        except CorpusError as error:
+            raise CorpusError(f"mixture: {error}") from error
+    first = corpus or load_corpus(data.path, max_bytes=data.max_bytes)
+    corpora = [first, *(_later_corpus(path, data.max_bytes, config.sequence_tokens) for path in data.phases or ())]
+    try:
+        check_tokenizers(corpora)
+    except CorpusError as error:
+        raise CorpusError(f"phases: {error}") from error
+    return corpora
 
 
 def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
@@ -281,25 +320,29 @@ def _given_of(key: str, text: str | None) -> Any:
 
 
 def loops_bring_data(config: RunConfig) -> bool:
-    """Whether the nodes train in loops of their own, with own models and samples: the run knows the weights alone."""
+    """Whether the nodes train in loops of their own, with own models: the run knows the weights alone, and the data
+    only where [data] names some."""
     return config.init is not None and config.model in PRESETS
 
 
-def _first_weights(config: RunConfig) -> tuple[Mapping[str, Tensor], str]:
-    """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence."""
+def _first_weights(config: RunConfig, vocabulary: int) -> tuple[Mapping[str, Tensor], str]:
+    """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence.
+
+    `vocabulary`: that of the data; a built-in model takes it.
+    """
     try:
         check_model_name(config.model)
         if config.model.startswith(HF):
-            return _weights_of_hf(config, text := config_text(config.model)), text
+            return _weights_of_hf(config, text := config_text(config.model), vocabulary), text
         if config.init is not None:
             return _tensors_in(config.init), OWN
         if is_factory(config.model):
-            return factory_weights(config.model, config.seed, VOCABULARY), OWN
+            return factory_weights(config.model, config.seed, vocabulary), OWN
     except ModelError as error:
         raise ValueError(f"[run] model: {error}") from error
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith("[run]") else f"[run] model: {error}") from error
-    size = PRESETS[config.model]
+    size = dataclasses.replace(PRESETS[config.model], vocabulary=vocabulary)
     if config.sequence_tokens > size.context:
         raise ValueError(
             f"[run] sequence_tokens: {config.model} reads at most {size.context}, not {config.sequence_tokens}"
@@ -309,10 +352,10 @@ def _first_weights(config: RunConfig) -> tuple[Mapping[str, Tensor], str]:
     return {name: parameter.detach() for name, parameter in trainable_tensors(module)}, config_json(size)
 
 
-def _weights_of_hf(config: RunConfig, text: str) -> Mapping[str, Tensor]:
+def _weights_of_hf(config: RunConfig, text: str, vocabulary: int) -> Mapping[str, Tensor]:
     """Weights of version 0 of the model in an identity's text. Raises ModelError or ValueError."""
     named = hf_model(text)
-    named.check(VOCABULARY, config.sequence_tokens)
+    named.check(vocabulary, config.sequence_tokens)
     if config.init is None:
         folder = model_folder(config.model)
         return hf_weights(text, folder if has_weights(folder) else None, config.seed)

@@ -40,8 +40,10 @@ from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.observe.straggler_detector import ADAPTS
 from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.tcp_connection import congestion_refused
-from farloop.node.data import CorpusError
+from farloop.node.data import Share
+from farloop.node.errors import CorpusError
 from farloop.node.machine_info import parse_nics
+from farloop.node.model import PRESETS
 from farloop.node.named_model import check_model_name, located
 from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
@@ -52,6 +54,7 @@ from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 
 _PATHS = tuple[Path, ...]
+_SHARES_OF_DATA = tuple[Share, ...]
 
 _WANTED: Mapping[object, str] = {
     int: "a whole number",
@@ -60,6 +63,7 @@ _WANTED: Mapping[object, str] = {
     str: "text in quotes",
     Path: "a path in quotes",
     _PATHS: "a list of paths in quotes",
+    _SHARES_OF_DATA: 'a list as [{path = "wiki.bin", weight = 3}, {path = "code.bin", weight = 1}]',
 }
 
 
@@ -93,6 +97,8 @@ class Key:
         except (ValidationError, TypeError):
             raise given.error(f"{_WANTED[self.kind]} is wanted, not {_shown(given.value)}{self._hint(given)}") from None
         if isinstance(value, tuple):
+            if self.kind == _SHARES_OF_DATA:
+                return tuple(dataclasses.replace(one, path=_resolved(one.path, given.folder)) for one in value)
             return tuple(_resolved(path, given.folder) for path in value)
         return _resolved(value, given.folder) if isinstance(value, Path) else value
 
@@ -100,6 +106,9 @@ class Key:
         adapter: TypeAdapter[Any] = TypeAdapter(self.kind)
         if is_text and self.kind == _PATHS:  # a file has a list
             return tuple(Path(part.strip()) for part in str(value).split(","))
+        if is_text and self.kind == _SHARES_OF_DATA:
+            pairs = [part.strip().rpartition("=") for part in str(value).split(",")]
+            return adapter.validate_python([{"path": path, "weight": weight} for path, _, weight in pairs])
         if is_text:
             return adapter.validate_strings(value)
         # Strict validation accepts text for a path only as JSON.
@@ -177,7 +186,9 @@ RUN_SCHEMA: Schema = {
 
 NODE_SCHEMA: Schema = {
     # Data have a section of their own, the same in both files.
-    "node": _section("node", NodeConfig, Exposure, without=frozenset({"data", "data_bytes", "data_phases"})),
+    "node": _section(
+        "node", NodeConfig, Exposure, without=frozenset({"data", "data_mixture", "data_bytes", "data_phases"})
+    ),
     "data": _section("data", DataConfig),
     "pipeline": _section("pipeline", PipelineConfig),
 }
@@ -202,6 +213,7 @@ LEAST = {
     ("run", "h"): 1,
     ("run", "evaluation_sequences"): 1,
     ("data", "max_bytes"): 1,
+    ("data", "samples"): 1,
     ("node", "nproc"): 1,
     ("node", "threads"): 0,
     ("node", "microbatch"): 0,
@@ -314,6 +326,7 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
         )
     _check_http_port(settings, "coordinator", coordinator["bind"])
     coordinator.pop("insecure")
+    _check_data(settings)
     return RunFile(
         settings=settings,
         run=RunConfig(**settings.section("run")),
@@ -334,8 +347,38 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     node = settings.section("node")
     node.pop("insecure")
     data = DataConfig(**settings.section("data"))
-    config = NodeConfig(**node, data=data.path, data_bytes=data.max_bytes, data_phases=data.phases or ())
+    if data.digest is not None or data.samples is not None:
+        key = "samples" if data.digest is None else "digest"
+        raise settings.error("data", key, "goes into the RUN.toml: a node with a loop of its own has no NODE.toml")
+    _check_data(settings)
+    config = NodeConfig(
+        **node,
+        data=data.path,
+        data_mixture=data.mixture or (),
+        data_bytes=data.max_bytes,
+        data_phases=data.phases or (),
+    )
     return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
+
+
+def _check_data(settings: Settings) -> None:
+    """What names the data, and what goes with it. Raises ConfigError."""
+    data = settings.section("data")
+    if data["path"] is not None and data["mixture"] is not None:
+        raise settings.error("data", "mixture", "stands in place of path: give one of them")
+    if (data["digest"] is None) != (data["samples"] is None):
+        key, other = ("digest", "samples") if data["samples"] is None else ("samples", "digest")
+        raise settings.error("data", key, f"goes with {other}, which is missing")
+    if data["digest"] is not None:
+        run = settings.section("run")
+        own = run["init"] is not None and run["model"] in PRESETS
+        if not own or data["path"] is not None or data["mixture"] is not None:
+            what = "is for a dataset of your own loops, so it goes with [run] init and without path and mixture"
+            raise settings.error("data", "digest", what)
+        if not re.fullmatch(r"[\w.-]{4,64}", data["digest"]) or data["digest"] == "none":
+            raise settings.error(
+                "data", "digest", "4 to 64 letters, digits, - and . are wanted, as the start of a hash"
+            )
 
 
 def pipeline_of(settings: Settings) -> PipelineConfig:
@@ -382,8 +425,10 @@ def planned(file: RunFile) -> Plan:
     try:
         plan = plan_run(run, file.data)
     except CorpusError as error:
-        key = "phases" if (sentence := str(error)).startswith("phases: ") else "path"
-        raise settings.error("data", key, sentence.removeprefix("phases: ")) from error
+        key, _, sentence = str(error).partition(": ")
+        if key not in ("phases", "mixture"):
+            key, sentence = "path", str(error)
+        raise settings.error("data", key, sentence) from error
     except SafetensorError as error:
         raise settings.error("run", "init", f"{run.init} is not a safetensors file: {error}") from error
     except ValueError as error:
@@ -540,4 +585,6 @@ def _assignment(setting: Setting) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Share):
+        return {"path": str(value.path), "weight": value.weight}
     return str(value) if isinstance(value, Path) else value

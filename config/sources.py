@@ -18,7 +18,7 @@ def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     """One `[table]` each, with one `key = value` a line.
 
     Raises:
-        TypeError: a value is neither text, number, truth value nor a list of these.
+        TypeError: a value is neither text, number, truth value nor a list or table of these.
     """
     sections = []
     for table, values in tables.items():
@@ -37,6 +37,8 @@ def _value(value: object) -> str:
             return json.dumps(value)  # a TOML basic string escapes as JSON does
         case list():
             return f"[{', '.join(_value(item) for item in value)}]"
+        case dict():
+            return f"{{{', '.join(f'{key} = {_value(item)}' for key, item in value.items())}}}"
         case _:
             raise TypeError(f"{value!r} has no place in a settings file")
 

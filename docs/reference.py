@@ -19,6 +19,7 @@ from typer.models import Context
 from farloop.cli.main import app
 from farloop.config.settings import CHOICES, LEAST, NODE_SCHEMA, RUN_SCHEMA, Key, Schema
 from farloop.config.sources import PREFIX
+from farloop.node.data import Share
 
 DOCS = Path(__file__).resolve().parent
 
@@ -31,6 +32,7 @@ _SORTS = {
     str: "text",
     Path: "path",
     tuple[Path, ...]: "list of paths",
+    tuple[Share, ...]: "list of tables",
 }
 
 _SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest is compared when a node joins."

@@ -8,15 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farloop.algo.sample_order import arrivals, sample_index, source_of
+from farloop.algo.sample_order import BLOCK, arrivals, part_of, quotas, sample_index, source_of
 from farloop.algo.spec import RunSpec
+from farloop.node.errors import CorpusError
+from farloop.node.model import VOCABULARY
 from farloop.node.named_model import LossOf, causal_lm_loss
+from farloop.node.token_file import BYTES, Tokens, is_token_file, open_tokens
 
 # --- Corpus
 #
@@ -31,34 +34,114 @@ SEPARATOR = b"\0"  # closes each document; a file that contains it counts as bin
 VALIDATION_SHARE = 0.05
 
 
-class CorpusError(ValueError):
-    """The text cannot be used; one line for the person who named it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Training and validation text; two corpora are the same when their digests are."""
+    """Training and validation tokens, or those of several parts; two corpora are the same when their digests are."""
 
-    train: NDArray[np.uint8]  # [bytes]; a read-only view, or a memory map
-    validation: NDArray[np.uint8]  # [bytes]
-    digest: str  # 16 hex digits over both texts
-    files: int  # files with text in the corpus
-    duplicates: int  # documents left out because their bytes had been seen
-    skipped: int  # files left out because they are not UTF-8 text
+    train: Tokens  # a read-only view, or a memory map; empty for a mixture
+    validation: Tokens
+    digest: str  # 16 hex digits over both
+    vocabulary: int = VOCABULARY  # every token is below
+    tokenizer: str = BYTES  # or 16 hex digits, as in the header of a token file
+    files: int = 1  # files with text in the corpus
+    duplicates: int = 0  # documents left out because their bytes had been seen
+    skipped: int = 0  # files left out because they are not UTF-8 text
+    parts: tuple["Corpus", ...] = ()  # of a mixture
+    quotas: tuple[int, ...] = (BLOCK,)  # samples of each part in a block of them
+    source: Path | None = None  # the token file that it is mapped from
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A process that is sent the corpus of a token file maps the file itself."""
+        return object.__reduce__(self) if self.source is None else (load_corpus, (self.source,))
+
+    @property
+    def each(self) -> tuple["Corpus", ...]:
+        """Its parts; itself where it is no mixture."""
+        return self.parts or (self,)
+
+    @property
+    def size(self) -> int:
+        """Tokens in all."""
+        return sum(len(part.train) + len(part.validation) for part in self.each)
+
+
+def mixture_of(parts: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
+    """Corpora of which each gives its share of the samples. Raises CorpusError: weights or tokenizers do not go."""
+    try:
+        counts = quotas(weights)
+    except ValueError as error:
+        raise CorpusError(str(error)) from error
+    check_tokenizers(parts)
+    first = parts[0]
+    named = ",".join(f"{count}*{part.digest}" for count, part in zip(counts, parts, strict=True))
+    empty = first.train[:0]
+    return Corpus(
+        train=empty,
+        validation=empty,
+        digest=hashlib.sha256(named.encode()).hexdigest()[:16],
+        vocabulary=first.vocabulary,
+        tokenizer=first.tokenizer,
+        files=sum(part.files for part in parts),
+        duplicates=sum(part.duplicates for part in parts),
+        skipped=sum(part.skipped for part in parts),
+        parts=tuple(parts),
+        quotas=counts,
+    )
+
+
+def check_tokenizers(corpora: Sequence[Corpus]) -> None:
+    """Raises CorpusError unless all have the tokenizer of the first."""
+    first = corpora[0]
+    for number, other in enumerate(corpora, start=1):
+        if (other.tokenizer, other.vocabulary) != (first.tokenizer, first.vocabulary):
+            where = other.source or f"number {number}"
+            raise CorpusError(
+                f"{where} has the tokenizer {other.tokenizer} ({other.vocabulary} tokens), the first data "
+                f"{first.tokenizer} ({first.vocabulary}): build all with one tokenizer"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A part of a mixture, as settings name it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    path: Path
+    weight: float
+
+
+def load_mixture(shares: Sequence[Share], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
+    """The mixture of these corpora; `max_bytes` is for each text. Raises CorpusError as `load_corpus`, `mixture_of`."""
+    corpora = [load_corpus(share.path, max_bytes=max_bytes) for share in shares]
+    return mixture_of(corpora, [share.weight for share in shares])
 
 
 def load_corpus(path: Path | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
-    """The corpus of a text file, a JSONL file with a field "text", a folder of those, or the standard library.
+    """The corpus of a token file, a text file, a JSONL file with a field "text", a folder of texts, or the standard
+    library.
 
-    Keeps `max_bytes` at most and reads little more: when a folder holds more, its files are taken in the order of a
-    hash of their relative paths, so that the part is a fair sample of the whole.
+    A token file is mapped into memory, whole. Of texts, keeps `max_bytes` at most and reads little more: when a folder
+    holds more, its files are taken in the order of a hash of their relative paths, so that the part is a fair sample
+    of the whole.
 
     Another version or distribution of Python has another standard library, and so another digest.
 
     Raises CorpusError when `path` is missing or unreadable, holds no text, or a JSONL record has no text.
     """
+    if path is not None and path.is_file() and is_token_file(path):
+        tokens = open_tokens(path)
+        header = tokens.header
+        return Corpus(
+            train=tokens.train,
+            validation=tokens.validation,
+            digest=header.digest,
+            vocabulary=header.vocabulary,
+            tokenizer=header.tokenizer,
+            source=path,
+        )
     reading = _Reading(max_bytes)
-    for file in _standard_library_files() if path is None else _files_under(path):
+    for file in _standard_library_files() if path is None else files_under(path):
         if reading.room <= len(SEPARATOR):
             break
         reading.add(file)
@@ -152,7 +235,7 @@ def _cut(text: bytes, limit: int) -> bytes:
     return text[:limit]
 
 
-def _files_under(path: Path) -> list[Path]:
+def files_under(path: Path) -> list[Path]:
     """`path` itself, or the files below it without hidden ones, in the order of a hash of their relative paths."""
     if path.is_file():
         return [path]
@@ -221,11 +304,11 @@ def num_samples(corpus: Corpus, sequence_tokens: int) -> int:
     """Samples in one data pass: sample i is the tokens [i·L, i·L + L + 1) of the training text.
 
     Neighbours share one token, the last target of one and the first input of the next, so every token but the first,
-    and a tail shorter than L, is predicted exactly once a pass.
+    and a tail shorter than L, is predicted exactly once a pass. Of a mixture: all samples of all parts.
 
-    Raises CorpusError when the text is too short for one sample.
+    Raises CorpusError when the text, or one of the parts, is too short for one sample.
     """
-    return _fitting(len(corpus.train), sequence_tokens, "training")
+    return sum(_fitting(part, part.train, sequence_tokens, "training") for part in corpus.each)
 
 
 class Samples:
@@ -233,15 +316,37 @@ class Samples:
 
     def __init__(self, corpus: Corpus, sequence_tokens: int, seed: int) -> None:
         """Raises CorpusError when the training text is too short for one sample of `sequence_tokens`."""
-        self._train = corpus.train
-        self._sequence_tokens = sequence_tokens
-        self._seed = seed
-        self.num_samples = num_samples(corpus, sequence_tokens)  # in one data pass
+        self._parts = corpus.each
+        self._counts = [num_samples(part, sequence_tokens) for part in corpus.each]
+        self._quotas, self._sequence_tokens, self._seed = corpus.quotas, sequence_tokens, seed
+        self.num_samples = sum(self._counts)  # in one data pass
+
+    def index(self, position: int) -> int:
+        """Index of the sample at this position of the stream, counted through all parts."""
+        number, place = part_of(position, self._quotas, self._seed)
+        return sum(self._counts[:number]) + sample_index(place, self._counts[number], self._seed)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Tokens of a sample: int64 [S]."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"there is no sample {index} of {self.num_samples}")
+        for part, count in zip(self._parts, self._counts, strict=True):
+            if index < count:
+                return _sequence(part.train, index * self._sequence_tokens, self._sequence_tokens)
+            index -= count
+        raise AssertionError
 
     def batch(self, positions: Sequence[int]) -> Tensor:
         """Tokens of the samples at these positions of the stream: int64 [B, S], on the CPU."""
-        indices = [sample_index(position, self.num_samples, self._seed) for position in positions]
-        return _gather(self._train, [i * self._sequence_tokens for i in indices], self._sequence_tokens)
+        return torch.stack([self[self.index(position)] for position in positions])
+
+
+def data_name(corpora: Sequence[Corpus]) -> str:
+    """How an identity names the samples: the digest of the corpus, and of those that re-warms bring."""
+    return "+".join(corpus.digest for corpus in corpora)
 
 
 class Mixture:
@@ -260,25 +365,39 @@ class Mixture:
         assert len(corpora) == 1 + len(self._brought), "a corpus to begin with, and one of each re-warm that brings one"
         self._length, self._seed = spec.terms.inner.sequence_tokens, spec.identity.seed
         self._sources = [Samples(corpus, self._length, self._seed) for corpus in corpora]
+        self.digest, self.vocabulary = data_name(corpora), corpora[0].vocabulary
+
+    def index(self, position: int, at: float) -> int:
+        """Index of the sample at this position of the stream, counted through all corpora; `at`: as in `batch`."""
+        source = source_of(position, at, self._brought, self._seed)
+        return sum(map(len, self._sources[:source])) + self._sources[source].index(position)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sources))
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Tokens of a sample: int64 [S]."""
+        for samples in self._sources:
+            if index < len(samples):
+                return samples[index]
+            index -= len(samples)
+        raise IndexError("there is no such sample")
 
     def batch(self, positions: Sequence[int], at: float) -> Tensor:
         """Tokens of the samples at these positions of the stream, for an inner step at schedule position `at`.
 
         int64 [B, S], on the CPU.
         """
-        wanted: dict[int, list[int]] = {}
-        for row, position in enumerate(positions):
-            wanted.setdefault(source_of(position, at, self._brought, self._seed), []).append(row)
-        tokens_BS = torch.empty(len(positions), self._length + 1, dtype=torch.int64)
-        for source, rows in wanted.items():
-            tokens_BS[rows] = self._sources[source].batch([positions[row] for row in rows])
-        return tokens_BS
+        if not positions:
+            return torch.empty(0, self._length + 1, dtype=torch.int64)
+        return torch.stack([self[self.index(position, at)] for position in positions])
 
 
 class EvaluationSet:
     """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity.
 
-    It is of the first corpus, whatever data re-warms bring, so losses before and after can be compared.
+    It is of the first corpus, whatever data re-warms bring, so losses before and after can be compared. Each part of a
+    mixture has its share of the sequences.
     """
 
     def __init__(self, corpus: Corpus, *, sequences: int, sequence_tokens: int) -> None:
@@ -286,19 +405,25 @@ class EvaluationSet:
 
         Raises CorpusError when it has no room for one.
         """
-        fitting = _fitting(len(corpus.validation), sequence_tokens, "validation")
-        count = min(sequences, fitting)
-        # Sequence k starts at the ⌊k·fitting/count⌋-th of the disjoint places.
-        starts = [k * fitting // count * sequence_tokens for k in range(count)]
-        self.tokens_BS = _gather(corpus.validation, starts, sequence_tokens)
-        self.digest = _set_digest(self.tokens_BS)  # 16 hex digits over shape and tokens
+        rows: list[Tensor] = []
+        given = 0
+        for number, part in enumerate(corpus.each):
+            ends = sequences * sum(corpus.quotas[: number + 1]) // BLOCK
+            fitting = _fitting(part, part.validation, sequence_tokens, "validation")
+            count = min(ends - given, fitting)
+            given = ends
+            # Sequence k starts at the ⌊k·fitting/count⌋-th of the disjoint places.
+            starts = [k * fitting // count * sequence_tokens for k in range(count)]
+            rows += [_sequence(part.validation, start, sequence_tokens) for start in starts]
+        self.tokens_BS = torch.stack(rows)
+        self.digest = _set_digest(self.tokens_BS, corpus.vocabulary)  # 16 hex digits over shape and tokens
 
     def __len__(self) -> int:
         return len(self.tokens_BS)
 
     @torch.no_grad()
     def loss(self, model: nn.Module, batch_size: int, loss_of: LossOf = causal_lm_loss) -> float:
-        """Mean cross-entropy in nats per byte over the whole set; the model's mode is restored.
+        """Mean cross-entropy in nats per token over the whole set; the model's mode is restored.
 
         `batch_size` bounds memory. It changes the grouping of the sums, so the last digits of the result, nothing else.
         """
@@ -315,24 +440,25 @@ class EvaluationSet:
         return total / len(self)
 
 
-def _fitting(text_bytes: int, sequence_tokens: int, which: str) -> int:
+def _sequence(text: Tokens, start: int, sequence_tokens: int) -> Tensor:
+    """int64 [S], a copy."""
+    return torch.from_numpy(text[start : start + sequence_tokens + 1].astype(np.int64))
+
+
+def _fitting(corpus: Corpus, text: Tokens, sequence_tokens: int, which: str) -> int:
     """How many sequences of L tokens, each with its last target, fit into a text."""
-    count = (text_bytes - 1) // sequence_tokens
+    count = (len(text) - 1) // sequence_tokens
     if count < 1:
+        unit = "bytes" if corpus.tokenizer == BYTES else "tokens"
         raise CorpusError(
-            f"the {which} text has {text_bytes} bytes, too little for one sequence of {sequence_tokens} tokens: "
+            f"the {which} text has {len(text)} {unit}, too little for one sequence of {sequence_tokens} tokens: "
             f"add text or shorten the sequences"
         )
     return count
 
 
-def _gather(text: NDArray[np.uint8], starts: Sequence[int], sequence_tokens: int) -> Tensor:
-    """[B, S] int64 from a byte array, which may be read-only or a memory map."""
-    rows_BS = np.stack([text[start : start + sequence_tokens + 1] for start in starts])
-    return torch.from_numpy(rows_BS.astype(np.int64))
-
-
-def _set_digest(tokens_BS: Tensor) -> str:
+def _set_digest(tokens_BS: Tensor, vocabulary: int) -> str:
     content = hashlib.sha256(repr(tuple(tokens_BS.shape)).encode())
-    content.update(tokens_BS.to(torch.uint8).numpy().tobytes())
+    stored = np.uint8 if vocabulary <= VOCABULARY else np.dtype("<u4")
+    content.update(tokens_BS.numpy().astype(stored).tobytes())
     return content.hexdigest()[:16]

@@ -11,7 +11,13 @@ NodeError             carries the exit code of the daemon
 ├── BadAddress        the coordinator's address is none (do not retry)
 ├── Unreachable       the coordinator did not answer in time (retry)
 └── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
+
+CorpusError           the text or the tokens cannot be used, also where no node is (bad configuration)
 """
+
+
+class CorpusError(ValueError):
+    """The data cannot be used; one line for the person who named it."""
 
 
 class NodeError(Exception):

@@ -1,4 +1,4 @@
-"""The built-in model: a small byte-level GPT that the daemon's own trainer, the demo and the benchmarks train.
+"""The built-in model: a small GPT over bytes or tokens, which the daemon's own trainer, the demo and benchmarks train.
 
 Not a model zoo: models of others come by name (`named_model.py`), or with a loop of their own (`library.py`).
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256  # tokens are bytes: no tokenizer to ship, agree on or download
+VOCABULARY = 256  # of data without a tokenizer, where tokens are bytes
 ROPE_BASE = 10_000.0  # longest rotary wavelength is 2π times this, in tokens (RoFormer §3.2.2)
 INIT_STD = 0.02  # standard deviation of the initial weights (GPT-2)
 
@@ -34,9 +34,10 @@ class ModelConfig:
     hidden: int  # inner width F of the SwiGLU MLP; 8/3 of `dim` gives it the parameters of a plain MLP of 4·D
     context: int  # longest sequence, in tokens
     tied: bool = True  # the output layer is the embedding, transposed: one tensor with one name
+    vocabulary: int = VOCABULARY  # that of the data
 
     def __post_init__(self) -> None:
-        for field in ("layers", "dim", "heads", "hidden", "context"):
+        for field in ("layers", "dim", "heads", "hidden", "context", "vocabulary"):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise ValueError(f"a model's {field} is a whole number of at least 1, not {value!r}")
@@ -63,8 +64,11 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def config_json(config: ModelConfig) -> str:
-    """Canonical JSON: equal configurations give equal bytes."""
-    return json.dumps(dataclasses.asdict(config), sort_keys=True, separators=(",", ":"))
+    """Canonical JSON: equal configurations give equal bytes. A model over bytes does not name its vocabulary."""
+    sizes = dataclasses.asdict(config)
+    if config.vocabulary == VOCABULARY:
+        del sizes["vocabulary"]
+    return json.dumps(sizes, sort_keys=True, separators=(",", ":"))
 
 
 def from_json(text: str) -> ModelConfig:
@@ -74,7 +78,7 @@ def from_json(text: str) -> ModelConfig:
     """
     sizes = json.loads(text)
     expected = {field.name for field in dataclasses.fields(ModelConfig)}
-    if not isinstance(sizes, dict) or sizes.keys() != expected:
+    if not isinstance(sizes, dict) or {"vocabulary", *sizes} != expected:
         raise ValueError(f"not the sizes of a built-in model, which are {', '.join(sorted(expected))}: {text[:200]}")
     return ModelConfig(**sizes)
 
@@ -85,7 +89,7 @@ def build(config: ModelConfig, seed: int) -> "GPT":
 
 
 class GPT(nn.Module):
-    """Logits of the next byte at every position."""
+    """Logits of the next token at every position."""
 
     rope_cos_TH: Tensor
     rope_sin_TH: Tensor
@@ -96,11 +100,12 @@ class GPT(nn.Module):
         self.config = config
         with torch.device("meta"):  # The modules' own initialisation would draw from the global generator.
             # Given its weights, it draws none: on the meta device that would import a whole compiler.
-            self.embed = nn.Embedding(VOCABULARY, config.dim, _weight=torch.empty(VOCABULARY, config.dim))
+            empty = torch.empty(config.vocabulary, config.dim)
+            self.embed = nn.Embedding(config.vocabulary, config.dim, _weight=empty)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.dim)
             # A tied head is no module: `named_parameters` and `state_dict` then agree on one name for the tensor.
-            self.head = None if config.tied else nn.Linear(config.dim, VOCABULARY, bias=False)
+            self.head = None if config.tied else nn.Linear(config.dim, config.vocabulary, bias=False)
         self.to_empty(device="cpu")
         self._initialise_(generator)
         cos_TH, sin_TH = rope_tables(config.context, config.dim // config.heads)
@@ -124,7 +129,7 @@ class GPT(nn.Module):
         return F.linear(x_BTD, self.embed.weight if self.head is None else self.head.weight)
 
     def loss(self, tokens_BS: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte, a scalar, of predicting all of [B, S] but the first column."""
+        """Mean cross-entropy in nats per token, a scalar, of predicting all of [B, S] but the first column."""
         logits_BTV = self(tokens_BS[:, :-1])
         # fp32 even where the model runs in bf16, whose 8 bits would blur the third digit of the loss.
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BS[:, 1:].flatten())

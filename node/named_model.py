@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from farloop.algo.fragments import plain_name, trainable_tensors
-from farloop.node.model import PRESETS, VOCABULARY, build, from_json
+from farloop.node.model import PRESETS, build, from_json
 
 HF: Final = "hf:"
 """Before a folder, the name of a downloaded model, or (in a run's identity) the text of a config.json."""
@@ -326,7 +326,8 @@ def model_of_run(identity_model: str, seed: int, own: str = "") -> NamedModel:
 
 
 def _built_in(config: Any, seed: int) -> NamedModel:
-    return NamedModel(module=build(config, seed), loss=causal_lm_loss, vocabulary=VOCABULARY, context=config.context)
+    module = build(config, seed)
+    return NamedModel(module=module, loss=causal_lm_loss, vocabulary=config.vocabulary, context=config.context)
 
 
 @contextmanager

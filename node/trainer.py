@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
-from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus
+from farloop.node.data import Corpus, EvaluationSet, Mixture, Share, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import Node, join
 from farloop.node.machine_info import OperatorLabels, look_around
-from farloop.node.model import VOCABULARY
 from farloop.node.named_model import (
     LossOf,
     NamedModel,
@@ -59,9 +58,11 @@ class NodeConfig:
     """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
     and private names are always allowed; * allows any name."""
     data: Path | None = None
-    """Text file, JSONL file or folder. Default: the source of Python's standard library."""
+    """Token file, text file, JSONL file or folder. Default: the source of Python's standard library."""
+    data_mixture: tuple[Share, ...] = ()
+    """Several of these in place of `data`."""
     data_bytes: int = 16_000_000
-    """Most bytes to read from it."""
+    """Most bytes to read from each text."""
     data_phases: tuple[Path, ...] = ()
     """The text of each re-warm that brings new data, in order."""
     nproc: int = 1
@@ -98,14 +99,14 @@ def train(
     Raises NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in (config.data, *config.data_phases)]
+    corpora = corpora_of(config)
     evaluation: list[EvaluationSet] = []
     trained: list[NamedModel] = []
 
     def model_of(spec: RunSpec) -> nn.Module:
         evaluation.append(check_data(spec, *corpora))
         named = model_of_run(spec.identity.model, spec.identity.seed, config.model)
-        named.check(VOCABULARY, spec.terms.inner.sequence_tokens)
+        named.check(corpora[0].vocabulary, spec.terms.inner.sequence_tokens)
         trained.append(named)
         return prepared(named.module, config, spec)
 
@@ -132,6 +133,14 @@ def train(
         signal.signal(signal.SIGINT, lambda *_: node.request_drain())
         on_join(node)
         _loop(node, corpora, trained[0].loss, config.microbatch)
+
+
+def corpora_of(config: NodeConfig) -> list[Corpus]:
+    """The node's data, and those of each re-warm that brings some. Raises CorpusError."""
+    most = config.data_bytes
+    mixture = config.data_mixture
+    first = load_mixture(mixture, max_bytes=most) if mixture else load_corpus(config.data, max_bytes=most)
+    return [first, *(load_corpus(path, max_bytes=most) for path in config.data_phases)]
 
 
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
@@ -168,11 +177,6 @@ def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:
             "give every node the same version of farloop"
         )
     return evaluation
-
-
-def data_name(corpora: Sequence[Corpus]) -> str:
-    """How an identity names the samples: the digest of the corpus, and of those that re-warms bring."""
-    return "+".join(corpus.digest for corpus in corpora)
 
 
 def evaluation_name(evaluation: EvaluationSet) -> str:

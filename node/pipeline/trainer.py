@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import StageLayout
-from farloop.node.data import Corpus, Mixture, load_corpus
+from farloop.node.data import Corpus, Mixture
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
 from farloop.node.link import LOOK_S
@@ -26,7 +26,7 @@ from farloop.node.pipeline.executor import Executor
 from farloop.node.pipeline.layout import Settings, read_layout
 from farloop.node.pipeline.link import PeerConfig
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.trainer import NodeConfig, check_data, link_of, mixed_precision
+from farloop.node.trainer import NodeConfig, check_data, corpora_of, link_of, mixed_precision
 from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
@@ -81,8 +81,7 @@ def train_stage(
     if number is None:
         raise LayoutError(f"{pipeline.layout}: no stage has the node {config.name}")
     is_source = number == 0
-    paths = (config.data, *config.data_phases) if is_source else ()
-    corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in paths]
+    corpora = corpora_of(config) if is_source else []
 
     def part_of(spec: RunSpec) -> StagePart:
         if is_source:

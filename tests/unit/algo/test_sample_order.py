@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.algo.sample_order import arrivals, permute, sample_index, source_of, splitmix64
+from farloop.algo.sample_order import (
+    BLOCK,
+    arrivals,
+    part_of,
+    permute,
+    quotas,
+    sample_index,
+    source_of,
+    splitmix64,
+)
 from farloop.algo.terms import LearningRate, Rewarm
 
 keys = st.integers(0, 2**64 - 1)
@@ -136,3 +145,41 @@ def test_the_draw_says_nothing_of_the_place_in_the_corpus() -> None:
 def test_draws_are_the_same_on_every_machine() -> None:
     drawn = "".join(str(source_of(i, 200, brings(0.25, 0.5), seed=11)) for i in range(32))
     assert drawn == "22222111101112222112102122212112"
+
+
+# --- Mixtures
+
+
+@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_quotas_are_the_weights_to_the_nearest_sample(weights: list[float]) -> None:
+    counts = quotas(weights)
+    assert sum(counts) == BLOCK
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - BLOCK * weight / sum(weights)) < 1
+    assert quotas([3, 1]) == (7500, 2500) and quotas([1, 1, 1]) == (3334, 3333, 3333)
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [math.nan, 1], [math.inf, 1]])
+def test_a_weight_that_is_none_is_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="a weight is a number above 0, not"):
+        quotas(weights)
+    with pytest.raises(ValueError, match="a weight of 1 is less than a 10000th of all"):
+        quotas([1, 100_000])
+
+
+@given(seed=keys, block=st.integers(0, 2**40), weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
+def test_every_block_has_the_next_samples_of_each_part_once(seed: int, block: int, weights: list[float]) -> None:
+    counts = quotas(weights)
+    found = [part_of(block * BLOCK + place, counts, seed) for place in range(BLOCK)]
+    for number, count in enumerate(counts):
+        places = sorted(place for part, place in found if part == number)
+        assert places == list(range(block * count, (block + 1) * count))
+
+
+def test_parts_are_mixed_within_a_block_and_one_part_is_the_stream_itself() -> None:
+    assert [part_of(position, (BLOCK,), 7) for position in (0, 9, 10**12)] == [(0, 0), (0, 9), (0, 10**12)]
+    parts = [part_of(position, quotas([3, 1]), 7)[0] for position in range(2000)]
+    for start in range(0, 2000, 200):
+        assert 0.12 < sum(parts[start : start + 200]) / 200 < 0.4
+    other = [part_of(position, quotas([3, 1]), 8)[0] for position in range(2000)]
+    assert parts != other

@@ -38,11 +38,11 @@ from farloop.bench.quality import (
     tune,
 )
 from farloop.bench.training import BuiltIn
-from farloop.node.data import Corpus, Mixture, Samples, load_corpus
+from farloop.node.data import Corpus, Mixture, Samples, data_name, load_corpus
 from farloop.node.errors import DataError
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, build, from_json
-from farloop.node.trainer import EVALUATION_BATCH, check_data, data_name
+from farloop.node.trainer import EVALUATION_BATCH, check_data
 
 SpecOf = Callable[..., RunSpec]
 

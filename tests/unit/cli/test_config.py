@@ -18,6 +18,7 @@ from farloop.config.sources import (
     read_environment,
     read_file,
 )
+from farloop.node.data import Share
 from farloop.node.pipeline.layout import layout_json
 
 NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
@@ -80,6 +81,16 @@ def test_paths_of_a_file_are_relative_to_it_and_others_to_the_working_folder(
     assert node.node.data_phases == node.data.phases == expected and node_file(tmp_path).node.data_phases == ()
     assert run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases == (here / "new", Path("/newer.txt"))
     assert run_file(tmp_path, flags=["data.path=a=b.txt"]).data.path == here / "a=b.txt"
+    parts = "[data]\nmixture = [{path = 'wiki.bin', weight = 3}, {path = '/code', weight = 0.5}]\n"
+    shares = (Share(path=tmp_path / "wiki.bin", weight=3.0), Share(path=Path("/code"), weight=0.5))
+    assert run_file(tmp_path, parts).data.mixture == node_file(tmp_path, parts).node.data_mixture == shares
+    assert run_file(tmp_path, flags=["data.mixture=a=b=2, c=1"]).data.mixture == (
+        Share(path=here / "a=b", weight=2.0),
+        Share(path=here / "c", weight=1.0),
+    )
+    again = tmp_path / "again.toml"
+    again.write_text(toml_text(run_file(tmp_path, parts).settings))
+    assert load_run(again, flags=[], environ={}).data.mixture == shares
     shown = toml_text(run_file(tmp_path, table).settings)
     assert f'phases = ["{tmp_path}/new", "{tmp_path.parent}/newer"]' in shown
     assert json.loads(json_text(node.settings))["data"]["phases"]["value"] == [str(p) for p in expected]
@@ -111,6 +122,14 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("[data]\nphases = 'new'", 'run.toml:2: [data] phases: a list of paths in quotes is wanted, not "new"; did'),
         ("[data]\nphases = [1]", "run.toml:2: [data] phases: a list of paths in quotes is wanted, not [1]"),
         ("[data]\nphases = ['']", "run.toml:2: [data] phases: a path is wanted; for this folder itself write ."),
+        ("[data]\nmixture = ['a.bin']", "run.toml:2: [data] mixture: a list as [{path = "),
+        ("[data]\nmixture = [{path = 'a', wieght = 1}]", "run.toml:2: [data] mixture: a list as [{path = "),
+        ("--set data.mixture=a.bin", "--set: [data] mixture: a list as [{path = "),
+        ("[data]\npath = 'a'\nmixture = [{path = 'a', weight = 1}]", "run.toml:3: [data] mixture: stands in place of"),
+        ("[data]\ndigest = 'mine'", "run.toml:2: [data] digest: goes with samples, which is missing"),
+        ("[data]\nsamples = 5", "run.toml:2: [data] samples: goes with digest, which is missing"),
+        ("[data]\ndigest = 'mine'\nsamples = 5", "run.toml:2: [data] digest: is for a dataset of your own loops"),
+        ("[run]\ninit = 'x'\n[data]\ndigest = 'a+b'\nsamples = 5", "run.toml:4: [data] digest: 4 to 64 letters"),
         ("steps = 5", "run.toml:1: steps stands outside of a section; put it below [run] or [data]"),
         ("[run]\n[dta]", "run.toml:2: there is no section [dta] here; did you mean data?"),
         ("[run]\nsteps = = 5", "run.toml:2: is not TOML: invalid value"),

@@ -19,8 +19,7 @@ from farloop.config.exit_codes import (
 from farloop.coordinator import errors
 from farloop.coordinator.errors import StorageError
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.data import CorpusError
-from farloop.node.errors import DataError, LayoutMismatch, NonFiniteDelta, Refused, Unreachable
+from farloop.node.errors import CorpusError, DataError, LayoutMismatch, NonFiniteDelta, Refused, Unreachable
 from farloop.quant.errors import UnknownCodec
 from farloop.wire.keys import KeyFileError
 

@@ -13,7 +13,10 @@ from farloop.algo.schedule import num_rounds
 from farloop.algo.spec import Identity
 from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run, terms_of
-from farloop.node.data import CorpusError, load_corpus
+from farloop.node.data import Share, load_corpus, load_mixture, num_samples
+from farloop.node.errors import CorpusError
+from farloop.node.model import from_json
+from farloop.node.token_file import TokenWriter
 from farloop.quant import codec_checks
 from farloop.quant.codec import Codec
 from farloop.quant.formats.blocks import BlockCodec
@@ -90,6 +93,41 @@ def test_positions_are_read_from_text() -> None:
     ):
         with pytest.raises(ValueError, match=line):
             planned(**choices)
+
+
+# --- data of loops of one's own, mixtures and tokens
+
+
+def test_with_init_the_coordinator_grants_samples_of_the_data_that_are_named(tmp_path: Path) -> None:
+    text, own = text_of(tmp_path, "a.txt"), tmp_path / "own.safetensors"
+    save_file({"weight": torch.zeros(4, 4)}, own)
+    more: dict[str, Any] = {"init": own, "method": "diloco"}
+    bare = identity_of(DataConfig(), **more)
+    assert (bare.data, bare.num_samples, bare.evaluation_set) == ("own", 0, "none")
+    granted = identity_of(DataConfig(path=text), **more)
+    samples = num_samples(load_corpus(text), 16)
+    assert granted == dataclasses.replace(bare, data=load_corpus(text).digest, num_samples=samples)
+    named = identity_of(DataConfig(digest="mine-1", samples=77), **more)
+    assert named == dataclasses.replace(bare, data="mine-1", num_samples=77)
+    mixture = (Share(path=text, weight=1.0), Share(path=text_of(tmp_path, "b.txt", "w"), weight=1.0))
+    assert identity_of(DataConfig(mixture=mixture), **more).data == load_mixture(mixture).digest
+
+
+def test_a_built_in_model_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
+    for name, vocabulary in (("a", 300), ("b", 301)):
+        with TokenWriter(tmp_path / name, vocabulary=vocabulary, end_token=0, tokenizer="0" * 16) as writer:
+            writer.add([5, 299] * 200, closes=True, held_out=False)
+            writer.finish(0.1)
+    identity = identity_of(DataConfig(path=tmp_path / "a"))
+    assert from_json(identity.model).vocabulary == 300 and '"vocabulary":300' in identity.model
+    assert "vocabulary" not in identity_of(DataConfig(path=text_of(tmp_path, "c"))).model, "of bytes, as ever"
+    mixture = tuple(Share(path=tmp_path / name, weight=1.0) for name in "ab")
+    with pytest.raises(
+        CorpusError, match=r"mixture: .*/b has the tokenizer 0000000000000000 \(301 tokens\), the first"
+    ):
+        identity_of(DataConfig(mixture=mixture))
+    with pytest.raises(CorpusError, match=r"phases: .*/b has the tokenizer"):
+        identity_of(DataConfig(path=tmp_path / "a", phases=(tmp_path / "b",)), rewarms="200:1e-3:0.05")
 
 
 # --- later data

@@ -1,8 +1,10 @@
 """Covers `node/data.py`, and of `node/trainer.py` what needs no coordinator (protocol J, Z)."""
 
+import dataclasses
 import json
 import os
 import sysconfig
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,23 @@ from plain_runs import plain_terms
 from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Layout, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
-from farloop.node.data import Corpus, CorpusError, EvaluationSet, Mixture, Samples, _split, load_corpus, num_samples
-from farloop.node.errors import DataError
+from farloop.node.data import (
+    Corpus,
+    EvaluationSet,
+    Mixture,
+    Samples,
+    Share,
+    _split,
+    data_name,
+    load_corpus,
+    load_mixture,
+    mixture_of,
+    num_samples,
+)
+from farloop.node.errors import CorpusError, DataError
 from farloop.node.model import PRESETS, build
-from farloop.node.trainer import check_data, data_name, evaluation_name, evaluation_sequences
+from farloop.node.token_file import TokenWriter
+from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
 
 
 def corpus_of(train: NDArray[np.uint8], validation: NDArray[np.uint8] | None = None, digest: str = "0" * 16) -> Corpus:
@@ -131,6 +146,85 @@ def test_a_mixture_needs_the_text_of_every_rewarm_that_brings_one() -> None:
         Mixture(mixed(0.5), [filled(0, 5)])
     with pytest.raises(CorpusError, match="too little"):
         Mixture(mixed(0.5), [filled(0, 5), corpus_of(counting(16))])
+
+
+# --- parts of a mixture, token files
+
+
+def test_each_part_gives_its_share_of_the_samples_and_every_sample_once_a_pass() -> None:
+    parts = [corpus_of(np.full(16 * n + 1, byte, np.uint8), digest=f"{byte}" * 16) for byte, n in ((1, 30), (2, 5000))]
+    mixture = mixture_of(parts, [3, 1])
+    samples = Samples(mixture, 16, seed=3)
+    assert num_samples(mixture, 16) == samples.num_samples == len(samples) == 5030
+    drawn = samples.batch(range(10_000))[:, 0]
+    assert [(drawn == byte).sum().item() for byte in (1, 2)] == [7500, 2500]
+    indices = [samples.index(position) for position in range(20_000)]
+    of_second = [index for index in indices if index >= 30]
+    assert len(set(of_second)) == len(of_second) == 5000, "two blocks are a pass over the second"
+    counts = np.bincount([index for index in indices if index < 30])
+    assert counts.tolist() == [500] * 30
+    with pytest.raises(IndexError, match="there is no sample 5030 of 5030"):
+        samples[5030]
+
+
+def test_a_mixture_is_named_by_its_parts_and_their_shares() -> None:
+    parts = [corpus_of(counting(500), digest=byte * 16) for byte in "ab"]
+    digests = [mixture_of(parts, weights).digest for weights in ([3, 1], [6, 2], [1, 1])]
+    assert digests[0] == digests[1] == "c5e86e5faf6fcf0f" != digests[2]
+    assert mixture_of(parts[::-1], [3, 1]).digest not in digests
+    for weights, line in (([1, 0], "a weight is a number above 0"), ([1, 10**9], "less than a 10000th")):
+        with pytest.raises(CorpusError, match=line):
+            mixture_of(parts, weights)
+    other = dataclasses.replace(parts[1], tokenizer="0123456789abcdef", vocabulary=300)
+    with pytest.raises(
+        CorpusError, match=r"number 2 has the tokenizer 0123456789abcdef \(300 tokens\), the first data "
+    ):
+        mixture_of([parts[0], other], [1, 1])
+
+
+def test_each_part_has_its_share_of_the_evaluation_set() -> None:
+    parts = [corpus_of(counting(9), np.full(900, byte, np.uint8)) for byte in (1, 2)]
+    rows = EvaluationSet(mixture_of(parts, [3, 1]), sequences=8, sequence_tokens=8).tokens_BS
+    assert rows[:, 0].tolist() == [1] * 6 + [2] * 2
+
+
+def token_file(path: Path, tokens: list[int], *, validation: int = 40) -> Corpus:
+    with TokenWriter(path, vocabulary=70_000, end_token=0, tokenizer="0123456789abcdef") as writer:
+        writer.add(tokens, closes=True, held_out=False)
+        writer.finish(validation / (len(tokens) + 1))
+    return load_corpus(path)
+
+
+def test_a_token_file_is_a_corpus_of_tokens(tmp_path: Path) -> None:
+    tokens = [number * 7 % 70_000 for number in range(50_000)]
+    corpus = token_file(tmp_path / "t.bin", tokens)
+    samples = Samples(corpus, 16, seed=0)
+    assert (samples.num_samples, corpus.size, corpus.vocabulary) == (49_960 // 16, 50_001, 70_000)
+    for index in (0, 1, samples.num_samples - 1):
+        assert samples[index].tolist() == tokens[16 * index : 16 * index + 17]
+    row = samples.batch([5])[0]
+    assert row.dtype == torch.int64 and row.tolist() == samples[samples.index(5)].tolist()
+    evaluation = EvaluationSet(corpus, sequences=2, sequence_tokens=16)
+    assert evaluation.tokens_BS.max() > 65_535 and len(evaluation) == 2
+    with pytest.raises(CorpusError, match="the validation text has 40 tokens, too little for one sequence of 64"):
+        EvaluationSet(corpus, sequences=2, sequence_tokens=64)
+
+
+def test_a_process_that_is_sent_a_token_file_maps_it_itself(tmp_path: Path) -> None:
+    samples = Samples(token_file(tmp_path / "t.bin", list(range(20_000))), 16, seed=0)
+    sent = ForkingPickler.dumps(samples)
+    assert len(sent) < 2000
+    again = ForkingPickler.loads(sent)
+    assert torch.equal(again[77], samples[77])
+    text = Samples(corpus_of(counting(500)), 16, seed=0)
+    assert torch.equal(ForkingPickler.loads(ForkingPickler.dumps(text))[3], text[3])
+
+
+def test_shares_of_settings_are_loaded(tmp_path: Path) -> None:
+    write(tmp_path, a="alpha " * 50, b="beta " * 50)
+    shares = [Share(path=tmp_path / name, weight=weight) for name, weight in (("a", 2.0), ("b", 1.0))]
+    assert load_mixture(shares).digest == mixture_of([load_corpus(share.path) for share in shares], [2, 1]).digest
+    assert load_mixture(shares, max_bytes=50).size == 100
 
 
 # --- evaluation
