@@ -32,6 +32,7 @@ class Decision:
     lr: float
     merged: tuple[int, ...] = ()  # fragments whose local weights changed
     samples: tuple[int, ...] = ()  # stream positions of the next batch, over all ranks
+    ahead: tuple[int, ...] = ()  # and of batches after it, where the loop wants to load them early
     position: float = 0.0
 
 
@@ -100,13 +101,14 @@ class Cluster:
         if self.alone:
             assert decision is not None
             return decision
-        plain = (
-            [decision.running, decision.lr, list(decision.merged), list(decision.samples), decision.position]
-            if decision
-            else []
+        plain = []
+        if decision:
+            lists = [list(decision.merged), list(decision.samples), list(decision.ahead)]
+            plain = [decision.running, decision.lr, decision.position, *lists]
+        running, lr, position, merged, samples, ahead = unpack(self._share_bytes(pack(plain)))
+        return Decision(
+            running=running, lr=lr, merged=tuple(merged), samples=tuple(samples), ahead=tuple(ahead), position=position
         )
-        running, lr, merged, samples, position = unpack(self._share_bytes(pack(plain)))
-        return Decision(running=running, lr=lr, merged=tuple(merged), samples=tuple(samples), position=position)
 
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank agrees; the same answer on all ranks."""

@@ -114,6 +114,8 @@ class NodeExecutor:
         self.samples = LeaseCursor()
         self.replica: Replica | None = None
         self.evaluate: Callable[[], float] | None = None
+        self.look_ahead = 0
+        """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
         self._check, self._saw = check, saw
         self._stages = StageLog()
@@ -170,13 +172,16 @@ class NodeExecutor:
         spec, running = self.machine.spec, self.machine.running
         assert spec is not None
         samples: tuple[int, ...] = ()
+        ahead: tuple[int, ...] = ()
         if running and self.machine.takes_samples:
             samples = tuple(self.samples.take(spec.terms.inner.batch_sequences))
+            ahead = tuple(self.samples.peek(self.look_ahead * spec.terms.inner.batch_sequences))
         merged, self._merged = tuple(dict.fromkeys(self._merged)), []
         self._count_as("training" if running else None)
         self._counts_time = self._counts_time and running
         lr = self.machine.lr if running else 0.0
-        return Decision(running=running, lr=lr, merged=merged, samples=samples, position=self.machine.position)
+        position = self.machine.position
+        return Decision(running=running, lr=lr, merged=merged, samples=samples, ahead=ahead, position=position)
 
     def step_done(self, tokens: int, loss: float | None, *, stepped: bool = True) -> None:
         """An inner step is over; call `settle` next. `stepped`: False if it was skipped because its gradient was not

@@ -149,6 +149,16 @@ class Node:
         """Stream positions of this rank's part of the next batch; empty when the loop brings its own data."""
         return self.cluster.mine(self._decision.samples)
 
+    def samples_ahead(self, steps: int) -> tuple[tuple[int, ...], ...]:
+        """This rank's parts of the batches after the next one, from the second step on that asks for as many.
+
+        At most `steps` of them, as far as samples are granted. After a broken session other samples may come instead.
+        """
+        if self.executor is not None:
+            self.executor.look_ahead = steps
+        batch, ahead = self.spec.terms.inner.batch_sequences, self._decision.ahead
+        return tuple(self.cluster.mine(ahead[i : i + batch]) for i in range(0, len(ahead) - batch + 1, batch))[:steps]
+
     def step(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> bool:
         """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
 

@@ -264,6 +264,14 @@ class LeaseCursor:
         self._ahead = deque(lease for lease in self._ahead if lease in leases)
         self._behind = deque((lease for lease in self._behind if lease in leases), maxlen=USED_KEPT)
 
+    def peek(self, n: int) -> list[int]:
+        """The next `n` positions, or as many as are granted; consumes none."""
+        positions: list[int] = []
+        for lease in self.unused:
+            if len(positions) < n:
+                positions.extend(range(lease.start, lease.start + min(lease.count, n - len(positions))))
+        return positions
+
     def take(self, n: int) -> list[int]:
         """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
         if n > self.remaining:

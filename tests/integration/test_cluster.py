@@ -98,7 +98,7 @@ def test_the_spec_the_decisions_and_the_merged_weights_of_rank_0_reach_every_ran
         """
         same_spec = cluster.share_spec(spec if cluster.leads else None) == spec
         decided = [
-            Decision(running=True, lr=1e-3, merged=(1,), samples=(5, 6, 7, 8), position=0.5),
+            Decision(running=True, lr=1e-3, merged=(1,), samples=(5, 6, 7, 8), ahead=(9, 10), position=0.5),
             Decision(running=True, lr=1e-4, position=1.5),
             Decision(running=False, lr=0.0),
         ]

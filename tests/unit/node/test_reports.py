@@ -307,6 +307,13 @@ def test_an_exhausted_cursor_says_so_and_consumes_nothing() -> None:
     assert (cursor.take(0), cursor.take(3)) == ([], [5, 6, 7])
 
 
+def test_the_next_samples_are_known_as_far_as_they_are_granted() -> None:
+    cursor = cursor_of((5, 3), (20, 4))
+    cursor.take(1)
+    assert (cursor.peek(0), cursor.peek(3), cursor.peek(9)) == ([], [6, 7, 20], [6, 7, 20, 21, 22, 23])
+    assert (cursor.take(6), cursor.peek(1)) == ([6, 7, 20, 21, 22, 23], [])
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 0), (-1, 5), (3, -2)])
 def test_a_lease_of_nothing_is_refused(start: int, count: int) -> None:
     with pytest.raises(ValueError, match="grants nothing"):
