@@ -11,7 +11,9 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +23,13 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from farloop.algo.fragments import plain_name, trainable_tensors
+from farloop.algo.spec import Identity
 from farloop.node.model import PRESETS, build, from_json
 
 HF: Final = "hf:"
@@ -323,6 +327,93 @@ def model_of_run(identity_model: str, seed: int, own: str = "") -> NamedModel:
             '"package.module:factory" or "hf:FOLDER"'
         )
     return _built_in(from_json(identity_model), seed)
+
+
+# --- A trained model as files that other tools load
+
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+)
+
+
+def save_weights(
+    identity: Identity,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    shard_size: str,
+    own: str = "",
+) -> None:
+    """Write a run's weights by name, and with the config.json of a model hf:…, into an empty folder.
+
+    A model with a method `save_pretrained` writes itself, so tensors have the names that are published for it. Files of
+    any other have those of the run.
+
+    Args:
+        dtype: of the written weights.
+        shard_size: largest file that `save_pretrained` writes, as "5GB".
+        own: the model of a run with an own one, as on its nodes; none writes the weights alone.
+
+    Raises:
+        ModelError: the model cannot be built, or has other parameters than the run.
+        OSError: a file cannot be written.
+    """
+    if re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", shard_size) is None:
+        raise ModelError(f"a size of files is a number with KB, MB or GB, as 5GB, not {shard_size!r}")
+    named = model_of_run(identity.model, 0, own) if own or identity.model.startswith(HF) else None
+    writer: Any = named.module if named is not None else None
+    if writer is not None:
+        _fill(writer, weights)
+    if not hasattr(writer, "save_pretrained"):
+        _write_plain(weights, folder, dtype, identity.model)
+        return
+    writer.to(dtype)
+    config: Any = getattr(writer, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True
+    writer.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put the run's weights into a module that may have parameters without memory. Raises ModelError."""
+    here = dict(trainable_tensors(module))
+    if odd := sorted(here.keys() ^ weights.keys()):
+        whose = "the run" if odd[0] in weights else "this model"
+        raise ModelError(
+            f"{whose} alone has {odd[0]!r}, one of {len(odd)} such parameters: name the model of its nodes"
+        )
+    materialise_(module, torch.device("cpu"))
+    for name, parameter in trainable_tensors(module):
+        if parameter.shape != weights[name].shape:
+            shapes = f"{tuple(parameter.shape)} here, {tuple(weights[name].shape)} in the run"
+            raise ModelError(f"parameter {name!r} has shape {shapes}")
+        parameter.data = weights[name]
+
+
+def _write_plain(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, model: str) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    try:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt", "model": model})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def save_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a tokenizer.json, or the files of a folder's tokenizer. Raises ModelError: there is none; OSError."""
+    if source.is_dir():
+        found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
+        if not found:
+            raise ModelError(f"the folder {source} holds no tokenizer, as a tokenizer.json")
+        for file in found:
+            shutil.copyfile(file, folder / file.name)
+        return
+    if not source.is_file():
+        raise ModelError(f"there is no tokenizer {source}")
+    shutil.copyfile(source, folder / "tokenizer.json")
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
 
 
 def _built_in(config: Any, seed: int) -> NamedModel:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farloop.algo.spec import BlobId
+import torch
+from torch import Tensor
+
+from farloop.algo.fragments import rows_of, view, whole_shapes
+from farloop.algo.spec import BlobId, Layout
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
@@ -25,6 +29,7 @@ from farloop.coordinator.storage.segment import (
     refuse_half_salvaged,
     segment_numbers,
 )
+from farloop.coordinator.storage.state_reader import journal_folder, steadily
 from farloop.quant.errors import BadBlob
 
 # --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
@@ -287,6 +292,29 @@ def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) ->
     recovery.require_all()
     recovery.restore(read)
     return recovery
+
+
+def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
+    """The global model, a copy: every parameter by name, fp32."""
+    named = {name: torch.empty(shape) for name, shape in whole_shapes(layout.fragments).items()}
+    for fragment in layout.fragments:
+        for tensor in fragment.tensors:
+            rows_of(named[tensor.name], tensor).copy_(view(buffers[fragment.index].anchor, tensor))
+    return named
+
+
+def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
+    """What the folder of a run holds, whether its coordinator runs or not: its ledger and `named_anchors`.
+
+    Raises StorageError: the folder holds no run, or is damaged.
+    """
+
+    def look() -> Recovery:
+        return recovered(directory, read_all(directory)[1], reader(directory))
+
+    journal_folder(directory)
+    found = steadily(look)
+    return found.ledger, named_anchors(found.ledger.spec.identity.layout, found.buffers)
 
 
 def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:

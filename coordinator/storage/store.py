@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from farloop.algo.fragments import rows_of, view, whole_shapes
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
@@ -30,6 +28,7 @@ from farloop.coordinator.storage.recovery import (
     Items,
     UpdateSource,
     fetched,
+    named_anchors,
     recovered,
     refuse_a_lost_journal,
 )
@@ -256,12 +255,7 @@ class Store:
 
     def named_anchors(self) -> dict[str, Tensor]:
         """The global model, a copy: every parameter by name."""
-        fragments = self.ledger.spec.identity.layout.fragments
-        named = {name: torch.empty(shape) for name, shape in whole_shapes(fragments).items()}
-        for fragment in fragments:
-            for tensor in fragment.tensors:
-                rows_of(named[tensor.name], tensor).copy_(view(self.buffers[fragment.index].anchor, tensor))
-        return named
+        return named_anchors(self.ledger.spec.identity.layout, self.buffers)
 
     def export(self, path: Path) -> None:
         """Write the global model as one file that other tools read. Raises NoRoom: nothing was changed."""

@@ -1,0 +1,111 @@
+"""Covers `farloop export`: what it writes is what other tools load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import error_line, farloop, found
+from safetensors.torch import load_file
+from stored_runs import run_rounds
+
+from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.coordinator.storage.store import Store
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64,
+}  # fmt: skip
+
+ADAPTED = """
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+def adapted():
+    torch.manual_seed(3)
+    base = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256))
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["1"]))
+"""
+
+
+def state_of(path: Path, model: str) -> Store:
+    """A run of this model whose coordinator committed twice, and was stopped."""
+    plan = plan_run(RunConfig(model=model, sequence_tokens=32), DataConfig(max_bytes=100_000))
+    store = Store.create(path, plan.spec, plan.anchors)
+    run_rounds(store, 2)
+    store.close()
+    return store
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Store:
+    pytest.importorskip("transformers")
+    (tmp_path / "llama").mkdir()
+    config = {"model_type": "llama", **SIZES, "tie_word_embeddings": True}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    return state_of(tmp_path / "state", f"hf:{tmp_path / 'llama'}")
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options).eval()
+
+
+def test_transformers_loads_a_model_of_hugging_face_with_the_run_s_weights(llama: Store, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    told = found(
+        "export", str(tmp_path / "out"), "--state", str(tmp_path / "state"), "--shard-size", "20KB",
+        "--tokenizer", str(tmp_path / "tokenizer.json"),
+    )  # fmt: skip
+    assert told["versions"] == [2] * len(llama.buffers)
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(told["files"])
+    module = loaded(tmp_path / "out")
+    assert module.config.use_cache and module.lm_head.weight is module.model.embed_tokens.weight
+    anchors = llama.named_anchors()
+    named = dict(module.named_parameters())
+    assert named.keys() == anchors.keys()
+    assert all(torch.equal(parameter, anchors[name]) for name, parameter in named.items())
+
+    halved = farloop("export", str(tmp_path / "bf16"), "--state", str(tmp_path / "state"), "--dtype", "bfloat16")
+    assert halved.exit_code == 0 and "in bfloat16" in halved.stdout
+    for name, parameter in loaded(tmp_path / "bf16", dtype=torch.bfloat16).named_parameters():
+        assert torch.equal(parameter, anchors[name].bfloat16())
+
+
+def test_a_built_in_model_is_one_file(tmp_path: Path) -> None:
+    store = state_of(tmp_path / "state", "nano")
+    told = found("export", str(tmp_path / "out"), "--state", str(tmp_path / "state"))
+    assert list(told["files"]) == ["model.safetensors"]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], anchor) for name, anchor in store.named_anchors().items())
+
+
+def test_an_adapter_is_written_as_one_by_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "adapters.py").write_text(ADAPTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    store = state_of(tmp_path / "state", "adapters:adapted")
+    out = str(tmp_path / "out")
+    told = found("export", out, "--state", str(tmp_path / "state"), "--model", "adapters:adapted")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    anchors = store.named_anchors()
+    assert sorted(tensor.shape for tensor in written.values()) == sorted(anchor.shape for anchor in anchors.values())
+    assert sum(tensor.double().sum() for tensor in written.values()) == sum(a.double().sum() for a in anchors.values())
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    state_of(tmp_path / "state", "nano")
+    state, taken = ("--state", str(tmp_path / "state")), tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").write_text("mine")
+    assert "is not an empty folder" in error_line("export", str(taken), *state)
+    assert "as 5GB" in error_line("export", str(tmp_path / "out"), *state, "--shard-size", "five")
+    assert "there is no tokenizer" in error_line("export", str(tmp_path / "out"), *state, "--tokenizer", "nowhere")
+    assert "the run alone has" in error_line("export", str(tmp_path / "out"), *state, "--model", "torch.nn:Identity")
+    missing = error_line("export", str(tmp_path / "out"), "--state", str(tmp_path / "no"))
+    assert "there is no such folder" in missing
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state", "taken"]
