@@ -450,7 +450,7 @@ def _data(path: Path | None, max_bytes: int) -> Finding:
     try:
         corpus = load_corpus(path, max_bytes=max_bytes)
     except CorpusError as error:
-        return fail("data", str(error), "give [data] path a text, JSONL or folder")
+        return fail("data", str(error), "give [data] path a token file, a text, JSONL or a folder")
     size = size_text(corpus.size) if corpus.tokenizer == BYTES else f"{count_text(corpus.size)} tokens"
     where = path or "Python's standard library"
     return ok("data", f"{where}: {size}, digest {corpus.digest} (the run's must be equal)")

@@ -34,7 +34,8 @@ SetFlags = Annotated[
 Level = Annotated[LogLevel, typer.Option(help="Lowest level of log lines to write.", envvar="FARLOOP_LOG_LEVEL")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per line.", envvar="FARLOOP_LOG_JSON")]
 TextData = Annotated[
-    Path | None, typer.Option(help="Text file, JSONL file or folder.", show_default="Python's standard library")
+    Path | None,
+    typer.Option(help="Token file, text file, JSONL file or folder.", show_default="Python's standard library"),
 ]
 
 

@@ -65,7 +65,7 @@ class Batches(Iterator[Any]):
         given: Any = dataset  # it has what DataLoader asks for
         self._loader: DataLoader[Any] = DataLoader(given, batch_sampler=self._plan, num_workers=num_workers, **options)
         self._loaded: Iterator[Any] = iter(())
-        self._step: float | None = None  # schedule position of the batch given last
+        self._given: tuple[float, tuple[int, ...]] | None = None  # position and samples of the batch given last
 
     def __iter__(self) -> Self:
         return self
@@ -76,9 +76,10 @@ class Batches(Iterator[Any]):
         ahead = node.samples_ahead(self._ahead)
         if not node.running:
             raise StopIteration
-        if node.position == self._step:
+        # A new history of the run may begin at a position that has been: then with other samples.
+        if (node.position, node.samples) == self._given:
             raise LoopError("a second batch was taken for one inner step: call node.step after each batch")
-        self._step = node.position
+        self._given = node.position, node.samples
         wanted = [self._indices(positions) for positions in (node.samples, *ahead)]
         if not self._loading or list(self._loading) != wanted[: len(self._loading)]:
             self._begin(wanted)

@@ -84,7 +84,7 @@ class Metrics:
         self.learning_rate = gauge("farloop_learning_rate", "At the run's position; H grows as it falls.")
         self.epoch = gauge("farloop_epoch", "Incarnation of the coordinator's state.")
         self.version = gauge("farloop_fragment_version", "Committed version.", ["fragment"])
-        self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=None)
+        self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per token.", registry=None)
         self._scored = False
         self.nodes = gauge(
             "farloop_nodes",

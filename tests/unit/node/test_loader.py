@@ -171,7 +171,10 @@ def test_the_loop_s_own_random_numbers_stay_as_they_were() -> None:
 
 
 def test_two_batches_for_one_step_are_refused() -> None:
-    loading: Iterator[Any] = batches(Granted(), Squares(), digest=OWN)
+    node = Granted()
+    loading: Iterator[Any] = batches(node, Squares(), digest=OWN)
+    next(loading)
+    node.start += 400  # a new history, at the same position
     next(loading)
     with pytest.raises(LoopError, match=r"a second batch was taken for one inner step: call node\.step"):
         next(loading)
