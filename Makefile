@@ -8,7 +8,7 @@ CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
 
-.PHONY: demo test test-deploy chaos mutants fuzz lint types check docs release clean
+.PHONY: demo test test-cluster test-deploy chaos mutants fuzz lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -18,7 +18,11 @@ WAITING := -n $$($(BIN)/python -c 'import os; print(max(2, (os.cpu_count() or 1)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz tests/mutants -m "not slow" $(TEST_ARGS)
-	$(BIN)/python -m pytest $(WAITING) tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest $(WAITING) tests/integration tests/cluster tests/chaos -m "not slow" $(TEST_ARGS)
+
+# A model that is sharded in every way over one to four ranks, against one process: some minutes on two cores.
+test-cluster: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/cluster $(TEST_ARGS)
 
 # Images, compose, manifests, a Kubernetes node, a browser, dashboards over a real run, the site, a release: as root, with
 # the tools that tests/deploy/setup.sh installs. Most of an hour on two cores; what is missing is skipped and named.

@@ -172,8 +172,8 @@ def view(flat: Tensor, tensor: TensorSlot) -> Tensor:
 
 def zero_padding_(fragment: Fragment, flat: Tensor) -> None:
     """Clear the elements that belong to no tensor: a buffer that served another fragment holds its numbers there."""
-    ends = [tensor.offset for tensor in fragment.tensors[1:]] + [fragment.numel]
-    for tensor, end in zip(fragment.tensors, ends, strict=True):
+    starts = [*(tensor.offset for tensor in fragment.tensors), fragment.numel]
+    for tensor, end in zip(fragment.tensors, starts[1:], strict=True):
         if tensor.offset + tensor.numel < end:
             flat[tensor.offset + tensor.numel : end].zero_()
 

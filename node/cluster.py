@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from farloop.algo.fragments import rows_of
@@ -46,7 +46,9 @@ class Cluster:
     data_size: int = 1  # which of the node's different parts of a batch this rank trains on, and how many there are
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decisions: dist.ProcessGroup | None = None
-    """All ranks on the CPU, with `PATIENCE`; weights and gradients travel in the default group."""
+    """All ranks on the CPU, with `PATIENCE`; whole weights and gradients travel in the default group."""
+    codes: dist.ProcessGroup | None = None
+    """As `decisions`, for encoded deltas that move while training goes on; see `begin_codes`."""
     owns_group: bool = False  # whether the default group was begun here, and is to be ended here
 
     @classmethod
@@ -137,13 +139,53 @@ class Cluster:
 
     def tell(self, action: Sequence[Any]) -> None:
         """Rank 0: plain values for all other ranks, which wait for them in `hear`."""
-        self._share_bytes(pack(action))
+        if not self.alone:
+            self._share_bytes(pack(action))
 
     def hear(self) -> Any:
         """What rank 0 tells next; sequences come as lists."""
         return unpack(self._share_bytes(b""))
 
+    def gather(self, value: Any) -> list[Any]:
+        """A plain value of every rank, by rank, on every rank; sequences come as lists."""
+        if self.alone:
+            return [value]
+        data = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.decisions)
+        longest = max(int(length) for length in lengths)
+        buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(buffers, torch.nn.functional.pad(data, (0, longest - len(data))), group=self.decisions)
+        return [
+            unpack(buffer.numpy()[: int(length)].tobytes()) for buffer, length in zip(buffers, lengths, strict=True)
+        ]
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send every rank its bytes, uint8 in host memory; what they send, `sizes` bytes, by rank."""
+        received, work = self.begin_swap(parts, sizes, self.decisions)
+        if work is not None:
+            work.wait()
+        return received
+
+    def begin_swap(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None
+    ) -> tuple[list[Tensor], dist.Work | None]:
+        """As `swap`, at once: what is received is there after `wait`, in any thread. All ranks begin the swaps of a
+        group in one order."""
+        if self.alone:
+            return list(parts), None
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        splits = [part.numel() for part in parts]
+        work = dist.all_to_all_single(out, torch.cat(list(parts)), list(sizes), splits, group=group, async_op=True)
+        return list(torch.split(out, list(sizes))), work
+
+    def begin_codes(self) -> None:
+        """Begin the group `codes`; all ranks."""
+        if not self.alone:
+            self.codes = dist.new_group(backend="gloo", timeout=PATIENCE)
+
     def close(self) -> None:
+        self.codes = None
         self.decisions = None  # the last reference joins the group's threads, which must not outlive the interpreter
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()

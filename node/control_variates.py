@@ -14,22 +14,15 @@ was made without it (its d_i is gone: it is not kept on disk), and while the lea
 because its Ση differs from the others'.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-from torch import Tensor
-
-from farloop.algo.fragments import rows_of, tiles, view
-from farloop.algo.local_update import correct_, learn_, merged_by_plain_step
 from farloop.algo.spec import BlobId, NodeId
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.replica import Replica
-from farloop.quant.blob import Expected, parse_blob
 from farloop.quant.errors import BadBlob
-from farloop.quant.registry import codec_named
 from farloop.wire.messages import Committed, Message
 
 ALPHA: Final = 0.5
@@ -65,13 +58,13 @@ class _Made:
 
 
 class ControlVariates:
-    """d_i of one node, fp32 [numel] per fragment. Does nothing if the terms have no control variates."""
+    """When d_i of a fragment changes, and from what; the replica keeps it. Does nothing without control variates in the
+    terms."""
 
     def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
         """`terms_of`: terms of a fragment's window; `terms` by default."""
         self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
         self._on = terms.inner.control_variates
-        self._drifts: dict[int, Tensor] = {}  # those that are not zero
         self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}  # Ση since the last merge
         self._sent: dict[int, _Sent] = {}
         self._announced: dict[tuple[int, int], _Made] = {}
@@ -84,10 +77,7 @@ class ControlVariates:
             return
         for fragment in self._replica.fragments:
             self._lr_sums[fragment.index] += lr
-            if (drift := self._drifts.get(fragment.index)) is None:
-                continue
-            for slot in fragment.tensors:
-                correct_(rows_of(self._replica.parameters[slot.name], slot), view(drift, slot).view(-1), lr)
+            self._replica.correct(fragment.index, lr)
 
     def sent(self, command: ev.Encode) -> None:
         if self._on:
@@ -109,7 +99,7 @@ class ControlVariates:
         self._announced = {at: who for at, who in self._announced.items() if at[0] != fragment or at[1] > version}
         self._updates.pop(fragment, None)
         if not made.continues(self._made.get(fragment)):
-            self._drifts.pop(fragment, None)
+            self._replica.forget_drift(fragment)
         elif not made.final:  # the run's last step is by another ν, and nothing follows it
             self._updates[fragment] = _Update(command=command, data=update)
         self._made[fragment] = made
@@ -123,28 +113,15 @@ class ControlVariates:
         if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
             return
         command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer.lr
+        version, index = update.command.version, blob.fragment
         try:
-            own = self._decoded(data, command.codec, blob.fragment, command.window, blob.version, epoch)
-            version, codec_down = update.command.version, update.command.codec
-            merged = self._decoded(update.data, codec_down, blob.fragment, version, version - 1, epoch)
+            own = self._replica.parsed(index, command.window, blob.version, command.codec, epoch, data)
+            merged = self._replica.parsed(index, version, version - 1, update.command.codec, epoch, update.data)
         except BadBlob:  # the anchor did not get it either, and is lost
             return
-        if (drift := self._drifts.get(blob.fragment)) is None:
-            drift = self._drifts[blob.fragment] = torch.zeros_like(self._replica.anchors[blob.fragment])
-        for (drift_part,), own_part, update_part in zip(tiles(drift), own, merged, strict=True):
-            mean_part = merged_by_plain_step(update_part, outer_lr)
-            learn_(drift_part, own_part, mean_part, lr_sum=sent.lr_sum, alpha=ALPHA)
+        self._replica.learn(index, own, merged, outer_lr=outer_lr, lr_sum=sent.lr_sum, alpha=ALPHA)
 
     def merged(self, fragment: int) -> None:
         """The local weights equal the anchor: the work of the next delta begins."""
         self._lr_sums[fragment] = 0.0
         self._updates.pop(fragment, None)
-
-    def _decoded(
-        self, blob: bytes | bytearray, codec: str, index: int, version: int, base: int, epoch: int
-    ) -> Iterator[Tensor]:
-        """The decoded numbers of a blob, a tile at a time."""
-        format, fragment = codec_named(codec), self._replica.layout.fragments[index]
-        expect = Expected(codecs=(format,), fragment=fragment, version=version, base=base, newest_epoch=epoch)
-        header, payload = parse_blob(blob, expect)
-        return format.decoded_tiles(payload, fragment, seed=header.seed, device=self._replica.anchors[index].device)

@@ -1,5 +1,6 @@
 """Encodes deltas into blobs. The executor submits this work to its compute worker, so training goes on meanwhile."""
 
+import dataclasses
 import math
 import zlib
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
 from farloop.node.errors import NonFiniteDelta
 from farloop.node.replica import Replica
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, pack_anchor, seal
+from farloop.node.shards import Collected
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
@@ -43,6 +45,8 @@ class Packed:
     command: ev.Encode
     header: BlobHeader
     data: bytearray
+    collected: Collected | None = None  # of a sharded model: the payload, on its way from the ranks
+    residual_ratio: float | None = None  # as that of `Encoded`
 
     @property
     def payload(self) -> Tensor:
@@ -50,12 +54,21 @@ class Packed:
         return as_tensor(self.data)[HEADER_BYTES:]
 
 
-def pack_at_once(replica: Replica, command: ev.Encode, epoch: int, inner_step: int) -> Packed | None:
-    """Take and encode the delta in one pass, in the training thread, as fast as taking it alone.
+def pack_at_once(
+    replica: Replica, command: ev.Encode, epoch: int, inner_step: int, residual: Tensor | None = None
+) -> Packed | None:
+    """Take and encode the delta in the training thread: in one pass, as fast as taking it alone, or every rank its part
+    of a sharded model.
 
-    None if the codec has no such path here, or adds a residual. Raises NonFiniteDelta.
+    None if the codec has no such path here, or adds a residual to a whole model. Raises NonFiniteDelta.
     """
     codec = codec_named(command.codec)
+    if replica.weights.sharded:
+        packed = _empty(replica, command, codec, epoch)
+        index, seed = command.blob.fragment, packed.header.seed
+        collected, (lost, taken) = replica.encode(index, command.codec, seed, residual, inner_step)
+        ratio = None if residual is None else _ratio(lost, taken)
+        return dataclasses.replace(packed, collected=collected, residual_ratio=ratio)
     if codec.beta or not isinstance(codec, BlockCodec):
         return None
     packed = _empty(replica, command, codec, epoch)
@@ -87,16 +100,18 @@ def encode_delta(
             codec.encode_into(delta, payload, fragment, seed=seed, previous=previous)
         else:
             codec.encode_feedback_(delta, residual, payload, fragment, seed=seed, previous=previous)
-            ratio = math.sqrt(norm_sq(residual) / max(norm_sq(delta), SMALLEST_NORM_SQ))
+            ratio = _ratio(norm_sq(residual), norm_sq(delta))
     except NonFiniteError as error:
         raise NonFiniteDelta(replica.tensor_at(fragment.index, error.index), inner_step) from error
     finally:
         replica.give_back(delta)
-    return finish(packed, ratio)
+    return finish(dataclasses.replace(packed, residual_ratio=ratio))
 
 
-def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
+def finish(packed: Packed) -> Encoded:
     command, header, payload = packed.command, packed.header, packed.payload
+    if packed.collected is not None:
+        packed.collected.into(payload)
     contribution = Contribution(
         node=command.blob.node,
         incarnation=command.blob.incarnation,
@@ -120,7 +135,7 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
         offer=offer,
         data=data,
         codec=command.codec,
-        residual_ratio=residual_ratio,
+        residual_ratio=packed.residual_ratio,
         payload=kept,
         at_once=not header.codec.beta,
     )
@@ -128,7 +143,7 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
 
 def encode_anchor(replica: Replica, index: int, node: NodeId, epoch: int) -> tuple[Offer, bytearray]:
     version = replica.versions[index]
-    data = pack_anchor(replica.anchors[index], replica.layout.fragments[index], version, epoch)
+    data = replica.anchor_blob(index, epoch)
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=version, node=node)
     return Offer(blob=blob, size=len(data), digest=blob_digest(data)), data
 
@@ -144,6 +159,10 @@ def _empty(replica: Replica, command: ev.Encode, codec: Codec, epoch: int) -> Pa
         salt=_salt(command.blob),
     )
     return Packed(command=command, header=header, data=bytearray(blob_bytes(codec, fragment)))
+
+
+def _ratio(lost: float, taken: float) -> float:
+    return math.sqrt(lost / max(taken, SMALLEST_NORM_SQ))
 
 
 def _salt(blob: BlobId) -> int:

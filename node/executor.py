@@ -12,8 +12,6 @@ from typing import Protocol, assert_never
 import torch
 from torch import nn
 
-from farloop.algo.digest import digest
-from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.algo.stages import Part
 from farloop.node import events as ev
@@ -24,12 +22,11 @@ from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refus
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
-from farloop.node.replica import OwnDelta, Replica
+from farloop.node.replica import OwnDelta, Replica, replica_of
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor
-from farloop.node.shards import Shards
+from farloop.node.shards import Weights
 from farloop.node.state_dir import NodeState, Residuals, run_of
-from farloop.quant.blob import pack_anchor
 from farloop.runtime.ports import Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -131,15 +128,14 @@ class NodeExecutor:
         self._variates: ControlVariates | None = None
         link.start(self._reports.hello, self._deliver)
 
-    def attach(self, module: nn.Module, shards: Shards | None = None, frozen: int = 0) -> None:
-        """Set the model; the run's spec must be known. `frozen`: its `frozen_digest`. Raises LayoutMismatch."""
+    def attach(self, module: nn.Module, weights: Weights | None = None, frozen: int = 0) -> None:
+        """Set the model; the run's spec must be known. `frozen`: its `frozen_digest`. Raises as `replica_of`."""
         spec, self.machine.frozen = self.machine.spec, frozen
         assert spec is not None
-        layout, gradients = spec.identity.layout, not method_named(spec.terms.method).inner
-        self.replica = Replica(module, layout, gradients=gradients, holds=self.machine.holds, shards=shards)
-        self._reports.layout = layout.digest()
-        run = run_of(spec, self.machine.history)
-        self._residuals = Residuals(run, layout, self._state.folder, self._in_worker)
+        self.replica = replica_of(module, spec, self.machine.holds, weights)
+        self._reports.layout = spec.identity.layout.digest()
+        run, sizes = run_of(spec, self.machine.history), {i: part.numel for i, part in self.replica.own.items()}
+        self._residuals = Residuals(run, sizes, self._state.folder, self._in_worker)
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
@@ -338,9 +334,8 @@ class NodeExecutor:
         assert self.replica is not None and self._residuals is not None and self._variates is not None
         self._variates.sent(command)
         replica, epoch, step = self.replica, self.machine.epoch, self.machine.inner_steps
-        device = replica.anchors[command.blob.fragment].device
-        residual = self._residuals.for_delta(command.blob, command.codec, device)
-        if (packed := pack_at_once(replica, command, epoch, step)) is not None:
+        residual = self._residuals.for_delta(command.blob, command.codec, replica.device)
+        if (packed := pack_at_once(replica, command, epoch, step, residual)) is not None:
             return self._in_worker(lambda: self._encoded(finish(packed)))
         delta = replica.take(command.blob.fragment)
         previous = self._residuals.previous(command.blob, command.codec)
@@ -371,7 +366,7 @@ class NodeExecutor:
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
         if not self.replica.install(fragment, version, data, self.machine.epoch):
             return self._mismatched(fragment, version)
-        self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
+        self._residuals.installed(fragment, version, command.codec, self.replica.device)
 
     def _mismatched(self, fragment: int, version: int) -> None:
         _log.error("anchor mismatch fragment=%d version=%d: requesting a snapshot", fragment, version)
@@ -385,12 +380,11 @@ class NodeExecutor:
         wanted, self._at_zero = self._at_zero, set()
         digests = self.machine.spec.identity.anchor_digests
         for index in sorted(i for i in wanted if self.replica.versions.get(i, 0) < 0):
-            first = self.replica.first(index)
-            if digest(first) != digests[index]:
+            data = self.replica.first(index, digests[index], self.machine.epoch)
+            if data is None:
                 _log.info("requesting a snapshot fragment=%d reason='initial weights differ'", index)
                 self.link.send(msg.Fetch(fragment=index, first=True))
                 continue
-            data = pack_anchor(first, self.replica.layout.fragments[index], 0, self.machine.epoch)
             self.take(wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0), data=data))
 
     def _resync(self, history: int) -> None:

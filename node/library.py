@@ -43,8 +43,8 @@ from farloop.node.executor import Input, NodeExecutor
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
-from farloop.node.replica import frozen_digest, matched_parameters
-from farloop.node.shards import Shards, is_sharded
+from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
+from farloop.node.shards import Shards, Weights, check_codecs, is_sharded
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
@@ -78,6 +78,7 @@ class Node:
         driver: "Driver | None",
         spec: RunSpec,
         module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
         holds: Part = None,
         *,
@@ -87,15 +88,20 @@ class Node:
         evaluate: Callable[[nn.Module], float] | None = None,
         hook: bool = False,
     ) -> None:
-        """Not to be called: `join` is the way in. Raises LayoutMismatch or LoopError."""
+        """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names.
+        Raises LoopError."""
         self.spec, self.cluster = spec, cluster
         self._driver = driver
         self.module = module
-        self._parameters = matched_parameters(module, spec.identity.layout, holds)
-        self._shards: Shards | None = None
-        if not cluster.alone and is_sharded(module):
-            self._shards = Shards(cluster, module, spec.identity.layout, self._parameters, evaluate)
-        wraps = not (cluster.alone or hook or self._shards is not None)
+        self._parameters, self._evaluate = parameters, evaluate
+        sharded, layout = is_sharded(module), spec.identity.layout
+        self._weights = (
+            Shards(cluster, module, layout, parameters, holds) if sharded else Weights(layout, parameters, holds)
+        )
+        self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
+        if sharded and not cluster.leads:
+            self._follower = replica_of(module, spec, holds, self._weights)
+        wraps = not (cluster.alone or hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
         by the loop where it has sharded the module."""
@@ -264,15 +270,14 @@ class Node:
         else:
             self.abandon()
 
-    def _begin(self, evaluate: Callable[[nn.Module], float] | None, buffers: Buffers = "same") -> None:
+    def _begin(self, buffers: Buffers = "same") -> None:
         frozen = frozen_digest(self.module, buffers=buffers == "same")  # sharded weights need all ranks for that
         if self._driver is not None:
-            self._driver.executor.attach(self.module, self._shards, frozen)
-            if evaluate is not None:
-                shards, module = self._shards, self.module
-                self._driver.executor.evaluate = lambda: _loss_of(
-                    shards.lead_evaluate() if shards else evaluate(module)
-                )
+            executor, evaluate = self._driver.executor, self._evaluate
+            executor.attach(self.module, self._weights, frozen)
+            replica = executor.replica
+            if evaluate is not None and replica is not None:
+                executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: evaluate(self.module)))
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
         if self._hook and self._optimizer is not None:
             self._hooks = [
@@ -283,17 +288,15 @@ class Node:
     def _decide(self, decision: Decision | None) -> None:
         self._catch_up()
         self._decision = self.cluster.share_decision(decision)
-        if self._shards is None:
+        if not self._weights.sharded:
             self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
 
     def _catch_up(self) -> None:
         """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""
-        if self._shards is None:
-            return
-        if self._driver is not None:
-            self._shards.lead_go_on()
-        else:
-            self._shards.follow()
+        if self._follower is not None:
+            self._follower.follow(lambda: self._evaluate(self.module) if self._evaluate is not None else None)
+        elif self.executor is not None and self.executor.replica is not None:
+            self.executor.replica.go_on()
 
     def _batch_tokens(self) -> int:
         return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
@@ -531,14 +534,18 @@ def join(
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
-        _check_ranks(spec, cluster)
         module = _bare(model if isinstance(model, nn.Module) else model(spec))
         _check_parameters(module)
         if not is_sharded(module):
             module = module.to(cluster.device)
-        elif not cluster.all_agree(evaluate is None) and not cluster.all_agree(evaluate is not None):
-            raise LoopError("join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass")
-        matched_parameters(module, spec.identity.layout, part)  # what is wrong with the model is said first
+            _check_ranks(spec, cluster)
+        else:
+            check_codecs((spec.terms.codec_of(node_id), spec.terms.codecs.down))
+            if not cluster.all_agree(evaluate is None) and not cluster.all_agree(evaluate is not None):
+                raise LoopError(
+                    "join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass"
+                )
+        parameters = matched_parameters(module, spec.identity.layout, part)
         inner = _inner_optimizer(optimizer, module, spec)
         if hook and inner is None:
             raise LoopError(
@@ -550,6 +557,7 @@ def join(
             driver,
             spec,
             module,
+            parameters,
             inner,
             part,
             rate=rate,
@@ -561,7 +569,7 @@ def join(
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)
-        node._begin(evaluate, buffers)
+        node._begin(buffers)
     except BaseException:
         if endpoint is not None:
             endpoint.close()
@@ -581,6 +589,11 @@ def _check_parameters(module: nn.Module) -> None:
             raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
         if parameter.is_complex() and parameter.requires_grad:
             raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
+
+
+def _check_evaluate(cluster: Cluster, given: bool) -> None:
+    if not cluster.all_agree(given) and not cluster.all_agree(not given):
+        raise LoopError("join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass")
 
 
 def _told(inventory: Inventory, cluster: Cluster) -> Inventory:

@@ -2,10 +2,13 @@
 
 Three operations: take a delta, apply an update to an anchor, merge an anchor into the local weights. The machine
 decides when; this module knows nothing of windows or sessions.
+
+Where the model is sharded, every rank has a replica, with its own part of every fragment. What the lead is asked for it
+tells the others, which take part in `follow`: a public method tells, and the private one of its name is what all do.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,19 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from farloop.algo.digest import canonicalise_, combine, digest
-from farloop.algo.fragments import flatten_into, plain_name, rows_of, trainable_tensors, whole_shapes
-from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix_fragment_into
-from farloop.algo.spec import TILE, BlobId, Layout, WindowTerms
+from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, whole_shapes
+from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
+from farloop.algo.methods import method_named
+from farloop.algo.spec import TILE, BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
-from farloop.node.errors import LayoutMismatch
-from farloop.node.shards import Shards, whole
-from farloop.quant.blob import Expected, parse_blob
-from farloop.quant.codec import Codec
+from farloop.node.errors import LayoutMismatch, NonFiniteDelta
+from farloop.node.shards import Collected, Weights, check_codecs, whole
+from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.kernels.interface import Encode
+from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named
+
+_FP32 = "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +41,17 @@ class OwnDelta:
     data: bytearray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A payload that came over the link or was sent: its codec's spelling, its seed, and on the lead its bytes."""
+
+    codec: str
+    seed: int
+    payload: Tensor | None = None
+
+
 class Replica:
-    """The model of one rank that owns the link, cut as the run's layout says."""
+    """The model of a process, cut as the run's layout says. All methods but `follow` are the lead's."""
 
     def __init__(
         self,
@@ -45,36 +60,91 @@ class Replica:
         *,
         gradients: bool,
         holds: Part = None,
-        shards: Shards | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """`gradients`: a delta is the step's raw gradient, not anchor − local. `holds`: the part of the model that the
-        module is; only its fragments are kept, by number.
+        module is; only its fragments are kept, by number. `weights`: the module's, whole ones unless given.
 
         Raises LayoutMismatch: the module's trainable tensors are not those of the layout.
         """
         self.layout = layout
-        self.fragments = fragments_of(holds, layout)  # held fragments, in order
         self.gradients = gradients
-        self.parameters = matched_parameters(module, layout, holds)
-        self._shards = shards
-        device = torch.device("cpu") if shards is not None else next(iter(self.parameters.values())).device
-        self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}  # fp32 [numel] each
+        self.weights = weights or Weights(layout, matched_parameters(module, layout, holds), holds)
+        self.fragments = self.weights.fragments
+        self.parameters = self.weights.parameters
+        self.device = self.weights.device  # of the anchors
+        self.own = {index: part.fragment for index, part in self.weights.own.items()}
+        """What this process keeps of each held fragment, as a fragment: all of it, or a rank's part."""
+        self.anchors = {index: torch.zeros(f.numel, device=self.device) for index, f in self.own.items()}
+        """fp32 [numel of the own part] each."""
         self.versions = dict.fromkeys(self.anchors, -1)  # version of each anchor; −1 if it is missing or damaged
-        self.digests = dict.fromkeys(self.anchors, 0)
+        self.digests = dict.fromkeys(self.anchors, 0)  # of whole fragments
         self._starts: dict[int, Tensor] = {}
-        """Start of an eager node's round, fp32 [numel], for fragments where that is not the anchor."""
+        """Start of an eager node's round, fp32 as the anchor, for fragments where that is not the anchor."""
+        self.drifts: dict[int, Tensor] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
+        self._residuals: dict[int, Tensor] = {}  # of a rank's part, as they were added last
         self._free: dict[int, list[Tensor]] = {}
+
+    def follow(self, evaluate: Callable[[], object]) -> None:
+        """The other ranks: take part in what the lead does, until it goes on with training.
+
+        Raises NonFiniteDelta, on all ranks.
+        """
+        while True:
+            match self.weights.hear():
+                case ["go on"]:
+                    return
+                case ["encode", int() as index, str() as codec, int() as seed, residual, int() as inner_step]:
+                    self._encode(index, codec, seed, self._residual(index, residual), inner_step)
+                case ["add", int() as index, str() as codec, int() as seed]:
+                    self._add(index, Sent(codec=codec, seed=seed))
+                case ["set", int() as index]:
+                    self._set(index, None)
+                case ["first", int() as index, int() as wanted]:
+                    self._first(index, wanted)
+                case ["collect", int() as index]:
+                    self._collect(index, self.anchors[index])
+                case ["merge", int() as index, float() as mix, float() as factor, list() as own]:
+                    self._merge(index, mix, factor, [Sent(codec=codec, seed=seed) for codec, seed in own])
+                case ["learn", int() as index, list() as own, list() as update, outer_lr, lr_sum, alpha]:
+                    delta, merged = (Sent(codec=codec, seed=seed) for codec, seed in (own, update))
+                    self._learn(index, delta, merged, outer_lr, lr_sum, alpha)
+                case ["correct", int() as index, float() as lr]:
+                    self._correct(index, lr)
+                case ["forget", int() as index]:
+                    self.drifts.pop(index, None)
+                case ["begin again"]:
+                    self._begin_again()
+                case ["show"]:
+                    self._show()
+                case ["evaluate"]:
+                    evaluate()
+                case ["restore"]:
+                    self._restore()
+                case told:
+                    raise AssertionError(f"rank 0 told {told!r}")
+
+    def go_on(self) -> None:
+        """Let the other ranks go on with training."""
+        self.weights.tell("go on")
+
+    def evaluate(self, evaluate: Callable[[], float]) -> float:
+        """The lead's result of what all ranks call: a forward pass needs all shards."""
+        self.weights.tell("evaluate")
+        return evaluate()
 
     @torch.no_grad()
     def take(self, index: int) -> Tensor:
-        """The fragment's current delta, fp32 [numel], in a buffer that `give_back` reuses."""
-        fragment = self.layout.fragments[index]
-        stock = self._free.setdefault(fragment.numel, [])
-        out = stock.pop() if stock else torch.empty(fragment.numel, device=self.anchors[index].device)
+        """The own part of the fragment's current delta, fp32, in a buffer that `give_back` reuses. Where the model is
+        sharded, all ranks call it."""
+        part = self.own[index]
+        stock = self._free.setdefault(part.numel, [])
+        out = stock.pop() if stock else torch.empty(part.numel, device=self.device)
+        sources = self.weights.sources(index, gradients=self.gradients)
         if self.gradients:
-            flatten_into(fragment, self._sources(index), out)
+            flatten_into(part, sources, out)
         else:
-            fragment_delta_into(fragment, self._start(index), self._sources(index), out)
+            fragment_delta_into(part, self._start(index), sources, out)
         return out
 
     @torch.no_grad()
@@ -84,7 +154,7 @@ class Replica:
         fragment, start = self.layout.fragments[index], self._start(index)
         if start.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
-        sources = self._sources(index)
+        sources = self.weights.sources(index, gradients=self.gradients)
         tensors = [(slot, rows_of(sources[slot.name], slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
@@ -102,126 +172,251 @@ class Replica:
                 raise NonFiniteError(slot.offset + bad)
         return True
 
+    def encode(
+        self, index: int, codec: str, seed: int, residual: Tensor | None, inner_step: int
+    ) -> tuple[Collected, tuple[float, float]]:
+        """Of a sharded model: the delta's payload as all ranks encode it now, and |residual|² and |delta|².
+
+        `residual`, fp32 as the anchor, is the lead's, and a new one is zeros. It is added with the codec's β and
+        becomes what this encoding lost; without one both norms are 0.
+
+        Raises NonFiniteDelta, on all ranks. TermsMismatch: ranks cannot encode parts with this codec.
+        """
+        check_codecs([codec])
+        kept = None if residual is None else residual is self._residuals.pop(index, None)
+        self.weights.tell("encode", index, codec, seed, kept, inner_step)
+        if residual is not None:
+            self._residuals[index] = residual
+        return self._encode(index, codec, seed, residual, inner_step)
+
+    def _residual(self, index: int, kept: bool | None) -> Tensor | None:
+        """The residual of another rank than the lead: as it was left, or (False) zeros; None: the codec has none."""
+        before = self._residuals.pop(index, None)
+        if kept is None:
+            return None
+        self._residuals[index] = before if kept and before is not None else torch.zeros(self.own[index].numel)
+        return self._residuals[index]
+
+    @torch.no_grad()
+    def _encode(
+        self, index: int, spelling: str, seed: int, residual: Tensor | None, inner_step: int
+    ) -> tuple[Collected, tuple[float, float]]:
+        codec, own, fragment = codec_named(spelling), self.weights.own[index], self.layout.fragments[index]
+        assert isinstance(codec, BlockCodec)
+        payload = torch.zeros(codec.payload_bytes(own.fragment), dtype=torch.uint8)
+        delta = self.take(index)
+        bad = -1
+        try:
+            for place, start, count in own.runs:
+                run = slice(start, start + count)
+                added = None if residual is None else residual[run]
+                codec.encode_run(
+                    delta[run], payload, fragment, own.fragment, index=place, start=start, seed=seed, residual=added
+                )
+        except NonFiniteError as error:
+            bad = error.index
+        squares = [0.0, 0.0] if residual is None or bad >= 0 else [norm_sq(residual), norm_sq(delta)]
+        self.give_back(delta)
+        told = self.weights.gather([bad, *squares])
+        if wrong := [place for place, *_ in told if place >= 0]:
+            raise NonFiniteDelta(self.tensor_at(index, min(wrong)), inner_step)
+        lost, taken = (sum(each[place] for each in told) for place in (1, 2))
+        return self.weights.collect(index, codec, payload), (lost, taken)
+
     def _start(self, index: int) -> Tensor:
         return self._starts.get(index, self.anchors[index])
-
-    def _sources(self, index: int) -> Mapping[str, Tensor]:
-        """What a delta of the fragment is taken from: whole weights or gradients, by name."""
-        if self._shards is not None:
-            return self._shards.lead_gather(index, "gradients" if self.gradients else "weights")
-        names = [slot.name for slot in self.layout.fragments[index].tensors]
-        return {name: (self._gradient(name) if self.gradients else self.parameters[name]).detach() for name in names}
-
-    def _mix(self, index: int, start: Tensor, mix: float) -> None:
-        if self._shards is not None:
-            self._shards.lead_merge(index, start, mix)
-        else:
-            mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
-    @torch.no_grad()
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
         """anchor += decoded update; False if the bytes or the resulting digest are wrong."""
-        codec_down = codec_named(codec)
         self.versions[index] = -1
         try:
-            expect = self._expected(index, version, version - 1, codec_down, epoch)
-            header, payload = parse_blob(blob, expect)
-            codec_down.decode_add_(payload, self.anchors[index], 1.0, expect.fragment, seed=header.seed)
+            sent = self.parsed(index, version, version - 1, codec, epoch, blob)
         except BadBlob:
             return False
-        self.digests[index] = digest(self.anchors[index])
+        self.weights.tell("add", index, codec, sent.seed)
+        self.digests[index] = self._add(index, sent)
         if self.digests[index] != anchor_digest:
             return False
         self.versions[index] = version
         return True
 
+    def _add(self, index: int, sent: Sent) -> int:
+        """anchor += decoded; the digest of the whole anchor."""
+        self._decode_add(index, sent, self.anchors[index])
+        return self.weights.digest(index, self.anchors[index])
+
     @torch.no_grad()
+    def _decode_add(self, index: int, sent: Sent, out: Tensor) -> None:
+        codec = codec_named(sent.codec)
+        codec.decode_add_(
+            self.weights.payload_of(index, codec, sent.payload), out, 1.0, self.own[index], seed=sent.seed
+        )
+
     def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
         """Replace the anchor by a snapshot; False if it is not one."""
-        codec = codec_named("fp32")
         self.versions[index] = -1
         try:
-            expect = self._expected(index, version, version, codec, epoch)
-            codec.decode_into(parse_blob(blob, expect)[1], self.anchors[index], expect.fragment)
+            sent = self.parsed(index, version, version, _FP32, epoch, blob)
         except BadBlob:
             return False
-        self.digests[index] = digest(self.anchors[index])
+        self.weights.tell("set", index)
+        self.digests[index] = self._set(index, sent.payload)
         self.versions[index] = version
         return True
 
     @torch.no_grad()
-    def first(self, index: int) -> Tensor:
-        """The local weights as a canonical anchor of version 0, fp32 [numel]."""
-        fragment = self.layout.fragments[index]
-        flat = torch.empty(fragment.numel, device=self.anchors[index].device)
-        flatten_into(
-            fragment, self.parameters if self._shards is None else self._shards.lead_gather(index, "weights"), flat
-        )
-        canonicalise_(flat)
-        return flat
+    def _set(self, index: int, payload: Tensor | None) -> int:
+        codec = codec_named(_FP32)
+        codec.decode_into(self.weights.payload_of(index, codec, payload), self.anchors[index], self.own[index])
+        return self.weights.digest(index, self.anchors[index])
+
+    def first(self, index: int, wanted: int, epoch: int) -> bytearray | None:
+        """The blob of the local weights as the anchor of version 0; None unless they have this digest."""
+        self.weights.tell("first", index, wanted)
+        found = self._first(index, wanted)
+        return None if found is None else self._packed(index, 0, epoch, found)
 
     @torch.no_grad()
+    def _first(self, index: int, wanted: int) -> Collected | None:
+        part = self.own[index]
+        flat = torch.empty(part.numel, device=self.device)
+        flatten_into(part, self.weights.sources(index, gradients=False), flat)
+        canonicalise_(flat)
+        return self._collect(index, flat) if self.weights.digest(index, flat) == wanted else None
+
+    def anchor_blob(self, index: int, epoch: int) -> bytearray:
+        """The blob of an anchor, a snapshot."""
+        self.weights.tell("collect", index)
+        return self._packed(index, self.versions[index], epoch, self._collect(index, self.anchors[index]))
+
+    def _collect(self, index: int, flat: Tensor) -> Collected:
+        codec = codec_named(_FP32)
+        return self.weights.collect(index, codec, codec.encode(flat, self.own[index]))
+
+    def _packed(self, index: int, version: int, epoch: int, found: Collected) -> bytearray:
+        codec, fragment = codec_named(_FP32), self.layout.fragments[index]
+        payload = torch.empty(codec.payload_bytes(fragment), dtype=torch.uint8)
+        found.into(payload)
+        header = BlobHeader(codec=codec, fragment=fragment, version=version, base=version, epoch=epoch)
+        return pack_blob(header, payload)
+
     def merge(self, index: int, mix: float, own: Sequence[OwnDelta] = (), factor: float = 0.0, epoch: int = 0) -> None:
         """local ← mix·local + (1 − mix)·start. The next delta is measured from the start.
 
         That is the anchor; with deltas of its `own` anchor − factor · Σ decoded (`local_update.py`), one more copy.
         """
+        sent = [
+            self.parsed(
+                index, delta.terms.window, delta.blob.version, delta.terms.codec_of(delta.blob.node), epoch, delta.data
+            )
+            for delta in own
+        ]
+        self.weights.tell("merge", index, mix, factor, [[each.codec, each.seed] for each in sent])
+        self._merge(index, mix, factor, sent)
+
+    @torch.no_grad()
+    def _merge(self, index: int, mix: float, factor: float, own: Sequence[Sent]) -> None:
         start = self.anchors[index]
         self._starts.pop(index, None)
         if own:
-            start = self._starts[index] = self._ahead(index, own, factor, epoch)
-        self._mix(index, start, mix)
+            fresh = torch.zeros_like(start)
+            for sent in own:
+                self._decode_add(index, sent, fresh)
+            eager_start_into(start, fresh, fresh, share=factor, gain=1.0)
+            start = self._starts[index] = fresh
+        self.weights.mix(index, start, mix)
 
-    def _ahead(self, index: int, own: Sequence[OwnDelta], factor: float, epoch: int) -> Tensor:
-        fragment, anchor = self.layout.fragments[index], self.anchors[index]
-        fresh = torch.zeros_like(anchor)
-        for delta in own:
-            codec = codec_named(delta.terms.codec_of(delta.blob.node))
-            expect = self._expected(index, delta.terms.window, delta.blob.version, codec, epoch)
-            header, payload = parse_blob(delta.data, expect)
-            codec.decode_add_(payload, fresh, 1.0, fragment, seed=header.seed)
-        eager_start_into(anchor, fresh, fresh, share=factor, gain=1.0)
-        return fresh
+    def learn(self, index: int, own: Sent, update: Sent, *, outer_lr: float, lr_sum: float, alpha: float) -> None:
+        """d_i of a fragment, from the node's own delta and from the update with it; `local_update.learn_` says how."""
+        told = [[sent.codec, sent.seed] for sent in (own, update)]
+        self.weights.tell("learn", index, *told, outer_lr, lr_sum, alpha)
+        self._learn(index, own, update, outer_lr, lr_sum, alpha)
+
+    @torch.no_grad()
+    def _learn(self, index: int, own: Sent, update: Sent, outer_lr: float, lr_sum: float, alpha: float) -> None:
+        if index not in self.drifts:
+            self.drifts[index] = torch.zeros_like(self.anchors[index])
+        decoded = [self._decoded(index, sent) for sent in (own, update)]
+        for (drift_part,), own_part, update_part in zip(tiles(self.drifts[index]), *decoded, strict=True):
+            mean_part = merged_by_plain_step(update_part, outer_lr)
+            learn_(drift_part, own_part, mean_part, lr_sum=lr_sum, alpha=alpha)
+
+    def _decoded(self, index: int, sent: Sent) -> Iterator[Tensor]:
+        """The own part's decoded numbers, a tile at a time."""
+        codec = codec_named(sent.codec)
+        payload = self.weights.payload_of(index, codec, sent.payload)
+        return codec.decoded_tiles(payload, self.own[index], seed=sent.seed, device=self.device)
+
+    def correct(self, index: int, lr: float) -> None:
+        """local ← local − lr · d_i, after an inner step at that rate; nothing while d_i is zero."""
+        if index in self.drifts:
+            self.weights.tell("correct", index, lr)
+            self._correct(index, lr)
+
+    @torch.no_grad()
+    def _correct(self, index: int, lr: float) -> None:
+        self.weights.correct(index, self.drifts[index], lr)
+
+    def forget_drift(self, index: int) -> None:
+        """d_i ← 0."""
+        if self.drifts.pop(index, None) is not None:
+            self.weights.tell("forget", index)
 
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
         """The module computes with the anchors inside the block."""
-        kept: dict[str, Tensor] = {}
-        if self._shards is not None:
-            self._shards.lead_keep()
-        else:
-            kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.weights.tell("show")
+        self._show()
         try:
-            for fragment in self.fragments:
-                self._mix(fragment.index, self.anchors[fragment.index], 0.0)
             yield
         finally:
-            if self._shards is not None:
-                self._shards.lead_restore()
-            with torch.no_grad():
-                for name, weights in kept.items():
-                    self.parameters[name].copy_(weights)
+            self.weights.tell("restore")
+            self._restore()
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        self.weights.keep()
+        for fragment in self.fragments:
+            self.weights.mix(fragment.index, self.anchors[fragment.index], 0.0)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        self.weights.restore()
 
     def begin_again(self) -> None:
         """Drop all anchors. The local weights stay until they are merged with new ones."""
+        self.weights.tell("begin again")
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self.versions = dict.fromkeys(self.anchors, -1)
         self._starts.clear()
+        self.drifts.clear()
 
     def tensor_at(self, index: int, element: int) -> str:
         tensors = self.layout.fragments[index].tensors
         return next((t.name for t in reversed(tensors) if t.offset <= element), tensors[0].name)
 
-    def _gradient(self, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-    def _expected(self, index: int, version: int, base: int, codec: Codec, epoch: int) -> Expected:
-        return Expected(
-            codecs=(codec,), fragment=self.layout.fragments[index], version=version, base=base, newest_epoch=epoch
+    def parsed(self, index: int, version: int, base: int, codec: str, epoch: int, blob: bytes | bytearray) -> Sent:
+        """A blob of a fragment. Raises BadBlob."""
+        expect = Expected(
+            codecs=(codec_named(codec),),
+            fragment=self.layout.fragments[index],
+            version=version,
+            base=base,
+            newest_epoch=epoch,
         )
+        header, payload = parse_blob(blob, expect)
+        return Sent(codec=codec, seed=header.seed, payload=payload)
+
+
+def replica_of(module: nn.Module, spec: RunSpec, holds: Part = None, weights: Weights | None = None) -> Replica:
+    """For a run. Raises LayoutMismatch."""
+    gradients = not method_named(spec.terms.method).inner
+    return Replica(module, spec.identity.layout, gradients=gradients, holds=holds, weights=weights)
 
 
 def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) -> dict[str, nn.Parameter]:

@@ -1,24 +1,32 @@
-"""Weights that the training loop has sharded over the node's ranks: FSDP2, HSDP, tensor parallelism (DTensors).
+"""The local weights that a node's deltas are taken from and its anchors are merged into: whole, or sharded over ranks.
 
-farloop shards nothing itself. Rank 0 (the lead) owns the link and keeps the anchors, in host memory. At a step boundary
-it tells the other ranks what to take part in: gather a fragment, merge one, evaluate. The bytes that are sent and the
-merged weights are those of a node with one process that has the same weights: gathering copies, and merging is
-element-wise.
+farloop shards nothing itself: it takes the DTensors that the training loop has made (FSDP2, HSDP, tensor parallelism).
+Every rank keeps the anchors of its own part of each fragment (`algo/shards.py` says which), in host memory, and encodes
+that. Rank 0, the lead, owns the link. It puts payloads together from the ranks' codes and deals out those that come.
+The bytes that are sent, the anchors and the merged weights are those of a node of one process: nothing here computes.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
-from farloop.algo.fragments import view
-from farloop.algo.local_update import mix_into
-from farloop.algo.spec import Layout, TensorSlot
+from farloop.algo.digest import combine, digest
+from farloop.algo.fragments import rows_of, view
+from farloop.algo.local_update import correct_, mix_fragment_into, mix_into
+from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_of, ranges_of
+from farloop.algo.spec import Fragment, Layout, TensorSlot
+from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
-from farloop.node.errors import LoopError
+from farloop.node.errors import LoopError, TermsMismatch
+from farloop.quant.codec import Codec
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.registry import CODECS, codec_named
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -39,24 +47,142 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def check_sharding(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises LoopError for placements whose local part is not one box of the tensor."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor) and not {type(placement) for placement in parameter.placements} <= {
-            Shard,
-            Replicate,
-        }:
-            raise LoopError(
-                f"parameter {name!r} is sharded as {parameter.placements}, which is not supported: take Shard and "
-                "Replicate (fully_shard, HSDP or tensor parallelism; not fully_shard over tensor parallelism)"
+def check_codecs(spellings: Iterable[str]) -> None:
+    """Raises TermsMismatch for a codec of which ranks cannot encode parts: it needs a tensor or a fragment whole."""
+    for spelling in spellings:
+        if not isinstance(codec_named(spelling), BlockCodec):
+            works = ", ".join(name for name, codec in CODECS.items() if isinstance(codec, BlockCodec))
+            raise TermsMismatch(
+                f"the run's codec {spelling} needs whole tensors, and this node's model is sharded: codecs for a run "
+                f"with sharded models are {works}"
             )
 
 
-class Shards:
-    """One rank's part in what the lead does with the local weights. A method named `lead_…` is called by the lead
-    alone, while the other ranks are in `follow`."""
+# --- Whole
+
+
+class Weights:
+    """The local weights of a process that holds the model whole. It keeps all of every fragment."""
+
+    sharded = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        holds: Part = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`parameters`: by the layout's names. `device`: where anchors are kept; with the parameters unless given."""
+        self.fragments = fragments_of(holds, layout)  # held ones, in order
+        self.parameters = parameters
+        self.device = device or next(iter(parameters.values())).device
+        self.own = {f.index: OwnPart(fragment=f, runs=((0, 0, f.numel),)) for f in self.fragments}
+        self._whole = {f.index: f for f in self.fragments}
+        self._kept: dict[str, Tensor] = {}
+
+    def sources(self, index: int, *, gradients: bool) -> Mapping[str, Tensor]:
+        """What a delta is taken from, weights or gradients, by the names of the own part's tensors; a missing gradient
+        is zeros."""
+        names = {slot.name for slot in self._whole[index].tensors}
+        return {name: self._source(self.parameters[name], gradients=gradients) for name in names}
+
+    def mix(self, index: int, start: Tensor, mix: float) -> None:
+        """local ← mix·local + (1 − mix)·start on every rank; start is fp32 [numel of the own part]."""
+        mix_fragment_into(self._whole[index], self.parameters, start, mix)
+
+    def correct(self, index: int, drift: Tensor, lr: float) -> None:
+        """local ← local − lr · drift on every rank; drift is fp32 [numel of the own part]."""
+        for slot in self._whole[index].tensors:
+            correct_(rows_of(self._local(slot.name), slot), view(drift, slot).view(-1), lr)
+
+    def keep(self) -> None:
+        """Set the local weights aside, until `restore`."""
+        self._kept = {name: self._local(name).clone() for name in self.parameters}
+
+    def reshard(self) -> None:
+        """Have the shards in their place."""
+
+    def restore(self) -> None:
+        """Put the weights back that `keep` set aside."""
+        for name, kept in self._kept.items():
+            self._local(name).copy_(kept)
+        self._kept = {}
+
+    def digest(self, index: int, anchor: Tensor) -> int:
+        """Of the whole fragment; `anchor` is the own part, fp32."""
+        return digest(anchor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A plain value of every rank, by rank."""
+        return [value]
+
+    def payload_of(self, index: int, codec: Codec, payload: Tensor | None) -> Tensor:
+        """The own part's payload. The whole one is given on the lead alone."""
+        assert payload is not None
+        return payload
+
+    def collect(self, index: int, codec: Codec, payload: Tensor) -> "Collected":
+        """Begin to put the whole payload together on the lead, of that of every rank's own part."""
+        return Collected(received=[(payload, [(slice(None), slice(None))])])
+
+    def tell(self, *action: Any) -> None:
+        """The lead: let the other ranks take part in what it does next."""
+
+    def hear(self) -> Any:
+        """The other ranks: what the lead told."""
+        raise AssertionError("a process alone leads")
+
+    def _local(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def _source(self, parameter: nn.Parameter, *, gradients: bool) -> Tensor:
+        if not gradients:
+            return parameter.detach()
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """A payload on its way to the lead."""
+
+    received: Sequence[tuple[Tensor, Sequence[tuple[slice, slice]]]] = ()
+    """Of every rank: its bytes, and where they belong in the whole payload and lie in these."""
+    gap: slice = field(default_factory=lambda: slice(0, 0))
+    work: dist.Work | None = None
+
+    def into(self, out: Tensor) -> None:
+        """The lead, in any thread: wait for all bytes, and write the whole payload, uint8 [payload bytes]."""
+        if self.work is not None:
+            self.work.wait()
+        out[self.gap] = 0
+        for data, places in self.received:
+            for there, here in places:
+                out[there] = data[here]
+
+
+# --- Sharded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What one rank does for a fragment."""
+
+    fragment: Fragment
+    own: OwnPart
+    parts: tuple[OwnPart, ...]  # of all ranks, by rank
+    moves: tuple[Move, ...]
+    pieces: Mapping[int, tuple[int, int]]
+    """By the place of a tensor in the fragment: the first element of the own range in the flat tensor, and its place
+    among the own part's tensors."""
+    dtypes: tuple[torch.dtype, ...]  # of the fragment's tensors, in an order that all ranks share
+
+
+class Shards(Weights):
+    """The local weights of one rank of several. All ranks call the same methods in the same order: the lead tells the
+    others what comes (`tell`, `hear`). Everything moves over the CPU: an accelerator's own group stays the loop's."""
+
+    sharded = True
 
     def __init__(
         self,
@@ -64,140 +190,326 @@ class Shards:
         module: nn.Module,
         layout: Layout,
         parameters: Mapping[str, nn.Parameter],
-        evaluate: Callable[[nn.Module], float] | None,
+        holds: Part = None,
     ) -> None:
         """`parameters`: the module's, by the layout's names, as they are now: FSDP2 shows gathered ones at times.
 
-        Raises LoopError: their placements are not supported.
+        Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
         """
-        check_sharding(parameters)
-        self._cluster, self._module, self._layout = cluster, module, layout
-        self._parameters, self._evaluate = parameters, evaluate
-        self._kept: dict[str, Tensor] = {}
+        super().__init__(layout, parameters, holds, torch.device("cpu"))
+        self._cluster, self._module = cluster, module
+        boxes, self._dtypes = _share_boxes(cluster, parameters)
+        self._boxes = {name: next((b for b in found if b.rank == cluster.rank), None) for name, found in boxes.items()}
+        ranges = ranges_of(self.fragments, boxes)
+        _check_same(cluster, repr(ranges))
+        self._plans: dict[int, _Plan] = {}
+        for fragment in self.fragments:
+            parts = tuple(part_of(fragment, ranges[fragment.index], rank) for rank in range(cluster.size))
+            mine = [own for own in ranges[fragment.index] if own.rank == cluster.rank]
+            names = dict.fromkeys(slot.name for slot in fragment.tensors)
+            self._plans[fragment.index] = _Plan(
+                fragment=fragment,
+                own=parts[cluster.rank],
+                parts=parts,
+                moves=tuple(moves_of(fragment, boxes, ranges[fragment.index], cluster.rank)),
+                pieces={
+                    own.tensor: (own.start - fragment.tensors[own.tensor].offset, place)
+                    for place, own in enumerate(mine)
+                },
+                dtypes=tuple(sorted({self._dtypes[name] for name in names}, key=str)),
+            )
+        self.own = {index: plan.own for index, plan in self._plans.items()}
+        cluster.begin_codes()
+        self._sending: list[dist.Work] = []
 
-    def lead_gather(self, index: int, kind: Literal["weights", "gradients"]) -> dict[str, Tensor]:
-        """The whole tensors of a fragment by name, in host memory; a missing gradient is zeros."""
-        self._tell("gather", index, kind)
-        return self._gather(index, kind)
-
-    def lead_merge(self, index: int, anchor: Tensor, mix: float) -> None:
-        """local ← mix·local + (1 − mix)·anchor on every rank; `anchor` is fp32 [fragment.numel] in host memory."""
-        self._tell("merge", index, mix)
-        self._merge(index, anchor, mix)
-
-    def lead_keep(self) -> None:
-        """Set the local weights aside, until `lead_restore`."""
-        self._tell("keep")
-        self._keep()
-
-    def lead_restore(self) -> None:
-        """Put the weights back that `lead_keep` set aside."""
-        self._tell("restore")
-        self._restore()
-
-    def lead_evaluate(self) -> float:
-        """The lead's result of `join(evaluate=…)`, which every rank calls: a forward pass needs all shards."""
-        self._tell("evaluate")
-        return self._score()
-
-    def lead_go_on(self) -> None:
-        """Let the other ranks leave `follow`."""
-        self._tell("go on")
-
-    def follow(self) -> None:
-        """Take part in what the lead does, until it says to go on."""
-        while True:
-            match self._cluster.hear():
-                case ["go on"]:
-                    return
-                case ["gather", int() as index, str() as kind]:
-                    self._gather(index, kind)
-                case ["merge", int() as index, float() as mix]:
-                    self._merge(index, None, mix)
-                case ["keep"]:
-                    self._keep()
-                case ["restore"]:
-                    self._restore()
-                case ["evaluate"]:
-                    self._score()
-                case told:
-                    raise AssertionError(f"rank 0 told {told!r}")
-
-    def _tell(self, *action: Any) -> None:
+    def tell(self, *action: Any) -> None:
         self._cluster.tell(action)
 
-    @torch.no_grad()
-    def _gather(self, index: int, kind: str) -> dict[str, Tensor]:
-        self._reshard()
+    def hear(self) -> Any:
+        return self._cluster.hear()
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._cluster.gather(value)
+
+    def digest(self, index: int, anchor: Tensor) -> int:
+        runs = self.own[index].runs
+        own = combine(digest(anchor[at : at + count], first_index=start) for start, at, count in runs)
+        return combine(self.gather(own))
+
+    def sources(self, index: int, *, gradients: bool) -> Mapping[str, Tensor]:
+        """In host memory, flat."""
+        self.reshard()
+        plan, me = self._plans[index], self._cluster.rank
+        up = [move for move in plan.moves if move.up]
+        local = {
+            slot.name: self._local_source(slot.name, gradients=gradients)
+            for slot in plan.fragment.tensors
+            if self._boxes[slot.name] is not None
+        }
+        arrived = self._swap(
+            plan,
+            [(move.keeper, move, self._region(plan, move, local)) for move in up if move.holder == me],
+            [(move.holder, move) for move in up if move.keeper == me],
+            typed=True,
+        )
         found: dict[str, Tensor] = {}
-        for name in dict.fromkeys(slot.name for slot in self._layout.fragments[index].tensors):
-            tensor: Tensor = self._parameters[name].detach()
-            if kind == "gradients":
-                gradient = self._parameters[name].grad
-                tensor = torch.zeros_like(tensor) if gradient is None else gradient
-            tensor = whole(tensor)
-            if self._cluster.leads:
-                found[name] = tensor.cpu()
+        for slot, moves in self._by_piece(plan, arrived):
+            if len(moves) == 1:
+                found[slot.name] = moves[0][1].reshape(-1)
+                continue
+            flat = torch.empty(slot.numel, dtype=moves[0][1].dtype)
+            for move, values in moves:
+                self._place(plan, move, flat).copy_(values)
+            found[slot.name] = flat
         return found
 
-    @torch.no_grad()
-    def _merge(self, index: int, anchor: Tensor | None, mix: float) -> None:
-        self._reshard()
-        for slot in self._layout.fragments[index].tensors:
-            parameter = self._parameters[slot.name]
-            local, offset = _local_box(parameter)
-            part = torch.empty(slot.shape, device=local.device) if anchor is None else view(anchor, slot)
-            part = part.to(local.device).contiguous()
-            dist.broadcast(part, src=0)
-            if (boxes := _overlap(slot, local, offset, part)) is not None:
-                mix_into(boxes[0], boxes[1].reshape(-1), mix)
+    def mix(self, index: int, start: Tensor, mix: float) -> None:
+        if mix == 1.0:
+            return
+        for local, values in self.spread(index, start, typed=mix == 0.0):
+            if mix == 0.0:
+                local.copy_(values)
+            else:
+                mix_into(local, values.to(local.device).reshape(-1), mix)
 
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self._reshard()
-        self._kept = {name: _local_box(parameter)[0].clone() for name, parameter in self._parameters.items()}
+    def correct(self, index: int, drift: Tensor, lr: float) -> None:
+        for local, values in self.spread(index, drift, typed=False):
+            correct_(local, values.to(local.device).reshape(-1), lr)
 
-    @torch.no_grad()
-    def _restore(self) -> None:
-        self._reshard()
-        for name, parameter in self._parameters.items():
-            _local_box(parameter)[0].copy_(self._kept[name])
-        self._kept = {}
+    def spread(self, index: int, flat: Tensor, *, typed: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Move numbers of the own part, fp32, back to every holder: parts of this rank's shards, which share their
+        memory, and the numbers for them, in host memory; `typed` in the parameter's number type."""
+        self.reshard()
+        plan, me = self._plans[index], self._cluster.rank
+        slots = plan.own.fragment.tensors
+        sends = list[tuple[int, Move, Tensor]]()
+        for move in plan.moves:
+            if move.keeper != me:
+                continue
+            slot = slots[plan.pieces[move.tensor][1]]
+            values = self._place(plan, move, flat[slot.offset : slot.offset + slot.numel])
+            dtype = self._dtypes[plan.fragment.tensors[move.tensor].name]
+            sends.append((move.holder, move, values.to(dtype) if typed else values))
+        receives = [(move.keeper, move) for move in plan.moves if move.holder == me]
+        local = {slot.name: self._local(slot.name) for slot in plan.fragment.tensors if self._boxes[slot.name]}
+        for move, values in self._swap(plan, sends, receives, typed=typed):
+            yield self._region(plan, move, local), values
 
-    def _score(self) -> float:
-        assert self._evaluate is not None
-        return self._evaluate(self._module)
+    def payload_of(self, index: int, codec: Codec, payload: Tensor | None) -> Tensor:
+        assert isinstance(codec, BlockCodec)
+        plan = self._plans[index]
+        parts = [torch.empty(0, dtype=torch.uint8)] * self._cluster.size
+        if payload is not None:
+            for rank, part in enumerate(plan.parts):
+                parts[rank] = torch.zeros(codec.payload_bytes(part.fragment), dtype=torch.uint8)
+                for there, here in codec.slices(plan.fragment, part.fragment, part.runs):
+                    parts[rank][here] = payload[there]
+        sizes = [0] * self._cluster.size
+        sizes[0] = codec.payload_bytes(plan.own.fragment)
+        return self._cluster.swap(parts, sizes)[0]
 
-    def _reshard(self) -> None:
+    def collect(self, index: int, codec: Codec, payload: Tensor) -> Collected:
+        """Returns at once: the bytes move while training goes on, in a group of their own."""
+        assert isinstance(codec, BlockCodec)
+        plan = self._plans[index]
+        parts = [torch.empty(0, dtype=torch.uint8)] * self._cluster.size
+        parts[0] = payload
+        sizes = [codec.payload_bytes(part.fragment) if self._cluster.leads else 0 for part in plan.parts]
+        received, work = self._cluster.begin_swap(parts, sizes, self._cluster.codes)
+        while self._sending and self._sending[0].is_completed():
+            self._sending.pop(0).wait()  # raises what went wrong
+        if work is not None:
+            self._sending.append(work)
+        places = [list(codec.slices(plan.fragment, part.fragment, part.runs)) for part in plan.parts]
+        gap = codec.layout.gap(plan.fragment.numel)
+        return Collected(received=list(zip(received, places, strict=True)), gap=gap, work=work)
+
+    def keep(self) -> None:
+        self.reshard()
+        super().keep()
+
+    def restore(self) -> None:
+        self.reshard()
+        super().restore()
+
+    def reshard(self) -> None:
         """After a forward pass without a backward pass FSDP2 leaves whole copies in the place of its shards."""
         for part in self._module.modules():
             # That of FSDPModule, which is not imported: torch.distributed.fsdp takes a good part of a node's start.
             if callable(reshard := getattr(part, "reshard", None)):
                 reshard()
 
+    def _swap(
+        self,
+        plan: _Plan,
+        sends: Sequence[tuple[int, Move, Tensor]],
+        receives: Sequence[tuple[int, Move]],
+        *,
+        typed: bool,
+    ) -> Iterator[tuple[Move, Tensor]]:
+        """Send the tensors to ranks; what arrives, each in the shape of its move. What stays here is not copied."""
+        me = self._cluster.rank
+        yield from ((move, values) for rank, move, values in sends if rank == me)
+        for dtype in plan.dtypes if typed else (torch.float32,):
 
-def _local_box(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter, sharing its memory, and where it begins in each dimension."""
+            def fits(move: Move, dtype: torch.dtype = dtype) -> bool:
+                return not typed or self._dtypes[plan.fragment.tensors[move.tensor].name] == dtype
+
+            out: list[list[Tensor]] = [[] for _ in range(self._cluster.size)]
+            for rank, move, values in sends:
+                if rank != me and fits(move):
+                    out[rank].append(values.reshape(-1).cpu())
+            incoming: list[list[Move]] = [[] for _ in range(self._cluster.size)]
+            for rank, move in receives:
+                if rank != me and fits(move):
+                    incoming[rank].append(move)
+            empty = torch.empty(0, dtype=dtype)
+            parts = [torch.cat([empty, *values]).view(torch.uint8) for values in out]
+            counts = [sum(_count(move) for move in moves) for moves in incoming]
+            for moves, data in zip(
+                incoming, self._cluster.swap(parts, [n * dtype.itemsize for n in counts]), strict=True
+            ):
+                at, values = 0, data.view(dtype)
+                for move in moves:
+                    yield move, values[at : at + _count(move)].view(move.shape)
+                    at += _count(move)
+
+    def _by_piece(
+        self, plan: _Plan, arrived: Iterable[tuple[Move, Tensor]]
+    ) -> Iterator[tuple[TensorSlot, list[tuple[Move, Tensor]]]]:
+        """What arrived, in host memory, by the tensor of the own part."""
+        by_tensor: dict[int, list[tuple[Move, Tensor]]] = {}
+        for move, values in arrived:
+            by_tensor.setdefault(move.tensor, []).append((move, values.cpu()))
+        for tensor, moves in by_tensor.items():
+            yield plan.own.fragment.tensors[plan.pieces[tensor][1]], moves
+
+    def _place(self, plan: _Plan, move: Move, flat: Tensor) -> Tensor:
+        """The elements of a move in the own range of its tensor, `flat` [count], as a view."""
+        strides, at = list[int](), 0
+        for extent in reversed(plan.fragment.tensors[move.tensor].shape):
+            strides.insert(0, at or 1)
+            at = strides[0] * extent
+        first = sum(offset * stride for offset, stride in zip(move.offset, strides, strict=True))
+        begin = first - plan.pieces[move.tensor][0]
+        return flat.as_strided(move.shape, strides, flat.storage_offset() + begin)
+
+    def _region(self, plan: _Plan, move: Move, local: Mapping[str, Tensor]) -> Tensor:
+        """The elements of a move in this rank's shard, as a view."""
+        slot = plan.fragment.tensors[move.tensor]
+        box, region = self._boxes[slot.name], local[slot.name]
+        assert box is not None
+        for dimension, (first, count) in enumerate(zip(move.offset, move.shape, strict=True)):
+            rows = slot.rows[0] if slot.rows is not None and dimension == 0 else 0
+            region = region.narrow(dimension, first + rows - box.offset[dimension], count)
+        return region
+
+    def _local(self, name: str) -> Tensor:
+        return _local_of(self.parameters[name]).detach()
+
+    def _local_source(self, name: str, *, gradients: bool) -> Tensor:
+        parameter = self.parameters[name]
+        source = self._source(parameter, gradients=gradients)
+        if gradients and is_dtensor(source) and source.placements != parameter.placements:  # type: ignore[attr-defined]
+            source = source.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return _local_of(source).detach()
+
+
+def _count(move: Move) -> int:
+    return int(torch.Size(move.shape).numel())
+
+
+def _local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its memory."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+# --- What the ranks hold
+
+
+def _share_boxes(
+    cluster: Cluster, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, list[Box]], dict[str, torch.dtype]]:
+    """The boxes of all ranks and the number type, by name. Raises LoopError, on all ranks alike."""
+    told: dict[str, Any] = {}
+    try:
+        for name, parameter in parameters.items():
+            offset, shape = box_of(name, parameter)
+            told[name] = [offset, shape, str(parameter.dtype)]
+    except LoopError as error:
+        told = {"": str(error)}
+    boxes: dict[str, list[Box]] = {name: [] for name in parameters}
+    for rank, of_rank in enumerate(cluster.gather(told)):
+        if "" in of_rank:
+            raise LoopError(of_rank[""])
+        for name, (offset, shape, dtype) in of_rank.items():
+            if name not in boxes or dtype != str(parameters[name].dtype):
+                here = "no such parameter" if name not in boxes else str(parameters[name].dtype)
+                raise LoopError(
+                    f"parameter {name!r} is {dtype} on rank {rank} and {here} on rank {cluster.rank}: give join the "
+                    "same model on all ranks"
+                )
+            if 0 not in shape:
+                boxes[name].append(Box(rank, tuple(offset), tuple(shape)))
+    for name, parameter in parameters.items():
+        try:
+            check_cover(name, tuple(parameter.shape), boxes[name])
+        except ValueError as error:
+            raise LoopError(f"the shards of the model do not make it: {error}") from error
+    return boxes, {name: parameter.dtype for name, parameter in parameters.items()}
+
+
+def box_of(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a parameter begins in every dimension, and its shape; with a 0 in it, it is empty.
+
+    Raises LoopError: that part is not one box.
+    """
     if not is_dtensor(parameter):
-        return parameter.detach(), (0,) * parameter.ndim
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        return (0,) * parameter.ndim, tuple(parameter.shape)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     assert isinstance(parameter, DTensor)
-    local = parameter.to_local().detach()
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    assert tuple(local.shape) == tuple(shape), f"a local part is {tuple(local.shape)}, not {tuple(shape)}"
-    return local, tuple(offset)
+    mesh, local = parameter.device_mesh, tuple(parameter.to_local().shape)
+    if (coordinate := mesh.get_coordinate()) is None:  # a mesh of other ranks
+        return (0,) * parameter.ndim, (0,) * parameter.ndim
+    indices = [torch.arange(extent) for extent in parameter.shape]
+    for size, place, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
+        if isinstance(placement, _StridedShard):
+            # FSDP2 over tensor parallelism: each of `split_factor` parts is cut for itself.
+            parts = _chunks(indices[placement.dim], int(placement.split_factor))
+            indices[placement.dim] = torch.cat([_chunks(part, size)[place] for part in parts])
+        elif isinstance(placement, Shard):
+            indices[placement.dim] = _chunks(indices[placement.dim], size)[place]
+        elif not isinstance(placement, Replicate):
+            raise LoopError(
+                f"parameter {name!r} is sharded as {parameter.placements}, which is not supported: take Shard and "
+                "Replicate (fully_shard, HSDP, tensor parallelism, or fully_shard over tensor parallelism)"
+            )
+    shape = tuple(len(index) for index in indices)
+    gaps = any(len(index) and int(index[-1] - index[0]) + 1 != len(index) for index in indices)
+    if gaps or shape != local:
+        what = "has gaps" if gaps else f"has the shape {local}, not {shape}"
+        raise LoopError(
+            f"the shard of parameter {name!r}, of shape {tuple(parameter.shape)} and sharded as {parameter.placements} "
+            f"over a mesh of {tuple(mesh.shape)}, {what}: shard it by sizes that divide it"
+        )
+    return tuple(int(index[0]) if len(index) else 0 for index in indices), shape
 
 
-def _overlap(slot: TensorSlot, local: Tensor, offset: tuple[int, ...], part: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The elements that the slot and a local box share, as views of `local` and of `part` [slot.shape]; None: none."""
-    first = slot.rows[0] if slot.rows is not None else 0
-    for dimension, start in enumerate(offset):
-        begin = start - (first if dimension == 0 else 0)  # of the box, in the slot
-        low, high = max(0, begin), min(part.shape[dimension], begin + local.shape[dimension])
-        if low >= high:
-            return None
-        local = local.narrow(dimension, low - begin, high - low)
-        part = part.narrow(dimension, low, high - low)
-    return local, part
+def _chunks(indices: Tensor, count: int) -> list[Tensor]:
+    """As `torch.chunk`, but always as many: the last ones may be empty."""
+    size = -(-len(indices) // count)
+    return [indices[size * place : size * (place + 1)] for place in range(count)]
+
+
+def _check_same(cluster: Cluster, ranges: str) -> None:
+    """Raises LoopError unless all ranks have computed the same."""
+    digests = cluster.gather(xxhash.xxh3_64_intdigest(ranges.encode()))
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise LoopError(
+                f"ranks 0 and {rank} deal out the model's tensors differently: install the same version of farloop "
+                "on all hosts of the node"
+            )

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.algo.error_feedback import Command, Forget, Load, Persist, Residual, Tag, Zero
-from farloop.algo.spec import BlobId, Layout, RunSpec
+from farloop.algo.spec import BlobId, RunSpec
 from farloop.node.errors import StateUnusable
 from farloop.quant.registry import codec_named
 
@@ -89,9 +89,10 @@ Later = Callable[[Callable[[], None]], None]  # runs a job before the next encod
 class Residuals:
     """Error feedback of one node, for all of its fragments. Without it in the codec nothing is kept, or allocated."""
 
-    def __init__(self, run: str, layout: Layout, folder: Path | None, later: Later) -> None:
-        """`run`: fingerprint of its identity, and its history. `folder` holds the copies; None: there are none."""
-        self._run, self._layout, self._folder, self._later = run, layout, folder, later
+    def __init__(self, run: str, sizes: Mapping[int, int], folder: Path | None, later: Later) -> None:
+        """`run`: fingerprint of its identity, and its history. `sizes`: elements of each fragment that this process
+        keeps. `folder` holds the copies; None: there are none."""
+        self._run, self._sizes, self._folder, self._later = run, sizes, folder, later
         self._machines: dict[int, Residual] = {}
         self._buffers: dict[int, Tensor] = {}
         self._payloads: dict[int, tuple[str, Tensor]] = {}  # codec and last payload, where the codec starts from it
@@ -104,7 +105,7 @@ class Residuals:
         machine = self._machine(blob.fragment, codec)
         buffer = self._buffers.get(blob.fragment)
         if buffer is None or not machine.usable:
-            buffer = torch.zeros(self._layout.fragments[blob.fragment].numel, device=device)
+            buffer = torch.zeros(self._sizes[blob.fragment], device=device)
             self._buffers[blob.fragment] = buffer
         return buffer
 
@@ -132,7 +133,7 @@ class Residuals:
         if (known := self._machines.get(fragment)) is not None:
             return self._do(known, known.reset())
         machine = self._machine(fragment, codec)
-        self._buffers[fragment] = torch.zeros(self._layout.fragments[fragment].numel, device=device)
+        self._buffers[fragment] = torch.zeros(self._sizes[fragment], device=device)
         self._do(machine, machine.restore(self._read_tag(fragment), version=version))
 
     def begin_again(self, run: str) -> None:

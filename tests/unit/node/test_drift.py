@@ -140,7 +140,7 @@ def test_padding_stays_zero_and_weights_may_be_of_any_type(dtype: torch.dtype) -
     fragment = node.replica.layout.fragments[0]
     held = {slot.offset + i for slot in fragment.tensors for i in range(slot.numel)}
     assert len(held) == 300 < fragment.numel
-    (drift,) = node.drift._drifts.values()
+    (drift,) = node.replica.drifts.values()
     assert not drift[[i for i in range(fragment.numel) if i not in held]].any()
 
 
@@ -198,4 +198,4 @@ def test_an_update_is_read_as_its_window_says_whatever_the_run_does_by_now() -> 
 def test_without_control_variates_nothing_is_done_or_kept() -> None:
     node = Node(TERMS.replace(control_variates=False)).merge().merge()
     assert node.pull() == 0.0
-    assert not (node.drift._drifts or node.drift._announced or node.drift._sent or node.drift._updates)
+    assert not (node.replica.drifts or node.drift._announced or node.drift._sent or node.drift._updates)

@@ -10,11 +10,10 @@ import torch
 from node_story import delta
 from safetensors.torch import load_file, save_file
 
-from farloop.algo.spec import Layout
 from farloop.node.errors import StateUnusable
 from farloop.node.state_dir import NodeState, Residuals
 from farloop.quant import registry
-from farloop.quant.codec import Traits, flat
+from farloop.quant.codec import Traits
 from farloop.quant.formats.q4 import Q4, Q4Codec
 
 
@@ -89,7 +88,7 @@ class Kept:
 
     def __init__(self, folder: Path | None = None, run: str = "run", codec: str = FEEDBACK) -> None:
         self.codec = codec
-        self.own = Residuals(run, Layout(slots=1, fragments=(flat(300),)), folder, lambda job: job())
+        self.own = Residuals(run, {0: 300}, folder, lambda job: job())
 
     def send(self, seq: int, value: float, window: int = 4) -> "Kept":
         """An encoding that loses `value` everywhere."""

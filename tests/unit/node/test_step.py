@@ -33,7 +33,7 @@ class Notes:
     """In the driver's place: decides on the rate, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.executor: Any = SimpleNamespace(machine=None, attach=lambda module, shards: None)
+        self.executor: Any = SimpleNamespace(machine=None, replica=None, attach=lambda *given: None)
         self.steps: list[tuple[int, float | None, bool]] = []
         self.failed, self.drained = False, list[float]()
 
@@ -72,8 +72,10 @@ class Loop:
         own = plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})})
         spec = RunSpec(identity=identity(partition(shapes, pattern="whole")), terms=own)
         self.notes, self._optimizer = Notes(), optimizer(self.module)
-        self.node = Node(Cluster(), cast(Driver, self.notes), spec, self.module, self._optimizer, **options)
-        self.node._begin(None)
+        parameters = dict(trainable_tensors(self.module))
+        driver = cast(Driver, self.notes)
+        self.node = Node(Cluster(), driver, spec, self.module, parameters, self._optimizer, **options)
+        self.node._begin()
 
     @property
     def optimizer(self) -> Optimizer:

@@ -1,0 +1,436 @@
+"""What ranks do in these tests: a model with every awkward shape, sharded in every way, against one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from farloop.algo import fragments
+from farloop.algo.digest import digest
+from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
+from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
+from farloop.node import events as ev
+from farloop.node.cluster import Cluster
+from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
+from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.shards import Shards, box_of
+from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
+from farloop.quant.codec import Codec
+from farloop.quant.registry import codec_named
+
+NODE, EPOCH = NodeId("oslo"), 1
+CODECS = ("fp32", "bf16", "q8", "q4", "e3m0", "q4r", "q4r:rounding=nearest,beta=0.9", "q4:beta=0.9")
+
+
+class Expert(nn.Module):
+    """Three stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(3, 100, 250))
+        self.down = nn.Parameter(torch.empty(3, 250, 100))
+
+
+class Awkward(nn.Module):
+    """Tied embedding and head, a frozen layer, a buffer, experts, a scale without dimensions: widths of 100, 250 and
+    331, so that no shard ends where a block of a codec does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(331, 100)
+        self.first = nn.Linear(100, 250)
+        self.second = nn.Linear(250, 100)
+        self.frozen = nn.Linear(100, 100)
+        self.experts = Expert()
+        self.norm = nn.LayerNorm(100)
+        self.head = nn.Linear(100, 331, bias=False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.second(torch.relu(self.first(self.embed(tokens))))
+        x = x + torch.einsum("btd,edh,ehk->btk", x, self.experts.up, self.experts.down)
+        return self.head(self.norm(self.frozen(x)))  # type: ignore[no-any-return]
+
+
+def awkward(dtype: torch.dtype = torch.float32) -> Awkward:
+    model = Awkward()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    model.head.weight = model.embed.weight
+    model.frozen.requires_grad_(False)
+    return model.to(dtype)
+
+
+# --- Ways to shard it
+
+
+def rows(model: Awkward) -> None:
+    for part in (model.first, model.second, model.experts):
+        fully_shard(part)
+    fully_shard(model)
+
+
+def columns(model: Awkward) -> None:
+    size = dist.get_world_size()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % size == 0 else None)
+
+
+def replicas(model: Awkward) -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: Awkward, mesh: Any = None) -> None:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    experts = model.experts
+    experts.up = nn.Parameter(distribute_tensor(experts.up.detach(), mesh, [Shard(2)]))
+    experts.down = nn.Parameter(distribute_tensor(experts.down.detach(), mesh, [Shard(1)]))
+
+
+def both(model: Awkward) -> None:
+    """FSDP2 over tensor parallelism: shards of shards."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel(model, mesh["tp"])
+    for part in (model.first, model.second):
+        fully_shard(part, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def plain(model: Awkward) -> None:
+    """Every rank has all of it."""
+
+
+WAYS: dict[str, Callable[[Awkward], None]] = {
+    way.__name__: way for way in (rows, columns, replicas, tensor_parallel, both, plain)
+}
+
+
+# --- One rank of a node, and the whole model beside it
+
+
+@dataclass(slots=True)
+class Rank:
+    cluster: Cluster
+    model: Awkward
+    ours: Replica  # of this rank
+    theirs: Replica  # of one process, on every rank
+
+    @property
+    def layout(self) -> Layout:
+        return self.ours.layout
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """A step that does the same to every element, wherever it lies."""
+        for replica in (self.ours, self.theirs):
+            replica.weights.reshard()
+            for name in replica.parameters:
+                replica.weights._local(name).mul_(1 + 2**-6)
+
+
+def one_rank(way: str, dtype: torch.dtype, *, largest: int | None = None) -> Rank:
+    if largest is not None:
+        fragments.MAX_FRAGMENT_ELEMENTS = largest  # so that tensors are split between rows
+    cluster = Cluster.from_torchrun()
+    model, whole = awkward(dtype), awkward(dtype)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(whole)]
+    layout = partition(shapes, pattern="balanced", fragments=2)
+    WAYS[way](model)
+    shards = Shards(cluster, model, layout, matched_parameters(model, layout))
+    return Rank(
+        cluster=cluster,
+        model=model,
+        ours=Replica(model, layout, gradients=False, weights=shards),
+        theirs=Replica(whole, layout, gradients=False),
+    )
+
+
+def same_weights(rank: Rank) -> bool:
+    """Whether the shards of all ranks, replicas too, have the bits of the whole model."""
+    rank.ours.weights.reshard()
+    same = True
+    for name, parameter in rank.ours.parameters.items():
+        here, there = rank.ours.weights._local(name), rank.theirs.parameters[name].detach()
+        offset, shape = box_of(name, parameter)
+        for dimension, (first, count) in enumerate(zip(offset, shape, strict=True)):
+            there = there.narrow(dimension, first, count)
+        same = same and same_bits(here, there)
+    return rank.cluster.all_agree(same)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def noise(numel: int, seed: int, scale: float = 1e-3) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def command(index: int, codec: str, seq: int = 1, version: int = 0) -> ev.Encode:
+    blob = BlobId(kind=BlobKind.DELTA, fragment=index, version=version, node=NODE, incarnation=1, seq=seq)
+    return ev.Encode(blob=blob, window=version + 1, codec=codec, steps=3, tokens=64)
+
+
+def encoded_by_one(replica: Replica, asked: ev.Encode, residual: Tensor | None) -> Encoded:
+    return encode_delta(replica, asked, replica.take(asked.blob.fragment), EPOCH, 1, residual)
+
+
+def encoded_by_ranks(replica: Replica, asked: ev.Encode, residual: Tensor | None) -> Encoded:
+    packed = pack_at_once(replica, asked, EPOCH, 1, residual)
+    assert packed is not None
+    return finish(packed)
+
+
+def update(layout: Layout, index: int, codec: Codec, version: int, seed: int) -> bytearray:
+    fragment = layout.fragments[index]
+    x = noise(fragment.numel, seed)
+    zero_padding_(fragment, x)
+    header = BlobHeader(codec=codec, fragment=fragment, version=version, base=version - 1, epoch=EPOCH)
+    return pack_blob(header, codec.encode(x, fragment, seed=header.seed))
+
+
+def rounds(way: str, dtype: str, codecs: tuple[str, ...] = CODECS, largest: int | None = None) -> dict[str, Any]:
+    """Several rounds by one process and by ranks, each with its own steps of training, and what differed."""
+    rank = one_rank(way, getattr(torch, dtype), largest=largest)
+    ours, theirs, layout, leads = rank.ours, rank.theirs, rank.layout, rank.cluster.leads
+    differ, compared, blobs = list[str](), 0, xxhash.xxh3_64()
+
+    def check(what: str, equal: bool) -> None:
+        nonlocal compared
+        compared += 1
+        if not equal:
+            differ.append(what)
+
+    version = dict.fromkeys(ours.anchors, 0)
+    for index, fragment in enumerate(layout.fragments):
+        first = theirs.first(index, _digest_of(theirs, index), EPOCH)
+        assert first is not None
+        again = _lead(rank, ours.first, index, _digest_of(theirs, index), EPOCH)
+        if leads:
+            check(f"first anchor of {index}", first == again)
+            check(f"another first anchor of {index}", ours.first(index, 5, EPOCH) is None)
+            ours.go_on()
+        else:
+            ours.follow(lambda: None)
+        assert theirs.install(index, 0, first, EPOCH)
+        check(f"installed {index}", _lead(rank, ours.install, index, 0, bytearray(first), EPOCH) in (True, None))
+        moved = theirs.anchors[index] + noise(fragment.numel, 3 + index)
+        zero_padding_(fragment, moved)
+        blob = pack_anchor(moved, fragment, 0, EPOCH)
+        assert theirs.install(index, 0, bytearray(blob), EPOCH)
+        _lead(rank, ours.install, index, 0, bytearray(blob), EPOCH)
+        check(f"anchor of {index}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]))
+        if leads:
+            check(f"digest of {index}", ours.digests == theirs.digests)
+    for number, spelling in enumerate(codecs):
+        codec = codec_named(spelling)
+        for index, fragment in enumerate(layout.fragments):
+            residual = ours_residual = None
+            if codec.beta:
+                residual = torch.zeros(fragment.numel)
+                ours_residual = torch.zeros(ours.own[index].numel)
+            for turn, mix in enumerate((0.5, 0.0)):
+                rank.train()
+                asked = command(index, spelling, seq=2 * number + turn, version=version[index])
+                one = encoded_by_one(theirs, asked, residual)
+                many = _lead(rank, encoded_by_ranks, ours, asked, ours_residual)
+                told = f"{spelling} of {index}, turn {turn}"
+                if many is not None:
+                    blobs.update(many.data)
+                    check(f"blob by {told}", many.data == one.data and many.offer == one.offer)
+                    check(
+                        f"ratio by {told}",
+                        (many.residual_ratio or 0.0) == pytest.approx(one.residual_ratio or 0.0, rel=1e-9),
+                    )
+                if residual is not None:
+                    lost = ours_residual if leads else ours._residuals[index]
+                    assert lost is not None
+                    check(f"residual by {told}", not _part_differs(rank, index, lost, residual))
+                version[index] += 1
+                down = update(layout, index, codec_named(spelling), version[index], 10 * number + turn)
+                assert not theirs.apply(index, version[index], bytearray(down), spelling, EPOCH, 0), "another digest"
+                theirs.versions[index] = version[index]
+                good = _lead(
+                    rank,
+                    ours.apply,
+                    index,
+                    version[index],
+                    bytearray(down),
+                    spelling,
+                    EPOCH,
+                    theirs.digests[index],
+                )
+                check(f"update by {told}", good in (True, None))
+                check(
+                    f"anchor after {told}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index])
+                )
+                own = ()
+                if turn:
+                    terms = WindowTerms(
+                        fragment=index, window=asked.window, round=0, tau=0, mix=0.0, codec_up=spelling,
+                        codec_down=spelling,
+                    )  # fmt: skip
+                    own = (OwnDelta(blob=asked.blob, terms=terms, data=one.data),)
+                theirs.merge(index, mix, own, 0.3, EPOCH)
+                _lead(rank, ours.merge, index, mix, own, 0.3, EPOCH)
+                check(f"weights after {told}", same_weights(rank))
+                if turn:
+                    start, ahead = ours._starts[index], theirs._starts[index]
+                    check(f"eager start after {told}", not _part_differs(rank, index, start, ahead))
+                    learned = [
+                        theirs.parsed(index, asked.window, asked.blob.version, spelling, EPOCH, one.data),
+                        theirs.parsed(index, version[index], version[index] - 1, spelling, EPOCH, down),
+                    ]
+                    rates = {"outer_lr": 0.7, "lr_sum": 0.3, "alpha": 0.5}
+                    theirs.learn(index, *learned, **rates)
+                    _lead(rank, ours.learn, index, *learned, **rates)
+                    theirs.correct(index, 0.01)
+                    _lead(rank, ours.correct, index, 0.01)
+                    check(
+                        f"drift after {told}", not _part_differs(rank, index, ours.drifts[index], theirs.drifts[index])
+                    )
+                    check(f"corrected weights after {told}", same_weights(rank))
+    for replica in (ours, theirs):
+        for anchor in replica.anchors.values():
+            anchor.mul_(2.0)
+    kept_aside = {name: ours.weights._local(name).clone() for name in ours.parameters}
+    with theirs.anchors_in_place():
+        seen = list[bool]()
+
+        def evaluate() -> float:
+            seen.append(same_weights(rank))
+            return 0.5
+
+        if leads:
+            with ours.anchors_in_place():
+                check("an evaluation", ours.evaluate(evaluate) == 0.5)
+            ours.go_on()
+        else:
+            ours.follow(evaluate)
+        check("weights during an evaluation", seen == [True])
+    restored = all(same_bits(ours.weights._local(name), kept) for name, kept in kept_aside.items())
+    check("weights after an evaluation", restored)
+    sent = _lead(rank, ours.anchor_blob, 0, EPOCH)
+    if leads:
+        check("a snapshot", sent == theirs.anchor_blob(0, EPOCH))
+    kept = sum(anchor.numel() for anchor in ours.anchors.values())
+    return {
+        "differ": differ,
+        "compared": compared,
+        "blobs": blobs.hexdigest(),
+        "kept": kept,
+        "all": sum(f.numel for f in layout.fragments),
+    }
+
+
+def _lead(rank: Rank, work: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """What the lead's work returns; None on the other ranks, which take part."""
+    if not rank.cluster.leads:
+        rank.ours.follow(lambda: None)
+        return None
+    done = work(*given, **options)
+    rank.ours.go_on()
+    return done
+
+
+def _digest_of(whole: Replica, index: int) -> int:
+    fragment = whole.layout.fragments[index]
+    flat = torch.empty(fragment.numel)
+    fragments.flatten_into(fragment, {n: p.detach() for n, p in whole.parameters.items()}, flat)
+    return digest(flat)
+
+
+def _part_differs(rank: Rank, index: int, own: Tensor, whole: Tensor) -> bool:
+    return any(
+        not same_bits(own[start : start + count], whole[place : place + count])
+        for place, start, count in rank.ours.weights.own[index].runs
+    )
+
+
+def faults(way: str) -> dict[str, Any]:
+    """What every rank raises or answers when something is wrong: a NaN in the last rank's shard, damaged updates."""
+    rank = one_rank(way, torch.float32)
+    ours, layout = rank.ours, rank.layout
+    for index in ours.anchors:
+        first = rank.theirs.first(index, _digest_of(rank.theirs, index), EPOCH)
+        assert first is not None
+        _lead(rank, ours.install, index, 0, first, EPOCH)
+    before = {index: anchor.clone() for index, anchor in ours.anchors.items()}
+    codec = codec_named("q4")
+    good = update(layout, 0, codec, 1, 5)
+    cut, flipped = good[:-1], bytearray(good)
+    flipped[-3] ^= 1
+    answers = [_lead(rank, ours.apply, 0, 1, blob, "q4", EPOCH, 0) for blob in (cut, flipped)]
+    untouched = all(same_bits(ours.anchors[index], was) for index, was in before.items())
+    wrong = _lead(rank, ours.apply, 0, 1, bytearray(good), "q4", EPOCH, 0)  # not the announced digest
+    lost = ours.versions[0]
+    snapshot = pack_anchor(rank.theirs.anchors[0], layout.fragments[0], 1, EPOCH)
+    mended = _lead(rank, ours.install, 0, 1, snapshot, EPOCH)
+    name = "experts.down"
+    local = ours.weights._local(name)
+    with torch.no_grad():
+        if rank.cluster.rank == rank.cluster.size - 1:
+            local.reshape(-1)[-1:] = float("nan")
+            assert local.numel()
+    index = next(f.index for f in layout.fragments if name in {slot.name for slot in f.tensors})
+    raised = ""
+    try:
+        _lead(rank, encoded_by_ranks, ours, command(index, "q4"), None)
+    except NonFiniteDelta as error:
+        raised = str(error)
+    return {
+        "answers": answers, "untouched": untouched, "wrong": wrong, "lost": lost, "mended": mended, "raised": raised
+    }  # fmt: skip
+
+
+def refusals() -> dict[str, str]:
+    """What `Shards` and `check_codecs` say of what they cannot take, on every rank."""
+    cluster = Cluster.from_torchrun()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(local: Tensor, placement: Placement, *shape: int) -> DTensor:
+        stride = torch.empty(shape).stride()
+        return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    made = {
+        "partial": sharded(torch.ones(4, 6), Partial(), 4, 6),
+        "gaps": sharded(torch.ones(6), _StridedShard(0, split_factor=3), 12),
+        "shape": sharded(torch.ones(3, 6), Shard(0), 8, 6),
+    }
+    told = {}
+    for what, tensor in made.items():
+        model = nn.Module()
+        model.weight = nn.Parameter(tensor)
+        layout = partition([("weight", tuple(tensor.shape))], pattern="whole")
+        try:
+            Shards(cluster, model, layout, {"weight": model.weight})
+        except LoopError as error:
+            told[what] = str(error)
+    kinds = nn.Module()
+    kinds.weight = nn.Parameter(torch.ones(3, dtype=torch.float32 if cluster.leads else torch.bfloat16))
+    try:
+        Shards(cluster, kinds, partition([("weight", (3,))], pattern="whole"), {"weight": kinds.weight})
+    except LoopError as error:
+        told["types"] = str(error)
+    return told
+
+
+def samples() -> list[list[int]]:
+    """Of a batch of eight, which this rank trains on: over a dimension of data, and over one of tensors (T12)."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    return [list(Cluster.from_torchrun(data).mine(tuple(range(8)))) for data in (mesh["dp"], None)]

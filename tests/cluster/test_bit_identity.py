@@ -1,0 +1,44 @@
+"""T1: whatever the ranks of a node and the placements, its bytes and its weights are those of one process."""
+
+import pytest
+from ranks import ranks
+from sharded_models import rounds
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+FAST = [("rows", 2, "float32"), ("columns", 2, "float32"), ("both", 4, "bfloat16")]
+SLOW = [
+    ("rows", 1, "float32"),
+    ("rows", 3, "float32"),
+    ("rows", 4, "bfloat16"),
+    ("columns", 4, "float32"),
+    ("replicas", 4, "float32"),
+    ("tensor_parallel", 2, "bfloat16"),
+    ("both", 4, "float32"),
+    ("plain", 2, "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "count", "dtype"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_blobs_anchors_residuals_and_weights_are_those_of_one_process(way: str, count: int, dtype: str) -> None:
+    """Nine codecs, two fragments, a merge that mixes and an eager one; no boundary is that of a block."""
+    told = ranks(count, rounds, way=way, dtype=dtype)
+    for of_rank in told:
+        assert of_rank["differ"] == []
+        assert of_rank["compared"] > 100
+    kept = [of_rank["kept"] for of_rank in told]
+    assert sum(kept) == told[0]["all"], "every element has one keeper"
+    assert max(kept) < 1.2 * told[0]["all"] / count
+
+
+def test_a_tensor_in_parts_of_rows_is_no_special_case() -> None:
+    for told in ranks(3, rounds, way="rows", dtype="float32", codecs=("q4",), largest=30_000):
+        assert told["differ"] == [] and told["compared"] > 100
+
+
+def test_any_number_of_ranks_sends_the_same_blobs() -> None:
+    """T3: from equal weights, to the byte; so a cluster may come back with another number of ranks."""
+    sent = {ranks(count, rounds, way="rows", dtype="float32", codecs=("q4", "q4r"))[0]["blobs"] for count in (1, 2, 4)}
+    assert len(sent) == 1

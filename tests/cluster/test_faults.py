@@ -1,0 +1,41 @@
+"""T7, T8, T12: faults and refusals are one answer of all ranks; who trains on which samples."""
+
+import pytest
+from ranks import ranks
+from sharded_models import faults, refusals, samples
+
+from farloop.node.errors import TermsMismatch
+from farloop.node.shards import check_codecs
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+def test_a_nan_in_one_shard_and_damaged_updates_are_one_answer_of_all_ranks() -> None:
+    lead, other = ranks(2, faults, way="rows")
+    assert lead["raised"] == other["raised"], "all ranks raise the same"
+    assert "parameter 'experts.down' holds NaN or Inf after inner step 1; nothing was sent" in lead["raised"]
+    assert lead["answers"] == [False, False] and lead["untouched"] and other["untouched"]
+    assert lead["wrong"] is False and lead["lost"] == -1, "not the announced digest: the lead asks for a snapshot"
+    assert lead["mended"] is True
+
+
+def test_shards_that_are_no_boxes_are_refused_on_all_ranks_alike() -> None:
+    lead, other = ranks(2, refusals)
+    assert lead["partial"] == other["partial"] and "'weight' is sharded as (Partial(sum),), which" in lead["partial"]
+    assert lead["gaps"] == other["gaps"] and "has gaps: shard it by sizes that divide it" in lead["gaps"]
+    assert lead["shape"] == other["shape"] and "has the shape (3, 6), not (4, 6)" in lead["shape"]
+    assert "parameter 'weight' is torch.bfloat16 on rank 1" in lead["types"]
+    assert "parameter 'weight' is torch.float32 on rank 0" in other["types"]
+
+
+def test_ranks_of_one_tensor_parallel_group_train_on_the_same_samples() -> None:
+    by_data, by_rank = zip(*ranks(4, samples), strict=True)
+    assert by_data == ([0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7])
+    assert by_rank == ([0, 4], [1, 5], [2, 6], [3, 7])
+
+
+@pytest.mark.parametrize("spelling", ["topk:k=128", "lowrank", "sketch", "ternary", "randk"])
+def test_codecs_that_need_whole_tensors_are_refused_with_those_that_work(spelling: str) -> None:
+    check_codecs(("fp32", "q4:beta=0.9", "sign", "lattice", "nf4"))
+    with pytest.raises(TermsMismatch, match=f"codec {spelling} needs whole tensors.*fp32, bf16, q8, q4, q4r, e3m0"):
+        check_codecs(("q4", spelling))
