@@ -626,10 +626,11 @@ def _check_tau(spec: RunSpec, tau: int | None) -> None:
 
 
 def _check_ranks(spec: RunSpec, cluster: Cluster) -> None:
-    """Refuse methods whose corrections are on rank 0 alone."""
+    """Refuse methods whose corrections are on rank 0 alone, where the model is not sharded."""
     if spec.terms.inner.control_variates and not cluster.alone:
         raise TermsMismatch(
-            f"the run has control_variates, which this node's {cluster.size} processes would not share; start one"
+            f"the run has control_variates, which this node's {cluster.size} processes would not share; start one, "
+            "or shard the model over them"
         )
 
 

@@ -216,7 +216,7 @@ class Replica:
         except NonFiniteError as error:
             bad = error.index
         squares = [0.0, 0.0] if residual is None or bad >= 0 else [norm_sq(residual), norm_sq(delta)]
-        self.give_back(delta)
+        del delta  # not given back: parts differ in size, and each would keep a buffer
         told = self.weights.gather([bad, *squares])
         if wrong := [place for place, *_ in told if place >= 0]:
             raise NonFiniteDelta(self.tensor_at(index, min(wrong)), inner_step)

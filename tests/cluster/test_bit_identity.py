@@ -30,7 +30,7 @@ def test_blobs_anchors_residuals_and_weights_are_those_of_one_process(way: str, 
         assert of_rank["compared"] > 100
     kept = [of_rank["kept"] for of_rank in told]
     assert sum(kept) == told[0]["all"], "every element has one keeper"
-    assert max(kept) < 1.2 * told[0]["all"] / count
+    assert max(kept) < 1.4 * told[0]["all"] / count, "as even as shards of three experts are"
 
 
 def test_a_tensor_in_parts_of_rows_is_no_special_case() -> None:
