@@ -32,7 +32,7 @@ MERGE_RULES: Final = {
         MergeRule(name="mean", summary="The weighted mean.", linear=True),
         MergeRule(
             name="radial",
-            summary="Of every hidden matrix the mean direction and the mean length, of all else the mean.",
+            summary="The mean direction and the mean length of every hidden matrix, the mean of all else.",
             linear=False,
         ),
     )

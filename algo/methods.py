@@ -96,7 +96,7 @@ METHODS: Final = {
         ),
         Method(
             name="decoupled",
-            summary="Nobody waits: windows close at a quorum and a grace, late deltas count later (arXiv 2604.21428).",
+            summary="No node waits: windows close at a quorum and a grace, late deltas count later (arXiv 2604.21428).",
             pattern="strided",
             h=30,
             tau=5,

@@ -261,7 +261,7 @@ def _check_key(name: str, key: str) -> None:
     name = name.partition(".")[0] if name.partition(".")[0] in OF_NODES else name
     why = STAY.get(name) or (LEARNING_RATE_STAYS.get(name.removeprefix("lr.")) if name.startswith("lr.") else None)
     if why is None and name not in allowed and name in FLAT:
-        why = "nobody has said what would follow"  # a field that is in no class yet
+        why = "the effect of a change is not defined"  # a field that is in no class yet
     if why is not None:
         raise ValueError(f"{key} stays as the run began: {why}")
     if name not in allowed:

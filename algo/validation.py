@@ -344,11 +344,12 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
         require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
     momentum = outer.momentum
     require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
-    require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes 0 alone")
+    require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes only 0")
     for name, (reader, neutral) in _OUTER_ONLY_FOR.items():
         value = terms.value(name)
         require(
-            kind == reader or value == neutral, f"{name} is for the optimizer {reader}, which {terms.method} has not"
+            kind == reader or value == neutral,
+            f"{name} is for the optimizer {reader}, which {terms.method} does not have",
         )
     clip, buffer, spread = outer.clip, outer.buffer, outer.spread
     if clip is not None:

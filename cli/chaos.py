@@ -119,7 +119,7 @@ def _prepare(folder: Path) -> None:
     except OSError as error:
         raise cannot_write(folder, error) from error
     if found:
-        raise CommandError(f"--out: {folder} is not empty ({found[0].name}): a storm needs a folder of its own")
+        raise CommandError(f"--out: {folder} is not empty ({found[0].name}): chaos needs an empty folder")
     (folder / "nodes").mkdir()
 
 

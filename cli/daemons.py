@@ -98,7 +98,7 @@ STANDSTILL_S = 2.0  # without an answer for this long, the event loop is unhealt
 _DIFFERS = {
     "name": "the name differs",
     "model": "the model differs",
-    "layout": "the cut of the model into fragments differs",
+    "layout": "the division of the model into fragments differs",
     "anchor_digests": "the first weights differ",
     "data": "the data differ",
     "evaluation_set": "the evaluation set differs",
@@ -112,11 +112,11 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bo
         CommandError: the flags contradict each other.
     """
     if wanted and rewind:
-        raise CommandError("--adopt-from-nodes goes on from the nodes, --rewind from the folder: give one of them")
+        raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
     if newest and not wanted:
-        raise CommandError("--adopt-newest says what --adopt-from-nodes takes: give that, too")
+        raise CommandError("--adopt-newest needs --adopt-from-nodes: give both")
     if patience_s is not None and not wanted:
-        raise CommandError("--adopt-patience says how long --adopt-from-nodes waits: give that, too")
+        raise CommandError("--adopt-patience needs --adopt-from-nodes: give both")
     if patience_s is not None and not 0 < patience_s < math.inf:
         raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted, as {PATIENCE_S:g}")
     return None if not wanted else PATIENCE_S if patience_s is None else patience_s
@@ -158,7 +158,7 @@ def run_coordinator(
     finally:
         store.close()
     if not finished:
-        typer.echo("stopped before the run's end; the same command goes on with it")
+        typer.echo("stopped before the run's end; the same command continues it")
         return ExitCode.DONE
     typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
     return ExitCode.DONE
@@ -208,9 +208,7 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
 
     store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind))
     if store is None and rewind:
-        raise CommandError(
-            f"{directory} holds no run to go back to; leave out --rewind, or give its folder: --state DIR"
-        )
+        raise CommandError(f"{directory} holds no run to rewind; leave out --rewind, or give its folder: --state DIR")
     if store is None and adopt:
         raise CommandError(
             f"{directory} holds no run, not even an old copy of one; leave out --adopt-from-nodes, or give its folder: "
@@ -224,7 +222,7 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
             _log.info("plan note=%r", note)
         return Store.create(directory, plan.spec, plan.anchors)
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
-        _log.warning("kept %s cause='the run began with it, and goes on with it'", term)
+        _log.warning("kept %s cause='the run keeps the terms that it began with'", term)
     return store
 
 
@@ -288,7 +286,7 @@ def _ask_to_stop(stop: asyncio.Event) -> None:
     if stop.is_set():
         say_error("stopped at once; nothing durable is lost")
         os._exit(ExitCode.INTERRUPTED)
-    _log.info("stopping note='once more stops at once'")
+    _log.info("stopping note='a second signal stops at once'")
     stop.set()
 
 
@@ -357,7 +355,7 @@ def run_node(file: NodeFile) -> ExitCode:
     finally:
         drain.disarm()
     if drain.asked:
-        _log.info("left note='the same command takes part again'")
+        _log.info("left note='the same command rejoins the run'")
         return ExitCode.DONE
     _log.info("finished")
     return ExitCode.DONE

@@ -80,13 +80,15 @@ def run_demo(
         _prepare(plan)
     for note in planned.notes:
         console.print(f"note: {note}")
-    console.print(f"run {plan.out}  (stop with Ctrl-C, go on with: farloop demo --resume {plan.out})", soft_wrap=True)
+    console.print(
+        f"run {plan.out}  (stop with Ctrl-C, continue with: farloop demo --resume {plan.out})", soft_wrap=True
+    )
     # Compile the kernels once, before all processes would do it at the same time.
     with console.status("compiling kernels (once for this machine and version)"):
         warm_for(planned.spec.terms)
     status = final_status(plan.out / "state") or _train(plan, console)
     if status is None:
-        console.print(f"stopped; go on with: farloop demo --resume {plan.out}", soft_wrap=True)
+        console.print(f"stopped; continue with: farloop demo --resume {plan.out}", soft_wrap=True)
         raise typer.Exit(130)
     summary = _finish(plan, planned, status)
     report = write_report(plan.out, summary, plan.out / "state" / "metrics.jsonl", f"farloop demo: {plan.run.method}")
@@ -103,7 +105,9 @@ def _new_folder(method: str) -> Path:
 
 def _prepare(plan: DemoPlan) -> None:
     if (plan.out / "demo.json").exists():
-        raise CommandError(f"--out: {plan.out} holds a run already; go on with --resume {plan.out}, or name another")
+        raise CommandError(
+            f"--out: {plan.out} holds a run already; continue it with --resume {plan.out}, or name another"
+        )
     make_output_folder(plan.out)
     kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
     write_output(plan.out / "demo.json", json.dumps(kept, indent=1))

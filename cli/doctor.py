@@ -91,7 +91,7 @@ def machine(told: Inventory) -> list[Finding]:
     """Network cards, and files that could not be read."""
     found = [_card(nic) for nic in told.nics]
     if not told.nics:
-        fix = "say it in [node] nics, as eth0=ethernet/10gbit; a container may also be given FARLOOP_LABELS"
+        fix = "name it in [node] nics, as eth0=ethernet/10gbit; a container may also be given FARLOOP_LABELS"
         found.append(warn("card", "no network card is visible here", fix))
     if told.unread:
         fix = "run as a user that may read them, or mount /sys; training does without"
@@ -162,7 +162,7 @@ def buffers(found: Limits, way: Way) -> list[Finding]:
         if rate is None or way.rtt_s is None or size is None:
             continue
         product = rate * way.rtt_s
-        detail = f"{key}: {size_text(size)}; the way holds {size_text(product)}"
+        detail = f"{key}: {size_text(size)}; the link needs {size_text(product)}"
         if size < product:
             most = rate_text(8 * size / way.rtt_s)
             fix = f"one connection gets {most} at most: raise the last number of net.ipv4.{key} to {round(2 * product)}"
@@ -202,9 +202,9 @@ def dial_back(address: Address) -> Finding:
         except OSError as error:
             return _not_reached(address, (error.strerror or str(error)).lower())
     if came == token:
-        return ok("address", f"{address} leads back to this machine")
+        return ok("address", f"{address} reaches this machine")
     fix = "[node] address must name this machine, or a port that is forwarded to it"
-    return fail("address", f"{address} is somebody else", fix)
+    return fail("address", f"{address} belongs to another machine", fix)
 
 
 def _answer(server: socket.socket, token: bytes) -> None:
@@ -227,8 +227,9 @@ def _somebody_listens(address: Address, why: str) -> Finding:
 
 def _not_reached(address: Address, why: str) -> Finding:
     fix = (
-        "forward the port, or open it in the firewall. Some routers do not let the inside dial their outside: while "
-        "the node runs, the coordinator says in farloop status --json whether it reaches it"
+        "forward the port, or open it in the firewall. Some routers do not connect an inside "
+        "machine to their outside address: while the node runs, the coordinator says in farloop "
+        "status --json whether it reaches it"
     )
     return warn("address", f"{address} is not reached from here: {why}", fix)
 
@@ -381,7 +382,7 @@ def _allow_list(folder: Path, nodes: int) -> Finding:
     if finding.level != "ok":
         return finding
     names = sorted(path.stem for path in folder.glob("*.pub"))
-    detail = f"{folder}: {', '.join(names) or 'nobody'}"
+    detail = f"{folder}: {', '.join(names) or 'no node'}"
     if len(names) < nodes:
         fix = f"the run waits for {nodes} nodes: put their .pub files there, also while it runs"
         return warn("allow list", detail, fix)
@@ -467,7 +468,7 @@ def wall_clock(url: str) -> Finding:
     # An HTTP date has whole seconds.
     drift = max(0.0, abs((datetime.now(UTC) - theirs).total_seconds()) - 1.0)
     if drift > DRIFT_S:
-        fix = "training does not mind; to compare logs, set both clocks by NTP"
+        fix = "training does not depend on it; to compare logs, set both clocks by NTP"
         return warn("wall clock", f"{drift:.0f} s or more from {page}", fix)
     return ok("wall clock", f"within {DRIFT_S + 1:.0f} s of {page}")
 
@@ -476,7 +477,7 @@ def _no_keys(address: Address) -> Finding:
     if address.is_loopback:
         return ok("keys", "none, and none are needed on loopback")
     fix = "make keys with: farloop keys new DIR"
-    return warn("keys", "insecure = true: anybody may listen and take part", fix)
+    return warn("keys", "insecure = true: anyone can read the traffic and join", fix)
 
 
 def _tried(what: str, path: Path, read: Callable[[Path], object]) -> Finding:

@@ -56,8 +56,8 @@ def _unknown(window: str, fragments: list[int], version: int, newest: list[int],
         return f"{window}: there is none; the run is over, and its last is {latest}"
     if version > latest:
         what = "is open" if version == latest + 1 else "is not open yet"
-        return f"{window} {what}: the newest that closed is {latest}; farloop status shows who is awaited"
-    return f"{window} is known no more: the journal is pruned behind it, and {FILE} does not have it"
+        return f"{window} {what}: the newest that closed is {latest}; farloop status shows which nodes are awaited"
+    return f"{window} is no longer known: the journal was pruned past it, and {FILE} does not have it"
 
 
 def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
@@ -167,7 +167,7 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
 def _waited(facts: dict[str, Any]) -> str:
     if facts["expected"] is None:
         return f"unknown: {FILE} does not have this window"
-    quorum = "for all that were expected" if facts["quorum"] is None else f"for a quorum of {facts['quorum']}"
+    quorum = "for all expected nodes" if facts["quorum"] is None else f"for a quorum of {facts['quorum']}"
     if facts["quorum_s"] is not None:
         quorum += f", reached after {duration_text(facts['quorum_s'])}"
     if facts["grace_s"] is not None:

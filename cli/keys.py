@@ -15,19 +15,19 @@ from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
 
 keys_app = Commands("Create keys for encrypted links and manage the allow list.")
 
-AllowFolder = Annotated[Path, typer.Option("--allow", metavar="DIR", help="The coordinator's [coordinator] allow.")]
+AllowFolder = Annotated[Path, typer.Option("--allow", metavar="DIR", help="The coordinator's folder of public keys.")]
 
 ALLOWED = Path("allowed")
 
 
 @keys_app.command("new")
 def new_keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Made where it is missing.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Created if it is missing.")],
     name: Annotated[
         str, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
     ] = "",
 ) -> None:
-    """Make a key pair: NAME.key stays secret (mode 0600), NAME.pub is for the other side.
+    """Create a key pair: NAME.key is secret (mode 0600), NAME.pub is for the other side.
 
     Example: farloop keys new keys --name paris
     """
@@ -42,22 +42,25 @@ def new_keys(
 @keys_app.command("authorize")
 def authorize_key(
     file: Annotated[
-        Path, typer.Argument(metavar="PUBKEY_FILE", show_default=False, help="The node's .pub; a secret stays there.")
+        Path,
+        typer.Argument(
+            metavar="PUBKEY_FILE", show_default=False, help="The node's .pub file; its .key file stays on the node."
+        ),
     ],
     allow: AllowFolder = ALLOWED,
     name: Annotated[
         str, typer.Option(metavar="NAME", show_default="the file's", help="The node's name in the run.")
     ] = "",
 ) -> None:
-    """Let a node in: its public key goes into the allow folder, also while the coordinator runs.
+    """Admit a node: copy its public key into the allow folder, also while the coordinator runs.
 
     Example: farloop keys authorize paris.pub --allow allowed
     """
     name = name or file.stem
     if authorize(allow, file, name):
-        typer.echo(f"{name} may come in: {allow / f'{name}.pub'}; a coordinator that runs knows within 2 s")
+        typer.echo(f"{name} is admitted: {allow / f'{name}.pub'}; a running coordinator knows within 2 s")
     else:
-        typer.echo(f"{name} may come in already, with this key: {allow / f'{name}.pub'}")
+        typer.echo(f"{name} is already admitted with this key: {allow / f'{name}.pub'}")
 
 
 @keys_app.command("revoke")
@@ -65,18 +68,20 @@ def revoke_key(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As farloop keys list shows it.")],
     allow: AllowFolder = ALLOWED,
 ) -> None:
-    """Shut a node out: its key leaves the allow folder, and a session that it has ends.
+    """Remove a node's key from the allow folder, and end its session.
 
     Example: farloop keys revoke paris --allow allowed
     """
     if twins := revoke(allow, name):
-        raise CommandError(f"{name}.pub is gone, but its key may still come in as {', '.join(twins)}: revoke that too")
-    typer.echo(f"{name} may come in no more; a coordinator that runs ends its session within 2 s")
+        raise CommandError(
+            f"{name}.pub is removed, but its key is still admitted as {', '.join(twins)}: revoke that too"
+        )
+    typer.echo(f"{name} is no longer admitted; a running coordinator ends its session within 2 s")
 
 
 @keys_app.command("list")
 def list_keys(allow: AllowFolder = ALLOWED) -> None:
-    """Show who may come in: a name and a public key a line. Ends with 2 where a file cannot be used.
+    """List the admitted nodes: one name and public key per line. Exits with 2 if a file cannot be used.
 
     Example: farloop keys list --allow allowed
     """
@@ -85,9 +90,9 @@ def list_keys(allow: AllowFolder = ALLOWED) -> None:
     for name, words, good in found:
         typer.echo(f"{name:<{width}}  {words if good else f'unusable: {words}'}")
     if not found:
-        typer.echo(f"nobody may come in: {allow} holds no .pub file")
+        typer.echo(f"no node is admitted: {allow} holds no .pub file")
     if bad := [name for name, _, good in found if not good]:
-        raise CommandError(f"nobody new is let in until these are mended or revoked: {', '.join(bad)}")
+        raise CommandError(f"no new node is admitted until these files are fixed or revoked: {', '.join(bad)}")
 
 
 def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
@@ -149,7 +154,7 @@ def authorize(folder: Path, public_path: Path, name: str) -> bool:
         raise CommandError(f"{error}; give it one with --name") from error
     if public_path.suffix == ".key":
         raise CommandError(
-            f"{public_path} is a secret key by its name, and stays where it was made; "
+            f"{public_path} is a secret key by its name, and must stay on its node; "
             f"authorize {public_path.with_suffix('.pub').name}"
         )
     key = load_public(public_path)
@@ -191,7 +196,7 @@ def revoke(folder: Path, name: str) -> list[str]:
     """
     files = {path.stem: path for path in key_files(folder)}
     if name not in files:
-        raise CommandError(f"{folder} holds no key of {name!r}; it holds those of: {', '.join(files) or 'nobody'}")
+        raise CommandError(f"{folder} holds no key of {name!r}; it holds those of: {', '.join(files) or 'no node'}")
     path = files.pop(name)
     key = _key_or_none(path)
     try:

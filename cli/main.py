@@ -258,7 +258,7 @@ def explain(
     state: StateFolder = STATE,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why a window closed: expected nodes, arrivals, weights, and who is missing and why.
+    """Explain why a window closed: expected nodes, arrivals, weights, and which nodes are missing and why.
 
     Example: farloop explain f0:812
     """

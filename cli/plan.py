@@ -48,7 +48,7 @@ def plan(
     plot: Plot = None,
     layout: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Write the layout file for [pipeline] layout."),
+        typer.Option(metavar="FILE", show_default=False, help="Write the layout file of a pipeline."),
     ] = None,
     epoch: Annotated[
         int | None, typer.Option(show_default="that of the file + 1", help="Epoch of the written layout.")
@@ -130,7 +130,7 @@ def plan(
         for text in laid.lines() if laid is not None else ():
             typer.echo(text)
         if words:
-            typer.echo(f"\nTo put these rates in place, beside the coordinator's state folder:\n\n{_line(words)}\n")
+            typer.echo(f"\nTo apply these rates, next to the coordinator's state folder:\n\n{_line(words)}\n")
         elif why_not:
             typer.echo(f" not put in place: {why_not}")
 

@@ -59,7 +59,7 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
         _log.error("ranks failed codes=%r", str(codes))
         return outcome(codes)
     except SignalException:
-        _log.info("left note='the same command takes part again'")
+        _log.info("left note='the same command rejoins the run'")
     finally:
         del store
     return ExitCode.DONE

@@ -44,9 +44,9 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     from farloop.config.admin_client import asked
 
     answer = asked({"do": "release", **({"nodes": node} if node else {})}, state)
-    typer.echo(f"not believed any more: {answer['held']}")
+    typer.echo(f"rejected: {answer['held']}")
     still = answer.get("still")
-    typer.echo(f"the run is still held: {still}" if still else "the run goes on")
+    typer.echo(f"the run is still held: {still}" if still else "the run continues")
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:

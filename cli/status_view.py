@@ -246,7 +246,7 @@ def draw_network(status: Status) -> RenderableType:
         parts += [Text(), _links(seen["links"])]
     watch = status.get("watch")
     if watch is not None and watch["adapt"] != "off":
-        told = anomaly_lines(status) or [watch["why_not"] or "nobody is slower than in its own rounds before"]
+        told = anomaly_lines(status) or [watch["why_not"] or "no node is slower than in its earlier rounds"]
         parts += [Text(), *(Text(line, style="dim") for line in told)]
     return Padding(Group(*parts), MARGIN)
 

@@ -43,8 +43,8 @@ _MEANINGS = {
     ExitCode.REFUSED: "refused (do not retry)",
     ExitCode.BROKEN_NUMBERS: "NaN or Inf in the weights",
     ExitCode.UNREACHABLE: "unreachable (retry)",
-    ExitCode.STORAGE: "storage failed (see to the disk, then retry)",
-    ExitCode.INTERRUPTED: "stopped at once by a signal (start again to go on)",
+    ExitCode.STORAGE: "storage failed (check the disk, then retry)",
+    ExitCode.INTERRUPTED: "stopped at once by a signal (start again to continue)",
 }
 
 EPILOG = "Exit codes: " + ", ".join(f"{code.value} {code.meaning}" for code in ExitCode) + "."

@@ -157,7 +157,7 @@ def _made(file: _File) -> plain.Inventory:
                 links[ends] = found
     if file.delay_s is not None:
         if links:
-            raise ValueError("delay_s stands beside links; give one of them")
+            raise ValueError("delay_s and links are both given; give one of them")
         links = _matrix(file.delay_s, [node.name for node in nodes])
     fields = {**file.plan.model_dump(), "bits": tuple(file.plan.bits)}
     if file.plan.mode is not None:
@@ -191,9 +191,9 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
     max_layers = node.max_layers
     if node.memory_bytes is not None:
         if max_layers is not None:
-            raise ValueError(f"{where}: memory_bytes stands beside max_layers; give one of them")
+            raise ValueError(f"{where}: memory_bytes and max_layers are both given; give one of them")
         if not model.layer_bytes:
-            raise ValueError(f"{where}: memory_bytes is given; [model] layer_bytes has to say what a layer takes")
+            raise ValueError(f"{where}: memory_bytes needs [model] layer_bytes, the memory of one layer")
         max_layers = int(node.memory_bytes // model.layer_bytes)
         if max_layers < 1:
             raise ValueError(f"{where}: memory_bytes is {node.memory_bytes:g}; one layer takes {model.layer_bytes:g}")
@@ -207,7 +207,9 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
         for card in node.nics
     )
     if node.address and node.count > 1 and "{n}" not in node.address:
-        raise ValueError(f"{where}: address is one for {node.count} nodes; {{n}} in it stands for each one's number")
+        raise ValueError(
+            f"{where}: address is one for {node.count} nodes; {{n}} in it stands for the number of each node"
+        )
     entries = each(node.name, node.address, node.count)
     for address in filter(None, (address for _, address in entries)):
         _in_place(lambda address=address: parse_tcp(address), f"{where}.address")
@@ -312,7 +314,7 @@ def tables_of(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {(error.strerror or 'no such file').lower()}") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON: {error}") from None
+        raise ConfigError(f"{path}: is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: an object with model, nodes and links is wanted")
     return found
@@ -368,10 +370,10 @@ def live_inventory(
     """
     seen = status.get("inventory")
     if not isinstance(seen, dict) or not seen.get("nodes"):
-        raise CommandError("this coordinator tells no inventory in its status; give one with --inventory")
+        raise CommandError("the status of this coordinator has no inventory; give one with --inventory")
     here = [node for node in seen["nodes"] if node["name"] not in away(status)]
     if not here:
-        raise CommandError("no node is connected to this coordinator now: there is nobody to plan for")
+        raise CommandError("no node is connected to this coordinator, so there is nothing to plan")
     tables: dict[str, Any] = tables_of(file) if file is not None else {}
     where = str(file) if file is not None else "the coordinator's inventory"
     tables.setdefault("model", {"layers": 1})

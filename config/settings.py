@@ -394,9 +394,9 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     settings.check("pipeline", "codec", _check_codec)
     for key in ("patience_s", "late_s", "liveness_s"):
         if not 0.0 < values[key] < math.inf:
-            raise settings.error("pipeline", key, f"{values[key]:g} is no time; seconds above 0 are wanted")
+            raise settings.error("pipeline", key, f"{values[key]:g} is not a duration; seconds above 0 are wanted")
     if values["peers"] is not None and node["key"] is None:
-        raise settings.error("pipeline", "peers", "goes with [node] key (this side's secret key), which is missing")
+        raise settings.error("pipeline", "peers", "needs [node] key (this side's secret key), which is missing")
     settings.check("pipeline", "bind", lambda text: parse_tcp(text, listens=True))
     try:
         layout, addresses = read_layout(values["layout"])
@@ -489,7 +489,7 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
         if (section, name) in _SHARES and value is not None:
             most, what = _SHARES[section, name]
             if not (0.0 <= value <= most and value < math.inf):
-                raise settings.error(section, name, f"{value:g} is no {what}")
+                raise settings.error(section, name, f"{value:g} is not a {what}")
     for section, name, rule in (
         ("run", "model", check_model_name),
         ("run", "codec_up", _check_codec),
@@ -521,7 +521,7 @@ def _check_codec(spelling: str) -> None:
 
 def _check_fingerprint(text: str) -> None:
     if not re.fullmatch("[0-9a-f]{16}", text):
-        raise ValueError("16 hex digits are wanted, as the coordinator says them at its start")
+        raise ValueError("16 hex digits are wanted; the coordinator prints them at its start")
 
 
 def _check_http_port(settings: Settings, section: str, bind: str) -> None:
@@ -541,14 +541,14 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
     for key, other in (("key", partner), (partner, "key")):
         if values[key] is not None and values[other] is None:
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"
-            raise settings.error(section, key, f"goes with {other} ({what}), which is missing")
+            raise settings.error(section, key, f"needs {other} ({what}), which is missing")
     open_to_all = values["key"] is None and not values["insecure"]
     if open_to_all and not parse_tcp(values[address], listens=True).is_loopback:
         raise settings.error(
             section,
             address,
             f"{values[address]} goes beyond this machine, so key and {partner} are required (make keys with: farloop "
-            "keys new DIR), or insecure = true to let anybody listen and take part",
+            "keys new DIR), or insecure = true, which lets anyone read the traffic and join",
         )
     if refused := congestion_refused(values["congestion"]) if values["congestion"] else None:
         raise settings.error(section, "congestion", refused.partition(": ")[2])

@@ -95,7 +95,9 @@ def parse_tcp(text: str, *, listens: bool = False) -> Address:
                          f"farloop speaks tcp:// only, not {scheme}://")  # fmt: skip
     address = parse_host_port(text.removeprefix("tcp://"), listens=listens)
     if not listens and address.host in ANY_HOST:
-        raise ValueError(f"{address.host} means every interface and is no place to dial; name the coordinator's host")
+        raise ValueError(
+            f"{address.host} means every interface, so a node cannot connect to it; name the coordinator's host"
+        )
     return address
 
 
@@ -109,7 +111,7 @@ def parse_host_port(text: str, *, listens: bool = False) -> Address:
         raise ValueError(f"{example}, not {text!r}")
     least = 0 if listens else 1
     if not port.isascii() or not port.isdecimal() or not least <= int(port) <= 65535:
-        raise ValueError(f"{port!r} is no port; take one from {least} to 65535")
+        raise ValueError(f"{port!r} is not a port; take one from {least} to 65535")
     return Address(host=host, port=int(port))
 
 
@@ -149,7 +151,7 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
         line = lines.get((section, 0, ""), lines.get(("", 0, section)))
         where = _origin(path, line)
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {section} stands outside of a section; put it below {_listed(sections)}")
+            raise ConfigError(f"{where}: {section} is outside of a section; put it below {_listed(sections)}")
         if section not in sections:
             raise ConfigError(f"{where}: there is no section [{section}] here; {nearest(section, sections)}")
         for key, value in table.items():

@@ -128,7 +128,8 @@ class FolderChanged(StorageError):
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(
-            path, f"{detail}; this coordinator stops. See who did that: one coordinator at a time may use the folder"
+            path,
+            f"{detail}; this coordinator stops. Find the process that did it: only one coordinator may use the folder",
         )
         self.detail = detail
 

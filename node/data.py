@@ -147,7 +147,7 @@ def load_corpus(path: Path | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES)
         reading.add(file)
     if not reading.documents:
         where = "the standard library (name a text with --data)" if path is None else path
-        found = f"{reading.skipped} not UTF-8, the rest empty" if reading.skipped else "nothing, or empty files alone"
+        found = f"{reading.skipped} not UTF-8, the rest empty" if reading.skipped else "no file, or only empty files"
         raise CorpusError(f"no text in {where} ({found}); name a text file, a JSONL file or a folder of those")
     validation, train = _split([reading.documents[key] for key in sorted(reading.documents)])
     return Corpus(

@@ -48,7 +48,7 @@ class NonFiniteDelta(NodeError):
         self.parameter = parameter
         super().__init__(
             f"parameter {parameter!r} holds NaN or Inf after inner step {step}; nothing was sent. "
-            "Lower the learning rate or look at the data; a restart goes on from the anchors"
+            "Lower the learning rate or look at the data; a restart continues from the anchors"
         )
 
 

@@ -502,8 +502,8 @@ def join(
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is no node name, only one of `key` and `server_key` was given, `rate`, `clip` or `buffers` is
-            none of its words, or `timeout_s` is NaN or negative.
+        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip` or `buffers`
+            is none of its words, or `timeout_s` is NaN or negative.
     """
     for argument, value in (("rate", rate), ("clip", clip)):
         if value not in get_args(Whose):

@@ -154,8 +154,8 @@ def parse_nics(text: str) -> dict[str, LabelSource]:
         name, separator, value = part.partition("=")
         told = parse_nic(value) if separator and name.strip() else None
         if told is None:
-            raise ValueError(f"{part!r} is no card: name=kind/rate is wanted, as eth0=roce-v2/100gbit; kinds are "
-                             f"{', '.join(KINDS)}")  # fmt: skip
+            raise ValueError(f"{part!r} is not a network card: name=kind/rate is wanted, as eth0=roce-v2/100gbit; "
+                             f"kinds are {', '.join(KINDS)}")  # fmt: skip
         found[name.strip()] = told
     return found
 

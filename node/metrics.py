@@ -88,7 +88,7 @@ class Metrics(Collector):
         yield self._gauge("connected", "1 while a session with the coordinator is open.", float(connected))
         yield self._gauge("alone", "1 while it trains without the coordinator, or without the others.", float(alone))
         yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
-        yield self._gauge("tokens_per_second", "Tokens trained on a second.", progress.tokens_per_s)
+        yield self._gauge("tokens_per_second", "Tokens trained on per second.", progress.tokens_per_s)
         yield self._gauge(
             "compute_share_ratio",
             "Share of wall time that the training loop had for itself; 1 is best.",
@@ -98,13 +98,19 @@ class Metrics(Collector):
             yield self._gauge("loss_nats", "Training loss of the last inner step.", progress.loss)
         yield self._counter("inner_steps", "Inner steps since the node's start.", progress.inner_steps)
         yield self._counter("tokens", "Tokens trained on since the node's start.", progress.tokens)
-        yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
-        yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
-        yield self._counter("anchor_mismatches", "Anchors without their digest, replaced.", self.mismatches)
         yield self._counter(
-            "skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", progress.skipped_steps
+            "blocked_seconds", "Time in which training waited for the link or other nodes.", progress.blocked_s
         )
-        yield self._counter("skipped_sends", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
+        yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
+        yield self._counter(
+            "anchor_mismatches", "Anchors that did not match their digest and were replaced.", self.mismatches
+        )
+        yield self._counter(
+            "skipped_steps", "Inner steps that were skipped: NaN or Inf in the gradient.", progress.skipped_steps
+        )
+        yield self._counter(
+            "skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", progress.skipped_turns
+        )
         moved = [
             ((direction, kind), count)
             for direction, counts in zip(("up", "down"), moved_by(progress), strict=True)
@@ -113,8 +119,8 @@ class Metrics(Collector):
         yield self._family(CounterMetricFamily, "bytes", "All bytes, up and down, by kind.", moved, "direction", "kind")
         seconds, codec_s = self._spent
         times = [((activity,), value) for activity, value in seconds.items()]
-        yield self._family(CounterMetricFamily, "time_seconds", "Wall time by what it went into.", times, "activity")
-        yield self._counter("codec_seconds", "The thread that encodes deltas worked.", codec_s)
+        yield self._family(CounterMetricFamily, "time_seconds", "Wall time by activity.", times, "activity")
+        yield self._counter("codec_seconds", "Time in which the encoder thread worked.", codec_s)
         if self._piped is not None:
             yield from self._pipeline(*self._piped)
         held = [((str(fragment),), version) for fragment, version in versions.items()]
@@ -122,7 +128,7 @@ class Metrics(Collector):
         yield self._family(GaugeMetricFamily, "fragment_version", meaning, held, "fragment")
         if self._lost:
             lost = [((str(fragment),), ratio) for fragment, ratio in sorted(self._lost.items())]
-            meaning = "Norm of what error feedback holds back, over that of the delta; a dense codec stays below 1."
+            meaning = "Norm of the residual of error feedback over that of the delta; a dense codec stays below 1."
             yield self._family(GaugeMetricFamily, "residual_ratio", meaning, lost, "fragment")
 
     def _pipeline(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> Iterable[Metric]:

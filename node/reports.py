@@ -23,8 +23,8 @@ IsolationKind = Literal["", "without the coordinator", "not merged", "merged alo
 SENTENCES: Final[dict[IsolationKind, str]] = {
     "": "",
     "without the coordinator": "trains without the coordinator: no session",
-    "not merged": f"nothing of it was merged in the last {ROUNDS} rounds",
-    "merged alone": f"nobody else was merged in the last {ROUNDS} rounds",
+    "not merged": f"no delta of this node was merged in the last {ROUNDS} rounds",
+    "merged alone": f"no other node was merged in the last {ROUNDS} rounds",
 }
 
 
@@ -112,12 +112,12 @@ _log = logging.getLogger(__name__)
 _WHY: Final[dict[Stage, str]] = {
     "joining": "this node begins anew: it has no anchors of the run",
     "ready": "all fragments are here",
-    "training": "a round begins that it takes part in",
-    "finishing": "its last round is over: what it has sent is waited for",
+    "training": "it takes part in the round that begins",
+    "finishing": "its last round is over: it waits for the outcome of what it sent",
     "draining": "it was asked to leave, and finishes what it has begun",
     "finished": "the run is over",
-    "left": "nothing that it has sent is open any more",
-    "stopped": "it was refused, or cannot go on",
+    "left": "all that it sent has an outcome",
+    "stopped": "it was refused, or cannot continue",
 }
 
 

@@ -126,7 +126,7 @@ def _losses(axes: Axes, processes: "Processes") -> None:
     curves = (
         (learning.alone, MUTED, 4.0, "one process"),
         (learning.whole, SERIES[0], 1.6, "four stages"),
-        (learning.skipping, SERIES[2], 1.6, f"… {100 * learning.skipping.skipped:.0f} % left out"),
+        (learning.skipping, SERIES[2], 1.6, f"… {100 * learning.skipping.skipped:.0f} % skipped"),
     )
     for found, colour, width, label in curves:
         axes.plot(range(1, len(found.losses) + 1), found.losses, color=colour, linewidth=width, label=label)
@@ -180,7 +180,7 @@ def _title(drawn: Figure, inventory: Inventory, plan: Plan) -> None:
         f"{100 * plan.compute_share:.0f} % of a round computes" if plan.round_s and plan.compute_share else "",
     ]
     if plan.suspects:
-        words.append(f"{len(plan.suspects)} links not believed")
+        words.append(f"{len(plan.suspects)} suspect links not used")
     drawn.supxlabel("   ·   ".join(word for word in words if word), color=MUTED, fontsize=9.5, x=0.012, ha="left")
 
 
@@ -259,7 +259,7 @@ def _ways(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) ->
         loc="upper center",
         bbox_to_anchor=(0.5, -0.015),
         ncols=min(5, len(handles)),
-        title=f"sources (squares) and their step{'' if len(sources) <= len(shown) else ', the slowest'}",
+        title=f"sources (squares) and their step time{'' if len(sources) <= len(shown) else ', the slowest'}",
         title_fontsize=8.5,
         fontsize=8.5,
         handlelength=1.4,
@@ -338,7 +338,7 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) ->
     axes.set_xlim(-0.55, 1.12)
     axes.set_ylim(len(order) - 0.4, -0.8)
     axes.set_axis_off()
-    axes.set_title("who syncs with the coordinator, at how many bits and every how many steps")
+    axes.set_title("sync of each node with the coordinator: bits, and inner steps between syncs")
 
 
 def _step(axes: Axes, plan: Plan) -> None:
@@ -365,7 +365,7 @@ def _lost(axes: Axes, plan: Plan) -> None:
     found = plan.alternatives
     if not found:
         axes.set_axis_off()
-        axes.text(0.0, 0.9, "There was nothing to choose.", color=MUTED, transform=axes.transAxes)
+        axes.text(0.0, 0.9, "No alternative was planned.", color=MUTED, transform=axes.transAxes)
         return
     bars: list[tuple[str, float, float, str]] = []
     for of in dict.fromkeys(one.of for one in found):

@@ -75,7 +75,7 @@ def _aims(axes: Axes, trainings: Sequence[Training], aims: Sequence[float]) -> N
     line: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "color": MUTED, "va": "top", "fontsize": 9}
     beside(axes, f"{AIM:.0%}", (0, AIM), (4, -4), **line)
     place: dict[str, Any] = {"xycoords": "axes fraction", "annotation_clip": False}
-    beside(axes, f"Gbit/s that {AIM:.0%} takes", (1.0, 1.0), (22, 12), color=MUTED, fontsize=9, **place)
+    beside(axes, f"Gbit/s for {AIM:.0%}", (1.0, 1.0), (22, 12), color=MUTED, fontsize=9, **place)
     for number, (training, aim) in enumerate(zip(trainings, aims, strict=True)):
         color = _color(number)
         axes.plot([aim], [AIM], marker="o", markersize=7, color=color, markeredgecolor="white", zorder=20 + number)
@@ -128,7 +128,7 @@ _BINS: Final = 72  # points of a timeline
 _WORDS: Final = {
     "count": "machines",
     "machines": "machines of a node",
-    "crashes_per_hour": "crashes of a machine in an hour",
+    "crashes_per_hour": "crashes per machine and hour",
     "repair_s": "seconds of a repair",
 }
 """What swept keys are called below the axis."""
@@ -147,7 +147,7 @@ def draw_flow(path: Path, scenario: FlowScenario, found: Sequence[Row]) -> None:
             _timelines(left, found)
         _bars(right, last)
         where = f" at {found[-1].value:,.12g} {_words(scenario.sweep.key)}" if scenario.sweep else ""
-        right.set_title(f"where machine-seconds go{where}")
+        right.set_title(f"machine-seconds by activity{where}")
 
 
 def _curves(axes: Axes, scenario: FlowScenario, found: Sequence[Row]) -> None:

@@ -20,14 +20,14 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class KeyFileError(Exception):
-    """A key file is missing, malformed, or not its owner's alone; one line with the mend."""
+    """A key file is missing, malformed, or not its owner's alone; one line with the fix."""
 
 
 def check_name(name: str) -> NodeId:
     """A node's name, or ValueError: letters, digits, '.', '_' and '-', at most 63."""
     if not _NODE_NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no node name: letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
+            f"{name!r} is not a node name: letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
         )
     return NodeId(name)
 
@@ -62,7 +62,7 @@ def load_secret(path: Path) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     mode, user = stat.S_IMODE(found.st_mode), os.geteuid()
     if not stat.S_ISREG(found.st_mode):
-        raise KeyFileError(f"{path} is no file; make a pair with: farloop keys new DIR")
+        raise KeyFileError(f"{path} is not a file; make a pair with: farloop keys new DIR")
     if found.st_uid != user:
         raise KeyFileError(
             f"{path} holds a secret and belongs to another user (uid {found.st_uid}, this one is {user}); "
@@ -83,7 +83,7 @@ def load_public(path: Path) -> bytes:
 def _checked(path: Path, content: bytes) -> bytes:
     key = content.strip()
     if not _Z85.fullmatch(key):
-        raise KeyFileError(f"{path} is no key file: one line of 40 characters of Z85 is wanted")
+        raise KeyFileError(f"{path} is not a key file: one line of 40 characters of Z85 is wanted")
     return key
 
 

@@ -161,7 +161,7 @@ def terms_after(ref: AnchorRef, held: Sequence[Held]) -> WindowTerms | None:
                 return terms
         if ref.fragment in one.final:
             return None
-    raise Unknown(f"nobody tells under which terms fragment {ref.fragment} goes on after version {ref.version}")
+    raise Unknown(f"no node tells under which terms fragment {ref.fragment} goes on after version {ref.version}")
 
 
 def revisions_since(ledger: Ledger, held: Sequence[Held]) -> tuple[Revision, ...]:
@@ -194,7 +194,7 @@ def rounds_since(
         before = plans[index - 1]
         plan = told.get(index) or plans.get(index) or round_after(terms.of_round(index), before)
         if plan is None or plan.start != before.start + before.length:
-            raise Unknown(f"nobody tells where round {index} begins, and by the run's rule the others do not fit")
+            raise Unknown(f"no node tells where round {index} begins, and by the run's rule the others do not fit")
         plans[index] = plan
     return tuple(plan for index, plan in plans.items() if ledger.rounds.get(index) != plan)
 
@@ -335,7 +335,7 @@ class Adoption:
         self._alarms.pop(about, None)
         if wrong is None:
             return replace(held, anchors=refs)
-        self._alarms[about] = f"what it tells beside its anchors is not believed: {wrong}"
+        self._alarms[about] = f"what it reports besides its anchors is rejected: {wrong}"
         return msg.Held(anchors=refs, windows=(), final=(), rounds=(), revisions=())
 
     def _parted(self, node: NodeId, session: int, now: float) -> None:
@@ -389,8 +389,8 @@ class Adoption:
             who = ", ".join(found.witnesses(alone))
             return self._wait(
                 f"you to decide: node {who} alone knows version {alone.version} of fragment {alone.fragment}, and "
-                "nobody confirms its digest; start with --adopt-from-nodes --adopt-newest if you believe that node, "
-                f"or shut it out with farloop keys revoke {who} and start again"
+                "no other node confirms its digest; start with --adopt-from-nodes --adopt-newest if you believe that "
+                f"node, or shut it out with farloop keys revoke {who} and start again"
             )
         lacking = {f: ref for f, ref in found.wanted.items() if not self._has(ref)}
         if lacking:

@@ -118,7 +118,7 @@ def _check_follow(before: Terms, after: Terms, differ: list[Change], speak: Mapp
     keys = nodes_must_hear(before, after)
     if keys and deaf:
         raise ValueError(
-            f"{keys[0]} is what nodes follow by themselves, and {', '.join(deaf)} cannot be told of a change: start "
+            f"nodes follow {keys[0]} by themselves, and {', '.join(deaf)} cannot be told of a change: start "
             "them with a farloop of this version first"
         )
     for change in differ:

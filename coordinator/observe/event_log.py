@@ -126,7 +126,7 @@ class EventLog:
             if what not in self._alarms:
                 self._tell("alarm", "", kind_of_alarm(what), f"{what}: {why}", "", now)
         for what in self._alarms.keys() - alarms.keys():
-            self._tell("over", "", kind_of_alarm(what), f"{what}: mended", "", now)
+            self._tell("over", "", kind_of_alarm(what), f"{what}: resolved", "", now)
         kinds = [kind_of_alarm(what) for what in alarms]
         for kind in {*kinds, *(kind_of_alarm(what) for what in self._alarms)}:
             self._metrics.alarm.labels(kind).set(kinds.count(kind))

@@ -40,11 +40,11 @@ class LinkMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, labelnames=["source", "target"], registry=registry)
         self._gauges = {
-            "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last echoes."),
+            "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last round trips."),
             "bytes_per_s": gauge(
-                "farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start."
+                "farloop_link_measured_bytes_per_second", "Rate at the receiver after TCP slow start."
             ),
-            "age_s": gauge("farloop_link_measurement_age_seconds", "Since that was measured last."),
+            "age_s": gauge("farloop_link_measurement_age_seconds", "Time since the rate was last measured."),
             "retransmit_ratio": gauge("farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again."),
         }
         self._shown: set[tuple[str, str, str]] = set()
@@ -74,21 +74,23 @@ class Metrics:
         histogram = partial(Histogram, registry=registry)
         ProcessCollector(registry=registry)
         self.info = gauge(
-            "farloop_run_info", "The run that this is; always 1.", ["run", "method", "codec_up", "codec_down"]
+            "farloop_run_info",
+            "Name, method and codecs of the run; always 1.",
+            ["run", "method", "codec_up", "codec_down"],
         )
         self.position = gauge("farloop_position_steps", "Highest schedule position of the live nodes.")
         self.round = gauge("farloop_round", "The run's current round.")
         self.steps = gauge("farloop_run_steps", "Schedule positions of the whole run.")
         self.h = gauge("farloop_h_steps", "Inner steps between two sends of a fragment.")
         self.h_max = gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.")
-        self.learning_rate = gauge("farloop_learning_rate", "At the run's position; H grows as it falls.")
+        self.learning_rate = gauge("farloop_learning_rate", "Learning rate at the run's position; H grows as it falls.")
         self.epoch = gauge("farloop_epoch", "Incarnation of the coordinator's state.")
         self.version = gauge("farloop_fragment_version", "Committed version.", ["fragment"])
         self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per token.", registry=None)
         self._scored = False
         self.nodes = gauge(
             "farloop_nodes",
-            "Nodes by what they are; those that were expected and merged are of the window that closed last.",
+            "Nodes by state; expected and merged count the window that closed last.",
             ["state"],
         )
         self.alarms = gauge("farloop_alarms", "What needs attention now; the status page says what.")
@@ -97,7 +99,7 @@ class Metrics:
         self.drops = counter("farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"])
         self.refusals = counter("farloop_refusals", "Greetings refused.", ["reason"])
         self.rejected_peers = counter(
-            "farloop_rejected_peers", "Greetings, frames and keys that were not heard.", ["reason"]
+            "farloop_rejected_peers", "Greetings, frames and keys that were rejected.", ["reason"]
         )
         self.alarm = gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"])
         self.events = counter("farloop_events", "Refusals, drops, ends and alarms.", ["kind", "reason"])
@@ -112,7 +114,7 @@ class Metrics:
         )
         self._anomalies_shown: set[tuple[str, str]] = set()
         self.anomaly_actions = counter(
-            "farloop_anomaly_actions", "Rungs of the ladder against them: done, or advised.", ["action", "how"]
+            "farloop_anomaly_actions", "Actions against anomalies: done, or only advised.", ["action", "how"]
         )
         self.update_bytes = counter("farloop_update_bytes", "Encoded updates committed.")
         self.delta_norm = gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"])
@@ -123,7 +125,7 @@ class Metrics:
         self.journal_seconds = histogram("farloop_journal_seconds", "Making one commit durable.", buckets=buckets)
         self.window_seconds = histogram(
             "farloop_window_seconds",
-            "How long windows took: from the opening to the quorum, to the end of waiting, and from there on.",
+            "Duration of windows, by phase: until the quorum, until the end of waiting, until the commit.",
             ["phase"],
             buckets=(0.01, 0.05, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
         )
@@ -132,16 +134,16 @@ class Metrics:
         )
         self.late_seconds = gauge(
             "farloop_node_arrival_seconds",
-            "From the opening of the last window that merged the node to its delta; 0 where that was there before.",
+            "Time from the opening of the last window that merged the node to its delta; 0 if it came before.",
             ["node"],
         )
         self.staleness = gauge(
-            "farloop_node_staleness_versions", "Versions that the node's last merged delta was behind.", ["node"]
+            "farloop_node_staleness_versions", "Staleness of the node's last merged delta, in versions.", ["node"]
         )
         self.node_norm = gauge("farloop_node_delta_norm", "Norm of the node's last merged delta.", ["node"])
         self.cosine = gauge(
             "farloop_node_delta_cosine_ratio",
-            "Of the node's last merged delta with the mean of the others, where there are three and more.",
+            "Cosine of the node's last merged delta with the mean of the others, of three or more.",
             ["node"],
         )
         self.link_bytes = counter(
@@ -150,30 +152,36 @@ class Metrics:
             ["node", "direction", "kind"],
         )
         self.link_resends = counter(
-            "farloop_link_resends", "Blobs begun again from what had arrived, and control frames sent again.", ["node"]
+            "farloop_link_resends", "Blobs resumed after an interruption, and control frames sent again.", ["node"]
         )
-        self.link_in_flight = gauge("farloop_link_in_flight_bytes", "Sent to the node and not acknowledged.", ["node"])
+        self.link_in_flight = gauge(
+            "farloop_link_in_flight_bytes", "Bytes sent to the node and not yet acknowledged.", ["node"]
+        )
         self.link_rate = gauge(
             "farloop_link_bytes_per_second",
-            "How fast blobs to the node have lately been acknowledged; the least that is assumed is 65536.",
+            "Recent rate of acknowledged blobs to the node; at least 65536 is assumed.",
             ["node"],
         )
-        self.egress_price = gauge("farloop_egress_price_per_gigabyte", "As set, in whatever currency; 0: none is set.")
+        self.egress_price = gauge(
+            "farloop_egress_price_per_gigabyte", "Price of 10⁹ bytes, in any currency; 0: not set."
+        )
         self.egress_cost = counter(
-            "farloop_egress_cost", "Of the bytes that left the coordinator and the nodes, at that price.", ["node"]
+            "farloop_egress_cost", "Cost of the bytes that left the coordinator and the nodes.", ["node"]
         )
         self.storage_free = gauge("farloop_storage_free_bytes", "Free on the file system of the state folder.")
         self.storage_size = gauge("farloop_storage_size_bytes", "Size of the file system of the state folder.")
         self.storage_held = gauge(
-            "farloop_storage_held", "1 while nothing is committed: the state folder takes no more."
+            "farloop_storage_held", "1 while nothing is committed: the state folder cannot be written."
         )
-        self.samples = counter("farloop_samples", "Samples of the leases by what became of them.", ["outcome"])
+        self.samples = counter("farloop_samples", "Samples of the leases by outcome.", ["outcome"])
         self._samples: dict[str, int] = {}
         self.rollback_held = gauge(
             "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
         self.copy_lag = gauge("farloop_copy_lag_seconds", "Age of the newest copy in the object store.")
-        self.log_dropped_lines = counter("farloop_metrics_log_dropped_lines", "Lines that metrics.jsonl did not take.")
+        self.log_dropped_lines = counter(
+            "farloop_metrics_log_dropped_lines", "Lines that could not be written to metrics.jsonl."
+        )
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
@@ -185,13 +193,15 @@ class Metrics:
         self.node_share = gauge("farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels)
         self.node_blocked = gauge("farloop_node_blocked_seconds", "Training stood still.", labels)
         self.node_connected = gauge("farloop_node_connected", "1 while a session with the node is open.", labels)
-        self.node_last_message = gauge("farloop_node_last_message_seconds", "Since the node's last message.", labels)
+        self.node_last_message = gauge(
+            "farloop_node_last_message_seconds", "Time since the node's last message.", labels
+        )
         self.node_position = gauge("farloop_node_position_steps", "Schedule position: the run's clock.", labels)
-        self.node_rate = gauge("farloop_node_tokens_per_second", "Tokens trained on a second.", labels)
+        self.node_rate = gauge("farloop_node_tokens_per_second", "Tokens trained on per second.", labels)
         self.node_incarnation = gauge("farloop_node_incarnation", "Which start of the node this is.", labels)
         self.node_lost = gauge("farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels)
         self.node_skipped = gauge(
-            "farloop_node_skipped_sends", "Due sends left out: too many deltas undecided.", labels
+            "farloop_node_skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", labels
         )
         self._links = LinkMetrics(registry)
         self.node_bytes = gauge(

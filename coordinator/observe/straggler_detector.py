@@ -502,7 +502,7 @@ class StragglerDetector:
 
 def _why_not(judged: int, counts: int) -> str:
     if counts < LEAST_NODES:
-        return f"{counts} nodes train; who is slow is told from {LEAST_NODES} on"
+        return f"{counts} nodes train; slow nodes are reported from {LEAST_NODES} nodes on"
     if judged < LEAST_NODES:
-        return f"{judged} nodes have done enough rounds to be judged by; it takes {LEAST_NODES}"
+        return f"{judged} nodes have done enough rounds for a comparison; it takes {LEAST_NODES}"
     return ""

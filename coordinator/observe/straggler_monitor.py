@@ -111,7 +111,7 @@ class StragglerMonitor:
             case Action.REPROBE:
                 return "" if self._links is None else self._links.probe_next(node)
             case Action.LIGHTEN:
-                return self._lighten(advice) if advice else "nothing is to be gained"
+                return self._lighten(advice) if advice else "no gain is expected"
             case Action.DROP:
                 self._happened(ev.LeftOut(node=NodeId(node)))
                 return ""

@@ -288,7 +288,7 @@ def _unknown_of(inventory: Inventory) -> str:
     if len(far) == len(nodes):
         return "links to the coordinator are not given"
     more = f" and {len(far) - 4} more" if len(far) > 4 else ""
-    return f"not known in both directions is the coordinator's link to {', '.join(far[:4])}{more}"
+    return f"the coordinator's link is not known in both directions for {', '.join(far[:4])}{more}"
 
 
 def _coverage(paths: Paths) -> list[float]:

@@ -33,7 +33,7 @@ def runbooks() -> str:
 
 RUN = Dashboard(
     "run",
-    "Is it learning, how fast, at what cost. Everything here comes from the coordinator's page.",
+    "Learning, speed and cost of the run. All data come from the coordinator's metrics.",
     [
         Number("Validation loss", "max(farloop_validation_loss_nats{C})",
             "Of the anchors, which every node shares, in nats per token.", decimals=3),
@@ -62,16 +62,16 @@ RUN = Dashboard(
             "node far below the others has other data or a fault. Measured with screen = \"full\" and three nodes or "
             "more.", height=9, steps=((None, "red"), (-0.2, "transparent")), low=-0.3),
         Graph("Norm of merged deltas", [Line("fragment {{fragment}}", "max by (fragment) (farloop_delta_norm{C})")],
-            "Of what a window added up to, before the outer step. Growth without end comes before divergence."),
+            "Norm of a window's merged delta, before the outer step. Growth without end comes before divergence."),
         Graph("Norm of each node's delta",
             [Line("{{node}}", "max by (node) (avg_over_time(farloop_node_delta_norm{C}[30s]))")],
             "Of its last deltas that were merged, whatever their fragments: the mean over half a minute."),
         Row("How fast?"),
         Graph("Tokens a second", [Line("{{node}}", "max by (node) (farloop_node_tokens_per_second{C})")],
-            "As every node reports it, one on top of the other.", stacked=True),
+            "As reported by every node, stacked.", stacked=True),
         Graph("Inner step", [Line("{{node}}", "1 / max by (node) (rate(farloop_node_inner_steps{C}[1m]) > 0)")],
             "Wall time of a step, all waiting included, over the last minute.", unit="s"),
-        Graph("H and what it follows from", [
+        Graph("H and the learning rate", [
             Line("H", "max(farloop_h_steps{C})"),
             Line("H at most", "max(farloop_h_max_steps{C}) > 0"),
             Line("learning rate", "max(farloop_learning_rate{C})", axis="right", decimals=5),
@@ -90,7 +90,7 @@ RUN = Dashboard(
                  "sum by (direction, kind) (rate(farloop_link_bytes_total{C}[$__rate_interval])) > 0"),
         ], "All frames between the coordinator and its nodes; sent and received are the coordinator's.", unit="Bps",
             width=8, stacked=True),
-        Graph("Bytes for a token", [
+        Graph("Bytes per token", [
             Line("all traffic",
                  "sum(rate(farloop_link_bytes_total{C}[1m])) / (sum(rate(farloop_node_tokens{C}[1m])) > 0)"),
         ], "Both directions and snapshots, over the tokens that were trained on in the same minute.", unit="bytes",
@@ -146,7 +146,7 @@ NETWORK = Dashboard(
         ],
             "A line for every node that this coordinator has met. \"Delta after\": from the opening of the last "
             "window to the node's delta.", height=6),
-        Row("How much, which way"),
+        Row("Traffic by direction"),
         Graph("To each node",
             [Line("{{node}}", "sum by (node) (rate(farloop_link_bytes_total{sent}[$__rate_interval]))")],
             "What leaves the coordinator. A snapshot to a joiner is a wide hill, updates are spikes.", unit="Bps"),
@@ -196,7 +196,7 @@ NODE = Dashboard(
             steps=((None, "green"), (100, "orange")), decimals=0, legend="{{node}}"),
         Number("Start", "max by (node) (farloop_node_incarnation{CN})", "Which start of the node this is.",
             decimals=0, graph=False, legend="{{node}}"),
-        Row("Where its time goes"),
+        Row("Time by activity"),
         Graph("Wall time",
             [Line("{{activity}}", "sum by (node, activity) (rate(farloop_node_time_seconds_total{N}[1m]))")],
             "training: the user's step; farloop: taking deltas and merging; blocked: waiting for the link or for "
@@ -206,11 +206,11 @@ NODE = Dashboard(
             "Wall time of a step, all waiting included.", unit="s"),
         Graph("Training loss", [Line("{{node}}", "max by (node) (farloop_node_loss_nats{CN})")],
             "Nats per token, of its last inner step.", width=8, low=None),
-        Graph("Encoding beside the training",
+        Graph("Encoding during training",
             [Line("{{node}}", "sum by (node) (rate(farloop_node_codec_seconds_total{N}[$__rate_interval]))")],
             "Share of one core that the encoder's thread takes. At 100 % deltas queue up behind it.",
             unit="percentunit", width=8),
-        Graph("What the codec holds back", [Line("{{node}}", "max by (node) (farloop_node_residual_ratio{N})")],
+        Graph("Residual of the codec", [Line("{{node}}", "max by (node) (farloop_node_residual_ratio{N})")],
             "Norm of the residual over that of the delta, of the worst fragment, under error feedback. A dense codec "
             "stays below 1.", width=8, steps=((None, "transparent"), (1, "red"))),
         Row("Its part of the run"),
@@ -277,7 +277,7 @@ COORDINATOR = Dashboard(
         Number("Participation", "min(farloop_participation_ratio{C})",
             "Share of the live nodes that were merged in the last rounds.", unit="percentunit", steps=GOOD_IF_HIGH,
             decimals=0),
-        Number("Start", "max(farloop_epoch{C})", "Which start of the coordinator over this state this is.",
+        Number("Start", "max(farloop_epoch{C})", "Number of the coordinator's start on this state folder.",
             decimals=0, graph=False),
         Number("Running for", "time() - max(process_start_time_seconds{C})", "Since its process started.", unit="s",
             graph=False),
@@ -285,7 +285,7 @@ COORDINATOR = Dashboard(
             "Of the file system of the state folder. When it is full the run is held, and loses nothing.",
             unit="percentunit", steps=((None, "red"), (0.1, "orange"), (0.2, "green")), decimals=0),
         Row("Windows"),
-        Graph("Committed, by the minute", [Line("windows", "sum(rate(farloop_commits_total{C}[1m])) * 60")],
+        Graph("Commits per minute", [Line("windows", "sum(rate(farloop_commits_total{C}[1m])) * 60")],
             "All fragments together.", width=8),
         Graph("Open for", [
             Line("median",
@@ -296,7 +296,7 @@ COORDINATOR = Dashboard(
         Graph("Version of each fragment",
             [Line("fragment {{fragment}}", "max by (fragment) (farloop_fragment_version{C})")],
             "They climb together; one that stays behind waits for a delta.", width=8, low=None, held=True),
-        Row("What a commit takes"),
+        Row("Duration of a commit"),
         Graph("Merging", [
             Line("median", "histogram_quantile(0.5, sum by (le) (rate(farloop_merge_seconds_bucket{C}[5m])))"),
             Line("p95", "histogram_quantile(0.95, sum by (le) (rate(farloop_merge_seconds_bucket{C}[5m])))"),
@@ -309,7 +309,7 @@ COORDINATOR = Dashboard(
         Graph("Samples", [Line("{{outcome}}", "sum by (outcome) (rate(farloop_samples_total{C}[1m]))")],
             "By the second: granted to nodes, trained on, given back; uncertain: trained on, in no stored delta.",
             width=8),
-        Row("What it refused, dropped and lost"),
+        Row("Refused, dropped and lost"),
         Graph("Events",
             [Line("{{kind}} {{reason}}", "sum by (kind, reason) (farloop_events_total{C}) > 0", none="kind")],
             "Since its start. delta: refused; dropped: a window closed without it; session: a connection ended; "

@@ -72,7 +72,7 @@ class Choice:
         rules = self.rules()
         if self.method in LOCK_STEP:
             for name in ("h", "fragments"):
-                require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes 1 alone")
+                require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes only 1")
         require(
             rules.fragments <= rules.h,
             f"fragments is {rules.fragments}, more than the inner steps of a round; at most h = {rules.h}",

@@ -110,7 +110,7 @@ def free_port() -> int:
 
 def test_an_address_of_this_machine_leads_back() -> None:
     finding = dial_back(Address(host="127.0.0.1", port=free_port()))
-    assert finding.level == "ok" and "leads back" in finding.detail
+    assert finding.level == "ok" and "reaches this machine" in finding.detail
 
 
 def test_a_port_that_is_taken_is_dialled_all_the_same() -> None:

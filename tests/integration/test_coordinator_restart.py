@@ -67,7 +67,7 @@ def test_a_stopped_coordinator_goes_on_with_its_own_run_only(new_run: NewRun) ->
 
     coordinator.signal(signal.SIGTERM)
     assert run.until_ended(coordinator) == ExitCode.DONE
-    assert coordinator.last_line == "stopped before the run's end; the same command goes on with it"
+    assert coordinator.last_line == "stopped before the run's end; the same command continues it"
 
     other = run.start_second_coordinator("run.seed=7")
     assert run.until_ended(other) == ExitCode.REFUSED

@@ -46,7 +46,7 @@ def test_every_term_is_in_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(LEARNING_RATE_STAYS) <= {field.name for field in dataclasses.fields(LearningRate)}
     assert (READ_BY_NODES | READ_BY_SOME) <= BELONG_TO_WINDOWS | BELONG_TO_ROUNDS
     monkeypatch.setattr("farloop.algo.revisions.STAY", {k: why for k, why in STAY.items() if k != "clip"})
-    with pytest.raises(ValueError, match="clip stays as the run began: nobody has said what would follow"):
+    with pytest.raises(ValueError, match="clip stays as the run began: the effect of a change is not defined"):
         after({"clip": "2"})
 
 

@@ -130,7 +130,7 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("[data]\nsamples = 5", "run.toml:2: [data] samples: goes with digest, which is missing"),
         ("[data]\ndigest = 'mine'\nsamples = 5", "run.toml:2: [data] digest: is for a dataset of your own loops"),
         ("[run]\ninit = 'x'\n[data]\ndigest = 'a+b'\nsamples = 5", "run.toml:4: [data] digest: 4 to 64 letters"),
-        ("steps = 5", "run.toml:1: steps stands outside of a section; put it below [run] or [data]"),
+        ("steps = 5", "run.toml:1: steps is outside of a section; put it below [run] or [data]"),
         ("[run]\n[dta]", "run.toml:2: there is no section [dta] here; did you mean data?"),
         ("[run]\nsteps = = 5", "run.toml:2: is not TOML: invalid value"),
         ("[run]\nsteps = 5\nsteps = 6", "run.toml:3: is not TOML: cannot overwrite a value"),
@@ -140,13 +140,16 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("--set run.stpes=3", "--set: [run] stpes: there is no such key; did you mean steps?"),
         ("--set rn.steps=3", "--set rn.steps=3: there is no section rn here; did you mean run?"),
         *((f"--set {flag}", f"--set {flag}: section.key=value is wanted") for flag in ("steps=3", "run.steps", "")),
-        ("--set coordinator.min_participation=1.5", "--set: [coordinator] min_participation: 1.5 is no share; 0 to 1"),
-        ("--set coordinator.probe_share=-1", "--set: [coordinator] probe_share: -1 is no share; 0 or more"),
-        ("--set coordinator.egress_price_per_gb=-0.01", "--set: [coordinator] egress_price_per_gb: -0.01 is no"),
-        ("--set coordinator.egress_price_per_gb=inf", "--set: [coordinator] egress_price_per_gb: inf is no"),
+        (
+            "--set coordinator.min_participation=1.5",
+            "--set: [coordinator] min_participation: 1.5 is not a share; 0 to 1",
+        ),
+        ("--set coordinator.probe_share=-1", "--set: [coordinator] probe_share: -1 is not a share; 0 or more"),
+        ("--set coordinator.egress_price_per_gb=-0.01", "--set: [coordinator] egress_price_per_gb: -0.01 is not a"),
+        ("--set coordinator.egress_price_per_gb=inf", "--set: [coordinator] egress_price_per_gb: inf is not a"),
         ("--set coordinator.bind=", "--set: [coordinator] bind: tcp://host:port is wanted"),
-        ("--set coordinator.key=k", "--set: [coordinator] key: goes with allow"),
-        ("--set coordinator.allow=a", "--set: [coordinator] allow: goes with key"),
+        ("--set coordinator.key=k", "--set: [coordinator] key: needs allow"),
+        ("--set coordinator.allow=a", "--set: [coordinator] allow: needs key"),
     ],
 )
 def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
@@ -168,14 +171,14 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
     [
         ("coordinator = '127.0.0.1:1'", "coordinator: tcp://host:port is wanted, not '127.0.0.1:1'; did you mean"),
         ("coordinator = 'tcp://oslo:7700'", "[node] coordinator: tcp://oslo:7700 goes beyond this machine, so key and"),
-        ("key = 'k'", "[node] key: goes with server_key"),
-        ("server_key = 'k'", "[node] server_key: goes with key"),
+        ("key = 'k'", "[node] key: needs server_key"),
+        ("server_key = 'k'", "[node] server_key: needs key"),
         ("http = '9700'", "[node] http: host:port is wanted"),
         ("nproc = 0", "[node] nproc: the least is 1"),
         ("tau = -1", "[node] tau: the least is 0, not -1"),
         ("fingerprint = 'abc'", "[node] fingerprint: 16 hex digits"),
         ("address = 'here:7800'", "[node] address: tcp://host:port is wanted"),
-        ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is no card: name=kind/rate is wanted"),
+        ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is not a network card: name=kind/rate is wanted"),
         ("congestion = 'warp9'", "[node] congestion: "),
         ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),
         ("[pipeline]\nlayout = 'other.json'", "cannot read the layout"),
@@ -183,8 +186,8 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("[pipeline]\ncodec = 'q9'", "[pipeline] codec: there is no 'q9'"),
         ("[pipeline]\nnormalise = 'mean'", "[pipeline] normalise: there is no 'mean'"),
         ("[pipeline]\ncredit = 0", "[pipeline] credit: the least is 1, not 0"),
-        ("[pipeline]\npatience_s = 0.0", "[pipeline] patience_s: 0 is no time; seconds above 0 are wanted"),
-        ("[pipeline]\npeers = 'keys'", "[pipeline] peers: goes with [node] key"),
+        ("[pipeline]\npatience_s = 0.0", "[pipeline] patience_s: 0 is not a duration; seconds above 0 are wanted"),
+        ("[pipeline]\npeers = 'keys'", "[pipeline] peers: needs [node] key"),
         ("[pipeline]\nbind = 'tcp://0.0.0.0:7800'", "so peers and [node] key are required"),
         ("[pipeline]\nlayouts = 'x'", "[pipeline] layouts: there is no such key"),
     ],
@@ -197,7 +200,7 @@ def test_a_wrong_node_is_one_line(tmp_path: Path, text: str, line: str) -> None:
 
 @pytest.mark.parametrize("name", ["o s l o", ""])
 def test_a_node_needs_a_valid_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"\[node\] name: '{name}' is no node name"):
+    with pytest.raises(ConfigError, match=rf"\[node\] name: '{name}' is not a node name"):
         node_file(tmp_path, name=name)
 
 
@@ -224,7 +227,7 @@ def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str
     assert run_file(tmp_path, flags=[*flags, "coordinator.insecure=true"]).coordinator.bind == bind
     keys = ["coordinator.key=k", "coordinator.allow=a"]
     assert run_file(tmp_path, flags=[*flags, *keys]).coordinator.key == Path.cwd() / "k"
-    with pytest.raises(ConfigError, match=r"\[coordinator\] allow: goes with key"):
+    with pytest.raises(ConfigError, match=r"\[coordinator\] allow: needs key"):
         run_file(tmp_path, flags=[*flags, "coordinator.allow=a", "coordinator.insecure=true"])
     assert node_file(tmp_path, "coordinator = 'tcp://oslo:7700'\ninsecure = true\n").node.key is None
 
@@ -297,11 +300,11 @@ def test_addresses_are_parsed() -> None:
         ("127.0.0.1:7700", "did you mean tcp://127.0.0.1:7700"),
         ("ipc:///tmp/x", "tcp:// only, not ipc://"),
         ("tcp://oslo", "host:port is wanted"),
-        ("tcp://oslo:http", "'http' is no port"),
+        ("tcp://oslo:http", "'http' is not a port"),
         ("tcp://oslo:70000", "from 1 to 65535"),
-        ("tcp://oslo:٧٧", "is no port"),
+        ("tcp://oslo:٧٧", "is not a port"),
         ("tcp://oslo:0", "from 1 to 65535"),
-        ("tcp://0.0.0.0:7700", "no place to dial"),
+        ("tcp://0.0.0.0:7700", "cannot connect to it"),
         ("tcp://::1:9700", r"as 127\.0\.0\.1:7700 or \[::1\]:7700"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_run_is_wound_back_or_adopted_on_request_and_where_there_is_one(
     tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
     wishes: list[tuple[dict[str, Any], str]] = [
-        ({"rewind": True}, "holds no run to go back to; leave out --rewind"),
+        ({"rewind": True}, "holds no run to rewind; leave out --rewind"),
         ({"adopt": True}, "not even an old copy of one; leave out --adopt-from-nodes"),
     ]
     for wish, line in wishes:
@@ -59,7 +59,7 @@ def test_the_flags_of_an_old_copy_do_not_contradict_each_other() -> None:
     assert adoption(5.0, wanted=True, rewind=False) == 5.0
     for patience_s, wanted, rewind, line in (
         (None, True, True, "give one of them"),
-        (5.0, False, False, "give that, too"),
+        (5.0, False, False, "needs --adopt-from-nodes: give both"),
         *((seconds, True, False, "more than 0 seconds") for seconds in (0.0, -1.0, float("nan"), float("inf"))),
     ):
         with pytest.raises(CommandError, match=line):

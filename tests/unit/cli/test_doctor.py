@@ -145,7 +145,7 @@ def test_a_buffer_smaller_than_the_bandwidth_delay_product_caps_a_connection() -
     up, down, _ = buffers(LIMITS, Way(rtt_s=0.1, up_bytes_per_s=125e6, down_bytes_per_s=25e6))
     assert up.level == "warn"
     assert up.fix == "one connection gets 336 Mbit/s at most: raise the last number of net.ipv4.tcp_wmem to 25000000"
-    assert down == ok("buffers", "tcp_rmem: 6.29 MB; the way holds 2.50 MB")
+    assert down == ok("buffers", "tcp_rmem: 6.29 MB; the link needs 2.50 MB")
     assert buffers(LIMITS, Way()) == []
     assert [finding.level for finding in buffers(LIMITS, Way(rtt_s=0.001))] == ["ok"]
 

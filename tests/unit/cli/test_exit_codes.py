@@ -38,7 +38,7 @@ STORAGE_ERRORS: dict[type[StorageError], StorageError] = {
     errors.Inconsistent: errors.Inconsistent(FOLDER, "x"),
     errors.NoFolder: errors.NoFolder(FOLDER),
 }
-WHAT_TO_DO = re.compile(r"; (stop|farloop journal|free|find out|raise|check|leave|this coordinator stops\. See|give) ")
+WHAT_TO_DO = re.compile(r"; (stop|farloop journal|free|find out|raise|check|leave|this coordinator stops\. Find|give) ")
 
 
 def test_every_expected_error_has_its_code() -> None:

@@ -56,15 +56,15 @@ def test_a_pair_that_cannot_be_made_is_one_line_and_nothing_is_overwritten(tmp_p
     (tmp_path / there).write_text("old")
     assert "never overwritten" in error_line("keys", "new", str(tmp_path), "--name", "oslo")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "old")]
-    assert "--name: '../x' is no node name" in error_line("keys", "new", str(tmp_path), "--name", "../x")
+    assert "--name: '../x' is not a node name" in error_line("keys", "new", str(tmp_path), "--name", "../x")
     assert "is a file, not a folder" in error_line("keys", "new", str(tmp_path / there / "keys"), "--name", "oslo")
 
 
 def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(allow: Path, oslo: Path, lima: Path) -> None:
     allowed = AllowList(allow)
-    assert said("list", allow=allow).startswith("nobody may come in")
-    assert said("authorize", oslo, allow=allow).startswith("oslo may come in: ")
-    assert said("authorize", lima, "--name", "lima-2", allow=allow).startswith("lima-2 may come in: ")
+    assert said("list", allow=allow).startswith("no node is admitted")
+    assert said("authorize", oslo, allow=allow).startswith("oslo is admitted: ")
+    assert said("authorize", lima, "--name", "lima-2", allow=allow).startswith("lima-2 is admitted: ")
     inode = (allow / "oslo.pub").stat().st_ino
     assert "already" in said("authorize", oslo, allow=allow) and (allow / "oslo.pub").stat().st_ino == inode
     listed = dict(line.split() for line in said("list", allow=allow).splitlines())
@@ -89,12 +89,12 @@ def test_a_name_or_a_key_that_is_taken_is_refused_with_the_fix(allow: Path, oslo
 def test_what_cannot_be_authorized_is_one_line_and_leaves_the_folder(tmp_path: Path, allow: Path, oslo: Path) -> None:
     secret = refused("authorize", oslo.with_suffix(".key"), allow=allow)
     assert "oslo.key is a secret key by its name" in secret and "; authorize oslo.pub" in secret
-    assert "'a b' is no node name: " in refused("authorize", oslo, "--name", "a b", allow=allow)
+    assert "'a b' is not a node name: " in refused("authorize", oslo, "--name", "a b", allow=allow)
     assert "cannot read the key file " in refused("authorize", tmp_path / "nowhere.pub", allow=allow)
     assert "is not a folder; put the nodes" in refused("authorize", oslo, allow=tmp_path / "typo")
     assert not (tmp_path / "typo").exists()
     (allow / "broken.pub").write_text("half a key")
-    assert "broken.pub is no key file" in refused("authorize", oslo, allow=allow)
+    assert "broken.pub is not a key file" in refused("authorize", oslo, allow=allow)
     assert names_in(allow) == ["broken.pub"]
 
 
@@ -109,7 +109,7 @@ def test_a_write_that_fails_leaves_no_draft(allow: Path, oslo: Path, monkeypatch
 
 
 def test_only_names_that_are_there_can_be_revoked_broken_files_included(allow: Path, oslo: Path) -> None:
-    assert "holds no key of 'osl'; it holds those of: nobody" in refused("revoke", "osl", allow=allow)
+    assert "holds no key of 'osl'; it holds those of: no node" in refused("revoke", "osl", allow=allow)
     said("authorize", oslo, allow=allow)
     for typo in ("osl", "../allow/oslo", "oslo.pub", ""):
         assert "it holds those of: oslo" in refused("revoke", typo, allow=allow)
@@ -124,8 +124,8 @@ def test_unusable_files_and_keys_that_are_there_twice_are_listed(allow: Path, os
         (allow / f"{name}.pub").write_bytes(oslo.read_bytes())
     (allow / "broken.pub").write_text("half a key")
     listed = farloop("keys", "list", "--allow", str(allow))
-    assert listed.exit_code == 2 and listed.stderr.rstrip().endswith("mended or revoked: broken, twin")
+    assert listed.exit_code == 2 and listed.stderr.rstrip().endswith("fixed or revoked: broken, twin")
     broken, good, twin = listed.stdout.splitlines()
-    assert "is no key file" in broken and good.split() == ["oslo", load_public(oslo).decode()]
+    assert "is not a key file" in broken and good.split() == ["oslo", load_public(oslo).decode()]
     assert "unusable: the same key as oslo's" in twin
-    assert "may still come in as twin" in refused("revoke", "oslo", allow=allow)
+    assert "is still admitted as twin" in refused("revoke", "oslo", allow=allow)

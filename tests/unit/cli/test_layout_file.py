@@ -202,7 +202,11 @@ def test_new_nodes_stand_outside_and_those_that_are_gone_leave(layout: Path) -> 
     [
         ({"max_layers": 4}, "--stages 1", "there is no pipeline and no layout; run it as it is"),
         ({"address": ""}, "", "a-0 has stage 0 and no address"),
-        ({"address": "tcp://10.0.0.1:7800"}, "", "address is one for 3 nodes; {n} in it stands for each one's number"),
+        (
+            {"address": "tcp://10.0.0.1:7800"},
+            "",
+            "address is one for 3 nodes; {n} in it stands for the number of each node",
+        ),
         ({"address": "10.0.0.1:780{n}"}, "", "did you mean tcp://10.0.0.1:7800?"),
         ({"address": "tcp://10.0.0.2:780{n}"}, "", "a-0 and b-0 have the same address, tcp://10.0.0.2:7800"),
         ({}, "--epoch 0", "--epoch is 0; epochs count from 1, so it is at least 1"),

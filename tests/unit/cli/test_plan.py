@@ -103,7 +103,7 @@ STRANGE = {"between": ["berlin", "berlim"], "latency_s": 1.0}
         ({"nodes": [{"name": "a", "stage": 0}, {"name": "b"}]}, "for all nodes or for none"),
         ({"nodes": [{"name": "a", "slots": 0}]}, "nodes[0]: slots of a is 0; the least is 1"),
         ({"nodes": [{"name": "a", "layer_s": float("nan")}]}, "seconds of at least 0 are wanted"),
-        ({"nodes": [{"name": "a", "memory_bytes": 1e9}]}, "[model] layer_bytes has to say"),
+        ({"nodes": [{"name": "a", "memory_bytes": 1e9}]}, "memory_bytes needs [model] layer_bytes"),
         ({"nodes": [{"name": "coordinator"}]}, "any other text"),
         ({"nodes": [{"name": "a", "count": "2"}]}, "nodes[0].count: a whole number is wanted"),
         ({"nodes": [{"name": "a", "count": 0}]}, "nodes[0]: count is 0; the least is 1"),
@@ -176,7 +176,7 @@ def test_a_coordinator_tells_nodes_and_links() -> None:
     up = made.uplink(made.nodes[2])
     assert up is not None and (up.latency_s, up.bytes_per_s, up.provenance) == (0.02, 2e6, "transfer")
     assert made.nodes[0].layer_s * (2.5 + 0.25) == pytest.approx(0.55)
-    with pytest.raises(CommandError, match="tells no inventory in its status; give one with --inventory"):
+    with pytest.raises(CommandError, match="the status of this coordinator has no inventory; give one"):
         live_inventory({"run": {}, "nodes": []}, None)
 
 
@@ -249,7 +249,7 @@ def test_whose_link_to_the_coordinator_is_not_known_is_told(tmp_path: Path) -> N
     file = tmp_path / "model.json"
     for links, parameters, said in (
         (STAR, 1e6, ""),
-        (STAR[:-1], 1e6, "not known in both directions is the coordinator's link to c: the sync"),
+        (STAR[:-1], 1e6, "the coordinator's link is not known in both directions for c: the sync"),
         ([], 1e6, "links to the coordinator are not given:"),
         (STAR, 0.0, "the size of the parameters is not given:"),
     ):

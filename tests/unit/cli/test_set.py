@@ -93,7 +93,7 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:
     result = farloop("release", "--state", str(tmp_path))
     assert result.exit_code == ExitCode.DONE
-    assert result.stdout == "not believed any more: node b has met epoch 1000, this start has 7\nthe run goes on\n"
+    assert result.stdout == "rejected: node b has met epoch 1000, this start has 7\nthe run continues\n"
     result = farloop("release", "--state", str(tmp_path), "--node", "b", "--node", "c")
     assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nthe run is still held: waits\n")
     assert fake.asked == [{"do": "release"}, {"do": "release", "nodes": ["b", "c"]}]

@@ -201,7 +201,7 @@ def test_tables_and_a_figure_are_for_people(tmp_path: Path, sweep: str) -> None:
     told, text = result.stdout, path.read_text()
     assert all(words in told for words in ("small: two kinds of nodes", "goodput", "lost steps", "published"))
     assert max(len(line) for line in told.splitlines() if "figure" not in line) <= 100
-    assert "where machine-seconds go" in text and "mine" in text
+    assert "machine-seconds by activity" in text and "mine" in text
     assert ("goodput: machine-seconds" in text) == bool(sweep)
 
 

@@ -288,7 +288,7 @@ def test_without_the_terms_that_follow_nothing_is_adopted(start: Start) -> None:
     start.meets(B, *OLD)
     start.at(LISTEN_S)
     start.bring(A, *NEW)
-    assert "nobody tells under which terms fragment 0 goes on after version 2" in start.waits
+    assert "no node tells under which terms fragment 0 goes on after version 2" in start.waits
     assert start.ledger.versions == [0, 0]
 
 
@@ -369,7 +369,7 @@ def test_what_cannot_be_true_is_not_gone_on_under(three: Start, held: dict[str, 
         terms = three.spec.terms.replace(**changes)
         held = {"revisions": (revision(1, terms, held.pop("of", (4, 4))),)}
     three.holds(A, *NEW, **held)
-    assert "what it tells beside its anchors is not believed" in three.alarms[f"{ALARM} of a"]
+    assert "what it reports besides its anchors is rejected" in three.alarms[f"{ALARM} of a"]
     three.bring(A, NEW[0])
     record = adopted(three.bring(C, NEW[1]))
     assert [anchor.node for anchor in record.anchors] == [A, C] and not three.alarms and record.revisions == ()

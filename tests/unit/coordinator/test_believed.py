@@ -113,7 +113,7 @@ def test_a_round_that_nobody_was_told_of_is_not_the_one_that_a_node_began_with(r
 def test_a_name_that_is_none_is_refused_in_one_line(run: Told, name: str) -> None:
     said = refused(run.greeted(NodeId(name), greeting(node=NodeId(name))))
     assert said.reason is Reason.MALFORMED and not said.retriable
-    assert "is no node name: letters, digits" in said.detail and "\n" not in said.detail
+    assert "is not a node name: letters, digits" in said.detail and "\n" not in said.detail
     assert NodeId(name) not in run.machine.members
 
 

@@ -131,7 +131,7 @@ def test_an_older_node_is_told_nothing_and_follows_what_windows_carry(run: Chang
 
 def test_what_an_older_node_could_not_follow_is_refused_and_names_it(run: Changing) -> None:
     run.greet(B)
-    assert run.refuses(lr="0.005").startswith("lr.peak is what nodes follow by themselves, and b cannot be told")
+    assert run.refuses(lr="0.005").startswith("nodes follow lr.peak by themselves, and b cannot be told")
     run.leave(B)
     run.set(lr="0.005")
     said = refused(run.greet(B))

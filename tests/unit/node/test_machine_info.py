@@ -267,5 +267,7 @@ def test_a_card_is_a_class_a_rate_or_both_and_anything_else_is_refused_with_an_e
     assert parse_nic("ethernet") == LabelSource(kind="ethernet")
     assert parse_nic("2.5Gbit") == LabelSource(bits_per_s=2.5e9)
     assert parse_nic("token-ring") is None and parse_nics("") == {}
-    with pytest.raises(ValueError, match=r"'eth0:fast' is no card: .*eth0=roce-v2/100gbit; kinds are infiniband, "):
+    with pytest.raises(
+        ValueError, match=r"'eth0:fast' is not a network card: .*eth0=roce-v2/100gbit; kinds are infiniband, "
+    ):
         parse_nics("eth1=ethernet, eth0:fast")

@@ -446,7 +446,7 @@ def test_machines_are_gathered_into_clusters() -> None:
         (lambda: Choice(h=0), "h is 0; the least is 1"),
         (lambda: Choice(h=4, tau=4, fragments=2), "tau is 4; with h = 4 it is 3 at most"),
         (lambda: Choice(h=4, tau=0, fragments=5), "fragments is 5, more than the inner steps of a round"),
-        (lambda: Choice(method="elastic", h=30), "h is 30; elastic takes 1 alone"),
+        (lambda: Choice(method="elastic", h=30), "h is 30; elastic takes only 1"),
         (lambda: Choice(liveness_s=-1.0), "liveness_s is -1.0; the least is 0"),
         (lambda: Group(step_s=0.0), "step_s is 0.0; it must be above 0"),
         (lambda: Group(loss=1.0), "loss is 1.0; it lies between 0 and below 1"),

@@ -33,7 +33,7 @@ def test_names_are_those_that_a_file_and_a_label_can_carry() -> None:
     for name in ("a", "node-1", "Oslo.rack_2", "0", "x" * 63):
         assert check_name(name) == name
     for name in ("", ".", "..", "-a", "_a", "a b", "a/b", "ä", "a\n", "a\0", "x" * 64):
-        with pytest.raises(ValueError, match="is no node name: letters, digits"):
+        with pytest.raises(ValueError, match="is not a node name: letters, digits"):
             check_name(name)
 
 
@@ -47,7 +47,7 @@ def test_a_key_is_one_line_of_40_characters(tmp_path: Path) -> None:
     for content in (b"", KEY[:-1], KEY + b"x", KEY + b"\n" + KEY, b'"' * 40, b"\xff" * 40):
         path = written(tmp_path / "a.key", content)
         for load in (load_secret, load_public):
-            with pytest.raises(KeyFileError, match=r"a\.key is no key file: one line of 40 characters"):
+            with pytest.raises(KeyFileError, match=r"a\.key is not a key file: one line of 40 characters"):
                 load(path)
 
 
@@ -69,8 +69,8 @@ def test_a_secret_that_others_can_touch_is_refused(tmp_path: Path) -> None:
             lambda path: path.symlink_to(written(path.with_name("real.key"), KEY)),
             r"a\.key holds a secret and is a symbolic link, .*; name the file itself",
         ),
-        (lambda path: os.mkfifo(path, 0o600), r"a\.key is no file"),  # it would hold a daemon for ever
-        (lambda path: path.mkdir(mode=0o700), r"a\.key is no file"),
+        (lambda path: os.mkfifo(path, 0o600), r"a\.key is not a file"),  # it would hold a daemon for ever
+        (lambda path: path.mkdir(mode=0o700), r"a\.key is not a file"),
     ],
     ids=["missing", "link", "pipe", "folder"],
 )
@@ -155,9 +155,9 @@ def test_files_are_read_again_only_when_something_changed(allowed: AllowList, mo
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("broken.pub", b"half a key", r"broken\.pub is no key file"),
+        ("broken.pub", b"half a key", r"broken\.pub is not a key file"),
         ("broken.pub", None, r"broken\.pub"),
-        ("a b.pub", b"x" * 40, r"'a b' is no node name"),
+        ("a b.pub", b"x" * 40, r"'a b' is not a node name"),
         ("rome.pub", OTHER, r"rome\.pub holds the same key as lima\.pub"),
     ],
     ids=["not a key", "a link to nothing", "not a name", "the key of two nodes"],
@@ -182,7 +182,7 @@ def test_a_key_that_was_replaced_is_revoked_beside_a_broken_file_and_a_half_writ
 ) -> None:
     written(folder / "oslo.pub", b"x" * 40)
     written(folder / "lima.pub", OTHER[:20])
-    with pytest.raises(KeyFileError, match=r"lima\.pub is no key file"):
+    with pytest.raises(KeyFileError, match=r"lima\.pub is not a key file"):
         allowed.refresh()
     assert allowed.keys == {"lima": OTHER}
 
