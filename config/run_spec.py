@@ -201,10 +201,18 @@ class DataConfig:
 class Plan:
     """A valid run."""
 
+    config: RunConfig
+    vocabulary: int  # different tokens of the data
     spec: RunSpec
-    anchors: list[Tensor]
     notes: list[str]  # derived settings worth telling the user
     evaluation: EvaluationSet | None
+
+    @property
+    def anchors(self) -> list[Tensor]:
+        """Of version 0, fp32 [numel] each. Read or drawn anew every time: a plan outlives them, and a restart needs
+        their digests alone."""
+        tensors, _ = _first_weights(self.config, self.vocabulary)
+        return [first_anchor(fragment, tensors) for fragment in self.spec.identity.layout.fragments]
 
 
 def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) -> Plan:
@@ -217,7 +225,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     method = method_named(config.method)
     given = not loops_bring_data(config) or data.path is not None or data.mixture is not None
     corpora = _corpora(config, data, corpus) if given else []
-    tensors, model = _first_weights(config, corpora[0].vocabulary if corpora else VOCABULARY)
+    vocabulary = corpora[0].vocabulary if corpora else VOCABULARY
+    tensors, model = _first_weights(config, vocabulary)
     layout = partition(
         [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
         pattern=method.pattern,
@@ -227,7 +236,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     terms, notes = terms_of(config, method)
     check(terms, layout)
     check_codecs(terms)
-    anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
+    digests = tuple(digest(first_anchor(fragment, tensors)) for fragment in layout.fragments)
+    del tensors
     evaluation, corpus_digest, samples = None, OWN, 0
     _check_phases(terms, data, brings_data=given)
     if not loops_bring_data(config):
@@ -245,13 +255,19 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         name=config.name,
         model=model,
         layout=layout,
-        anchor_digests=tuple(digest(anchor) for anchor in anchors),
+        anchor_digests=digests,
         data=corpus_digest,
         num_samples=samples,
         evaluation_set=evaluation_name(evaluation) if evaluation else _own_evaluation(config),
         seed=config.seed,
     )
-    return Plan(spec=RunSpec(identity=identity, terms=terms), anchors=anchors, notes=notes, evaluation=evaluation)
+    return Plan(
+        config=config,
+        vocabulary=vocabulary,
+        spec=RunSpec(identity=identity, terms=terms),
+        notes=notes,
+        evaluation=evaluation,
+    )
 
 
 def _own_evaluation(config: RunConfig) -> str:

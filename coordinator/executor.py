@@ -41,6 +41,7 @@ from farloop.wire.session import Session, State
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between two looks at the clock, the sessions and the stragglers
+MOST_RESULT_BYTES = 256 << 20  # of new buffers that are computed or made durable at a time, beyond one commit's
 JUMP_S = 1.2  # after a look that comes this late the process has stood still: its deadlines are put off
 
 
@@ -104,6 +105,8 @@ class CoordinatorExecutor:
         self._changed, self._saw, self._check = changed, saw, check
         self._peers: dict[int, Peer] = {}  # sessions that have greeted, by number
         self._commands: deque[ev.Command] = deque()
+        self._drafts: deque[tuple[rec.WindowCommitted, int]] = deque()  # with a reservation each, to be computed
+        self._result_bytes = 0  # of the commits that are being computed or made durable
         self._busy = False  # whether a command waits for storage
         self._scheduled = False  # whether the next commands are about to be carried out
         self._stopped = False
@@ -408,6 +411,28 @@ class CoordinatorExecutor:
         self.storage.reserve(draft.fragment, command.codec_down, partial(self._compute_commit, draft), refused)
 
     def _compute_commit(self, draft: rec.WindowCommitted, reserved: int) -> None:
+        self._drafts.append((draft, reserved))
+        self._compute_next()
+
+    def _compute_next(self) -> None:
+        """Compute the next commits, within a memory limit: at a run's end all fragments commit at once."""
+        while self._drafts:
+            num_bytes = self._num_result_bytes(self._drafts[0][0].fragment)
+            if self._result_bytes and self._result_bytes + num_bytes > MOST_RESULT_BYTES:
+                return
+            self._result_bytes += num_bytes
+            self._compute_now(*self._drafts.popleft())
+
+    def _num_result_bytes(self, fragment: int) -> int:
+        """Of the new buffers of a commit: anchor, target and the outer optimizer's state."""
+        buffers = self._store.buffers[fragment]
+        return (2 + len(buffers.outer)) * buffers.anchor.nbytes
+
+    def _result_over(self, fragment: int) -> None:
+        self._result_bytes = max(0, self._result_bytes - self._num_result_bytes(fragment))
+        self._compute_next()
+
+    def _compute_now(self, draft: rec.WindowCommitted, reserved: int) -> None:
         addends, apart = self._deltas.addends(draft), self._deltas.apart(draft)
         ledger, started = self._store.ledger, self._clock.now()
 
@@ -422,6 +447,7 @@ class CoordinatorExecutor:
             if not isinstance(error, NonFiniteError):  # finite deltas can add up to more than fp32 holds
                 return self._fatal(error)
             self.storage.release(reserved)
+            self._result_over(draft.fragment)
             longest = partial(commits.longest, ledger, draft, addends)
             overflow = partial(self._overflowed, draft, error)
             self._compute.submit(longest, overflow, self._fatal)
@@ -435,6 +461,7 @@ class CoordinatorExecutor:
         self._deltas.forget([addend.blob for addend in record.blobs])
         self._observer.committed(record, result, merge_s, self._clock.now() - computed_at)
         self.happened(ev.CommitDone(record=record))
+        self._result_over(record.fragment)
 
     # --- Time
 

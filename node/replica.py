@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from farloop.algo.digest import canonicalise_, combine, digest
-from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, whole_shapes
+from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
 from farloop.algo.methods import method_named
 from farloop.algo.spec import TILE, BlobId, Layout, RunSpec, WindowTerms
@@ -367,7 +367,10 @@ class Replica:
 
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
-        """The module computes with the anchors inside the block."""
+        """The module computes with the anchors inside the block.
+
+        Whole fp32 weights change places with their anchors, which takes no memory.
+        """
         self.weights.tell("show")
         self._show()
         try:
@@ -378,13 +381,31 @@ class Replica:
 
     @torch.no_grad()
     def _show(self) -> None:
+        if self._can_exchange:
+            return self._exchange_()
         self.weights.keep()
         for fragment in self.fragments:
             self.weights.mix(fragment.index, self.anchors[fragment.index], 0.0)
 
     @torch.no_grad()
     def _restore(self) -> None:
+        if self._can_exchange:
+            return self._exchange_()
         self.weights.restore()
+
+    @property
+    def _can_exchange(self) -> bool:
+        """Whether anchors can hold the local weights: of parts, or of other types, they cannot."""
+        return type(self.weights) is Weights and all(p.dtype == torch.float32 for p in self.parameters.values())
+
+    def _exchange_(self) -> None:
+        """Swap weights and anchors, one tensor at a time."""
+        for fragment in self.fragments:
+            for slot in fragment.tensors:
+                weights, anchor = rows_of(self.parameters[slot.name], slot), view(self.anchors[fragment.index], slot)
+                kept = weights.clone()
+                weights.copy_(anchor)
+                anchor.copy_(kept)
 
     def begin_again(self) -> None:
         """Drop all anchors. The local weights stay until they are merged with new ones."""

@@ -295,11 +295,20 @@ def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) ->
 
 
 def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
-    """The global model, a copy: every parameter by name, fp32."""
-    named = {name: torch.empty(shape) for name, shape in whole_shapes(layout.fragments).items()}
+    """The global model: every parameter by name, fp32, to be read alone.
+
+    Views of the anchors, which no commit changes in place; a tensor that is split between fragments is a copy.
+    """
+    shapes, named = whole_shapes(layout.fragments), dict[str, Tensor]()
     for fragment in layout.fragments:
         for tensor in fragment.tensors:
-            rows_of(named[tensor.name], tensor).copy_(view(buffers[fragment.index].anchor, tensor))
+            part = view(buffers[fragment.index].anchor, tensor)
+            if tensor.rows is None:
+                named[tensor.name] = part
+                continue
+            if tensor.name not in named:
+                named[tensor.name] = torch.empty(shapes[tensor.name])
+            rows_of(named[tensor.name], tensor).copy_(part)
     return named
 
 

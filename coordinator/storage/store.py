@@ -254,7 +254,7 @@ class Store:
         return self._attachments.open_update(self._journal, fragment, version)
 
     def named_anchors(self) -> dict[str, Tensor]:
-        """The global model, a copy: every parameter by name."""
+        """The global model: every parameter by name, to be read alone (`recovery.named_anchors`)."""
         return named_anchors(self.ledger.spec.identity.layout, self.buffers)
 
     def export(self, path: Path) -> None:

@@ -354,8 +354,7 @@ def test_a_node_gets_the_anchor_as_it_is_and_others_every_parameter_by_name(stor
     named = store.named_anchors()
     assert {name: tuple(tensor.shape) for name, tensor in named.items()} == {"body": (2, 200), "head": (100,)}
     assert torch.equal(named["body"].reshape(-1), store.buffers[0].anchor[:400])
-    named["head"].zero_()
-    assert anchor.any(), "they are copies"
+    assert named["head"].data_ptr() == anchor.data_ptr(), "the export of a model needs no second one"
     store.export(store.directory / "model.safetensors")
     assert torch.equal(load_file(store.directory / "model.safetensors")["body"], named["body"])
 

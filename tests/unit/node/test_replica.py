@@ -215,6 +215,9 @@ def test_the_anchors_stand_in_for_the_weights_and_are_taken_out_again_bit_for_bi
     with pytest.raises(RuntimeError, match="out of memory"), replica.anchors_in_place():
         raise RuntimeError("out of memory")
     assert all(torch.equal(parameter, local[name]) for name, parameter in replica.parameters.items())
+    for fragment in replica.layout.fragments:
+        replica.merge(fragment.index, 0.0)
+    assert all(torch.equal(parameter, anchors[name]) for name, parameter in replica.parameters.items()), "all are back"
 
 
 def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_measures_from_there() -> None:
