@@ -14,7 +14,7 @@ import typer
 
 from farloop.cli.options import AsJson, Commands, TextData, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
-from farloop.monitoring.units import count_text
+from farloop.monitoring.units import count_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -202,6 +202,38 @@ def _show(report: "CodecReport", files: Sequence[Path], console: "Console") -> N
     for table in report_tables(report):
         console.print(table)
     console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
+
+
+@bench_app.command()
+def memory(
+    model: Annotated[str, typer.Option(help="A built-in model, or hf:FOLDER.")] = "base",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/memory"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure the peak memory of a coordinator and of a node, and compare it with the prediction.
+
+    Two processes train 16 steps on CPUs, with an outer momentum: a join, commits, evaluations and
+    the end of the run. The prediction is that of `farloop config check`, without activations. The
+    model base has 122 M parameters and takes some minutes and 5 GB of memory.
+
+    Example: farloop bench memory
+    """
+    from farloop.bench.machine import machine, source_commit
+    from farloop.bench.memory import measure
+
+    make_output_folder(out)
+    if (out / "state").exists():
+        raise CommandError(f"--out: {out} holds a run already; name another folder")
+    peaks = measure(model, out.resolve(), os.environ)
+    if as_json:
+        told = {peak.who: {**dataclasses.asdict(peak), "ratio": peak.ratio} for peak in peaks}
+        typer.echo(json.dumps({"machine": machine(), "commit": source_commit(), **told}, indent=1))
+        return
+    for peak in peaks:
+        typer.echo(
+            f"{peak.who:<12} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
+            f"({peak.bytes_per_parameter:.1f} B a parameter): {peak.ratio:.2f}"
+        )
 
 
 @bench_app.command()

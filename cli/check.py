@@ -5,10 +5,12 @@ from pathlib import Path
 
 from farloop.algo.schedule import first_rounds
 from farloop.algo.terms import Terms
+from farloop.config.memory import Memory, memory_of
 from farloop.config.run_spec import Plan, loops_bring_data
 from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import parse_tcp
 from farloop.monitoring.units import count_text, percent_text, plural, size_text
+from farloop.node.named_model import HF
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret
@@ -16,8 +18,12 @@ from farloop.wire.keys import AllowList, load_public, load_secret
 Line = tuple[str, str]  # label and value
 
 
-def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> list[Line]:
-    """Read a file, its keys and, for a run, its data and model; start nothing.
+def check(
+    path: Path, *, flags: Iterable[str], environ: Mapping[str, str], ranks: int = 1, shard: bool = False
+) -> tuple[list[Line], Memory | None]:
+    """Read a file, its keys and, for a run, its data and model; start nothing. And the memory that a run takes.
+
+    `ranks`, `shard`: of a node, for its memory.
 
     Raises:
         ConfigError, KeyFileError: one line.
@@ -28,11 +34,26 @@ def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> li
         if coordinator.key is not None and coordinator.allow is not None:
             load_secret(coordinator.key)
             AllowList(coordinator.allow).refresh()
-        return _run_lines(file, planned(file))
+        plan = planned(file, weights=False)
+        memory = memory_of(plan.spec, ranks=ranks, shard=shard)
+        return [*_run_lines(file, plan), *_memory_lines(memory)], memory
     if file.node.key is not None and file.node.server_key is not None:
         load_secret(file.node.key)
         load_public(file.node.server_key)
-    return _node_lines(file)
+    return _node_lines(file), None
+
+
+def _memory_lines(memory: Memory) -> list[Line]:
+    """Sums; `--json` has the terms."""
+    ram, disk, host, device = (
+        size_text(sum(table.values()))
+        for table in (memory.coordinator_ram, memory.coordinator_disk, memory.node_host, memory.node_device)
+    )
+    ranks = f"each of {memory.ranks} devices" if memory.ranks > 1 else "its device"
+    return [
+        ("coordinator", f"{ram} of memory, {disk} of disk"),
+        ("node", f"{host} of host memory, {device} on {ranks} besides activations"),
+    ]
 
 
 def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
@@ -45,10 +66,11 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     ]
     fragments = plural(len(layout.fragments), "fragment")
     nodes = plural(terms.admission.min_nodes, "node")
+    unread = identity.model.startswith(HF)  # the fingerprint is of the first weights, too
     batch = f"{terms.inner.batch_sequences} × {terms.inner.sequence_tokens} tokens"
     data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
     return [
-        ("run", f"{identity.name}, fingerprint {identity.fingerprint()}"),
+        ("run", identity.name if unread else f"{identity.name}, fingerprint {identity.fingerprint()}"),
         ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
         ("data", data),
         ("method", f"{terms.method}, H {_h_text(terms)}, τ {terms.schedule.tau}, mix {terms.schedule.mix:g}"),

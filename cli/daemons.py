@@ -39,6 +39,7 @@ from farloop.node.library import Node
 from farloop.node.pipeline.trainer import PipelineConfig, train_stage
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
+from farloop.runtime.system import trim_heap
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ def run_coordinator(
     """
     descriptors.raise_limit(spare=descriptors.SPARE)
     plan = planned(file)
+    trim_heap()
     if file.coordinator.copy_to:
         _can_copy(file.coordinator.copy_to)
     if restore_from:

@@ -30,6 +30,7 @@ from farloop.algo.spec import to_plain
 from farloop.cli.daemons import connect
 from farloop.cli.status import DEFAULT_URL, fetch, page_of
 from farloop.config.exit_codes import CommandError
+from farloop.config.memory import memory_of
 from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import Address, parse_host_port, parse_tcp
 from farloop.coordinator.net.zmq_router import most_connections
@@ -255,9 +256,6 @@ def as_the_coordinator_sees(name: str, seen: InventoryStatus | None) -> Sequence
 
 LOW_DISK_BYTES = 2_000_000_000
 
-STATE_BYTES_PER_PARAMETER = 24
-"""Anchor, target and momentum in fp32, twice: the old snapshot is deleted once the new one is durable."""
-
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 DRIFT_S = 2.0  # largest difference of wall clocks without a warning
@@ -345,7 +343,7 @@ def _run_findings(file: RunFile) -> list[Finding]:
     try:
         plan = planned(file)
         identity = plan.spec.identity
-        needed = max(needed, STATE_BYTES_PER_PARAMETER * identity.layout.num_parameters)
+        needed = max(needed, sum(memory_of(plan.spec).coordinator_disk.values()))
         size = f"{count_text(identity.layout.num_parameters)} parameters"
         detail = f"{identity.name}, fingerprint {identity.fingerprint()}, {size}, data {identity.data}"
         run = ok("run", detail)

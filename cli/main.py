@@ -365,14 +365,27 @@ def doctor(
 
 
 @config_app.command("check")
-def check_config(file: AnyToml, flags: SetFlags = None) -> None:
+def check_config(
+    file: AnyToml,
+    flags: SetFlags = None,
+    ranks: Annotated[int, typer.Option(help="Processes of a node, for its memory.", min=1)] = 1,
+    shard: Annotated[bool, typer.Option("--shard", help="The node shards the model over them.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Validate a file and show the resulting run or node, without starting anything.
+
+    Of a run it also shows the memory and the disk that the coordinator and a node take, activations
+    apart. A model hf:FOLDER needs no weights for that.
 
     Example: farloop config check run.toml --set run.method=diloco
     """
     from farloop.cli.check import check
 
-    lines = check(file, flags=flags or [], environ=os.environ)
+    lines, memory = check(file, flags=flags or [], environ=os.environ, ranks=ranks, shard=shard)
+    if as_json:
+        told = {"memory": memory.plain()} if memory is not None else {}
+        typer.echo(json.dumps({"file": str(file), "lines": lines, **told}, indent=1))
+        return
     typer.echo(f"{file} is good")
     for label, value in lines:
         typer.echo(f"  {label:<12} {value}")

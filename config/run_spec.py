@@ -215,8 +215,10 @@ class Plan:
         return [first_anchor(fragment, tensors) for fragment in self.spec.identity.layout.fragments]
 
 
-def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) -> Plan:
+def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, *, weights: bool = True) -> Plan:
     """Everything the nodes must agree on. `corpus`: that of `data`, if already loaded.
+
+    `weights`: False takes names and shapes alone of a model hf:…, however large; the digests of its anchors are 0 then.
 
     Raises:
         ValueError: a setting is out of range, one sentence.
@@ -226,7 +228,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     given = not loops_bring_data(config) or data.path is not None or data.mixture is not None
     corpora = _corpora(config, data, corpus) if given else []
     vocabulary = corpora[0].vocabulary if corpora else VOCABULARY
-    tensors, model = _first_weights(config, vocabulary)
+    tensors, model = _first_weights(config, vocabulary, weights=weights)
     layout = partition(
         [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
         pattern=method.pattern,
@@ -236,7 +238,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     terms, notes = terms_of(config, method)
     check(terms, layout)
     check_codecs(terms)
-    digests = tuple(digest(first_anchor(fragment, tensors)) for fragment in layout.fragments)
+    held = not any(tensor.is_meta for tensor in tensors.values())
+    digests = tuple(digest(first_anchor(fragment, tensors)) if held else 0 for fragment in layout.fragments)
     del tensors
     evaluation, corpus_digest, samples = None, OWN, 0
     _check_phases(terms, data, brings_data=given)
@@ -341,7 +344,7 @@ def loops_bring_data(config: RunConfig) -> bool:
     return config.init is not None and config.model in PRESETS
 
 
-def _first_weights(config: RunConfig, vocabulary: int) -> tuple[Mapping[str, Tensor], str]:
+def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) -> tuple[Mapping[str, Tensor], str]:
     """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence.
 
     `vocabulary`: that of the data; a built-in model takes it.
@@ -349,7 +352,7 @@ def _first_weights(config: RunConfig, vocabulary: int) -> tuple[Mapping[str, Ten
     try:
         check_model_name(config.model)
         if config.model.startswith(HF):
-            return _weights_of_hf(config, text := config_text(config.model), vocabulary), text
+            return _weights_of_hf(config, text := config_text(config.model), vocabulary, weights=weights), text
         if config.init is not None:
             return _tensors_in(config.init), OWN
         if is_factory(config.model):
@@ -368,10 +371,12 @@ def _first_weights(config: RunConfig, vocabulary: int) -> tuple[Mapping[str, Ten
     return {name: parameter.detach() for name, parameter in trainable_tensors(module)}, config_json(size)
 
 
-def _weights_of_hf(config: RunConfig, text: str, vocabulary: int) -> Mapping[str, Tensor]:
+def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bool) -> Mapping[str, Tensor]:
     """Weights of version 0 of the model in an identity's text. Raises ModelError or ValueError."""
     named = hf_model(text)
     named.check(vocabulary, config.sequence_tokens)
+    if not weights:
+        return dict(trainable_tensors(named.module))  # on the meta device: names and shapes
     if config.init is None:
         folder = model_folder(config.model)
         return hf_weights(text, folder if has_weights(folder) else None, config.seed)

@@ -412,8 +412,8 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     return PipelineConfig(**values)
 
 
-def planned(file: RunFile) -> Plan:
-    """The run that the file describes. Takes seconds: it reads the data and builds the model.
+def planned(file: RunFile, *, weights: bool = True) -> Plan:
+    """The run that the file describes. Takes seconds: it reads the data and builds the model. `weights`: as `plan_run`.
 
     Raises:
         ConfigError: the run is invalid; the line names the key if possible.
@@ -423,7 +423,7 @@ def planned(file: RunFile) -> Plan:
         what = f"{run.batch_sequences} of {run.sequence_tokens} tokens are too many for one step; the most is {most}"
         raise settings.error("run", "batch_sequences", what)
     try:
-        plan = plan_run(run, file.data)
+        plan = plan_run(run, file.data, weights=weights)
     except CorpusError as error:
         key, _, sentence = str(error).partition(": ")
         if key not in ("phases", "mixture"):

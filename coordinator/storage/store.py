@@ -35,12 +35,14 @@ from farloop.coordinator.storage.recovery import (
 from farloop.coordinator.storage.segment import Entry
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
+from farloop.runtime.system import trim_heap
 
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol, Journal)."""
 
+_LARGE_BYTES = 16 << 20  # of an anchor: below that nothing much is kept
 _RETRY_S = 1.0  # between two tries to open a file while none can be opened
 _LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
 
@@ -197,6 +199,8 @@ class Store:
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self.sync()
         self.buffers[record.fragment] = result.buffers
+        if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
+            trim_heap()  # of the first buffers, which another thread made
         if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
             self._snapshot(record.fragment)
         return record

@@ -87,3 +87,16 @@ def test_an_option_of_grids_is_refused_for_pairs(tmp_path: Path) -> None:
     result = bench(tmp_path, "fp32/fp32", "q4/q4", "--tune", "outer_lr=1")
     assert result.exit_code == 2
     assert "--tune is for a grid, not for pairs" in result.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: Path) -> None:
+    """In a model as small as this one nearly all of it is the process itself."""
+    words = ("bench", "memory", "--model", "nano", "--out", str(tmp_path / "out"), "--json")
+    result = CliRunner().invoke(app, words, prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    for who in ("coordinator", "node"):
+        assert 0.2 < found[who]["ratio"] < 1.2, found[who]
+    again = CliRunner().invoke(app, words, prog_name="farloop")
+    assert again.exit_code == 2 and "holds a run already" in again.output

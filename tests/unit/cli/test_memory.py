@@ -1,0 +1,103 @@
+"""Covers `config/memory.py`, and how `farloop config check` tells it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from farloop.algo.spec import RunSpec
+from farloop.cli.main import app
+from farloop.config.memory import JOINS, PROCESS_BYTES, memory_of
+from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+
+RUN = """
+[run]
+model = "{model}"
+outer_lr = 0.7
+outer_momentum = 0.9
+[data]
+max_bytes = 100_000
+[coordinator]
+state_dir = "state"
+"""
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def spec(**settings: Any) -> RunSpec:
+    defaults = {"model": "nano", "outer_lr": 0.7, "outer_momentum": 0.9}
+    return plan_run(RunConfig(**{**defaults, **settings}), DataConfig(max_bytes=100_000)).spec
+
+
+def checked(path: Path, *options: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["config", "check", str(path), "--json", *options])
+    assert done.exit_code == 0, done.output
+    told: dict[str, Any] = json.loads(done.stdout)["memory"]
+    return told
+
+
+def test_a_parameter_takes_twelve_bytes_on_the_coordinator_and_twenty_on_a_node() -> None:
+    run = spec()
+    padded = sum(fragment.numel for fragment in run.identity.layout.fragments)
+    memory = memory_of(run)
+    ram = memory.coordinator_ram
+    assert ram["anchors"] + ram["targets"] + ram["outer optimizer's state"] == 12 * padded
+    device = memory.node_device
+    assert device["parameters"] + device["gradients"] + device["optimizer's moments"] == 16 * padded
+    assert device["anchors"] == 4 * padded and "residuals" not in device
+    assert ram["process"] == memory.node_host["process"] == PROCESS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("settings", "term"),
+    [
+        ({"codec_up": "q4r:rounding=nearest,beta=0.9"}, "residuals"),
+        ({"method": "diloco", "control_variates": True, "outer_momentum": 0.0}, "control variates"),
+        ({"method": "diloco", "lag": 1, "eager": True, "nodes": 2}, "starts of rounds"),
+    ],
+)
+def test_what_a_method_keeps_besides_is_counted(settings: dict[str, Any], term: str) -> None:
+    run = spec(**settings)
+    assert memory_of(run).node_device[term] == 4 * sum(fragment.numel for fragment in run.identity.layout.fragments)
+
+
+def test_sharding_divides_what_a_node_keeps_and_puts_the_anchors_on_the_host() -> None:
+    run = spec()
+    whole, parts = memory_of(run, ranks=4), memory_of(run, ranks=4, shard=True)
+    assert parts.node_device["gradients"] == whole.node_device["gradients"] // 4
+    assert parts.node_host["anchors"] == whole.node_device["anchors"] // 4 and "anchors" not in parts.node_device
+    assert parts.plain()["ranks"] == 4
+
+
+def test_check_tells_the_memory_of_a_model_that_is_a_config_alone(tmp_path: Path) -> None:
+    """8 billion parameters, none of which is read, drawn or held."""
+    pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "run.toml").write_text(RUN.format(model="hf:model"))
+    told = checked(tmp_path / "run.toml", "--ranks", "8", "--shard")
+    terms = told["terms"]
+    assert 32e9 < terms["coordinator_ram"]["anchors"] < 33e9
+    assert told["coordinator_ram_bytes"] == sum(terms["coordinator_ram"].values())
+    assert 96e9 < told["coordinator_ram_bytes"] - terms["coordinator_ram"][JOINS] < 120e9
+    assert 16e9 < told["node_device_bytes"] < 22e9 and 4e9 < told["node_host_bytes"] < 8e9
+    assert told["coordinator_disk_bytes"] > 2 * 96e9
+    lines = CliRunner().invoke(app, ["config", "check", str(tmp_path / "run.toml")]).stdout
+    assert "of memory, " in lines and "on its device besides activations" in lines and "fingerprint" not in lines
+
+
+def test_the_state_folder_of_a_finished_run_is_within_the_disk_that_was_told(tmp_path: Path) -> None:
+    """The smallest journal segment is not counted: the run is too small for a second one."""
+    from farloop.coordinator.storage.store import Store
+
+    run = plan_run(RunConfig(model="nano"), DataConfig(max_bytes=100_000))
+    store = Store.create(tmp_path, run.spec, run.anchors)
+    store.export(tmp_path / "model.safetensors")
+    store.close()
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert held <= sum(memory_of(run.spec).coordinator_disk.values())
