@@ -44,7 +44,7 @@ from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
-from farloop.node.shards import Shards, Weights, check_codecs, is_sharded
+from farloop.node.shards import Shards, Weights, check_codecs, is_sharded, reshard
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
@@ -535,6 +535,7 @@ def join(
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
         module = _bare(model if isinstance(model, nn.Module) else model(spec))
+        reshard(module)  # the loop may have evaluated it
         _check_parameters(module)
         if not is_sharded(module):
             module = module.to(cluster.device)

@@ -41,6 +41,14 @@ def is_sharded(module: nn.Module) -> bool:
     return any(map(is_dtensor, module.parameters()))
 
 
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2's shards in their place: a forward pass without a backward pass leaves whole copies there."""
+    for part in module.modules():
+        # That of FSDPModule, which is not imported: torch.distributed.fsdp takes a good part of a node's start.
+        if callable(put_back := getattr(part, "reshard", None)):
+            put_back()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or that which a DTensor is a part of: all of its ranks have to call this."""
     gathered: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -192,7 +200,7 @@ class Shards(Weights):
         parameters: Mapping[str, nn.Parameter],
         holds: Part = None,
     ) -> None:
-        """`parameters`: the module's, by the layout's names, as they are now: FSDP2 shows gathered ones at times.
+        """`parameters`: the module's, by the layout's names, with the shards in their place (`reshard`).
 
         Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
         """
@@ -333,11 +341,7 @@ class Shards(Weights):
         super().restore()
 
     def reshard(self) -> None:
-        """After a forward pass without a backward pass FSDP2 leaves whole copies in the place of its shards."""
-        for part in self._module.modules():
-            # That of FSDPModule, which is not imported: torch.distributed.fsdp takes a good part of a node's start.
-            if callable(reshard := getattr(part, "reshard", None)):
-                reshard()
+        reshard(self._module)
 
     def _swap(
         self,

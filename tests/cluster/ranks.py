@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-WAIT_S = 240  # for the answer of a rank on a loaded machine
+WAIT_S = 300  # for the answer of a rank on a loaded machine
 
 _SERVER = multiprocessing.get_context("forkserver")
 # Their imports take longer than the tests. The server finds modules on its own path alone, so none of this folder.

@@ -24,7 +24,7 @@ from farloop.node.cluster import Cluster
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.replica import OwnDelta, Replica, matched_parameters
-from farloop.node.shards import Shards, box_of
+from farloop.node.shards import Shards, box_of, is_dtensor, reshard
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.registry import codec_named
@@ -56,11 +56,6 @@ class Awkward(nn.Module):
         self.norm = nn.LayerNorm(100)
         self.head = nn.Linear(100, 331, bias=False)
         self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.second(torch.relu(self.first(self.embed(tokens))))
-        x = x + torch.einsum("btd,edh,ehk->btk", x, self.experts.up, self.experts.down)
-        return self.head(self.norm(self.frozen(x)))  # type: ignore[no-any-return]
 
 
 def awkward(dtype: torch.dtype = torch.float32) -> Awkward:
@@ -427,6 +422,17 @@ def refusals() -> dict[str, str]:
     except LoopError as error:
         told["types"] = str(error)
     return told
+
+
+def evaluated_before() -> list[bool]:
+    """Whether FSDP2 shows a whole copy of a weight after a forward pass, and a shard once it is put back."""
+    model = nn.Sequential(nn.Linear(6, 5))
+    fully_shard(model)
+    with torch.no_grad():
+        model(torch.ones(1, 6))
+    seen = [is_dtensor(model[0].weight)]
+    reshard(model)
+    return [*seen, is_dtensor(model[0].weight)]
 
 
 def samples() -> list[list[int]]:

@@ -4,7 +4,7 @@ import pytest
 from ranks import ranks
 from sharded_models import rounds
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 FAST = [("rows", 2, "float32"), ("columns", 2, "float32"), ("both", 4, "bfloat16")]
 SLOW = [

@@ -2,12 +2,12 @@
 
 import pytest
 from ranks import ranks
-from sharded_models import faults, refusals, samples
+from sharded_models import evaluated_before, faults, refusals, samples
 
 from farloop.node.errors import TermsMismatch
 from farloop.node.shards import check_codecs
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 
 def test_a_nan_in_one_shard_and_damaged_updates_are_one_answer_of_all_ranks() -> None:
@@ -26,6 +26,11 @@ def test_shards_that_are_no_boxes_are_refused_on_all_ranks_alike() -> None:
     assert lead["shape"] == other["shape"] and "has the shape (3, 6), not (4, 6)" in lead["shape"]
     assert "parameter 'weight' is torch.bfloat16 on rank 1" in lead["types"]
     assert "parameter 'weight' is torch.float32 on rank 0" in other["types"]
+
+
+def test_a_model_that_was_evaluated_before_join_has_its_shards_put_back() -> None:
+    """Else the whole copy would be taken for a replica, and merges into it would be lost."""
+    assert ranks(2, evaluated_before) == [[False, True]] * 2
 
 
 def test_ranks_of_one_tensor_parallel_group_train_on_the_same_samples() -> None:
