@@ -45,7 +45,7 @@ def test_nodes_train_a_model_of_hugging_face_that_only_the_coordinator_has_a_fol
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
     run = new_run(model=f"hf:{tmp_path / 'llama'}", method="streaming", h=10, tau=2, steps=40, lr=1e-2)
     run.start_coordinator()
-    run.until("the coordinator is up", lambda status: True)
+    run.until("the coordinator is up", lambda status: True, timeout_s=240)
     (tmp_path / "llama").rename(tmp_path / "gone")
     run.start_node("plain")
     run.start_node("sharded", nproc=2, shard=True, checkpoint=True, microbatch=1)
@@ -63,7 +63,7 @@ def test_a_node_trains_the_user_s_own_code_by_name(new_run: NewRun, monkeypatch:
     (run.folder / "own_mixer.py").write_text(OWN)
     monkeypatch.setenv("PYTHONPATH", str(run.folder))
     run.start_coordinator()
-    run.until("the coordinator is up", lambda status: True)
+    run.until("the coordinator is up", lambda status: True, timeout_s=240)
     nameless = run.start_node("nameless")
     assert run.until_ended(nameless) == 2
     assert "[node] model" in nameless.last_line
