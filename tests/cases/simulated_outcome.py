@@ -37,6 +37,7 @@ class End:
     owner: Owner
     stored: int  # samples in its stored deltas
     counted: int  # those that the ledger counts as uncertain: it is known to have used them, and they came back
+    missed: int = 0  # rounds of which a window closed without it, since its last stored delta
     used: int | None = None  # where it lived on: all that it had used before it let go of them
 
 
@@ -50,6 +51,7 @@ class SampleBook:
         self.trained: dict[int, Owner] = {}
         """Positions in stored deltas."""
         self.ends: list[End] = []
+        self._missed: dict[NodeId, set[int]] = {}
         self.wound_back = False
         """From there on samples are granted that a lost history had granted, and starts count theirs anew."""
 
@@ -79,8 +81,14 @@ class SampleBook:
                 self.positions[owner] = self.positions.get(owner, [])[:stored]
                 for position in self._within(owner, 0, stored):  # its deltas may be stored by a commit alone (K)
                     self.trained.setdefault(position, owner)
-                self.ends.append(End(owner=owner, stored=stored, counted=leases.uncertain_total - before))
+                missed = len(self._missed.pop(node, ()))
+                counted = leases.uncertain_total - before
+                self.ends.append(End(owner=owner, stored=stored, counted=counted, missed=missed))
+            case rec.WindowCommitted(round=round_index, drops=drops):
+                for drop in drops:
+                    self._missed.setdefault(drop.node, set()).add(round_index)
             case rec.InputStored(blob=blob):
+                self._missed.pop(blob.node, None)
                 self._counts((blob.node, blob.incarnation), leases.uncertain_total - before)
         for owner, stored in leases.stored.items():
             for position in self._within(owner, 0, stored):
@@ -108,9 +116,11 @@ class SampleBook:
         longest = max(plan.length for plan in self.ledger.rounds.values())
         patience = terms.schedule.max_stale_rounds if terms.schedule.on_late_update == "continue" else 1
         # A round between two deltas, another before a joiner's first, and those that it goes on without an answer.
-        most = (2 + patience + terms.schedule.lag) * longest * terms.inner.batch_sequences
+        rounds = 2 + patience + terms.schedule.lag
         uncertain = 0
         for end in self.ends:
+            # A delta that comes too late is dropped, and the work in it counts as uncertain with that of the next one.
+            most = (rounds + end.missed) * longest * terms.inner.batch_sequences
             used = (len(diaries[end.owner].samples) if end.used is None else end.used) - end.stored
             assert 0 <= end.counted <= used, f"{end} counts more than it used"
             unbounded = (
