@@ -8,10 +8,14 @@ CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
 
-.PHONY: demo test test-cluster test-deploy chaos mutants fuzz lint types check docs release clean
+.PHONY: demo demo-hf test test-cluster test-deploy chaos mutants fuzz lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
+
+# A Llama, from its text and tokenizer to from_pretrained, offline: about three minutes on two cores.
+demo-hf: $(VENV)/.dev
+	$(BIN)/python examples/hf_demo.py $(DEMO_ARGS)
 
 # Real processes wait for each other a third of the time: half as many tests again as there are processors keep them busy.
 WAITING := -n $$($(BIN)/python -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')

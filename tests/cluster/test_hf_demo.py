@@ -1,0 +1,19 @@
+"""What `make demo-hf` runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "hf_demo.py"
+
+
+def test_a_llama_is_trained_loses_a_process_and_is_loaded_by_transformers(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--steps", "60", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the node ended with exit code" in done.stdout
+    assert "def __init__(self" in done.stdout.partition("and writes:")[2]
