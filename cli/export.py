@@ -1,6 +1,7 @@
-"""`farloop export`: the global model as a folder that other tools load."""
+"""`farloop export` and `farloop eval`: the global model as a folder that other tools load, and its loss."""
 
 import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,23 +9,24 @@ from typing import Annotated, Literal
 
 import typer
 
-from farloop.cli.options import STATE, AsJson, StateFolder
+from farloop.cli.options import STATE, AsJson, StateFolder, TextData
 from farloop.config.exit_codes import CommandError, cannot_write
 
+OwnModel = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        show_default="the run's",
+        help="For a run with an own model: hf:FOLDER or package.module:factory, as on its nodes.",
+    ),
+]
 NumberFormat = Literal["float32", "bfloat16", "float16"]
 
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Output folder; made anew.")],
     state: StateFolder = STATE,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            show_default="the run's",
-            help="For a run with an own model: hf:FOLDER or package.module:factory, as on its nodes.",
-        ),
-    ] = "",
+    model: OwnModel = "",
     dtype: Annotated[NumberFormat, typer.Option(help="Number format of the weights.")] = "float32",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of weights.")] = "5GB",
     tokenizer: Annotated[
@@ -76,3 +78,51 @@ def export(
     rounds = f"after round {ledger.current_round}" if any(ledger.versions) else "before its first commit"
     typer.echo(f"run {ledger.spec.identity.name} {'at its end' if ledger.finished else rounds}, in {dtype}: {folder}")
     typer.echo(f"{plural(len(files), 'file')}, {size_text(sum(files.values()))}: {', '.join(files)}")
+
+
+def evaluate(
+    state: StateFolder = STATE,
+    data: TextData = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences to take.", show_default="as many as the run's set has, or 256")
+    ] = None,
+    model: OwnModel = "",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:1.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Loss of the newest global model on text that no node trains on: the validation part of --data.
+
+    With the run's own data it is the run's evaluation. The coordinator may run meanwhile.
+
+    Example: farloop eval --state state --data tokens.bin
+    """
+    import torch
+
+    from farloop.coordinator.storage.recovery import newest_model
+    from farloop.node.data import EvaluationSet, load_corpus
+    from farloop.node.named_model import ModelError, fill_, model_of_run
+    from farloop.node.trainer import EVALUATION_BATCH, evaluation_name, evaluation_sequences
+
+    ledger, weights = newest_model(state)
+    identity, terms = ledger.spec.identity, ledger.spec.terms
+    named_set = "x" in identity.evaluation_set
+    count = sequences or (evaluation_sequences(identity.evaluation_set) if named_set else 256)
+    corpus = load_corpus(data)
+    chosen = EvaluationSet(corpus, sequences=count, sequence_tokens=terms.inner.sequence_tokens)
+    try:
+        named = model_of_run(identity.model, 0, model)
+        named.check(corpus.vocabulary, terms.inner.sequence_tokens)
+        fill_(named.module, weights)
+        loss = chosen.loss(named.module.to(torch.device(device)), EVALUATION_BATCH, named.loss)
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    except RuntimeError as error:  # torch's, for a device that is not there or too small
+        raise CommandError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    same = evaluation_name(chosen) == identity.evaluation_set
+    if as_json:
+        told = {"loss": loss, "sequences": len(chosen), "digest": chosen.digest, "is_the_run_s": same}
+        typer.echo(json.dumps({**told, "versions": list(ledger.versions)}))
+        return
+    whose = "the run's evaluation set" if same else "another set than the run's"
+    typer.echo(f"loss {loss:.4f} nats per token, perplexity {math.exp(min(loss, 700.0)):.4g}")
+    typer.echo(f"{len(chosen)} sequences of {terms.inner.sequence_tokens} tokens, {whose}; digest {chosen.digest}")

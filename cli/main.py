@@ -15,7 +15,7 @@ from rich.console import Console
 
 from farloop.cli.bench import bench_app
 from farloop.cli.data import data_app
-from farloop.cli.export import export
+from farloop.cli.export import evaluate, export
 from farloop.cli.journal import journal_app
 from farloop.cli.keys import keys_app
 from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
@@ -42,6 +42,7 @@ config_app = Commands("Check or show a RUN.toml or NODE.toml.")
 app.command(rich_help_panel=INSPECT)(schedule)
 app.command(rich_help_panel=INSPECT)(plan)
 app.command(rich_help_panel=TRAIN)(export)
+app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.add_typer(journal_app, name="journal", rich_help_panel=INSPECT)
 app.add_typer(bench_app, name="bench", rich_help_panel=INSPECT)
 app.add_typer(simulate_app, name="simulate", rich_help_panel=INSPECT)

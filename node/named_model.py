@@ -365,7 +365,7 @@ def save_weights(
     named = model_of_run(identity.model, 0, own) if own or identity.model.startswith(HF) else None
     writer: Any = named.module if named is not None else None
     if writer is not None:
-        _fill(writer, weights)
+        fill_(writer, weights)
     if not hasattr(writer, "save_pretrained"):
         _write_plain(weights, folder, dtype, identity.model)
         return
@@ -376,8 +376,11 @@ def save_weights(
     writer.save_pretrained(folder, max_shard_size=shard_size)
 
 
-def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put the run's weights into a module that may have parameters without memory. Raises ModelError."""
+def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Make a run's weights, by name, those of a module on the CPU, whose parameters may have no memory yet.
+
+    Raises ModelError: the module has other parameters.
+    """
     here = dict(trainable_tensors(module))
     if odd := sorted(here.keys() ^ weights.keys()):
         whose = "the run" if odd[0] in weights else "this model"

@@ -12,6 +12,8 @@ from stored_runs import run_rounds
 
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
 from farloop.coordinator.storage.store import Store
+from farloop.node.data import EvaluationSet, load_corpus
+from farloop.node.named_model import fill_, model_of_run
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -95,6 +97,22 @@ def test_an_adapter_is_written_as_one_by_its_own_library(tmp_path: Path, monkeyp
     anchors = store.named_anchors()
     assert sorted(tensor.shape for tensor in written.values()) == sorted(anchor.shape for anchor in anchors.values())
     assert sum(tensor.double().sum() for tensor in written.values()) == sum(a.double().sum() for a in anchors.values())
+
+
+def test_the_loss_of_the_newest_model_is_that_of_the_run_s_evaluation(tmp_path: Path) -> None:
+    store = state_of(tmp_path / "state", "nano")
+    plan = plan_run(RunConfig(model="nano", sequence_tokens=32), DataConfig(max_bytes=16_000_000))
+    state = ("--state", str(tmp_path / "state"))
+    told = found("eval", *state, "--sequences", "8")
+    module = model_of_run(plan.spec.identity.model, 0).module
+    fill_(module, store.named_anchors())
+    expected = EvaluationSet(load_corpus(None), sequences=8, sequence_tokens=32).loss(module, 8)
+    assert told["loss"] == pytest.approx(expected, rel=1e-5) and told["versions"] == list(store.ledger.versions)
+    (tmp_path / "text.txt").write_text("words " * 4000)
+    shown = farloop("eval", *state, "--data", str(tmp_path / "text.txt"), "--sequences", "2")
+    assert shown.exit_code == 0 and "2 sequences of 32 tokens, another set than the run's" in shown.stdout
+    assert "--device nowhere" in error_line("eval", *state, "--sequences", "2", "--device", "nowhere")
+    assert "the run alone has" in error_line("eval", *state, "--sequences", "2", "--model", "torch.nn:Identity")
 
 
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
