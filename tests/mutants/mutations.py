@@ -364,8 +364,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "an update of another base is applied",
         "node/replica.py",
-        "expect = self._expected(index, version, version - 1, codec_down, epoch)",
-        "expect = self._expected(index, version, self.versions[index], codec_down, epoch)",
+        "sent = self.parsed(index, version, version - 1, codec, epoch, blob)",
+        "sent = self.parsed(index, version, self.versions[index], codec, epoch, blob)",
         "unit/node/test_replica.py",
     ),
     _of(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farloop.algo.fragments import trainable_tensors
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
@@ -48,11 +48,11 @@ def plan(model: str, **settings: Any) -> Plan:
     return plan_run(RunConfig(model=model, sequence_tokens=32, **settings), DATA)
 
 
-def with_anchors(module: nn.Module, plan: Plan) -> nn.Module:
+def with_anchors(module: nn.Module, plan: Plan, anchors: list[Tensor]) -> nn.Module:
     """The module with the run's first weights, as a node gets them."""
     materialise_(module, torch.device("cpu"))
     replica = Replica(module, plan.spec.identity.layout, gradients=False)
-    for index, anchor in enumerate(plan.anchors):
+    for index, anchor in enumerate(anchors):
         replica.anchors[index].copy_(anchor)
         replica.merge(index, 0.0)
     return module.eval()
@@ -76,10 +76,11 @@ def test_a_folder_s_weights_become_the_run_s_and_a_node_builds_the_same_module_w
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     planned = plan(f"hf:{tmp_path / 'saved'}")
     assert planned.spec.identity.layout.num_parameters == sum(p.numel() for p in saved.parameters())
+    anchors = planned.anchors
     (tmp_path / "saved").rename(tmp_path / "gone")
     named = model_of_run(planned.spec.identity.model, 0)
     assert all(parameter.is_meta for parameter in named.module.parameters())
-    module = with_anchors(named.module, planned)
+    module = with_anchors(named.module, planned, anchors)
     with torch.no_grad():
         assert torch.equal(module(TOKENS).logits, saved(TOKENS).logits)
         expected = saved(TOKENS[:, :-1], use_cache=False).logits.flatten(0, 1)
@@ -98,7 +99,7 @@ def test_a_folder_with_a_config_alone_begins_from_weights_of_the_seed(tmp_path: 
     assert "version" not in first.spec.identity.model and "dtype" not in first.spec.identity.model
     named = hf_model(first.spec.identity.model)
     assert "lm_head.weight" not in dict(trainable_tensors(named.module)), "tied to the embedding"
-    module = with_anchors(named.module, first)
+    module = with_anchors(named.module, first, first.anchors)
     assert next(module.parameters()).dtype == torch.float32
     with torch.no_grad():
         assert named.loss(module, TOKENS) == pytest.approx(torch.log(torch.tensor(300.0)).item(), abs=0.1)
