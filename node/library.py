@@ -388,12 +388,12 @@ class Driver:
 
     def wait_for_start(self) -> Decision:
         """Block until training begins, or the run is over."""
-        with self._failure_told():
+        with self.failure_told():
             return self._decide()
 
     def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
         """What to do after an inner step; blocks where the method says that training waits."""
-        with self._failure_told():
+        with self.failure_told():
             self.executor.step_done(tokens, loss, stepped=stepped)
             return self._decide()
 
@@ -402,7 +402,7 @@ class Driver:
         machine = self.executor.machine
         self.executor.request_drain()
         deadline = time.monotonic() + timeout_s
-        with self._failure_told():
+        with self.failure_told():
             while not machine.ended and time.monotonic() < deadline:
                 self._wait()
         if not machine.ended:
@@ -427,7 +427,7 @@ class Driver:
         self.executor.report_if_due()
 
     @contextlib.contextmanager
-    def _failure_told(self) -> Iterator[None]:
+    def failure_told(self) -> Iterator[None]:
         """Tell the coordinator of an error that ends training before it is raised."""
         try:
             yield
@@ -532,41 +532,39 @@ def join(
             driver = Driver(node_id, LinkThread(config), state, fingerprint, cluster.describe(), tau, part)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
-        _check_batch(spec, cluster, part)
-        _check_tau(spec, tau)
-        module = _bare(model if isinstance(model, nn.Module) else model(spec))
-        reshard(module)  # the loop may have evaluated it
-        _check_parameters(module)
-        if not is_sharded(module):
-            module = module.to(cluster.device)
-            _check_ranks(spec, cluster)
-        else:
-            check_codecs((spec.terms.codec_of(node_id), spec.terms.codecs.down))
-            if not cluster.all_agree(evaluate is None) and not cluster.all_agree(evaluate is not None):
+        with driver.failure_told() if driver is not None else contextlib.nullcontext():
+            _check_batch(spec, cluster, part)
+            _check_tau(spec, tau)
+            module = _bare(model if isinstance(model, nn.Module) else model(spec))
+            reshard(module)  # the loop may have evaluated it
+            _check_parameters(module)
+            if not is_sharded(module):
+                module = module.to(cluster.device)
+                _check_ranks(spec, cluster)
+            else:
+                check_codecs((spec.terms.codec_of(node_id), spec.terms.codecs.down))
+                _check_evaluate(cluster, evaluate is not None)
+            parameters = matched_parameters(module, spec.identity.layout, part)
+            inner = _inner_optimizer(optimizer, module, spec)
+            if hook and inner is None:
                 raise LoopError(
-                    "join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass"
+                    f"with the method {spec.terms.method} the coordinator takes the step: hook=True cannot be used; "
+                    "call node.step() in a loop of your own"
                 )
-        parameters = matched_parameters(module, spec.identity.layout, part)
-        inner = _inner_optimizer(optimizer, module, spec)
-        if hook and inner is None:
-            raise LoopError(
-                f"with the method {spec.terms.method} the coordinator takes the step: hook=True cannot be used; call "
-                "node.step() in a loop of your own"
+            node = Node(
+                cluster,
+                driver,
+                spec,
+                module,
+                parameters,
+                inner,
+                part,
+                rate=rate,
+                clip=clip,
+                scaler=scaler,
+                evaluate=evaluate,
+                hook=hook,
             )
-        node = Node(
-            cluster,
-            driver,
-            spec,
-            module,
-            parameters,
-            inner,
-            part,
-            rate=rate,
-            clip=clip,
-            scaler=scaler,
-            evaluate=evaluate,
-            hook=hook,
-        )
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)

@@ -49,6 +49,7 @@ def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins
     assert run.until_ended(wide) == ExitCode.REFUSED
     assert "'inward.bias' has shape (65,) here, (64,) in the run" in wide.last_line
     assert "Traceback" not in wide.said
+    assert "node=wide" in coordinator.said and "'inward.bias' has shape (65,) here" in coordinator.said
 
     whole, broken = run.start_own_node("whole"), run.start_own_node("broken", "--poison", "29")
     assert run.until_ended(broken) == ExitCode.BROKEN_NUMBERS
