@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,9 @@ def run_demo(
         planned = plan_run(plan.run, plan.data)
     except ValueError as error:
         raise CommandError(str(error)) from error
+    assert planned.evaluation is not None
+    # A coordinator refuses settings that ask for more sequences than the text has.
+    plan = replace(plan, run=replace(plan.run, evaluation_sequences=len(planned.evaluation)))
     if resume is None:
         _prepare(plan)
     for note in planned.notes:
