@@ -61,9 +61,9 @@ class Cluster:
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(device=device)
         owns_group = not dist.is_initialized()
+        if (int(os.environ.get("WORLD_SIZE", "1")) if owns_group else dist.get_world_size()) == 1:
+            return cls(device=device)
         if owns_group:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(

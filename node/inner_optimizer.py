@@ -120,8 +120,8 @@ class InnerStep:
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
         """`_rates`: of the groups, as they were set last. Another one there is the work of a scheduler."""
-        self._scheduler_seen = False
-        self._skipped_in_a_row = 0
+        self._at_join, self._scheduler_seen = list[float](), False
+        self._skipped_in_a_row, self._begun = 0, False
         if optimizer is None:
             if rate == "own" or clip == "own" or scaler is not None:
                 raise LoopError(
@@ -132,8 +132,8 @@ class InnerStep:
         _check_optimizer(optimizer, module, parameters)
         if rate == "run":
             self._reference = _reference_rate(optimizer)
-            self._ratios = [_rate_at_join(group) / self._reference for group in optimizer.param_groups]
-            self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+            self._ratios = [_rate_at_join(group) / self._reference for group in groups_of(optimizer)]
+            self._rates = self._at_join = [float(group["lr"]) for group in groups_of(optimizer)]
         if terms.inner.control_variates and (rate == "own" or set(self._ratios) != {1.0}):
             raise LoopError(
                 "the run has control_variates, which need one learning rate for all parameters: take rate='run', and "
@@ -143,6 +143,9 @@ class InnerStep:
     def prepare(self, rate: float) -> None:
         """Set the run's `rate`, unless the loop has its own. Raises as `take`."""
         self._check_parameters()
+        if self._optimizer is not None and not self._begun:
+            self._begun = True
+            _check_steps(self._optimizer, self._parameters)
         if self._optimizer is not None and self._rate == "run":
             self._set_rates(self._optimizer, rate)
 
@@ -184,8 +187,10 @@ class InnerStep:
             self._optimizer.zero_grad(set_to_none=True)
 
     def _set_rates(self, optimizer: Optimizer, rate: float) -> None:
-        groups = optimizer.param_groups
-        if not self._scheduler_seen and [float(group["lr"]) for group in groups[: len(self._rates)]] != self._rates:
+        groups = groups_of(optimizer)
+        found = [float(group["lr"]) for group in groups[: len(self._rates)]]
+        # A constant schedule puts the rates at join back after every step: nothing is lost.
+        if not self._scheduler_seen and found not in (self._rates, self._at_join):
             self._scheduler_seen = True
             _log.warning(
                 "the loop changes the learning rate (a scheduler?): step sets the run's rate instead. Remove the "
@@ -243,7 +248,7 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mappin
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise LoopError(f"the embedding {name!r} makes sparse gradients, which step cannot clip: take sparse=False")
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in stepped]
     if len(missing) == len(parameters):
         raise LoopError(f"{kind} has no parameter of the model: build it from the module that is given to join")
@@ -251,9 +256,19 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mappin
         _log.warning("%s does not step %d of the model's parameters, as %r", kind, len(missing), missing[0])
 
 
+def _check_steps(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises LoopError: since `join` the optimizer was given other parameters, which nobody exchanges."""
+    stepped = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
+    if stepped.isdisjoint(map(id, parameters.values())):
+        raise LoopError(
+            f"{type(optimizer).__name__} has other parameters than at join: shard and prepare the model and its "
+            "optimizer (fully_shard, accelerator.prepare) before join, not after"
+        )
+
+
 def _reference_rate(optimizer: Optimizer) -> float:
     """The own rate that stands for the run's. Raises LoopError where there is none."""
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    kind, groups = type(optimizer).__name__, groups_of(optimizer)
     if not all(isinstance(group.get("lr"), float | int | Tensor) for group in groups):
         raise LoopError(f"{kind} has no learning rate that could be set: join with rate='own'")
     rates = [_rate_at_join(group) for group in groups]
@@ -264,6 +279,14 @@ def _reference_rate(optimizer: Optimizer) -> float:
             f"the learning rate of {kind} is {reference:g}: give it a finite one above 0, groups keep their ratios"
         )
     return reference
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups that it steps. A container of optimizers, as torchtitan's, steps theirs, and its own are copies."""
+    parts = getattr(optimizer, "optimizers", None)
+    if isinstance(parts, list | tuple) and parts and all(isinstance(part, Optimizer) for part in parts):
+        return [group for part in parts for group in groups_of(part)]
+    return optimizer.param_groups
 
 
 def _rate_at_join(group: Mapping[str, Any]) -> float:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
 
 Buffers = Literal["same", "own"]
+Wrap = Literal["ddp", "none"]
 
 DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
@@ -87,6 +88,7 @@ class Node:
         scaler: GradScaler | None = None,
         evaluate: Callable[[nn.Module], float] | None = None,
         hook: bool = False,
+        wrap: Wrap = "ddp",
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names.
         Raises LoopError."""
@@ -101,10 +103,10 @@ class Node:
         self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
         if sharded and not cluster.leads:
             self._follower = replica_of(module, spec, holds, self._weights)
-        wraps = not (cluster.alone or hook or sharded)
+        wraps = wrap == "ddp" and not (cluster.alone or hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
-        by the loop where it has sharded the module."""
+        by the loop where it has sharded the module, steps by hook or took wrap="none"."""
         self._inner = InnerStep(
             optimizer,
             module,
@@ -198,6 +200,12 @@ class Node:
         self.module.zero_grad(set_to_none=True)
         self._inner.zero_grad()
         return self.running
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """For gradient accumulation: backward passes inside add to the gradients and do not average them over the
+        node's ranks. The last one before `step` has to be outside. Nothing changes with one rank, nor where the loop
+        averages by itself."""
+        return unaveraged(self.model)
 
     def note(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> None:
         """With `join(hook=True)`: what the steps from here on report, as `step` takes it; kept until the next call.
@@ -317,6 +325,23 @@ class Node:
             batch = f"{terms.inner.batch_sequences} sequences of {terms.inner.sequence_tokens}"
             raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
         return tokens
+
+
+@contextlib.contextmanager
+def unaveraged(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside do not average gradients over ranks: of a model in DistributedDataParallel, or sharded by
+    FSDP2; any other model never does."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    # That of FSDPModule, whose import takes a good part of a node's start.
+    set_sync = getattr(model, "set_requires_gradient_sync", lambda syncs: None)
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)
 
 
 def _loss_of(given: object) -> float:
@@ -439,18 +464,18 @@ class Driver:
 
 
 def join(
-    coordinator: str,
+    coordinator: str | None,
     model: nn.Module | ModelOf,
     optimizer: Optimizer | OptimizerOf | None = None,
     *,
-    name: str,
+    name: str | None = None,
     key: Path | None = None,
     server_key: Path | None = None,
     state_dir: Path | None = None,
     fingerprint: str | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
-    http: str = "",
-    http_names: str = "",
+    http: str | None = None,
+    http_names: str | None = None,
     link: LinkConfig | None = None,
     tau: int | None = None,
     holds: Sequence[int] | None = None,
@@ -460,9 +485,14 @@ def join(
     scaler: GradScaler | None = None,
     data: DeviceMesh | None = None,
     hook: bool = False,
+    wrap: Wrap = "ddp",
     buffers: Buffers = "same",
 ) -> Node:
     """Join a run and block until training begins.
+
+    What differs between machines may come from the environment, so that a script needs no change: where `coordinator`,
+    `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http` or `http_names` is None, the variable
+    FARLOOP_NODE__COORDINATOR (…__NAME and so on) is read, as by `farloop node`.
 
     Args:
         coordinator: its address, as tcp://host:port.
@@ -493,6 +523,8 @@ def join(
             follows every step of `optimizer`, by its hooks. The trainer then clips, scales the loss, clears gradients
             and averages them over ranks; `model` may be in DistributedDataParallel. The trainer has to stop when
             `Node.running` is False.
+        wrap: "none" leaves it to the loop to average gradients over several ranks that hold the model whole; `model`
+            may be in DistributedDataParallel. Otherwise farloop does that: `Node.model` is in DistributedDataParallel.
         buffers: neither frozen parameters nor buffers are exchanged, so a node whose frozen parameters or saved
             floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
             that, for those that training changes, as the statistics of batch normalisation.
@@ -502,16 +534,21 @@ def join(
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip` or `buffers`
-            is none of its words, or `timeout_s` is NaN or negative.
+        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap` or
+            `buffers` is none of its words, or `timeout_s` is NaN or negative.
     """
-    for argument, value in (("rate", rate), ("clip", clip)):
-        if value not in get_args(Whose):
-            raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
-    if buffers not in get_args(Buffers):
-        raise ValueError(f"buffers is {buffers!r}: take 'same' or 'own'")
-    if hook and isinstance(model, DistributedDataParallel):
+    choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
+    for argument, value, words in choices:
+        if value not in get_args(words):
+            raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
+    coordinator, name = _setting("coordinator", coordinator), _setting("name", name)
+    key, server_key = _setting("key", key), _setting("server_key", server_key)
+    state_dir, fingerprint = _setting("state_dir", state_dir), _setting("fingerprint", fingerprint)
+    http, http_names = _setting("http", http) or "", _setting("http_names", http_names) or ""
+    while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
         model = model.module
+    if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside  # Accelerate's wrapper has no step hooks of its own
     _check_types(locals())
     if timeout_s is not None:
         _check_seconds("join", timeout_s)
@@ -564,6 +601,7 @@ def join(
                 scaler=scaler,
                 evaluate=evaluate,
                 hook=hook,
+                wrap=wrap,
             )
         node.endpoint = endpoint
         if driver is not None:
@@ -577,6 +615,25 @@ def join(
         cluster.close()
         raise
     return node
+
+
+_FROM_ENVIRONMENT: dict[str, type] = {
+    "coordinator": str, "name": str, "key": Path, "server_key": Path, "state_dir": Path, "fingerprint": str,
+    "http": str, "http_names": str,
+}  # fmt: skip
+"""Arguments of `join` that have a variable, under the name that the key has in [node] of a settings file."""
+
+
+def _setting(argument: str, given: Any) -> Any:
+    """An argument of `join`, from the environment where it is None. Raises LoopError."""
+    variable = f"FARLOOP_NODE__{argument.upper()}"
+    if (near := variable.replace("__", "_", 1)) in os.environ:
+        raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
+    if given is None and (text := os.environ.get(variable)):
+        return _FROM_ENVIRONMENT[argument](text)
+    if given is None and argument in ("coordinator", "name"):
+        raise LoopError(f"join got no {argument}: give {argument}=…, {_WANTED[argument][1]}, or set {variable}")
+    return given
 
 
 def _check_parameters(module: nn.Module) -> None:

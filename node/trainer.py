@@ -2,8 +2,8 @@
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Share, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.library import Node, join
+from farloop.node.library import Node, join, unaveraged
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.named_model import (
     LossOf,
@@ -235,22 +234,9 @@ def backward(model: nn.Module, tokens_BS: Tensor, loss_of: LossOf, mixed: torch.
     total = 0.0
     for number, part_BS in enumerate(parts, start=1):
         share = len(part_BS) / len(tokens_BS)
-        with _averaged(model, last=number == len(parts)):
+        with nullcontext() if number == len(parts) else unaveraged(model):
             with mixed:
                 loss = loss_of(model, part_BS)
             torch.autograd.backward(loss if len(parts) == 1 else loss * share)
         total += loss.item() * share
     return total
-
-
-@contextmanager
-def _averaged(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Backward passes inside average gradients over ranks if this is the last part of the batch."""
-    if isinstance(model, DistributedDataParallel):
-        with nullcontext() if last else model.no_sync():
-            yield
-        return
-    # That of FSDPModule, whose import takes a good part of a node's start.
-    if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):
-        set_sync(last)
-    yield

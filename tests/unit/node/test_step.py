@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +14,12 @@ from node_story import identity
 from plain_runs import plain_spec, plain_terms
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import RunSpec
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import LoopError, TermsMismatch
+from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Driver, Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.wire.limits import Timing
@@ -179,6 +180,48 @@ def test_a_scheduler_of_the_loop_is_told_of_once_and_overridden(caplog: pytest.L
     assert caplog.text.count("join with rate='own'") == 1
     loop.step(1.0)
     assert loop.rates == [RATE / 16]
+
+
+def test_a_constant_schedule_is_no_scheduler_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers that have no other way to leave the rate alone put the same one back after every step."""
+    loop = Loop(plain)
+    scheduler = LambdaLR(loop.optimizer, lambda step: 1.0)
+    for _ in range(3):
+        loop.step(1.0)
+        scheduler.step()
+    assert caplog.text == ""
+    loop.step(1.0)
+    assert loop.rates == [RATE / 8]
+
+
+class Container(Optimizer):
+    """An optimizer for each part of a model, as torchtitan's OptimizersContainer: its own groups are copies."""
+
+    def __init__(self, parts: Sequence[nn.Module], rates: Sequence[float]) -> None:
+        self.optimizers = [SGD(part.parameters(), lr=rate) for part, rate in zip(parts, rates, strict=True)]
+        super().__init__([p for part in parts for p in part.parameters()], {"lr": rates[0]})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(closure)
+
+
+def test_a_container_of_optimizers_is_one_step_and_its_parts_get_the_rate() -> None:
+    loop = Loop(lambda module: Container(list(module.children()), (0.2, 0.1)), hook=True)
+    for steps in (1, 2):
+        for parameter in loop.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loop.optimizer.step()
+        assert len(loop.notes.steps) == steps
+    assert loop.weights == [[1 - 1.5 * RATE] * 2, [1 - 0.75 * RATE] * 2]
+
+
+def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() -> None:
+    """As `accelerator.prepare` does when it shards the model."""
+    loop = Loop(plain)
+    loop.optimizer.param_groups[0]["params"] = list(two_layers().parameters())
+    with pytest.raises(LoopError, match=r"^SGD has other parameters than at join: shard .* before join, not after$"):
+        loop.step(1.0)
 
 
 def test_with_a_rate_of_its_own_the_loop_s_scheduler_decides(caplog: pytest.LogCaptureFixture) -> None:
@@ -368,10 +411,43 @@ def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(capl
     assert "the optimizer is not used: with the method data-parallel the coordinator steps" in caplog.text
 
 
-@pytest.mark.parametrize("argument", ["rate", "clip"])
-def test_who_decides_is_the_run_or_the_loop(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is 'mine': take 'run' or 'own'"):
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("rate", "'run' or 'own'"), ("clip", "'run' or 'own'"), ("wrap", "'ddp' or 'none'"), ("buffers", "'same' or 'o")],
+)
+def test_who_decides_is_one_of_two(argument: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument} is 'mine': take {words}"):
         join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **{argument: "mine"})  # type: ignore[arg-type]
+
+
+# --- what a script need not say
+
+
+def test_what_differs_between_machines_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"coordinator": "tcp://127.0.0.1:1", "name": "oslo", "state_dir": str(tmp_path / "a")}.items():
+        monkeypatch.setenv(f"FARLOOP_NODE__{key.upper()}", value)
+    with pytest.raises(Unreachable):
+        join(None, nn.Linear(1, 1), timeout_s=0.0)
+    assert (tmp_path / "a").is_dir()
+    with pytest.raises(Unreachable):
+        join(None, nn.Linear(1, 1), state_dir=tmp_path / "b", timeout_s=0.0)
+    assert (tmp_path / "b").is_dir(), "an argument comes first"
+    monkeypatch.delenv("FARLOOP_NODE__NAME")
+    with pytest.raises(LoopError, match=r"^join got no name: give name=…, .* or set FARLOOP_NODE__NAME$"):
+        join(None, nn.Linear(1, 1), timeout_s=0.0)
+    monkeypatch.setenv("FARLOOP_NODE_NAME", "oslo")
+    with pytest.raises(LoopError, match="FARLOOP_NODE_NAME is not read: did you mean FARLOOP_NODE__NAME, with two"):
+        join(None, nn.Linear(1, 1), name="oslo", timeout_s=0.0)
+
+
+def test_parts_of_a_batch_add_up_on_one_process_too() -> None:
+    loop = Loop(plain)
+    with loop.node.no_sync():
+        loop.node.model(torch.ones(1, 2)).sum().backward()
+    loop.node.model(torch.ones(1, 2)).sum().backward()
+    assert next(loop.module.parameters()).grad.tolist() == [[4.0, 4.0]]  # type: ignore[union-attr]
 
 
 def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
