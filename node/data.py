@@ -236,7 +236,7 @@ def _cut(text: bytes, limit: int) -> bytes:
 
 
 def files_under(path: Path) -> list[Path]:
-    """`path` itself, or the files below it without hidden ones, in the order of a hash of their relative paths."""
+    """`path` itself, or the files below it without hidden ones and Python's caches, in the order of a hash of their relative paths."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -264,7 +264,7 @@ def _walk(root: Path) -> Iterator[Path]:
         raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 

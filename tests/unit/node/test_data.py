@@ -296,6 +296,7 @@ def test_a_folder_gives_each_of_its_texts_once_and_leaves_the_rest_alone(tmp_pat
     write(root, **{".hidden": "hidden", "latin.txt": "größer".encode("latin-1"), "image": b"plain, but\0binary"})
     write(root / "sub" / "deep", e="third text")
     write(root / ".git", config="hidden in a folder")
+    write(root / "sub" / "__pycache__", **{"f.pyc": b"\0compiled"})
     (root / "round").symlink_to(root)
     os.mkfifo(root / "pipe")
     corpus = load_corpus(root)
