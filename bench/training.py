@@ -14,7 +14,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from farloop.algo.adamw import is_decayed
-from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.local_update import fragment_delta_into, mix_fragment_into
 from farloop.algo.outer_optimizers import outer_step_
@@ -27,6 +26,7 @@ from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corp
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, PRESETS, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH, check_data, mixed_precision
+from farloop.quant.digest import digest
 
 # --- threads
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, plain_name, trainable_tensors
 from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
@@ -48,6 +47,7 @@ from farloop.node.named_model import (
 )
 from farloop.node.trainer import evaluation_name
 from farloop.quant.codec_checks import check_codecs
+from farloop.quant.digest import digest
 from farloop.quant.registry import downlink_spelling
 from farloop.wire.keys import check_name
 

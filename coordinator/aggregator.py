@@ -4,7 +4,7 @@ A pure job: buffers and blobs in, new buffers and one blob out; nothing is chang
 commit that cannot be made durable leaves no trace. The decoded update is canonical: it is what every anchor gets.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from farloop.algo import schedule
 from farloop.algo.adamw import AdamWSettings, AdamWState, adamw_step_
-from farloop.algo.digest import canonicalise_, combine, digest
-from farloop.algo.fragments import flatten_into, tiles
+from farloop.algo.fragments import flatten_into
 from farloop.algo.merge_rules import MERGE_RULES, Gram, Pieces, coordinates_into, gram, radial_into
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterSettings, restarts, staleness_gap, state_names, step_
@@ -23,6 +22,7 @@ from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.codec import Codec
+from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
@@ -53,7 +53,7 @@ class Buffers:
         missing = {name: torch.zeros_like(self.anchor) for name in names if name not in self.outer}
         return replace(self, outer={**self.outer, **missing}) if missing else self
 
-    def outer_digest(self) -> int | None:
+    def outer_digest(self, digest: Callable[[Tensor, int], int] = digest) -> int | None:
         """Digest over the optimizer's state; None without one."""
         if not self.outer:
             return None
@@ -286,16 +286,12 @@ def _header(codec: Codec, step: Step) -> BlobHeader:
 
 
 def _result(after: Buffers, update: bytearray, delta: Tensor) -> Result:
-    for tensor in (after.anchor, *after.outer.values()):  # an update is finite, and may lead beyond what fp32 holds
-        for (part,) in tiles(tensor):
-            if not torch.isfinite(part).all():
-                raise NonFiniteError(int(torch.isfinite(part).logical_not().nonzero()[0]))
     return Result(
         buffers=after,
         update=update,
-        anchor_digest=digest(after.anchor),
+        anchor_digest=finite_digest(after.anchor),  # an update is finite, and may lead beyond what fp32 holds
         target_digest=digest(after.target),
-        outer_digest=after.outer_digest(),
+        outer_digest=after.outer_digest(finite_digest),
         delta_norm=norm_sq(delta) ** 0.5,
     )
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, zeros
 
 from farloop.algo.bit_allocation import Candidate, budget, by_multiplier
-from farloop.algo.digest import digest
 from farloop.algo.fragments import view
 from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
@@ -21,6 +20,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.quant.bit_rates import measure
 from farloop.quant.blob import Expected, pack_anchor, parse_blob, unpack_anchor
+from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
 from farloop.quant.formats.q4r import L_GRECO_FACTORS, Q4rCodec
 from farloop.quant.norm import payload_norm_sq

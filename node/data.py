@@ -236,7 +236,10 @@ def _cut(text: bytes, limit: int) -> bytes:
 
 
 def files_under(path: Path) -> list[Path]:
-    """`path` itself, or the files below it without hidden ones and Python's caches, in the order of a hash of their relative paths."""
+    """`path` itself, or the files below it in the order of a hash of their relative paths.
+
+    Hidden ones and Python's caches are left out.
+    """
     if path.is_file():
         return [path]
     if not path.is_dir():

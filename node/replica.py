@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.digest import canonicalise_, combine, digest
 from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
 from farloop.algo.methods import method_named
@@ -24,6 +23,7 @@ from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.shards import Collected, Weights, check_codecs, whole
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
+from farloop.quant.digest import canonicalise_, combine, digest
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from farloop.algo.digest import combine, digest
 from farloop.algo.fragments import rows_of, view
 from farloop.algo.local_update import correct_, mix_fragment_into, mix_into
 from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_of, ranges_of
@@ -25,6 +24,7 @@ from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError, TermsMismatch
 from farloop.quant.codec import Codec
+from farloop.quant.digest import combine, digest
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import CODECS, codec_named
 

@@ -30,10 +30,10 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from farloop.algo.digest import digest
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
 from farloop.coordinator.storage.files import DISK, Files, no_room
+from farloop.quant.digest import digest
 
 _log = logging.getLogger(__name__)
 

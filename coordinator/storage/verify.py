@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
@@ -26,6 +25,7 @@ from farloop.coordinator.storage.segment import (
     segment_paths,
 )
 from farloop.coordinator.storage.state_reader import Placed, attached, journal_folder, ledger_of, placed, steadily
+from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.wire.blobs import blob_digest
 

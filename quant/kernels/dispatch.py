@@ -45,6 +45,17 @@ def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | No
     return tile_sums
 
 
+def fast_digest(device: torch.device) -> Callable[[Tensor, int], tuple[int, bool]] | None:
+    """The compiled digest of `digest.py`, and whether all numbers are finite; None: the reference serves."""
+    if device.type != "cpu":
+        return None
+    try:
+        from farloop.quant.kernels.cpu.kernels import digest
+    except ImportError:
+        return None
+    return digest
+
+
 @cache
 def _cpu(key: KernelKey) -> BlockKernels | None:
     try:

@@ -15,7 +15,6 @@ from noted_node import NotedNode
 from simulated_outcome import NodeOutcome, Outcome, commit_of
 from state_disk import MortalCoordinator, StateDisk
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.decide import adoption, rollback
@@ -26,6 +25,7 @@ from farloop.coordinator.errors import NoRoom, StateLocked
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState
+from farloop.quant.digest import digest
 from farloop.sim import world
 from farloop.sim.network import HOSTILE_LINK, Side
 from farloop.sim.virtual_time import PowerCut, Process

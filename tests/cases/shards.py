@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from toy_problem import inner_optimizer, layout_of
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import Identity, NodeId, RunSpec
 from farloop.algo.terms import Terms
 from farloop.coordinator.aggregator import first_anchor
+from farloop.quant.digest import digest
 
 CLASSES = 10
 _DIMENSIONS, _HIDDEN, _BATCH = 16, 32, 32

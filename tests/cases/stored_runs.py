@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from farloop.algo import schedule
-from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import AnchorRef, Drop, Share

@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.spec import Identity, Layout, NodeId, RunSpec
 from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
+from farloop.quant.digest import digest
 
 # The toy is a stack of blocks, and a noisy quadratic loss with a minimum for each node. Real parameters, a real layout
 # and a real inner optimizer; a gradient costs microseconds. Nodes pull towards different minima, so that a lost,

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from farloop.algo import fragments
-from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node import events as ev
@@ -27,6 +26,7 @@ from farloop.node.replica import OwnDelta, Replica, matched_parameters
 from farloop.node.shards import Shards, box_of, is_dtensor, reshard
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 
 NODE, EPOCH = NodeId("oslo"), 1

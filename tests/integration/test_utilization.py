@@ -15,13 +15,13 @@ import tiny_run
 import torch
 from torch import nn
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import partition
 from farloop.algo.spec import Identity, RunSpec
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.storage.store import Store
 from farloop.node.library import join
+from farloop.quant.digest import digest
 from farloop.sim.bandwidth import Training, utilization
 from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
 from farloop.sim.flow.simulator import play

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
 from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.storage.store import Store
 from farloop.node.library import join
+from farloop.quant.digest import digest
 
 PATIENCE_S = 60.0
 

@@ -115,17 +115,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of(
         "the digest does not see where a number stands",
-        "algo/digest.py",
-        "part.mul_(_odd_mix(first_index + start, part.numel(), x.device))",
-        "part.mul_(_odd_mix(first_index, part.numel(), x.device))",
-        "unit/algo/test_digest.py",
+        "quant/kernels/cpu/kernels.py",
+        "z = first_index + first + i",
+        "z = first_index + i",
+        "unit/quant/test_digest.py",
     ),
     _of(
         "subnormals stay",
-        "algo/digest.py",
+        "quant/digest.py",
         ".bitwise_and(0x7FFFFFFF) < 0x00800000, 0.0)",
         ".bitwise_and(0x7FFFFFFF) < 0x00000001, 0.0)",
-        "unit/algo/test_digest.py",
+        "unit/quant/test_digest.py",
     ),
     _of(
         "a residual outlives its dropped delta",

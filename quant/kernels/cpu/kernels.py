@@ -23,7 +23,19 @@ from farloop.quant.kernels.cpu.loops import (
     OVERWRITE,
     BlockLoops,
 )
-from farloop.quant.kernels.cpu.primitives import Kernel, Number, doubles_at, floats_at, on_parts, stack_doubles, warm_up
+from farloop.quant.kernels.cpu.primitives import (
+    INFINITY,
+    MAGNITUDE,
+    Kernel,
+    Number,
+    addresses_at,
+    bits,
+    doubles_at,
+    floats_at,
+    on_parts,
+    stack_doubles,
+    warm_up,
+)
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
 from farloop.quant.packing import Layout
 
@@ -43,7 +55,7 @@ def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
 
 def warm(names: Iterable[str]) -> float:
     """Compile, or load from disk, what a run with these formats needs; returns the seconds it took."""
-    return warm_up([NORM, *(kernel for name in names for kernel in LOOPS.get(name, ()))])
+    return warm_up([NORM, DIGEST, *(kernel for name in names for kernel in LOOPS.get(name, ()))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +220,51 @@ def tile_sums(x: Tensor) -> list[float]:
         last_tile = _padded(x[whole * TILE :], TILE)
         loop(last_tile.data_ptr(), partials[whole:].ctypes.data, 0, 1)
     return list(partials.tolist())
+
+
+# --- Digests, as `digest.py` defines them
+
+
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_SHIFT, _SECOND_SHIFT, _THIRD_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def partial_digests(
+    x_address: Number, partials_address: Number, first_index: Number, begin: Number, end: Number
+) -> Number:
+    # Tiles [begin, end); returns the first tile with a number that is not finite.
+    x = floats_at(x_address)
+    partials = addresses_at(partials_address)
+    unusable = np.int64(-1)
+    for tile in range(begin, end):
+        first = tile * _TILE
+        total, largest = np.uint64(0), np.int32(0)
+        for i in range(_TILE):
+            pattern = bits(x[first + i])
+            largest = max(largest, np.int32(pattern & MAGNITUDE))
+            z = first_index + first + i
+            z = (z ^ (z >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
+            z = (z ^ (z >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
+            z = (z ^ (z >> _THIRD_SHIFT)) | _ONE
+            total += np.uint64(np.uint32(pattern)) * z
+        partials[tile] = total
+        if largest >= INFINITY and unusable < 0:
+            unusable = np.int64(tile)
+    return unusable
+
+
+DIGEST = Kernel("digest", "int64(uint64, uint64, uint64, uint64, uint64)", partial_digests)
+
+
+def digest(x: Tensor, first_index: int) -> tuple[int, bool]:
+    """The digest of x fp32 [n], whose first element has this index, and whether all of x is finite."""
+    whole, missing = x.numel() // TILE, -x.numel() % TILE
+    partials = np.empty(whole + (missing > 0), dtype=np.uint64)
+    loop, place = DIGEST.compiled(), partials.ctypes.data
+    unusable = on_parts(
+        lambda first, last: loop(x.data_ptr(), place, first_index, first, last), num_blocks=whole, block=TILE
+    )
+    if missing:
+        last_tile, index = _padded(x[whole * TILE :], TILE), first_index + whole * TILE
+        unusable = max(unusable, loop(last_tile.data_ptr(), partials[whole:].ctypes.data, index, 0, 1))
+    return int(np.add.reduce(partials)), unusable < 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from farloop.algo.digest import combine, digest
 from farloop.algo.fragments import partition, zero_padding_
 from farloop.algo.merge_rules import radial_into
 from farloop.algo.methods import METHODS
@@ -24,6 +23,7 @@ from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.storage.snapshots import Snapshot, load, save
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
+from farloop.quant.digest import combine, digest
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.norm import norm_sq, tensor_norms
 from farloop.quant.registry import CODECS, codec_named

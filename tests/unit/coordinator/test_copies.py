@@ -11,7 +11,6 @@ import pytest
 import torch
 from stored_runs import NODES, begun, commit, recovered, spool
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateMismatch
@@ -25,6 +24,7 @@ from farloop.coordinator.storage.copies import (
     write_copy,
 )
 from farloop.coordinator.storage.store import Store
+from farloop.quant.digest import digest
 from farloop.wire.messages import AnchorRef
 
 

@@ -18,7 +18,6 @@ import pytest
 import stored_runs
 from disk_faults import refuse
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Fenced, NoDescriptor, NoRoom, StorageError
 from farloop.coordinator.storage import files, snapshots
@@ -27,6 +26,7 @@ from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import salvage
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
+from farloop.quant.digest import digest
 
 SEGMENT_BYTES = 12 << 10
 _COORDINATOR = str(Path(files.__file__).parent)

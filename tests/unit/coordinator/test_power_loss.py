@@ -19,12 +19,12 @@ import stored_runs
 from power_cuts import extremes, image_of
 from virtual_files import Drawn, VirtualFiles
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import StorageError, StorageFailed
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
+from farloop.quant.digest import digest
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from power_cuts import extremes, image_of
 from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.storage.recovery import refusal
@@ -19,6 +18,7 @@ from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished
 from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
+from farloop.quant.digest import digest
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10

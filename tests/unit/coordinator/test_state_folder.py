@@ -15,12 +15,12 @@ import pytest
 import stored_runs
 from stored_runs import recovered
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import to_plain
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.records import TermsChanged
 from farloop.coordinator.storage.store import Store
+from farloop.quant.digest import digest
 
 GOLDEN = stored_runs.GOLDEN / "state-v1"
 VERSIONS = [2, 3]

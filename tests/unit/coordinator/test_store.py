@@ -16,7 +16,6 @@ from disk_faults import refuse_room
 from safetensors.torch import load_file
 from stored_runs import NODES, adopt, begun, commit, fetch, recovered, run_rounds, spool
 
-from farloop.algo.digest import digest
 from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_optimizers import OuterKind, state_names
@@ -32,6 +31,7 @@ from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
 from farloop.quant.blob import blob_bytes
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 

@@ -14,7 +14,6 @@ from virtual_files import VirtualFiles
 from virtual_host import VirtualHost
 
 from farloop.algo import schedule
-from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -23,6 +22,7 @@ from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.uploads import DeltaIntake, DeltaUploads
 from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly, blob_digest
 from farloop.wire.messages import Offer, Role

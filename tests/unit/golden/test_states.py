@@ -25,11 +25,11 @@ from unittest import mock
 
 import pytest
 
-from farloop.algo.digest import digest
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.state_reader import read_journal
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
+from farloop.quant.digest import digest
 
 ARCHIVE = Path(__file__).with_name("states.tar.xz")
 EXPECTED = Path(__file__).with_name("states.json")

@@ -11,7 +11,6 @@ import torch
 from node_story import A, Story, blob
 from torch import Tensor, nn
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Lease
 from farloop.node import events as ev
@@ -24,6 +23,7 @@ from farloop.node.link import Traffic
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
 from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg

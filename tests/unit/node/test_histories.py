@@ -21,7 +21,6 @@ from node_story import (
 )
 from torch import nn
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import BlobKind, Lease, NodeId
 from farloop.node import events as ev
 from farloop.node.encoder import encode_anchor
@@ -30,6 +29,7 @@ from farloop.node.reports import Announced, Reports, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.quant.blob import unpack_anchor
+from farloop.quant.digest import digest
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
 from farloop.wire.reasons import Reason

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node.errors import LayoutMismatch
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
+from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 
 EPOCH = 3

@@ -9,10 +9,10 @@ from simulated_faults import TWO_NODES, CrashNode, Fault, NodeSetup, Scenario
 from simulated_runs import simulate
 from toy_problem import terms_of
 
-from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
+from farloop.quant.digest import digest
 from farloop.sim import world
 from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.world import Stuck

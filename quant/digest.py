@@ -9,8 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farloop.algo.fragments import tiles
 from farloop.algo.spec import TILE
+from farloop.quant.errors import NonFiniteError
+from farloop.quant.kernels.dispatch import fast_digest
 
 _MASK: Final = (1 << 64) - 1
 
@@ -30,15 +31,35 @@ def digest(x: Tensor, first_index: int = 0) -> int:
     bits is the u32 pattern, mix the finaliser of splitmix64, odd(z) = z | 1. Zeros add nothing, so padding does not
     show. The parts of a fragment add up: see `combine`.
     """
+    return _digest(x, first_index)[0]
+
+
+def finite_digest(x: Tensor, first_index: int = 0) -> int:
+    """As `digest`, in the same pass. Raises NonFiniteError: x has a NaN or an infinity."""
+    total, finite = _digest(x, first_index)
+    if not finite:
+        raise NonFiniteError(int(torch.isfinite(x).logical_not_().nonzero()[0]))
+    return total
+
+
+def _digest(x: Tensor, first_index: int) -> tuple[int, bool]:
     assert x.dtype == torch.float32 and x.dim() == 1
+    fast = fast_digest(x.device)
+    return fast(x.detach().contiguous(), first_index) if fast is not None else digest_by_reference(x, first_index)
+
+
+def digest_by_reference(x: Tensor, first_index: int) -> tuple[int, bool]:
+    """The digest of x, fp32 [n], and whether all of x is finite."""
     chunk = _CPU_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK
     bits = x.detach().view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
+    finite = torch.ones((), dtype=torch.bool, device=x.device)
     for start in range(0, x.numel(), chunk):
         part = bits[start : start + chunk].to(torch.int64).bitwise_and_(0xFFFFFFFF)
         part.mul_(_odd_mix(first_index + start, part.numel(), x.device))
         total.add_(part.sum())  # int64 sums and products wrap: arithmetic mod 2⁶⁴
-    return int(total.item()) & _MASK
+        finite.logical_and_(torch.isfinite(x[start : start + chunk]).all())
+    return int(total.item()) & _MASK, bool(finite.item())
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -49,7 +70,8 @@ def combine(parts: Iterable[int]) -> int:
 def canonicalise_(x: Tensor) -> None:
     """Set every |x| < 2⁻¹²⁶ of x, fp32 [n], to +0, by bit patterns: machines differ in subnormals and −0."""
     assert x.dtype == torch.float32 and x.dim() == 1
-    for (part,) in tiles(x.detach()):
+    for start in range(0, x.numel(), TILE):
+        part = x.detach()[start : start + TILE]
         part.masked_fill_(part.view(torch.int32).bitwise_and(0x7FFFFFFF) < 0x00800000, 0.0)
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo import digest as digest_module
-from farloop.algo.digest import canonicalise_, combine, digest
+from farloop.quant import digest as digest_module
+from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
+from farloop.quant.errors import NonFiniteError
 
 MASK = (1 << 64) - 1
 
@@ -39,7 +40,7 @@ def test_the_digest_is_the_definition(values: list[float], first_index: int) -> 
     assert digest(torch.tensor(values), first_index) == reference(values, first_index)
 
 
-@pytest.mark.parametrize("chunk", [1000, None])
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     ("values", "golden"),
     [
@@ -52,10 +53,10 @@ def test_the_digest_is_the_definition(values: list[float], first_index: int) -> 
     ],
     ids=range(6),
 )
-def test_golden_digests(values: list[float], golden: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the chunk; elements that change places show, and padding with zeros does not."""
-    if chunk is not None:
-        monkeypatch.setattr(digest_module, "_CPU_CHUNK", chunk)
+def test_golden_digests(values: list[float], golden: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled or not; elements that change places show, and padding with zeros does not."""
+    if not fast:
+        monkeypatch.setattr(digest_module, "fast_digest", lambda device: None)
     assert digest(torch.tensor(values, dtype=torch.float32)) == golden
     assert digest(torch.tensor([*values, 0.0, 0.0], dtype=torch.float32)) == golden
 
@@ -66,6 +67,22 @@ def test_parts_combine_to_the_digest_of_the_whole(cuts: list[int], first_index: 
     ends = [0, *sorted(cuts), 1000]
     parts = [digest(x[a:b], first_index + a) for a, b in itertools.pairwise(ends)]
     assert combine(reversed(parts)) == digest(x, first_index)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("index", [0, 4095, 4096, 9000])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_found_in_the_same_pass(
+    wrong: float, index: int, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fast:
+        monkeypatch.setattr(digest_module, "fast_digest", lambda device: None)
+    x = numbers(9001)
+    assert finite_digest(x, 7) == digest(x, 7)
+    x[index] = wrong
+    with pytest.raises(NonFiniteError) as raised:
+        finite_digest(x, 7)
+    assert raised.value.index == index
 
 
 @given(index=st.integers(0, 999), bit=st.integers(0, 31))
