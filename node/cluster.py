@@ -23,6 +23,9 @@ PATIENCE = timedelta(days=30)
 """How long the other ranks wait for rank 0's next decision: it may itself be waiting for a coordinator that is away,
 and the ten or thirty minutes that process groups allow a collective would end the node."""
 
+_SHORT = 1024  # bytes of the first message, which begins with the length of all
+_LENGTH = 8
+
 
 @dataclass(slots=True, kw_only=True)
 class Decision:
@@ -191,11 +194,18 @@ class Cluster:
             dist.destroy_process_group()
 
     def _share_bytes(self, data: bytes) -> bytes:
-        """Length first, then the bytes, as tensors: nothing is pickled."""
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        dist.broadcast(length, src=0, group=self.decisions)
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+        """Rank 0's bytes, on all ranks, as tensors: nothing is pickled. Short ones take one message."""
+        first = torch.zeros(_SHORT, dtype=torch.uint8)
         if self.leads:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0, group=self.decisions)
-        return buffer.numpy().tobytes()
+            begin = len(data).to_bytes(_LENGTH, "little") + data[: _SHORT - _LENGTH]
+            first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        dist.broadcast(first, src=0, group=self.decisions)
+        told = first.numpy().tobytes()
+        length = int.from_bytes(told[:_LENGTH], "little")
+        if length <= _SHORT - _LENGTH:
+            return told[_LENGTH : _LENGTH + length]
+        rest = torch.zeros(length - _SHORT + _LENGTH, dtype=torch.uint8)
+        if self.leads:
+            rest.copy_(torch.frombuffer(bytearray(data[_SHORT - _LENGTH :]), dtype=torch.uint8))
+        dist.broadcast(rest, src=0, group=self.decisions)
+        return told[_LENGTH:] + rest.numpy().tobytes()
