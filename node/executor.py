@@ -38,6 +38,10 @@ Input = ev.Event | wire_ev.SessionEvent | Encoded | Exception | Callable[[], Non
 """What the inbox takes. An exception is raised by `settle`; an action is what a worker reports, and is called."""
 
 
+_IN_PLACE = bytearray()
+"""Stands for the snapshot whose numbers the anchor already has: they were the first weights."""
+
+
 class Inbox(Protocol):
     """Where other threads put events. `queue.SimpleQueue` is one; its `put` may also be called by a signal handler."""
 
@@ -364,7 +368,7 @@ class NodeExecutor:
         assert self.replica is not None and self._residuals is not None
         fragment, version = command.fragment, command.version
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
-        if not self.replica.install(fragment, version, data, self.machine.epoch):
+        if data is not _IN_PLACE and not self.replica.install(fragment, version, data, self.machine.epoch):
             return self._mismatched(fragment, version)
         self._residuals.installed(fragment, version, command.codec, self.replica.device)
 
@@ -380,12 +384,12 @@ class NodeExecutor:
         wanted, self._at_zero = self._at_zero, set()
         digests = self.machine.spec.identity.anchor_digests
         for index in sorted(i for i in wanted if self.replica.versions.get(i, 0) < 0):
-            data = self.replica.first(index, digests[index], self.machine.epoch)
-            if data is None:
+            if not self.replica.first(index, digests[index]):
                 _log.info("requesting a snapshot fragment=%d reason='initial weights differ'", index)
                 self.link.send(msg.Fetch(fragment=index, first=True))
                 continue
-            self.take(wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0), data=data))
+            blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0)
+            self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
 
     def _resync(self, history: int) -> None:
         _log.warning("another history of the run has begun history=%d: requesting snapshots of all fragments", history)

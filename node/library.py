@@ -279,7 +279,9 @@ class Node:
             self.abandon()
 
     def _begin(self, buffers: Buffers = "same") -> None:
-        frozen = frozen_digest(self.module, buffers=buffers == "same")  # sharded weights need all ranks for that
+        frozen = frozen_digest(
+            self.module, self.cluster, buffers=buffers == "same"
+        )  # sharded weights need all ranks for that
         if self._driver is not None:
             executor, evaluate = self._driver.executor, self._evaluate
             executor.attach(self.module, self._weights, frozen)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
 from farloop.algo.methods import method_named
-from farloop.algo.spec import TILE, BlobId, Layout, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
+from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
-from farloop.node.shards import Collected, Weights, check_codecs, whole
-from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
-from farloop.quant.digest import canonicalise_, combine, digest
+from farloop.node.shards import Collected, Weights, check_codecs, tensor_digests
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
+from farloop.quant.digest import canonicalise_
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
@@ -103,7 +104,7 @@ class Replica:
                 case ["first", int() as index, int() as wanted]:
                     self._first(index, wanted)
                 case ["collect", int() as index]:
-                    self._collect(index, self.anchors[index])
+                    self.weights.collect_into(index, codec_named(_FP32), self.anchors[index], None)
                 case ["merge", int() as index, float() as mix, float() as factor, list() as own]:
                     self._merge(index, mix, factor, [Sent(codec=codec, seed=seed) for codec, seed in own])
                 case ["learn", int() as index, list() as own, list() as update, outer_lr, lr_sum, alpha]:
@@ -273,35 +274,28 @@ class Replica:
         codec.decode_into(self.weights.payload_of(index, codec, payload), self.anchors[index], self.own[index])
         return self.weights.digest(index, self.anchors[index])
 
-    def first(self, index: int, wanted: int, epoch: int) -> bytearray | None:
-        """The blob of the local weights as the anchor of version 0; None unless they have this digest."""
+    def first(self, index: int, wanted: int) -> bool:
+        """Make the local weights the anchor of version 0; False, and no anchor, unless they have this digest."""
         self.weights.tell("first", index, wanted)
-        found = self._first(index, wanted)
-        return None if found is None else self._packed(index, 0, epoch, found)
+        if not self._first(index, wanted):
+            return False
+        self.versions[index], self.digests[index] = 0, wanted
+        return True
 
     @torch.no_grad()
-    def _first(self, index: int, wanted: int) -> Collected | None:
-        part = self.own[index]
-        flat = torch.empty(part.numel, device=self.device)
-        flatten_into(part, self.weights.sources(index, gradients=False), flat)
-        canonicalise_(flat)
-        return self._collect(index, flat) if self.weights.digest(index, flat) == wanted else None
+    def _first(self, index: int, wanted: int) -> bool:
+        anchor = self.anchors[index]
+        flatten_into(self.own[index], self.weights.sources(index, gradients=False), anchor)
+        canonicalise_(anchor)
+        return self.weights.digest(index, anchor) == wanted
 
     def anchor_blob(self, index: int, epoch: int) -> bytearray:
         """The blob of an anchor, a snapshot."""
         self.weights.tell("collect", index)
-        return self._packed(index, self.versions[index], epoch, self._collect(index, self.anchors[index]))
-
-    def _collect(self, index: int, flat: Tensor) -> Collected:
-        codec = codec_named(_FP32)
-        return self.weights.collect(index, codec, codec.encode(flat, self.own[index]))
-
-    def _packed(self, index: int, version: int, epoch: int, found: Collected) -> bytearray:
-        codec, fragment = codec_named(_FP32), self.layout.fragments[index]
-        payload = torch.empty(codec.payload_bytes(fragment), dtype=torch.uint8)
-        found.into(payload)
-        header = BlobHeader(codec=codec, fragment=fragment, version=version, base=version, epoch=epoch)
-        return pack_blob(header, payload)
+        codec, fragment, version = codec_named(_FP32), self.layout.fragments[index], self.versions[index]
+        blob = bytearray(blob_bytes(codec, fragment))
+        self.weights.collect_into(index, codec, self.anchors[index], as_tensor(blob)[HEADER_BYTES:])
+        return seal(BlobHeader(codec=codec, fragment=fragment, version=version, base=version, epoch=epoch), blob)
 
     def merge(self, index: int, mix: float, own: Sequence[OwnDelta] = (), factor: float = 0.0, epoch: int = 0) -> None:
         """local ← mix·local + (1 − mix)·start. The next delta is measured from the start.
@@ -399,13 +393,15 @@ class Replica:
         return type(self.weights) is Weights and all(p.dtype == torch.float32 for p in self.parameters.values())
 
     def _exchange_(self) -> None:
-        """Swap weights and anchors, one tensor at a time."""
+        """Swap weights and anchors, a tile at a time."""
         for fragment in self.fragments:
             for slot in fragment.tensors:
-                weights, anchor = rows_of(self.parameters[slot.name], slot), view(self.anchors[fragment.index], slot)
-                kept = weights.clone()
-                weights.copy_(anchor)
-                anchor.copy_(kept)
+                local, anchor = rows_of(self.parameters[slot.name], slot), view(self.anchors[fragment.index], slot)
+                flats = (local.view(-1), anchor.view(-1)) if local.is_contiguous() else None
+                for here, there in tiles(*flats) if flats is not None else [(local, anchor)]:
+                    kept = here.clone()
+                    here.copy_(there)
+                    there.copy_(kept)
 
     def begin_again(self) -> None:
         """Drop all anchors. The local weights stay until they are merged with new ones."""
@@ -465,20 +461,21 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
     return here
 
 
-def frozen_digest(module: nn.Module, *, buffers: bool) -> int:
+def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
 
     These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
-    dict. Where a tensor is sharded all of its ranks have to call this.
+    dict. The digest does not depend on how they are sharded. Where they are, all ranks of the `cluster` call this.
+
+    Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
     """
     kept: dict[str, Tensor] = {n: tensor for n, tensor in module.named_parameters() if not tensor.requires_grad}
     if buffers:
         saved = module.state_dict(keep_vars=True)  # without the buffers that are not persistent
         kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
+    ordered = dict(sorted((plain_name(name), tensor) for name, tensor in kept.items()))
     total = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted((plain_name(name), tensor) for name, tensor in kept.items()):
-        values = whole(tensor.detach()).reshape(-1)
-        found = combine(digest(values[at : at + TILE].float(), at) for at in range(0, values.numel(), TILE))
+    for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True):
         total.update(f"{name} {tuple(tensor.shape)} {found:016x}\n".encode())
     return int.from_bytes(total.digest()) if kept else 0
 

@@ -9,7 +9,7 @@ The bytes that are sent, the anchors and the merged weights are those of a node 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,19 @@ from torch import Tensor, nn
 from farloop.algo.fragments import rows_of, view
 from farloop.algo.local_update import correct_, mix_fragment_into, mix_into
 from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_of, ranges_of
-from farloop.algo.spec import Fragment, Layout, TensorSlot
+from farloop.algo.spec import TILE, Fragment, Layout, TensorSlot
 from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError, TermsMismatch
 from farloop.quant.codec import Codec
-from farloop.quant.digest import combine, digest
+from farloop.quant.digest import box_digest, combine, digest
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import CODECS, codec_named
+
+_TILE: Final = TILE
+"""Elements, 4 MiB of fp32: bounds the buffers for what moves between ranks."""
+
+_EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -133,6 +138,12 @@ class Weights:
     def collect(self, index: int, codec: Codec, payload: Tensor) -> "Collected":
         """Begin to put the whole payload together on the lead, of that of every rank's own part."""
         return Collected(received=[(payload, [(slice(None), slice(None))])])
+
+    def collect_into(self, index: int, codec: Codec, x: Tensor, out: Tensor | None) -> None:
+        """Write the whole payload of what every rank has of a fragment, x fp32 [numel of the own part], into the lead's
+        `out`, uint8 [payload bytes]; None on other ranks."""
+        assert out is not None
+        codec.encode_into(x, out, self._whole[index])
 
     def tell(self, *action: Any) -> None:
         """The lead: let the other ranks take part in what it does next."""
@@ -305,16 +316,40 @@ class Shards(Weights):
 
     def payload_of(self, index: int, codec: Codec, payload: Tensor | None) -> Tensor:
         assert isinstance(codec, BlockCodec)
+        own = torch.zeros(codec.payload_bytes(self.own[index].fragment), dtype=torch.uint8)
+        for places in self._tiles(index, codec):
+            mine = [here for _, here in places[self._cluster.rank]]
+            parts = [_EMPTY] * self._cluster.size
+            if payload is not None:
+                parts = [torch.cat([_EMPTY, *(payload[there] for there, _ in of_rank)]) for of_rank in places]
+            sizes = [0] * self._cluster.size
+            sizes[0] = sum(map(_length, mine))
+            _deal_out(self._cluster.swap(parts, sizes)[0], own, mine)
+        return own
+
+    def collect_into(self, index: int, codec: Codec, x: Tensor, out: Tensor | None) -> None:
+        assert isinstance(codec, BlockCodec)
+        own = codec.encode(x, self.own[index].fragment)
+        if out is not None:
+            out[codec.layout.gap(self._plans[index].fragment.numel)] = 0
+        for places in self._tiles(index, codec):
+            parts = [_EMPTY] * self._cluster.size
+            parts[0] = torch.cat([_EMPTY, *(own[here] for _, here in places[self._cluster.rank])])
+            theirs = [[there for there, _ in of_rank] for of_rank in places]
+            sizes = [sum(map(_length, of_rank)) if out is not None else 0 for of_rank in theirs]
+            for of_rank, data in zip(theirs, self._cluster.swap(parts, sizes), strict=True):
+                if out is not None:
+                    _deal_out(data, out, of_rank)
+
+    def _tiles(self, index: int, codec: BlockCodec) -> Iterator[list[list[tuple[slice, slice]]]]:
+        """Of every tile of a fragment and rank: where the same bytes are in the whole payload and in that of the rank's
+        part. What moves whole payloads a tile at a time takes no memory for them."""
         plan = self._plans[index]
-        parts = [torch.empty(0, dtype=torch.uint8)] * self._cluster.size
-        if payload is not None:
-            for rank, part in enumerate(plan.parts):
-                parts[rank] = torch.zeros(codec.payload_bytes(part.fragment), dtype=torch.uint8)
-                for there, here in codec.slices(plan.fragment, part.fragment, part.runs):
-                    parts[rank][here] = payload[there]
-        sizes = [0] * self._cluster.size
-        sizes[0] = codec.payload_bytes(plan.own.fragment)
-        return self._cluster.swap(parts, sizes)[0]
+        for first in range(0, plan.fragment.numel, _TILE):
+            yield [
+                list(codec.slices(plan.fragment, part.fragment, _inside(part.runs, first, first + _TILE)))
+                for part in plan.parts
+            ]
 
     def collect(self, index: int, codec: Codec, payload: Tensor) -> Collected:
         """Returns at once: the bytes move while training goes on, in a group of their own."""
@@ -419,6 +454,26 @@ class Shards(Weights):
         return _local_of(source).detach()
 
 
+def _inside(runs: Iterable[tuple[int, int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """What is in [first, last) of the runs of an `OwnPart`."""
+    for index, start, count in runs:
+        begin, end = max(index, first), min(index + count, last)
+        if begin < end:
+            yield begin, start + begin - index, end - begin
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _deal_out(data: Tensor, out: Tensor, places: Iterable[slice]) -> None:
+    """Copy bytes that lie side by side to their places."""
+    at = 0
+    for place in places:
+        out[place] = data[at : at + _length(place)]
+        at += _length(place)
+
+
 def _count(move: Move) -> int:
     return int(torch.Size(move.shape).numel())
 
@@ -432,8 +487,22 @@ def _local_of(tensor: Tensor) -> Tensor:
 # --- What the ranks hold
 
 
+def tensor_digests(cluster: Cluster, tensors: Mapping[str, Tensor]) -> list[int]:
+    """The `digest` of every tensor, flat, as fp32, however it is sharded; where one is, all ranks call this, and those
+    of the same box leave it to the first of them. Raises LoopError as `Shards`."""
+    if not any(map(is_dtensor, tensors.values())):
+        return [box_digest(tensor, [0] * tensor.ndim, tensor.shape) for tensor in tensors.values()]
+    boxes, _ = _share_boxes(cluster, tensors)
+    own = list[int]()
+    for name, tensor in tensors.items():
+        firsts = {(box.offset, box.shape): box for box in reversed(boxes[name])}.values()
+        mine = next((box for box in firsts if box.rank == cluster.rank), None)
+        own.append(0 if mine is None else box_digest(_local_of(tensor), mine.offset, tensor.shape))
+    return [combine(of_ranks) for of_ranks in zip(*cluster.gather(own), strict=True)]
+
+
 def _share_boxes(
-    cluster: Cluster, parameters: Mapping[str, nn.Parameter]
+    cluster: Cluster, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, list[Box]], dict[str, torch.dtype]]:
     """The boxes of all ranks and the number type, by name. Raises LoopError, on all ranks alike."""
     told: dict[str, Any] = {}
@@ -464,7 +533,7 @@ def _share_boxes(
     return boxes, {name: parameter.dtype for name, parameter in parameters.items()}
 
 
-def box_of(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(name: str, parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part of a parameter begins in every dimension, and its shape; with a 0 in it, it is empty.
 
     Raises LoopError: that part is not one box.

@@ -3,7 +3,7 @@
 Equal digests mean equal anchors. It detects errors, not malice.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -50,16 +50,43 @@ def _digest(x: Tensor, first_index: int) -> tuple[int, bool]:
 
 def digest_by_reference(x: Tensor, first_index: int) -> tuple[int, bool]:
     """The digest of x, fp32 [n], and whether all of x is finite."""
-    chunk = _CPU_CHUNK if x.device.type == "cpu" else _ACCELERATOR_CHUNK
+    chunk = _chunk(x.device)
     bits = x.detach().view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     for start in range(0, x.numel(), chunk):
-        part = bits[start : start + chunk].to(torch.int64).bitwise_and_(0xFFFFFFFF)
-        part.mul_(_odd_mix(first_index + start, part.numel(), x.device))
-        total.add_(part.sum())  # int64 sums and products wrap: arithmetic mod 2⁶⁴
+        part, first = bits[start : start + chunk], first_index + start
+        total.add_(_weighted(part, torch.arange(first, first + part.numel(), device=x.device)))
         finite.logical_and_(torch.isfinite(x[start : start + chunk]).all())
     return int(total.item()) & _MASK, bool(finite.item())
+
+
+def box_digest(box: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
+    """What a box of a tensor adds to the digest of the whole, flat: those of boxes that make it up `combine` to it.
+
+    Args:
+        box: its numbers, of any floating type and strides; they count as fp32.
+        offset: of the box in the tensor, in every dimension.
+        shape: of the tensor.
+    """
+    run, behind = 1, 1  # elements side by side in both, and those of the tensor behind the dimensions seen so far
+    rows = torch.zeros(1, dtype=torch.int64, device=box.device)  # first index of every run
+    for extent, first, size in zip(reversed(box.shape), reversed(offset), reversed(shape), strict=True):
+        if run == behind:
+            run, rows = run * extent, rows + first * behind
+        else:
+            starts = (torch.arange(extent, device=box.device) + first) * behind
+            rows = (starts.unsqueeze(1) + rows).view(-1)
+        behind *= size
+    values = box.detach().reshape(len(rows), run)
+    if len(rows) == 1:
+        return combine(digest(values[0, at : at + TILE].float(), int(rows) + at) for at in range(0, run, TILE))
+    total = torch.zeros((), dtype=torch.int64, device=box.device)
+    count, places = max(1, _chunk(box.device) // max(1, run)), torch.arange(run, device=box.device)
+    for row in range(0, len(rows), count):
+        part = values[row : row + count].float()
+        total.add_(_weighted(part.view(torch.int32), rows[row : row + count].unsqueeze(1) + places))
+    return int(total.item()) & _MASK
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -75,15 +102,19 @@ def canonicalise_(x: Tensor) -> None:
         part.masked_fill_(part.view(torch.int32).bitwise_and(0x7FFFFFFF) < 0x00800000, 0.0)
 
 
-def _odd_mix(first: int, count: int, device: torch.device) -> Tensor:
-    """odd(mix(i)) for i = first … first + count − 1, int64 [count]."""
-    z = torch.arange(first, first + count, dtype=torch.int64, device=device)
+def _chunk(device: torch.device) -> int:
+    return _CPU_CHUNK if device.type == "cpu" else _ACCELERATOR_CHUNK
+
+
+def _weighted(bits: Tensor, z: Tensor) -> Tensor:
+    """Σ bits · odd(mix(z)) of int32 bits and int64 indices of one shape, which are overwritten; an int64 scalar."""
     _xor_shifted_(z, 30)
     z.mul_(_FIRST_MULTIPLIER)
     _xor_shifted_(z, 27)
     z.mul_(_SECOND_MULTIPLIER)
     _xor_shifted_(z, 31)
-    return z.bitwise_or_(1)
+    z.bitwise_or_(1).mul_(bits.to(torch.int64).bitwise_and_(0xFFFFFFFF))
+    return z.sum()  # int64 sums and products wrap: arithmetic mod 2⁶⁴
 
 
 def _xor_shifted_(z: Tensor, bits: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
+from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
@@ -60,7 +61,7 @@ def test_the_digest_of_frozen_weights_is_that_of_their_values_and_names() -> Non
             module.get_submodule(freeze).weight[-1, -1] += change
         return module
 
-    of = functools.partial(frozen_digest, buffers=False)
+    of = functools.partial(frozen_digest, cluster=Cluster(), buffers=False)
     assert of(Tied()) == 0
     assert of(model()) == of(model()) != 0
     assert of(model(dtype=torch.float64)) == of(model()), "the values count, not how they are stored"
@@ -70,9 +71,9 @@ def test_the_digest_of_frozen_weights_is_that_of_their_values_and_names() -> Non
     scaled.scale[1] = 2.0
     scaled.count[1] = 2
     assert of(scaled) == of(model())
-    assert frozen_digest(scaled, buffers=True) != frozen_digest(model(), buffers=True)
+    assert frozen_digest(scaled, Cluster(), buffers=True) != frozen_digest(model(), Cluster(), buffers=True)
     scaled.scale[1] = 1.0
-    assert frozen_digest(scaled, buffers=True) == frozen_digest(model(), buffers=True)
+    assert frozen_digest(scaled, Cluster(), buffers=True) == frozen_digest(model(), Cluster(), buffers=True)
 
 
 def snapshot(replica: Replica, index: int, values: Tensor, version: int = 0) -> bytearray:

@@ -1,6 +1,7 @@
 """The digest of an anchor against the definition in whole numbers, and the clean-up of first anchors."""
 
 import itertools
+import math
 import struct
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farloop.quant import digest as digest_module
-from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
+from farloop.quant.digest import box_digest, canonicalise_, combine, digest, finite_digest
 from farloop.quant.errors import NonFiniteError
 
 MASK = (1 << 64) - 1
@@ -83,6 +84,22 @@ def test_what_is_not_finite_is_found_in_the_same_pass(
     with pytest.raises(NonFiniteError) as raised:
         finite_digest(x, 7)
     assert raised.value.index == index
+
+
+@given(shape=st.lists(st.integers(1, 7), max_size=4), data=st.data(), chunk=st.sampled_from([1, 5, 1000]))
+def test_boxes_combine_to_the_digest_of_the_tensor(shape: list[int], data: st.DataObject, chunk: int) -> None:
+    whole = numbers(math.prod(shape)).view(shape)
+    cuts = [data.draw(st.integers(0, extent)) for extent in shape]
+    found = list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_module, "_CPU_CHUNK", chunk)
+        for sides in itertools.product((0, 1), repeat=len(shape)):
+            box, offset = whole, [cut * side for cut, side in zip(cuts, sides, strict=True)]
+            for dimension, (first, side) in enumerate(zip(offset, sides, strict=True)):
+                cut, extent = cuts[dimension], shape[dimension]
+                box = box.narrow(dimension, first, extent - cut if side else cut)
+            found.append(box_digest(box.double(), offset, shape))
+    assert combine(found) == digest(whole.reshape(-1))
 
 
 @given(index=st.integers(0, 999), bit=st.integers(0, 31))
