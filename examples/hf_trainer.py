@@ -1,4 +1,4 @@
-"""A model of Hugging Face in its own Trainer, as a node: needs `pip install transformers accelerate`.
+"""A model of Hugging Face in its own Trainer, as a node: needs `pip install "farloop[hf]"`.
 
     python examples/hf_trainer.py init out/own.safetensors        # the first weights, once
     farloop coordinator examples/own-run.toml
@@ -12,47 +12,17 @@ import logging
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from farloop.node import Node, join
 from farloop.node.errors import NodeError
+from farloop.node.hf import FarloopCallback
 
 BATCH, CONTEXT = 16, 64
-
-
-class FarloopCallback(TrainerCallback):
-    """Takes part in a run of farloop, and stops the trainer when the run ends."""
-
-    def __init__(self, coordinator: str, name: str) -> None:
-        self.coordinator, self.name = coordinator, name
-        self.node: Node | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        optimizer = given["optimizer"]
-        self.node = join(
-            self.coordinator,
-            given["model"],
-            getattr(optimizer, "optimizer", optimizer),  # that which Accelerate wraps
-            name=self.name,
-            hook=True,
-        )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        control.should_training_stop = self.node is None or not self.node.running
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **given: Any) -> None:
-        if self.node is not None and logs is not None and "loss" in logs:
-            self.node.note(loss=logs["loss"])
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.node is not None:
-            self.node.leave()
 
 
 class Bytes(Dataset[dict[str, Tensor]]):
@@ -97,7 +67,7 @@ def train(coordinator: str, name: str) -> None:
         disable_tqdm=True,
         seed=sum(name.encode()),  # every node draws its own batches
     )
-    Trainer(build(), arguments, train_dataset=Bytes(), callbacks=[FarloopCallback(coordinator, name)]).train()
+    Trainer(build(), arguments, train_dataset=Bytes(), callbacks=[FarloopCallback(coordinator, name=name)]).train()
 
 
 def main() -> int:

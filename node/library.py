@@ -120,7 +120,7 @@ class Node:
         self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
         self._decision = Decision(running=False, lr=0.0)
-        self._left = False
+        self._left = self._told_of_end = False
         self.asked_to_leave = False
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
         self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
@@ -220,6 +220,9 @@ class Node:
     def _before_optimizer_step(self) -> None:
         if self.running:
             self._inner.prepare(self._decision.lr)
+        elif not self._told_of_end:
+            self._told_of_end = True
+            _log.warning("the trainer goes on though the run is over for this node: stop it when node.running is False")
 
     def _after_optimizer_step(self) -> None:
         if self.running:

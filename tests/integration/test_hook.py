@@ -7,7 +7,7 @@ from loopback import NewRun, Run, assert_all_agree, own_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-HF_TRAINER = Path(__file__).resolve().parents[2] / "examples" / "hf_trainer.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_a_node_that_steps_by_hook_counts_every_step_like_one_that_calls_step(new_run: NewRun) -> None:
@@ -19,18 +19,36 @@ def test_a_node_that_steps_by_hook_counts_every_step_like_one_that_calls_step(ne
     assert_every_step_counted(run, [60, 60], untrained=4.0)
 
 
-def test_a_hugging_face_trainer_is_a_node(new_run: NewRun) -> None:
-    pytest.importorskip("transformers", reason="needs transformers and accelerate")
-    run = new_run(method="streaming", h=10, steps=40)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning"])
+def test_a_trainer_on_two_ranks_and_on_one_is_a_node(new_run: NewRun, library: str) -> None:
+    """Both make the run's steps at the run's rate, and end when it ends."""
+    pytest.importorskip(library)
+    run = new_run(method="streaming", h=10, steps=40, warmup_steps=5, schedule="constant", lr=0.00321)
     run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
     del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(HF_TRAINER), "init", "own.safetensors")) == 0
+    first = "hf_trainer.py" if library == "transformers" else "own_loop.py"
+    assert run.until_ended(run.start("init", str(EXAMPLES / first), "init", "own.safetensors")) == 0
     run.start_coordinator()
-    for name in ("a", "b"):
-        run.start(f"node-{name}", str(HF_TRAINER), "train", f"tcp://127.0.0.1:{run.port}", name)
-    status = run.until_done()
-    assert_all_agree(run, status, "a", "b")
+    match library:
+        case "transformers":
+            train = [str(EXAMPLES / "hf_trainer.py"), "train", run.address]
+        case "accelerate":
+            train = [str(EXAMPLES / "accelerate_loop.py"), run.address]
+        case _:
+            train = [str(EXAMPLES / "lightning_trainer.py"), run.address]
+    # Lightning starts its processes itself.
+    two = [*train, "two", "2"] if library == "lightning" else [*TORCHRUN, *train, "two"]
+    nodes = [run.start("node-one", *train, "one"), run.start("node-two", *two)]
+    assert_all_agree(run, run.until_done(timeout_s=600.0), "one", "two")
     assert_every_step_counted(run, [40, 40], untrained=5.5)
+    for node in nodes:
+        assert "0.00321" in node.said or "3.21e-03" in node.said, "the run's rate, not 1e-3"
+        assert "scheduler" not in node.said
 
 
 def assert_every_step_counted(run: Run, steps: list[int], *, untrained: float) -> None:

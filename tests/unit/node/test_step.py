@@ -216,6 +216,14 @@ def test_a_container_of_optimizers_is_one_step_and_its_parts_get_the_rate() -> N
     assert loop.weights == [[1 - 1.5 * RATE] * 2, [1 - 0.75 * RATE] * 2]
 
 
+def test_a_trainer_that_goes_on_after_the_end_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(plain, hook=True)
+    loop.node._decision = Decision(running=False, lr=0.0)
+    for _ in range(2):
+        loop.optimizer.step()
+    assert caplog.text.count("stop it when node.running is False") == 1 and not loop.notes.steps
+
+
 def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() -> None:
     """As `accelerator.prepare` does when it shards the model."""
     loop = Loop(plain)
