@@ -237,6 +237,48 @@ def memory(
 
 
 @bench_app.command()
+def sync(
+    parameters: Annotated[float, typer.Option(min=25, help="Of the model, e.g. 25e6.")] = 25e6,
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes, one process each.")] = 2,
+    codec: Annotated[
+        list[str] | None, typer.Option(show_default="q4", help="Codec of both directions; repeatable.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, after two that do not count.")] = 12,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/sync"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
+
+    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios
+    tell something: run it on an idle machine with two cores or more.
+
+    Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32
+    """
+    from farloop.bench.machine import machine, source_commit
+    from farloop.bench.sync import measure
+    from farloop.quant.registry import codec_named
+
+    codecs = codec or ["q4"]
+    for name in codecs:
+        codec_named(name)
+    if out.exists() and any(out.iterdir()):
+        raise CommandError(f"--out: {out} is not empty; name another folder")
+    make_output_folder(out)
+    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ)
+    if as_json:
+        told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
+        typer.echo(json.dumps(told, indent=1))
+        return
+    floor = rows[0].s_per_round_median
+    for row in rows:
+        typer.echo(
+            f"{row.system:<8} {row.codec:<8} {row.s_per_round_median:7.3f} s a round (median; {row.s_per_round_min:.3f}"
+            f" to {row.s_per_round_max:.3f}), {row.s_per_round_median / floor:5.1f} x gloo, "
+            f"{size_text(row.bytes_per_round)}{'' if row.bit_equal else '; the nodes ended with different weights'}"
+        )
+
+
+@bench_app.command()
 def routing(
     nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes to plan for.")] = "20,64,256,512",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(

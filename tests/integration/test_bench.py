@@ -1,4 +1,4 @@
-"""`farloop bench quality` as a person calls it: worker processes, kept results, and the same again for nothing."""
+"""`farloop bench quality` and `farloop bench sync` as a person calls them, with processes of their own."""
 
 import json
 from pathlib import Path
@@ -100,3 +100,29 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
         assert 0.2 < found[who]["ratio"] < 1.2, found[who]
     again = CliRunner().invoke(app, words, prog_name="farloop")
     assert again.exit_code == 2 and "holds a run already" in again.output
+
+
+def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
+    words = [
+        "bench",
+        "sync",
+        "--parameters",
+        "204800",
+        "--rounds",
+        "2",
+        "--codec",
+        "q4",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    result = CliRunner().invoke(app, words, prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    gloo, ours = json.loads(result.stdout)["rows"]
+    assert (gloo["system"], gloo["codec"], gloo["rounds"]) == ("gloo", "fp32", 4)
+    assert (ours["system"], ours["codec"], ours["rounds"]) == ("farloop", "q4", 2)
+    assert gloo["bit_equal"] and ours["bit_equal"]
+    assert 0 < ours["s_per_round_min"] <= ours["s_per_round_median"] <= ours["s_per_round_max"]
+    # 17/32 of a byte a parameter, two nodes, up and down, and at most 40 kB of control in all four rounds.
+    payload = 4 * 204_800 * 17 // 32
+    assert payload < ours["bytes_per_round"] < payload + 10_000
