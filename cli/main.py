@@ -20,7 +20,7 @@ from farloop.cli.journal import journal_app
 from farloop.cli.keys import keys_app
 from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
 from farloop.cli.plan import plan
-from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
+from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.cli.schedule import schedule
 from farloop.cli.set import release, set_terms
 from farloop.cli.simulate import simulate_app
@@ -194,13 +194,17 @@ def node(
     settings = load_node(file, flags=given, environ=os.environ)
     rank = rank_of(os.environ)
     set_up(log_level, json_lines=log_json, rank=rank or 0)
-    if rank is not None or settings.node.nproc == 1:
-        with follows_rank_0(rank or 0):
+    if rank is not None:
+        with lets_others_report(rank):
             code = run_node(settings)
+    elif settings.node.nproc == 1 and not settings.node.rendezvous:
+        code = run_node(settings)
     else:
+        from farloop.cli.agent import launch
+
         logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
         sets = [word for flag in given for word in ("--set", flag)]
-        code = launch(["node", str(file), *sets, *logs], nproc=settings.node.nproc, threads=settings.node.threads)
+        code = launch(["node", str(file), *sets, *logs], settings.node)
     raise typer.Exit(code)
 
 

@@ -215,6 +215,7 @@ LEAST = {
     ("data", "max_bytes"): 1,
     ("data", "samples"): 1,
     ("node", "nproc"): 1,
+    ("node", "restarts"): 0,
     ("node", "threads"): 0,
     ("node", "microbatch"): 0,
     ("node", "tau"): 0,
@@ -344,8 +345,12 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
+    settings.check("node", "hosts", check_hosts)
+    settings.check("node", "rendezvous", parse_host_port)
     node = settings.section("node")
     node.pop("insecure")
+    if node["hosts"] != "1" and not node["rendezvous"]:
+        raise settings.error("node", "hosts", "needs [node] rendezvous, where the hosts meet, which is missing")
     data = DataConfig(**settings.section("data"))
     if data.digest is not None or data.samples is not None:
         key = "samples" if data.digest is None else "digest"
@@ -388,7 +393,7 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         return PipelineConfig(**values)
     if node["nproc"] != 1:
         raise settings.error("node", "nproc", "a stage of a pipeline is one process; name each of them in the layout")
-    for key in ("model", "microbatch", "checkpoint", "compile", "shard"):
+    for key in ("model", "microbatch", "checkpoint", "compile", "shard", "rendezvous"):
         if node[key]:
             raise settings.error("node", key, "a stage of a pipeline trains its part of a built-in model; leave it out")
     settings.check("pipeline", "codec", _check_codec)
@@ -410,6 +415,14 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         what = f"{listens} goes beyond this machine, so peers and [node] key are required, or insecure = true"
         raise settings.error("pipeline", "peers", what)
     return PipelineConfig(**values)
+
+
+def check_hosts(text: str) -> None:
+    """Raises ValueError unless it is a number of hosts, or the least and the most."""
+    least, colon, most = text.partition(":")
+    numbers = [least, most] if colon else [least]
+    if not all(number.isdecimal() for number in numbers) or not 1 <= int(least) <= int(numbers[-1]):
+        raise ValueError(f"{text!r} is no number of hosts; 4 or 3:4 is wanted")
 
 
 def planned(file: RunFile, *, weights: bool = True) -> Plan:

@@ -4,7 +4,13 @@ Inside the cluster everything is torch.distributed (started by torchrun); farloo
 the merged weights of a fragment at the steps where one is merged.
 """
 
+import ctypes
+import logging
 import os
+import secrets
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,11 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
+from farloop.node.errors import Unreachable
 from farloop.wire.messages import pack, unpack, validate
+
+_log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(days=30)
 """How long the other ranks wait for rank 0's next decision: it may itself be waiting for a coordinator that is away,
@@ -25,6 +36,14 @@ and the ten or thirty minutes that process groups allow a collective would end t
 
 _SHORT = 1024  # bytes of the first message, which begins with the length of all
 _LENGTH = 8
+
+
+_SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+"""Where torchrun tells its processes that its store outlives them."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_START_S = 600.0  # for all ranks of a start to be there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,11 +83,19 @@ class Cluster:
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
+        _end_with_torchrun()
         owns_group = not dist.is_initialized()
         if (int(os.environ.get("WORLD_SIZE", "1")) if owns_group else dist.get_world_size()) == 1:
             return cls(device=device)
         if owns_group:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            store, rank, size = next(iter(rendezvous("env://")))
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=_new_start(store, rank, size), rank=rank, world_size=size)
+        elif int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and os.environ.get(_SHARED) == "True":
+            _log.warning(
+                "a restart by torchrun may hang in init_process_group (torch 2.13 keeps the keys of the start before): "
+                "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave init_process_group to join"
+            )
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
@@ -209,3 +236,36 @@ class Cluster:
             rest.copy_(torch.frombuffer(bytearray(data[_SHORT - _LENGTH :]), dtype=torch.uint8))
         dist.broadcast(rest, src=0, group=self.decisions)
         return told[_LENGTH:] + rest.numpy().tobytes()
+
+
+def _end_with_torchrun() -> None:
+    """Have the system kill this process when torchrun's agent, its parent, dies: a killed agent leaves its ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _new_start(store: Store, rank: int, size: int) -> Store:
+    """A part of the store that no earlier start has used.
+
+    torch 2.13 keeps one store over all restarts of torchrun, and `init_process_group` hangs on what the ranks of an
+    earlier start left there. How often they were restarted differs between agents, so rank 0 draws a name, and gives it
+    to each rank that asks under a name of its own.
+    """
+    mine, deadline = secrets.token_hex(8), time.monotonic() + _START_S
+    if rank:
+        store.set(f"farloop/ask/{rank}", mine)
+        name = store.get(f"farloop/answer/{mine}").decode()
+        store.set(f"farloop/{name}/{rank}", "")
+        return PrefixStore(name, store)
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"farloop/{mine}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"farloop/ask/{other}"]):
+                asked = store.get(f"farloop/ask/{other}").decode()
+                store.set(f"farloop/answer/{asked}", mine)
+        if time.monotonic() > deadline:
+            raise Unreachable(f"ranks {sorted(missing)} of the node did not start within {_START_S:g} s")
+        time.sleep(0.02)
+    return PrefixStore(mine, store)

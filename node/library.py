@@ -16,8 +16,6 @@ import inspect
 import logging
 import math
 import os
-import queue
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,13 +31,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, RunSpec
+from farloop.algo.spec import RunSpec
 from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import DataError, LoopError, TermsMismatch, Unreachable
-from farloop.node.executor import Input, NodeExecutor
+from farloop.node.driver import Driver
+from farloop.node.errors import DataError, LoopError, TermsMismatch
+from farloop.node.executor import NodeExecutor
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
@@ -48,12 +47,9 @@ from farloop.node.shards import Shards, Weights, check_codecs, is_sharded, resha
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
-from farloop.runtime.system import ThreadWorker
-from farloop.wire import messages as msg
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +63,6 @@ DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
 
-WAIT_S = 0.2  # longest wait for an event before the node looks whether a report is due
-
 
 class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
@@ -76,7 +70,7 @@ class Node:
     def __init__(
         self,
         cluster: Cluster,
-        driver: "Driver | None",
+        driver: Driver | None,
         spec: RunSpec,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
@@ -377,97 +371,6 @@ def _number(argument: str, given: object) -> float:
         raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
 
 
-class Driver:
-    """Rank 0: drives the executor from the training thread, and waits there where training has to."""
-
-    def __init__(
-        self,
-        name: NodeId,
-        link: LinkThread,
-        state: NodeState,
-        fingerprint: str | None = None,
-        device: str = "",
-        tau: int | None = None,
-        holds: Part = None,
-    ) -> None:
-        """Begins to dial."""
-        self.link = link
-        self.failed = False  # an error has ended training, and the coordinator was told
-        self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
-        self._worker = ThreadWorker("codec", self._inbox.put)
-        self.executor = NodeExecutor(
-            name,
-            inbox=self._inbox,
-            now=time.monotonic,
-            worker=self._worker,
-            link=link,
-            state=state,
-            fingerprint=fingerprint,
-            device=device,
-            tau=tau,
-            holds=holds,
-        )
-
-    def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while self.executor.machine.spec is None:
-            self._wait()
-            if time.monotonic() > deadline:
-                raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
-        return self.executor.machine.spec
-
-    def wait_for_start(self) -> Decision:
-        """Block until training begins, or the run is over."""
-        with self.failure_told():
-            return self._decide()
-
-    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
-        """What to do after an inner step; blocks where the method says that training waits."""
-        with self.failure_told():
-            self.executor.step_done(tokens, loss, stepped=stepped)
-            return self._decide()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait for the outcome of what was sent, then say good-bye; False when that took too long."""
-        machine = self.executor.machine
-        self.executor.request_drain()
-        deadline = time.monotonic() + timeout_s
-        with self.failure_told():
-            while not machine.ended and time.monotonic() < deadline:
-                self._wait()
-        if not machine.ended:
-            detail = "without the outcome of what it had sent"
-            self.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED, detail=detail))
-        return self.link.flushed(max(1.0, deadline - time.monotonic())) and machine.ended
-
-    def close(self) -> None:
-        """Stop all threads."""
-        self.link.close()
-        self._worker.close()
-
-    def _decide(self) -> Decision:
-        while not self.executor.settle():
-            self._wait()
-        return self.executor.decision()
-
-    def _wait(self) -> None:
-        """Wait for an event, or until a report may be due."""
-        with contextlib.suppress(queue.Empty):
-            self.executor.take(self._inbox.get(timeout=WAIT_S))
-        self.executor.report_if_due()
-
-    @contextlib.contextmanager
-    def failure_told(self) -> Iterator[None]:
-        """Tell the coordinator of an error that ends training before it is raised."""
-        try:
-            yield
-        except Exception as error:
-            self.failed = True
-            self.executor.say_failed(error)
-            self.link.flushed(2.0)
-            raise
-
-
 def join(
     coordinator: str | None,
     model: nn.Module | ModelOf,
@@ -568,9 +471,9 @@ def join(
     cluster = Cluster.from_torchrun(data)
     driver, endpoint = None, None
     try:
-        if cluster.leads:
+        state = _counted(state_dir or Path(".farloop") / name, cluster)
+        if state is not None:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
-            state = NodeState.claim(state_dir or Path(".farloop") / name)
             driver = Driver(node_id, LinkThread(config), state, fingerprint, cluster.describe(), tau, part)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
@@ -639,6 +542,16 @@ def _setting(argument: str, given: Any) -> Any:
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {_WANTED[argument][1]}, or set {variable}")
     return given
+
+
+def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
+    """Count this start of the node on all of its hosts: any of them may have the lead at the next one. The lead's."""
+    kept = NodeState.read(folder)
+    incarnations, epochs = zip(*cluster.gather([kept.incarnation, kept.epoch]), strict=True)
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not cluster.leads:
+        return None
+    state = NodeState.claim(folder, NodeState(kept.path, max(incarnations), max(epochs)))
+    return state if cluster.leads else None
 
 
 def _check_parameters(module: nn.Module) -> None:

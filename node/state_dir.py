@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +31,25 @@ class NodeState:
     epoch: int  # highest epoch seen: a coordinator with a lower one is fenced
 
     @classmethod
-    def claim(cls, state_dir: Path) -> "NodeState":
-        """Count this start, durably. Raises StateUnusable: the folder or the file cannot be used."""
+    def read(cls, state_dir: Path) -> "NodeState":
+        """What the folder holds; zeros if nothing. Raises StateUnusable: the file cannot be used."""
         path = state_dir / "node.json"
         try:
-            state_dir.mkdir(parents=True, exist_ok=True)
             kept = json.loads(path.read_text()) if path.exists() else {"incarnation": 0, "epoch": 0}
-            memory = cls(path, int(kept["incarnation"]) + 1, int(kept["epoch"]))
+            return cls(path, int(kept["incarnation"]), int(kept["epoch"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _unusable(path, error) from error
-        memory._save()
-        return memory
+
+    @classmethod
+    def claim(cls, state_dir: Path, known: "NodeState | None" = None) -> "NodeState":
+        """Count a start beyond what is `known`, that of the folder unless given, durably.
+
+        Raises StateUnusable: the folder or the file cannot be used.
+        """
+        known = known or cls.read(state_dir)
+        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch)
+        claimed._save()
+        return claimed
 
     @property
     def folder(self) -> Path | None:
@@ -56,8 +65,9 @@ class NodeState:
     def _save(self) -> None:
         if self.path is None:
             return
-        temporary = self.path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")  # hosts may share the folder
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
                 json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file)
                 file.flush()

@@ -65,7 +65,14 @@ class NodeConfig:
     data_phases: tuple[Path, ...] = ()
     """The text of each re-warm that brings new data, in order."""
     nproc: int = 1
-    """Processes on this host, one per device, started by torchrun."""
+    """Processes on this host, one per device."""
+    restarts: int = 3
+    """How often, within an hour of their start, all processes are started again after one of them has died."""
+    hosts: str = "1"
+    """Hosts of this node, as 4, or 3:4 to go on with 3 when one is lost. Start the same command on each."""
+    rendezvous: str = ""
+    """Where the hosts of this node meet, as HOST:PORT of one of them. Keep the port from others: who reaches it can run
+    code on all of them."""
     model: str = ""
     """Your model, as package.module:factory or hf:FOLDER. Default: what the run names. Code is loaded from here alone,
     never because a run says so."""

@@ -16,10 +16,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.config.exit_codes import ExitCode
@@ -344,6 +346,22 @@ class Run:
 
 NewRun = Callable[..., Run]
 """Makes runs of a test: `new_run(steps=100, method="diloco")`."""
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[NewRun]:
+    """Each run has a folder of its own, and ends with its test."""
+    runs: list[Run] = []
+
+    def make(**settings: object) -> Run:
+        folder = tmp_path / f"run-{len(runs)}"
+        folder.mkdir()
+        runs.append(Run(folder, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end()
 
 
 def own_run(new_run: "NewRun", **settings: object) -> Run:

@@ -175,6 +175,8 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("server_key = 'k'", "[node] server_key: needs key"),
         ("http = '9700'", "[node] http: host:port is wanted"),
         ("nproc = 0", "[node] nproc: the least is 1"),
+        ('hosts = "3:2"\nrendezvous = "host:29500"', "[node] hosts: '3:2' is no number of hosts; 4 or 3:4 is wanted"),
+        ('hosts = "2"', "[node] hosts: needs [node] rendezvous, where the hosts meet, which is missing"),
         ("tau = -1", "[node] tau: the least is 0, not -1"),
         ("fingerprint = 'abc'", "[node] fingerprint: 16 hex digits"),
         ("address = 'here:7800'", "[node] address: tcp://host:port is wanted"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from farloop.cli import ranks
+from farloop.cli import agent, ranks
 from farloop.config.exit_codes import (
     EPILOG,
     CommandError,
@@ -131,14 +131,13 @@ def test_of_several_ranks_the_one_that_knows_decides(monkeypatch: pytest.MonkeyP
         ({0: -9, 1: 1}, ExitCode.UNEXPECTED),
         ({0: 77}, ExitCode.UNEXPECTED),
     ):
-        assert ranks.outcome(codes) is code
+        assert agent.outcome(codes) is code
     environments: list[dict[str, str]] = [{}, {"RANK": "3"}, {"WORLD_SIZE": "4", "RANK": "3"}]
     assert [ranks.rank_of(environ) for environ in environments] == [None, None, 3], "only torchrun gives a rank"
     monkeypatch.setattr(ranks, "LINGER_S", 0.0)
     for rank, error, kind, line in (
-        (2, "[gloo/pair.cc:553] Connection closed by peer", CommandError, "rank 2 lost rank 0"),
-        (0, "Connection closed by peer", RuntimeError, "Connection closed"),
+        (2, "[gloo/pair.cc:553] Connection closed by peer", CommandError, "rank 2 lost another rank"),
         (2, "CUDA out of memory", RuntimeError, "out of memory"),
     ):
-        with pytest.raises(kind, match=line), ranks.follows_rank_0(rank):
+        with pytest.raises(kind, match=line), ranks.lets_others_report(rank):
             raise RuntimeError(error)

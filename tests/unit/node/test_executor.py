@@ -16,9 +16,9 @@ from farloop.algo.spec import BlobId, BlobKind, Lease
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
 from farloop.node.control_variates import ALPHA
+from farloop.node.driver import Driver
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
 from farloop.node.executor import Input, NodeExecutor
-from farloop.node.library import Driver
 from farloop.node.link import Traffic
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread

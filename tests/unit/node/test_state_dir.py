@@ -26,6 +26,8 @@ def test_every_start_has_a_higher_incarnation_and_knows_the_highest_epoch(tmp_pa
         first.see_epoch(epoch)
     second = NodeState.claim(folder)
     assert (first.incarnation, second.incarnation, second.epoch) == (1, 2, 4)
+    other_host = NodeState.claim(tmp_path / "other host", second)
+    assert (other_host.incarnation, other_host.epoch) == (3, 4)
 
 
 def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

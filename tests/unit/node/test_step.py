@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import RunSpec
 from farloop.node.cluster import Cluster, Decision
+from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Driver, Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.wire.limits import Timing
 
 RATE = 0.25

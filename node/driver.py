@@ -1,0 +1,111 @@
+"""What rank 0 of a node does between two inner steps: it drives the executor, and waits where training has to."""
+
+import contextlib
+import math
+import queue
+import time
+from collections.abc import Iterator
+
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.algo.stages import Part
+from farloop.node.cluster import Decision
+from farloop.node.errors import Unreachable
+from farloop.node.executor import Input, NodeExecutor
+from farloop.node.state_dir import NodeState
+from farloop.node.zmq_dealer import LinkThread
+from farloop.runtime.system import ThreadWorker
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+WAIT_S = 0.2  # longest wait for an event before the node looks whether a report is due
+
+
+class Driver:
+    """Rank 0: drives the executor from the training thread, and waits there where training has to."""
+
+    def __init__(
+        self,
+        name: NodeId,
+        link: LinkThread,
+        state: NodeState,
+        fingerprint: str | None = None,
+        device: str = "",
+        tau: int | None = None,
+        holds: Part = None,
+    ) -> None:
+        """Begins to dial."""
+        self.link = link
+        self.failed = False  # an error has ended training, and the coordinator was told
+        self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
+        self._worker = ThreadWorker("codec", self._inbox.put)
+        self.executor = NodeExecutor(
+            name,
+            inbox=self._inbox,
+            now=time.monotonic,
+            worker=self._worker,
+            link=link,
+            state=state,
+            fingerprint=fingerprint,
+            device=device,
+            tau=tau,
+            holds=holds,
+        )
+
+    def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.executor.machine.spec is None:
+            self._wait()
+            if time.monotonic() > deadline:
+                raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
+        return self.executor.machine.spec
+
+    def wait_for_start(self) -> Decision:
+        """Block until training begins, or the run is over."""
+        with self.failure_told():
+            return self._decide()
+
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
+        """What to do after an inner step; blocks where the method says that training waits."""
+        with self.failure_told():
+            self.executor.step_done(tokens, loss, stepped=stepped)
+            return self._decide()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the outcome of what was sent, then say good-bye; False when that took too long."""
+        machine = self.executor.machine
+        self.executor.request_drain()
+        deadline = time.monotonic() + timeout_s
+        with self.failure_told():
+            while not machine.ended and time.monotonic() < deadline:
+                self._wait()
+        if not machine.ended:
+            detail = "without the outcome of what it had sent"
+            self.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED, detail=detail))
+        return self.link.flushed(max(1.0, deadline - time.monotonic())) and machine.ended
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self.link.close()
+        self._worker.close()
+
+    def _decide(self) -> Decision:
+        while not self.executor.settle():
+            self._wait()
+        return self.executor.decision()
+
+    def _wait(self) -> None:
+        """Wait for an event, or until a report may be due."""
+        with contextlib.suppress(queue.Empty):
+            self.executor.take(self._inbox.get(timeout=WAIT_S))
+        self.executor.report_if_due()
+
+    @contextlib.contextmanager
+    def failure_told(self) -> Iterator[None]:
+        """Tell the coordinator of an error that ends training before it is raised."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            self.executor.say_failed(error)
+            self.link.flushed(2.0)
+            raise

@@ -1,0 +1,68 @@
+"""T4: a node of several ranks that loses one starts them all again, and takes part in the next round."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of
+
+from farloop.config.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+DEADLINE_S = 300.0
+
+
+def pids_of(agent: Daemon) -> dict[int, int]:
+    """The processes of an agent's ranks, by rank."""
+    found = {}
+    for child in Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text().split():
+        told = dict(line.partition("=")[::2] for line in Path(f"/proc/{child}/environ").read_text().split("\0"))
+        if "RANK" in told:
+            found[int(told["RANK"])] = int(child)
+    return found
+
+
+def kill(run: Run, agent: Daemon, rank: int) -> None:
+    """Once the node has trained; it is back when its work is in a version newer than those of now."""
+    before = run.until("it has merged", lambda status: merged_since(status, [0, 0, 0], "many"), DEADLINE_S)
+    incarnation = node_of(before, "many")["incarnation"]
+    os.kill(pids_of(agent)[rank], signal.SIGKILL)
+    back = run.until("it is back", lambda status: node_of(status, "many")["incarnation"] == incarnation + 1, DEADLINE_S)
+    run.until("its work is merged", lambda status: merged_since(status, back["versions"], "many"), DEADLINE_S)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_node_of_two_ranks_is_back_after_one_was_killed(new_run: NewRun, rank: int) -> None:
+    run = new_run(steps=150, **PACED)
+    run.start_coordinator(), run.start_metronome("pace")
+    many = run.start_node("many", nproc=2)
+    kill(run, many, rank)
+    run.hurry()
+    status = run.until_done(timeout_s=DEADLINE_S)
+    assert_all_agree(run, status, "many", "pace")
+    assert re.search(rf'ranks failed" codes=".*{rank}: -9.*" restart="1 of 3"', many.said), many.said
+
+
+def test_a_node_that_is_refused_ends_at_once_with_its_code_and_one_line(new_run: NewRun) -> None:
+    run = new_run()
+    run.start_coordinator()
+    many = run.start_node("many", nproc=2, fingerprint="0123456789abcdef")
+    assert run.until_ended(many, DEADLINE_S) == ExitCode.REFUSED
+    assert many.said.count("farloop: error: ") == 1 and "restart=none" in many.said, many.said
+
+
+def test_no_rank_survives_its_agent(new_run: NewRun) -> None:
+    run = new_run(nodes=1)
+    run.start_coordinator()
+    many = run.start_node("many", nproc=2)
+    run.until("it trains", lambda status: any(node["inner_steps"] for node in status["nodes"]), DEADLINE_S)
+    ranks = pids_of(many)
+    many.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in ranks.values() if Path(f"/proc/{pid}/exe").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
