@@ -14,8 +14,8 @@ from farloop.algo.spec import TILE, Fragment
 # Local weights may be of any floating type and strides; anchors and deltas are flat fp32. All on one device.
 
 
-# Bounds the temporaries (here 64 MiB in fp32) without making launches on an accelerator too short.
-_CHUNK: Final = 16 * TILE
+# Bounds the temporaries (here 16 MiB in fp32) without making launches on an accelerator too short.
+_CHUNK: Final = 4 * TILE
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ class Memory:
 
     coordinator_ram: Terms
     coordinator_disk: Terms
-    node_host: Terms  # of the first process, which owns the link
+    node_host: Terms  # of the first process, which owns the link; with [node] anchors = "device" less by the anchors
     node_device: Terms  # of each process; on CPUs it is host memory as well
     ranks: int
 
@@ -58,7 +58,7 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
 
     Args:
         ranks: processes of a node, a device each.
-        shard: what the node keeps is divided over them, and its anchors are in host memory.
+        shard: what the node keeps is divided over them.
     """
     layout, terms = spec.identity.layout, spec.terms
     parameters = sum(fragment.numel for fragment in layout.fragments)
@@ -94,20 +94,20 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "residuals": FP32 * parameters // part if codec_named(terms.codecs.up).beta else 0,
         "control variates": FP32 * parameters // part if terms.inner.control_variates else 0,
         "starts of rounds": FP32 * parameters // part if terms.schedule.eager else 0,
-        "encode buffers": 2 * FP32 * largest.numel // part,
+        "weights during an evaluation": FP32 * parameters // part if shard else 0,
     }
-    on_host = {"process": PROCESS_BYTES, **(anchors if shard else {}), "payloads in flight": one_up + one_down}
+    on_host = {"process": PROCESS_BYTES, **anchors, "payloads in flight": one_up + one_down}
     trained = {
         "parameters": FP32 * parameters // part,
         "gradients": FP32 * parameters // part,
         "optimizer's moments": 2 * FP32 * parameters // part if method.inner else 0,
-        "weights during an evaluation": FP32 * parameters // part if shard else 0,
+        "encode buffers": 2 * FP32 * largest.numel // part,
     }
     return Memory(
         coordinator_ram=_there(coordinator_ram),
         coordinator_disk=_there(coordinator_disk),
         node_host=_there(on_host),
-        node_device=_there(trained if shard else {**trained, **anchors}),
+        node_device=_there(trained),
         ranks=ranks,
     )
 

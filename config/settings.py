@@ -41,6 +41,7 @@ from farloop.coordinator.observe.straggler_detector import ADAPTS
 from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.data import Share
+from farloop.node.devices import Where
 from farloop.node.errors import CorpusError
 from farloop.node.machine_info import parse_nics
 from farloop.node.model import PRESETS
@@ -204,6 +205,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "merge"): ROBUST_RULES,
     ("pipeline", "normalise"): NORMALISE,
     ("coordinator", "mitigation"): ADAPTS,
+    ("node", "anchors"): get_args(Where),
 }
 
 LEAST = {

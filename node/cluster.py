@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
+from farloop.node.devices import device_number
 from farloop.node.errors import Unreachable
 from farloop.wire.messages import pack, unpack, validate
 
@@ -81,7 +82,8 @@ class Cluster:
         """
         device = torch.device("cpu")
         if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            here = device_number(os.environ.get("LOCAL_RANK"), torch.cuda.device_count(), torch.cuda.current_device())
+            device = torch.device("cuda", here)
             torch.cuda.set_device(device)
         _end_with_torchrun()
         owns_group = not dist.is_initialized()

@@ -94,13 +94,21 @@ def encode_delta(
     """
     codec, fragment = codec_named(command.codec), replica.layout.fragments[command.blob.fragment]
     packed, ratio = _empty(replica, command, codec, epoch), None
-    payload, seed = packed.payload, packed.header.seed
+    seed, device = packed.header.seed, delta.device
+    # All operands on one device: kernels take no others.
+    payload = packed.payload.to(device)
+    previous = None if previous is None else previous.to(device)
     try:
         if residual is None:
             codec.encode_into(delta, payload, fragment, seed=seed, previous=previous)
         else:
-            codec.encode_feedback_(delta, residual, payload, fragment, seed=seed, previous=previous)
+            lost = residual.to(device)
+            codec.encode_feedback_(delta, lost, payload, fragment, seed=seed, previous=previous)
+            if lost is not residual:
+                residual.copy_(lost)
             ratio = _ratio(norm_sq(residual), norm_sq(delta))
+        if device.type != "cpu":
+            packed.payload.copy_(payload)
     except NonFiniteError as error:
         raise NonFiniteDelta(replica.tensor_at(fragment.index, error.index), inner_step) from error
     finally:

@@ -143,7 +143,12 @@ class NodeExecutor:
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
-                _log.warning("parameters are %s without fp32 masters: small steps may be lost", parameter.dtype)
+                _log.warning(
+                    "parameters are %s without fp32 masters: small steps and merges are lost in rounding. Keep them "
+                    "fp32, and compute in bfloat16 with torch.autocast, or with MixedPrecisionPolicy(param_dtype="
+                    "torch.bfloat16) in fully_shard",
+                    parameter.dtype,
+                )
                 break
 
     # --- what the driver calls
@@ -343,7 +348,11 @@ class NodeExecutor:
             return self._in_worker(lambda: self._encoded(finish(packed)))
         delta = replica.take(command.blob.fragment)
         previous = self._residuals.previous(command.blob, command.codec)
-        self._in_worker(lambda: self._encoded(encode_delta(replica, command, delta, epoch, step, residual, previous)))
+        self._in_worker(
+            replica.side.beside(
+                lambda: self._encoded(encode_delta(replica, command, delta, epoch, step, residual, previous))
+            )
+        )
 
     def _encoded(self, encoded: Encoded) -> None:
         """In the worker's thread. The next step boundary may be far off: what can leave before it does."""

@@ -36,6 +36,7 @@ from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
+from farloop.node.devices import Where, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
@@ -83,6 +84,7 @@ class Node:
         evaluate: Callable[[nn.Module], float] | None = None,
         hook: bool = False,
         wrap: Wrap = "ddp",
+        anchors: Where = "host",
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names.
         Raises LoopError."""
@@ -92,7 +94,9 @@ class Node:
         self._parameters, self._evaluate = parameters, evaluate
         sharded, layout = is_sharded(module), spec.identity.layout
         self._weights = (
-            Shards(cluster, module, layout, parameters, holds) if sharded else Weights(layout, parameters, holds)
+            Shards(cluster, module, layout, parameters, holds, anchors)
+            if sharded
+            else Weights(layout, parameters, holds, anchors)
         )
         self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
         if sharded and not cluster.leads:
@@ -395,6 +399,7 @@ def join(
     hook: bool = False,
     wrap: Wrap = "ddp",
     buffers: Buffers = "same",
+    anchors: Where = "host",
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -436,17 +441,19 @@ def join(
         buffers: neither frozen parameters nor buffers are exchanged, so a node whose frozen parameters or saved
             floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
             that, for those that training changes, as the statistics of batch normalisation.
+        anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
+            memory, from which a fragment at a time is copied to the device, or on the "device". On CPUs it is the same.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap` or
-            `buffers` is none of its words, or `timeout_s` is NaN or negative.
+        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap`,
+            `buffers` or `anchors` is none of its words, or `timeout_s` is NaN or negative.
     """
     choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
-    for argument, value, words in choices:
+    for argument, value, words in (*choices, ("anchors", anchors, Where)):
         if value not in get_args(words):
             raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
     coordinator, name = _setting("coordinator", coordinator), _setting("name", name)
@@ -484,6 +491,7 @@ def join(
             reshard(module)  # the loop may have evaluated it
             _check_parameters(module)
             if not is_sharded(module):
+                cluster.device = device_of(module, cluster.device)
                 module = module.to(cluster.device)
                 _check_ranks(spec, cluster)
             else:
@@ -510,6 +518,7 @@ def join(
                 evaluate=evaluate,
                 hook=hook,
                 wrap=wrap,
+                anchors=anchors,
             )
         node.endpoint = endpoint
         if driver is not None:

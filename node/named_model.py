@@ -494,14 +494,19 @@ def checkpoint_blocks_(module: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def shard_blocks_(module: nn.Module, device: torch.device, ranks: int) -> None:
-    """Shard every block, then the rest, over all ranks (`fully_shard`). No rank holds more than one whole block."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def shard_blocks_(module: nn.Module, device: torch.device, ranks: int, computes: torch.dtype | None = None) -> None:
+    """Shard every block, then the rest, over all ranks (`fully_shard`). No rank holds more than one whole block.
 
+    Shards stay fp32. `computes`: the number type of the whole blocks that they are gathered to; fp32 unless given.
+    Gradients are averaged in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=None if computes is None else torch.float32)
     mesh = init_device_mesh(device.type, (ranks,))
     for block in blocks_of(module):
         materialise_(block, device)
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     materialise_(module, device)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh, mp_policy=policy)

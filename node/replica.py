@@ -9,7 +9,7 @@ tells the others, which take part in `follow`: a public method tells, and the pr
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.cluster import Cluster
+from farloop.node.devices import SideStream, lock_in_memory
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.shards import Collected, Weights, check_codecs, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
@@ -73,11 +74,14 @@ class Replica:
         self.weights = weights or Weights(layout, matched_parameters(module, layout, holds), holds)
         self.fragments = self.weights.fragments
         self.parameters = self.weights.parameters
-        self.device = self.weights.device  # of the anchors
+        self.device = self.weights.home  # of the anchors, and of all that is kept as they are
         self.own = {index: part.fragment for index, part in self.weights.own.items()}
         """What this process keeps of each held fragment, as a fragment: all of it, or a rank's part."""
         self.anchors = {index: torch.zeros(f.numel, device=self.device) for index, f in self.own.items()}
         """fp32 [numel of the own part] each."""
+        if self.weights.apart and self.weights.device.type == "cuda":
+            lock_in_memory(self.anchors.values())
+        self.side = SideStream(self.weights.device)
         self.versions = dict.fromkeys(self.anchors, -1)  # version of each anchor; −1 if it is missing or damaged
         self.digests = dict.fromkeys(self.anchors, 0)  # of whole fragments
         self._starts: dict[int, Tensor] = {}
@@ -136,24 +140,42 @@ class Replica:
 
     @torch.no_grad()
     def take(self, index: int) -> Tensor:
-        """The own part of the fragment's current delta, fp32, in a buffer that `give_back` reuses. Where the model is
-        sharded, all ranks call it."""
-        part = self.own[index]
-        stock = self._free.setdefault(part.numel, [])
-        out = stock.pop() if stock else torch.empty(part.numel, device=self.device)
+        """The own part of the fragment's current delta, fp32 where the weights are, in a buffer that `give_back`
+        reuses. Where the model is sharded, all ranks call it."""
+        part, start = self.own[index], self._start(index)
+        out = self._buffer(part.numel)
         sources = self.weights.sources(index, gradients=self.gradients)
         if self.gradients:
             flatten_into(part, sources, out)
         else:
-            fragment_delta_into(part, self._start(index), sources, out)
+            start = out.copy_(start, non_blocking=True) if self.weights.apart else start
+            fragment_delta_into(part, start, sources, out)
         return out
+
+    def _buffer(self, numel: int) -> Tensor:
+        """fp32 [numel] where the weights are."""
+        stock = self._free.setdefault(numel, [])
+        return stock.pop() if stock else torch.empty(numel, device=self.weights.device)
+
+    @contextmanager
+    def _with_the_weights(self, kept: Tensor, *, changes: bool = False) -> Iterator[Tensor]:
+        """Of an anchor, or what is kept as it is: itself, or a copy of it on the device of the weights, which is
+        written back if it `changes`."""
+        if not self.weights.apart:
+            yield kept
+            return
+        there = self._buffer(kept.numel()).copy_(kept, non_blocking=True)
+        yield there
+        if changes:
+            kept.copy_(there)
+        self.give_back(there)
 
     @torch.no_grad()
     def pack(self, index: int, codec: BlockCodec, payload: Tensor, seed: int) -> bool:
         """Encode the fragment's delta now, without a buffer for the delta; False where there is no path for that.
         Raises NonFiniteError: `payload` is meaningless then."""
         fragment, start = self.layout.fragments[index], self._start(index)
-        if start.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
+        if self.weights.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
         sources = self.weights.sources(index, gradients=self.gradients)
         tensors = [(slot, rows_of(sources[slot.name], slot)) for slot in fragment.tensors]
@@ -204,25 +226,26 @@ class Replica:
     ) -> tuple[Collected, tuple[float, float]]:
         codec, own, fragment = codec_named(spelling), self.weights.own[index], self.layout.fragments[index]
         assert isinstance(codec, BlockCodec)
-        payload = torch.zeros(codec.payload_bytes(own.fragment), dtype=torch.uint8)
+        payload = torch.zeros(codec.payload_bytes(own.fragment), dtype=torch.uint8, device=self.weights.device)
         delta = self.take(index)
         bad = -1
-        try:
-            for place, start, count in own.runs:
-                run = slice(start, start + count)
-                added = None if residual is None else residual[run]
-                codec.encode_run(
-                    delta[run], payload, fragment, own.fragment, index=place, start=start, seed=seed, residual=added
-                )
-        except NonFiniteError as error:
-            bad = error.index
+        with nullcontext() if residual is None else self._with_the_weights(residual, changes=True) as lost_here:
+            try:
+                for place, start, count in own.runs:
+                    run = slice(start, start + count)
+                    added = None if lost_here is None else lost_here[run]
+                    codec.encode_run(
+                        delta[run], payload, fragment, own.fragment, index=place, start=start, seed=seed, residual=added
+                    )
+            except NonFiniteError as error:
+                bad = error.index
         squares = [0.0, 0.0] if residual is None or bad >= 0 else [norm_sq(residual), norm_sq(delta)]
         del delta  # not given back: parts differ in size, and each would keep a buffer
         told = self.weights.gather([bad, *squares])
         if wrong := [place for place, *_ in told if place >= 0]:
             raise NonFiniteDelta(self.tensor_at(index, min(wrong)), inner_step)
         lost, taken = (sum(each[place] for each in told) for place in (1, 2))
-        return self.weights.collect(index, codec, payload), (lost, taken)
+        return self.weights.collect(index, codec, payload.cpu()), (lost, taken)
 
     def _start(self, index: int) -> Tensor:
         return self._starts.get(index, self.anchors[index])
@@ -246,15 +269,15 @@ class Replica:
 
     def _add(self, index: int, sent: Sent) -> int:
         """anchor += decoded; the digest of the whole anchor."""
-        self._decode_add(index, sent, self.anchors[index])
-        return self.weights.digest(index, self.anchors[index])
+        with self._with_the_weights(self.anchors[index], changes=True) as anchor:
+            self._decode_add(index, sent, anchor)
+            return self.weights.digest(index, anchor)
 
     @torch.no_grad()
     def _decode_add(self, index: int, sent: Sent, out: Tensor) -> None:
         codec = codec_named(sent.codec)
-        codec.decode_add_(
-            self.weights.payload_of(index, codec, sent.payload), out, 1.0, self.own[index], seed=sent.seed
-        )
+        payload = self.weights.payload_of(index, codec, sent.payload).to(out.device)
+        codec.decode_add_(payload, out, 1.0, self.own[index], seed=sent.seed)
 
     def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
         """Replace the anchor by a snapshot; False if it is not one."""
@@ -321,7 +344,8 @@ class Replica:
                 self._decode_add(index, sent, fresh)
             eager_start_into(start, fresh, fresh, share=factor, gain=1.0)
             start = self._starts[index] = fresh
-        self.weights.mix(index, start, mix)
+        with self._with_the_weights(start) as there:
+            self.weights.mix(index, there, mix)
 
     def learn(self, index: int, own: Sent, update: Sent, *, outer_lr: float, lr_sum: float, alpha: float) -> None:
         """d_i of a fragment, from the node's own delta and from the update with it; `local_update.learn_` says how."""
@@ -352,7 +376,8 @@ class Replica:
 
     @torch.no_grad()
     def _correct(self, index: int, lr: float) -> None:
-        self.weights.correct(index, self.drifts[index], lr)
+        with self._with_the_weights(self.drifts[index]) as drift:
+            self.weights.correct(index, drift, lr)
 
     def forget_drift(self, index: int) -> None:
         """d_i ← 0."""
@@ -379,7 +404,8 @@ class Replica:
             return self._exchange_()
         self.weights.keep()
         for fragment in self.fragments:
-            self.weights.mix(fragment.index, self.anchors[fragment.index], 0.0)
+            with self._with_the_weights(self.anchors[fragment.index]) as anchor:
+                self.weights.mix(fragment.index, anchor, 0.0)
 
     @torch.no_grad()
     def _restore(self) -> None:

@@ -1,8 +1,8 @@
 """The local weights that a node's deltas are taken from and its anchors are merged into: whole, or sharded over ranks.
 
 farloop shards nothing itself: it takes the DTensors that the training loop has made (FSDP2, HSDP, tensor parallelism).
-Every rank keeps the anchors of its own part of each fragment (`algo/shards.py` says which), in host memory, and encodes
-that. Rank 0, the lead, owns the link. It puts payloads together from the ranks' codes and deals out those that come.
+Every rank keeps the anchors of its own part of each fragment (`algo/shards.py` says which), and encodes that. Rank 0,
+the lead, owns the link. It puts payloads together from the ranks' codes and deals out those that come.
 The bytes that are sent, the anchors and the merged weights are those of a node of one process: nothing here computes.
 """
 
@@ -22,6 +22,7 @@ from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_
 from farloop.algo.spec import TILE, Fragment, Layout, TensorSlot
 from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
+from farloop.node.devices import Where
 from farloop.node.errors import LoopError, TermsMismatch
 from farloop.quant.codec import Codec
 from farloop.quant.digest import box_digest, combine, digest
@@ -84,12 +85,14 @@ class Weights:
         layout: Layout,
         parameters: Mapping[str, nn.Parameter],
         holds: Part = None,
-        device: torch.device | None = None,
+        anchors: Where = "device",
     ) -> None:
-        """`parameters`: by the layout's names. `device`: where anchors are kept; with the parameters unless given."""
+        """`parameters`: by the layout's names. `anchors`: where they are kept, by the parameters or in host memory."""
         self.fragments = fragments_of(holds, layout)  # held ones, in order
         self.parameters = parameters
-        self.device = device or next(iter(parameters.values())).device
+        self.device = next(iter(parameters.values())).device  # where deltas and merges are computed
+        self.home = torch.device("cpu") if anchors == "host" else self.device  # of what a node keeps
+        self.apart = self.home != self.device
         self.own = {f.index: OwnPart(fragment=f, runs=((0, 0, f.numel),)) for f in self.fragments}
         self._whole = {f.index: f for f in self.fragments}
         self._kept: dict[str, Tensor] = {}
@@ -101,17 +104,17 @@ class Weights:
         return {name: self._source(self.parameters[name], gradients=gradients) for name in names}
 
     def mix(self, index: int, start: Tensor, mix: float) -> None:
-        """local ← mix·local + (1 − mix)·start on every rank; start is fp32 [numel of the own part]."""
+        """local ← mix·local + (1 − mix)·start on every rank; start is fp32 [numel of the own part], on `device`."""
         mix_fragment_into(self._whole[index], self.parameters, start, mix)
 
     def correct(self, index: int, drift: Tensor, lr: float) -> None:
-        """local ← local − lr · drift on every rank; drift is fp32 [numel of the own part]."""
+        """local ← local − lr · drift on every rank; drift is fp32 [numel of the own part], on `device`."""
         for slot in self._whole[index].tensors:
             correct_(rows_of(self._local(slot.name), slot), view(drift, slot).view(-1), lr)
 
     def keep(self) -> None:
-        """Set the local weights aside, until `restore`."""
-        self._kept = {name: self._local(name).clone() for name in self.parameters}
+        """Set the local weights aside, in host memory, until `restore`."""
+        self._kept = {name: self._local(name).to("cpu", copy=True) for name in self.parameters}
 
     def reshard(self) -> None:
         """Have the shards in their place."""
@@ -210,12 +213,13 @@ class Shards(Weights):
         layout: Layout,
         parameters: Mapping[str, nn.Parameter],
         holds: Part = None,
+        anchors: Where = "device",
     ) -> None:
         """`parameters`: the module's, by the layout's names, with the shards in their place (`reshard`).
 
         Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
         """
-        super().__init__(layout, parameters, holds, torch.device("cpu"))
+        super().__init__(layout, parameters, holds, anchors)
         self._cluster, self._module = cluster, module
         boxes, self._dtypes = _share_boxes(cluster, parameters)
         self._boxes = {name: next((b for b in found if b.rank == cluster.rank), None) for name, found in boxes.items()}
@@ -256,7 +260,7 @@ class Shards(Weights):
         return combine(self.gather(own))
 
     def sources(self, index: int, *, gradients: bool) -> Mapping[str, Tensor]:
-        """In host memory, flat."""
+        """Flat, on `device`."""
         self.reshard()
         plan, me = self._plans[index], self._cluster.rank
         up = [move for move in plan.moves if move.up]
@@ -276,7 +280,7 @@ class Shards(Weights):
             if len(moves) == 1:
                 found[slot.name] = moves[0][1].reshape(-1)
                 continue
-            flat = torch.empty(slot.numel, dtype=moves[0][1].dtype)
+            flat = torch.empty(slot.numel, dtype=moves[0][1].dtype, device=self.device)
             for move, values in moves:
                 self._place(plan, move, flat).copy_(values)
             found[slot.name] = flat
@@ -297,7 +301,7 @@ class Shards(Weights):
 
     def spread(self, index: int, flat: Tensor, *, typed: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Move numbers of the own part, fp32, back to every holder: parts of this rank's shards, which share their
-        memory, and the numbers for them, in host memory; `typed` in the parameter's number type."""
+        memory, and the numbers for them, on `device` or in host memory; `typed` in the parameter's number type."""
         self.reshard()
         plan, me = self._plans[index], self._cluster.rank
         slots = plan.own.fragment.tensors
@@ -329,7 +333,7 @@ class Shards(Weights):
 
     def collect_into(self, index: int, codec: Codec, x: Tensor, out: Tensor | None) -> None:
         assert isinstance(codec, BlockCodec)
-        own = codec.encode(x, self.own[index].fragment)
+        own = codec.encode(x, self.own[index].fragment).cpu()
         if out is not None:
             out[codec.layout.gap(self._plans[index].fragment.numel)] = 0
         for places in self._tiles(index, codec):
@@ -416,10 +420,10 @@ class Shards(Weights):
     def _by_piece(
         self, plan: _Plan, arrived: Iterable[tuple[Move, Tensor]]
     ) -> Iterator[tuple[TensorSlot, list[tuple[Move, Tensor]]]]:
-        """What arrived, in host memory, by the tensor of the own part."""
+        """What arrived, by the tensor of the own part."""
         by_tensor: dict[int, list[tuple[Move, Tensor]]] = {}
         for move, values in arrived:
-            by_tensor.setdefault(move.tensor, []).append((move, values.cpu()))
+            by_tensor.setdefault(move.tensor, []).append((move, values.to(self.device)))
         for tensor, moves in by_tensor.items():
             yield plan.own.fragment.tensors[plan.pieces[tensor][1]], moves
 

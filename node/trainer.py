@@ -84,6 +84,9 @@ class NodeConfig:
     """Compile every block with torch.compile."""
     shard: bool = False
     """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
+    anchors: str = "host"
+    """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
+    memory each and saves copies. On CPUs it is the same."""
     threads: int = 0
     """CPU threads per process; 0: torch decides."""
     tau: int | None = None
@@ -132,6 +135,7 @@ def train(
         http_names=config.http_names,
         link=link_of(config, environ or {}),
         tau=config.tau,
+        anchors="device" if config.anchors == "device" else "host",
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
@@ -214,7 +218,7 @@ def prepared(module: nn.Module, config: NodeConfig, spec: RunSpec) -> nn.Module:
     if config.shard and ranks > 1:
         if not method_named(spec.terms.method).inner:
             raise TermsMismatch(f"the method {spec.terms.method} exchanges whole gradients: set [node] shard = false")
-        shard_blocks_(module, device, ranks)
+        shard_blocks_(module, device, ranks, computes=torch.bfloat16 if on_cuda else None)
         return module
     if config.shard:
         _log.warning("nothing is sharded: this node is one process; start more with [node] nproc")

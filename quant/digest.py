@@ -18,7 +18,7 @@ _MASK: Final = (1 << 64) - 1
 # Only memory and speed depend on these. CPU: the int64 temporaries of a chunk stay in the L2 cache. Accelerator: a
 # launch should last longer than it costs.
 _CPU_CHUNK: Final = 1 << 15
-_ACCELERATOR_CHUNK: Final = 16 * TILE
+_ACCELERATOR_CHUNK: Final = 4 * TILE
 
 # Multipliers of splitmix64's finaliser (Stafford's "Mix13", as in Steele, Lea and Flood, OOPSLA 2014), as int64.
 _FIRST_MULTIPLIER: Final = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -99,27 +99,32 @@ class Q4rCodec(BlockCodec):
             step=self.step[0] if len(self.step) == 1 else None,
         )
 
-    def steps(self, fragment: Fragment) -> Tensor:
-        """fp32 [num_blocks]: blocks never cross tensors.
+    def steps(self, fragment: Fragment) -> Tensor | None:
+        """fp32 [num_blocks], since blocks never cross tensors; None for one step, which kernels have in their key.
 
         Raises:
             ValueError: there are several steps, but not one for each tensor.
         """
         if len(self.step) == 1:
-            return torch.full((self.layout.num_blocks(fragment.numel),), self.step[0])
+            return None
+        return self._steps(fragment, 0, self.layout.num_blocks(fragment.numel), torch.device("cpu"))
+
+    def _steps(self, fragment: Fragment, first: int, count: int, device: torch.device) -> Tensor:
+        """Of the blocks [first, first + count)."""
+        if len(self.step) == 1:
+            return torch.full((count,), self.step[0], device=device)
         if len(self.step) != len(fragment.tensors):
             raise ValueError(f"{len(self.step)} steps for {len(fragment.tensors)} tensors")
-        steps = torch.empty(self.layout.num_blocks(fragment.numel))
+        steps = torch.empty(count, device=device)
         for tensor, step in zip(fragment.tensors, self.step, strict=True):
-            steps[tensor.offset // Q4R_BLOCK :] = step
+            steps[max(0, tensor.offset // Q4R_BLOCK - first) :] = step
         return steps
 
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −8, 7) with s as it is stored; k + 8 is written."""
-        first = start // Q4R_BLOCK
-        steps = self.steps(fragment)[first : first + x.shape[0]].to(x.device)  # [m]
+        steps = self._steps(fragment, start // Q4R_BLOCK, x.shape[0], x.device)  # [m]
         scales = self._scales(x, magnitude.amax(dim=1), steps)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
         ratio = x / torch.where(s == 0, 1.0, s)

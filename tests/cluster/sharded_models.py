@@ -23,6 +23,8 @@ from farloop.node import shards
 from farloop.node.cluster import Cluster
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.model import PRESETS, build
+from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
 from farloop.node.shards import Shards, box_of, is_dtensor, reshard
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
@@ -200,9 +202,14 @@ def update(layout: Layout, index: int, codec: Codec, version: int, seed: int) ->
     return pack_blob(header, codec.encode(x, fragment, seed=header.seed))
 
 
-def rounds(way: str, dtype: str, codecs: tuple[str, ...] = CODECS, largest: int | None = None) -> dict[str, Any]:
-    """Several rounds by one process and by ranks, each with its own steps of training, and what differed."""
+def rounds(
+    way: str, dtype: str, codecs: tuple[str, ...] = CODECS, largest: int | None = None, apart: str = ""
+) -> dict[str, Any]:
+    """Several rounds by one process and by ranks, each with its own steps of training, and what differed. `apart`:
+    whose anchors are kept as if the weights were on another device."""
     rank = one_rank(way, getattr(torch, dtype), largest=largest)
+    if apart:
+        getattr(rank, apart).weights.apart = True
     ours, theirs, layout, leads = rank.ours, rank.theirs, rank.layout, rank.cluster.leads
     differ, compared, blobs = list[str](), 0, xxhash.xxh3_64()
 
@@ -439,3 +446,25 @@ def samples() -> list[list[int]]:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     return [list(Cluster.from_torchrun(data).mine(tuple(range(8)))) for data in (mesh["dp"], None)]
+
+
+def mixed_precision() -> dict[str, Any]:
+    """Two steps of a built-in model that computes in bf16 and is sharded: what its blocks see, and what is stepped."""
+    model = build(PRESETS["nano"], 0)
+    seen = list[torch.dtype]()
+    model.blocks[0].attention.qkv.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+    shard_blocks_(model, torch.device("cpu"), dist.get_world_size(), computes=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    for step in range(2):
+        loss = causal_lm_loss(model, torch.arange(66).view(2, 33) + step)
+        loss.backward()
+        optimizer.step()
+    after = [parameter.to_local() for parameter in model.parameters()]
+    moved = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+    return {
+        "seen": {str(dtype) for dtype in seen},
+        "kept": {str(parameter.dtype) for parameter in after},
+        "moved": moved / sum(parameter.numel() for parameter in after),
+        "loss": loss.item(),
+    }

@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import ranks
-from sharded_models import rounds
+from sharded_models import mixed_precision, rounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -38,7 +38,21 @@ def test_a_tensor_in_parts_of_rows_is_no_special_case() -> None:
         assert told["differ"] == [] and told["compared"] > 100
 
 
+@pytest.mark.parametrize("apart", ["ours", "theirs"])
+def test_anchors_in_host_memory_change_no_bit(apart: str) -> None:
+    """What they do on an accelerator, where the weights are not: every use of one is of a copy."""
+    for told in ranks(2, rounds, way="rows", dtype="bfloat16", codecs=("q4", "q4r:beta=0.9"), apart=apart):
+        assert told["differ"] == [] and told["compared"] > 50
+
+
 def test_any_number_of_ranks_sends_the_same_blobs() -> None:
     """T3: from equal weights, to the byte; so a cluster may come back with another number of ranks."""
     sent = {ranks(count, rounds, way="rows", dtype="float32", codecs=("q4", "q4r"))[0]["blobs"] for count in (1, 2, 4)}
     assert len(sent) == 1
+
+
+def test_a_sharded_model_that_computes_in_bf16_keeps_fp32_shards() -> None:
+    """So steps and merges that are smaller than a bf16 number's last digit count."""
+    for told in ranks(2, mixed_precision):
+        assert told["seen"] == {"torch.bfloat16"} and told["kept"] == {"torch.float32"}
+        assert told["moved"] > 0.2 and 4.0 < told["loss"] < 7.0

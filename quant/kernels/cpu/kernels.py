@@ -4,6 +4,7 @@ Blocks are dealt to threads. The compiled loops take addresses of whole blocks o
 block with missing elements is copied to a buffer of its own.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,6 @@ from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, Out
 from farloop.quant.packing import Layout
 
 _LOCAL_KINDS = {torch.float32: LOCAL_FP32, torch.bfloat16: LOCAL_BF16, torch.float16: LOCAL_FP16}
-_NO_STEPS = torch.zeros(1)
 _SEED_MASK = 0xFFFFFFFF
 
 Places = list[tuple[int, int]]  # addresses of scales and codes, of each payload
@@ -50,7 +50,8 @@ def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
     """The kernels of this key, or None if its format has none on the CPU."""
     loops = LOOPS.get(key.name)
     mode = key.stochastic * STOCHASTIC + key.absolute * ABSOLUTE
-    return None if loops is None else CpuKernels(loops=loops, layout=key.layout, mode=mode)
+    step = torch.full((1,), math.nan if key.step is None else key.step)
+    return None if loops is None else CpuKernels(loops=loops, layout=key.layout, step=step, mode=mode)
 
 
 def warm(names: Iterable[str]) -> float:
@@ -64,6 +65,7 @@ class CpuKernels(BlockKernels):
 
     loops: BlockLoops
     layout: Layout
+    step: Tensor  # fp32 [1]: of every block, for a call without steps
     mode: int = 0  # how `q4r` chooses scales and codes
 
     def encode(self, call: Encode) -> int:
@@ -73,7 +75,8 @@ class CpuKernels(BlockKernels):
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
             x, local, residual = tensors
             place += call.ahead // BLOCK
-            how = (call.beta, *places[0], *_steps(call.steps, place, count), call.seed & _SEED_MASK, self.mode, place)
+            steps = self._steps(call.steps, place, count)
+            how = (call.beta, *places[0], *steps, call.seed & _SEED_MASK, self.mode, place)
             return _on_blocks(lambda first, last: loop(x, kind, local, residual, *how, first, last), count)
 
         assert call.ahead % BLOCK == 0
@@ -88,7 +91,7 @@ class CpuKernels(BlockKernels):
 
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
             old, new = tensors[:4], tensors[4:]
-            how = (*places[0], *_steps(step.steps, place, count), step.seed & _SEED_MASK, self.mode, place)
+            how = (*places[0], *self._steps(step.steps, place, count), step.seed & _SEED_MASK, self.mode, place)
             return _on_blocks(lambda first, last: loop(*old, step.lr, step.mu, *new, *how, first, last), count)
 
         step.out[self.layout.gap(numel)] = 0
@@ -158,17 +161,16 @@ class CpuKernels(BlockKernels):
                 tensor[-present:] = block[:present]
         return bad if bad < 0 else whole * BLOCK + bad
 
+    def _steps(self, steps: Tensor | None, place: int, count: int) -> tuple[int, int]:
+        """(address of the step of block `place`, distance of the next ones)."""
+        if steps is None:
+            return self.step.data_ptr(), 0
+        assert steps.numel() >= place + count
+        return steps.data_ptr() + 4 * place, 1
+
 
 def _on_blocks(kernel: Callable[[int, int], int], count: int) -> int:
     return on_parts(kernel, num_blocks=count, block=BLOCK)
-
-
-def _steps(steps: Tensor | None, place: int, count: int) -> tuple[int, int]:
-    """(address of the step of block `place`, distance of the next ones)."""
-    if steps is None:
-        return _NO_STEPS.data_ptr(), 0
-    assert steps.numel() >= place + count
-    return steps.data_ptr() + 4 * place, 1
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
