@@ -30,6 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from farloop.algo.fragments import trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import Part, is_source
@@ -44,7 +45,7 @@ from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
-from farloop.node.shards import Shards, Weights, check_codecs, is_sharded, reshard
+from farloop.node.shards import ModelParts, Shards, Weights, check_codecs, elsewhere, is_sharded, is_spread, reshard
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
@@ -85,14 +86,15 @@ class Node:
         hook: bool = False,
         wrap: Wrap = "ddp",
         anchors: Where = "host",
+        spread: bool = False,
     ) -> None:
-        """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names.
-        Raises LoopError."""
+        """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
+        `elsewhere`. `spread`: no rank has all of the model. Raises LoopError."""
         self.spec, self.cluster = spec, cluster
         self._driver = driver
         self.module = module
         self._parameters, self._evaluate = parameters, evaluate
-        sharded, layout = is_sharded(module), spec.identity.layout
+        sharded, layout = spread, spec.identity.layout
         self._weights = (
             Shards(cluster, module, layout, parameters, holds, anchors)
             if sharded
@@ -108,7 +110,7 @@ class Node:
         self._inner = InnerStep(
             optimizer,
             module,
-            self._parameters,
+            {name: parameter for name, parameter in parameters.items() if not parameter.is_meta},
             spec.terms,
             rate=rate,
             clip=clip,
@@ -280,9 +282,7 @@ class Node:
             self.abandon()
 
     def _begin(self, buffers: Buffers = "same") -> None:
-        frozen = frozen_digest(
-            self.module, self.cluster, buffers=buffers == "same"
-        )  # sharded weights need all ranks for that
+        frozen = frozen_digest(self.module, self.cluster, buffers=buffers == "same")
         if self._driver is not None:
             executor, evaluate = self._driver.executor, self._evaluate
             executor.attach(self.module, self._weights, frozen)
@@ -377,7 +377,7 @@ def _number(argument: str, given: object) -> float:
 
 def join(
     coordinator: str | None,
-    model: nn.Module | ModelOf,
+    model: nn.Module | Sequence[nn.Module] | ModelOf,
     optimizer: Optimizer | OptimizerOf | None = None,
     *,
     name: str | None = None,
@@ -410,8 +410,9 @@ def join(
     Args:
         coordinator: its address, as tcp://host:port.
         model: the module, or a function of the run's spec that builds it. The run's weights replace its own. It
-            may be sharded over the node's ranks (`fully_shard`, HSDP, tensor parallelism); farloop wraps it only where
-            several ranks hold it whole.
+            may be sharded over the node's ranks (`fully_shard`, HSDP, tensor parallelism), and ranks may have different
+            layers of it, under the names of the whole model, as one module or a list (stages of a pipeline that the
+            loop runs). farloop wraps it only where several ranks hold it whole.
         optimizer: the inner optimizer, or a function that builds it; by the run's terms unless given.
         name: this node's name in the run; with a key, the name its public key has on the allow-list.
         key: secret key file; needed where the coordinator encrypts.
@@ -460,6 +461,8 @@ def join(
     key, server_key = _setting("key", key), _setting("server_key", server_key)
     state_dir, fingerprint = _setting("state_dir", state_dir), _setting("fingerprint", fingerprint)
     http, http_names = _setting("http", http) or "", _setting("http_names", http_names) or ""
+    if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
+        model = ModelParts([_bare(part) for part in model]) if len(model) > 1 else model[0]
     while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
@@ -487,17 +490,22 @@ def join(
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
             _check_batch(spec, cluster, part)
             _check_tau(spec, tau)
-            module = _bare(model if isinstance(model, nn.Module) else model(spec))
+            module = _bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
             reshard(module)  # the loop may have evaluated it
             _check_parameters(module)
             if not is_sharded(module):
                 cluster.device = device_of(module, cluster.device)
                 module = module.to(cluster.device)
-                _check_ranks(spec, cluster)
-            else:
+            absent = elsewhere(cluster, dict(trainable_tensors(module)))
+            parameters = matched_parameters(module, spec.identity.layout, part, absent)
+            spread = is_spread(cluster, [*module.parameters(), *parameters.values()])
+            if spread:
                 check_codecs((spec.terms.codec_of(node_id), spec.terms.codecs.down))
                 _check_evaluate(cluster, evaluate is not None)
-            parameters = matched_parameters(module, spec.identity.layout, part)
+            else:
+                _check_ranks(spec, cluster)
+            if clip == "run" and not hook:
+                _check_clip(cluster, absent)
             inner = _inner_optimizer(optimizer, module, spec)
             if hook and inner is None:
                 raise LoopError(
@@ -519,6 +527,7 @@ def join(
                 hook=hook,
                 wrap=wrap,
                 anchors=anchors,
+                spread=spread,
             )
         node.endpoint = endpoint
         if driver is not None:
@@ -572,6 +581,14 @@ def _check_parameters(module: nn.Module) -> None:
             raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
         if parameter.is_complex() and parameter.requires_grad:
             raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
+
+
+def _check_clip(cluster: Cluster, absent: Mapping[str, nn.Parameter]) -> None:
+    if not cluster.all_agree(not absent):
+        raise LoopError(
+            "ranks of this node have different layers of the model, and step knows the gradient's norm on one rank "
+            "alone: clip the gradients over all ranks before step, and join with clip='own'"
+        )
 
 
 def _check_evaluate(cluster: Cluster, given: bool) -> None:
@@ -635,7 +652,7 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
 _OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
 _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "coordinator": ((str,), "its address, as 'tcp://coordinator:7700'"),
-    "model": ((nn.Module,), f"a torch.nn.Module, {_OF_THE_SPEC}"),
+    "model": ((nn.Module,), f"a torch.nn.Module, a list of such, {_OF_THE_SPEC}"),
     "optimizer": ((Optimizer,), "a torch.optim.Optimizer, a function (module, spec) that builds one, or None"),
     "name": ((str,), "this node's name, as 'oslo'"),
     "key": ((Path,), "a pathlib.Path, or None"),

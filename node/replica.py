@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.cluster import Cluster
 from farloop.node.devices import SideStream, lock_in_memory
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
-from farloop.node.shards import Collected, Weights, check_codecs, tensor_digests
+from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.digest import canonicalise_
 from farloop.quant.errors import BadBlob, NonFiniteError
@@ -462,14 +463,17 @@ def replica_of(module: nn.Module, spec: RunSpec, holds: Part = None, weights: We
     return Replica(module, spec.identity.layout, gradients=gradients, holds=holds, weights=weights)
 
 
-def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) -> dict[str, nn.Parameter]:
-    """The module's trainable tensors by name, checked against this part of the layout: it has them all, and no others.
+def matched_parameters(
+    module: nn.Module, layout: Layout, holds: Part = None, absent: Mapping[str, nn.Parameter] = MappingProxyType({})
+) -> dict[str, nn.Parameter]:
+    """The module's trainable tensors by name, and those that are `absent` because another rank has them, checked
+    against this part of the layout: it has them all, and no others.
     Raises LayoutMismatch: names the first difference."""
     fragments = fragments_of(holds, layout)
     there = whole_shapes(fragments)
     # A run that began from the weights of a compiled model may have its names.
     names = {plain_name(name): name for name in there}
-    here = {names.get(name, name): parameter for name, parameter in trainable_tensors(module)}
+    here = {names.get(name, name): parameter for name, parameter in [*trainable_tensors(module), *absent.items()]}
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:
@@ -491,7 +495,7 @@ def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
 
     These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
-    dict. The digest does not depend on how they are sharded. Where they are, all ranks of the `cluster` call this.
+    dict. The digest does not depend on how they are sharded. All ranks of the `cluster` call this.
 
     Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
     """
@@ -499,11 +503,12 @@ def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     if buffers:
         saved = module.state_dict(keep_vars=True)  # without the buffers that are not persistent
         kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
-    ordered = dict(sorted((plain_name(name), tensor) for name, tensor in kept.items()))
+    named = {plain_name(name): tensor for name, tensor in kept.items()}
+    ordered = dict(sorted((named | elsewhere(cluster, named)).items()))
     total = hashlib.blake2b(digest_size=8)
     for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True):
         total.update(f"{name} {tuple(tensor.shape)} {found:016x}\n".encode())
-    return int.from_bytes(total.digest()) if kept else 0
+    return int.from_bytes(total.digest()) if ordered else 0
 
 
 def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:

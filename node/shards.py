@@ -47,6 +47,52 @@ def is_sharded(module: nn.Module) -> bool:
     return any(map(is_dtensor, module.parameters()))
 
 
+def is_spread(cluster: Cluster, tensors: Iterable[Tensor]) -> bool:
+    """Whether a rank lacks any part of these tensors: of DTensors, or of those that are `elsewhere`. The same answer on
+    all ranks, which all call this."""
+    return not cluster.all_agree(not any(is_dtensor(tensor) or tensor.is_meta for tensor in tensors))
+
+
+def elsewhere(cluster: Cluster, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """What other ranks have and this one has not, as where the loop has cut the model into stages of a pipeline: by
+    name, of the whole shape, without memory. All ranks call this."""
+    told = cluster.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()])
+    return {
+        name: nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta"), False)
+        for of_rank in told
+        for name, shape, dtype in of_rank
+        if name not in tensors
+    }
+
+
+class ModelParts(nn.Module):
+    """Parts of one model that a rank has apart, as one module with the names of the whole; without a forward pass."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        """Raises LoopError: two parts have a parameter of one name."""
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        owners: dict[str, nn.Parameter] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                if owners.setdefault(name, parameter) is not parameter:
+                    raise LoopError(
+                        f"two parts of the model have a parameter {name!r}: give them the names that they have in the "
+                        "whole model"
+                    )
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the parts: the names of parameters and buffers follow from these."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *given: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for part in self.parts for name, value in part.state_dict(*given, **options).items()}
+
+
 def reshard(module: nn.Module) -> None:
     """Have FSDP2's shards in their place: a forward pass without a backward pass leaves whole copies there."""
     for part in module.modules():
@@ -492,9 +538,9 @@ def _local_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_digests(cluster: Cluster, tensors: Mapping[str, Tensor]) -> list[int]:
-    """The `digest` of every tensor, flat, as fp32, however it is sharded; where one is, all ranks call this, and those
-    of the same box leave it to the first of them. Raises LoopError as `Shards`."""
-    if not any(map(is_dtensor, tensors.values())):
+    """The `digest` of every tensor, flat, as fp32, however it is sharded; all ranks call this, and those of the same
+    box leave it to the first of them. Raises LoopError as `Shards`."""
+    if not is_spread(cluster, tensors.values()):
         return [box_digest(tensor, [0] * tensor.ndim, tensor.shape) for tensor in tensors.values()]
     boxes, _ = _share_boxes(cluster, tensors)
     own = list[int]()
@@ -512,6 +558,8 @@ def _share_boxes(
     told: dict[str, Any] = {}
     try:
         for name, parameter in parameters.items():
+            if parameter.is_meta:
+                continue  # elsewhere
             offset, shape = box_of(name, parameter)
             told[name] = [offset, shape, str(parameter.dtype)]
     except LoopError as error:

@@ -26,7 +26,7 @@ from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.model import PRESETS, build
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
-from farloop.node.shards import Shards, box_of, is_dtensor, reshard
+from farloop.node.shards import Shards, box_of, elsewhere, is_dtensor, reshard
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
@@ -112,8 +112,21 @@ def plain(model: Awkward) -> None:
     """Every rank has all of it."""
 
 
+def parts(model: Awkward) -> None:
+    """Stages of a pipeline: every rank has some layers and no other, and of two more each has half (FSDP2)."""
+    names, size = ["embed", "first", "second", "experts", "norm", "frozen"], dist.get_world_size()
+    if size > 2:
+        fully_shard(model.first), fully_shard(model.experts)
+        names = [name for name in names if name not in ("first", "experts")]
+    for place, name in enumerate(names):
+        if place % size != dist.get_rank():
+            delattr(model, name)
+    if not hasattr(model, "embed"):
+        del model.head
+
+
 WAYS: dict[str, Callable[[Awkward], None]] = {
-    way.__name__: way for way in (rows, columns, replicas, tensor_parallel, both, plain)
+    way.__name__: way for way in (rows, columns, replicas, tensor_parallel, both, plain, parts)
 }
 
 
@@ -137,7 +150,7 @@ class Rank:
         for replica in (self.ours, self.theirs):
             replica.weights.reshard()
             for name in replica.parameters:
-                replica.weights._local(name).mul_(1 + 2**-6)
+                replica.weights._local(name).mul_(1 + 2**-6)  # of none, if it is elsewhere
 
 
 def one_rank(way: str, dtype: torch.dtype, *, largest: int | None = None) -> Rank:
@@ -149,7 +162,8 @@ def one_rank(way: str, dtype: torch.dtype, *, largest: int | None = None) -> Ran
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(whole)]
     layout = partition(shapes, pattern="balanced", fragments=2)
     WAYS[way](model)
-    weights = Shards(cluster, model, layout, matched_parameters(model, layout))
+    absent = elsewhere(cluster, dict(trainable_tensors(model)))
+    weights = Shards(cluster, model, layout, matched_parameters(model, layout, absent=absent))
     return Rank(
         cluster=cluster,
         model=model,
@@ -172,7 +186,7 @@ def same_weights(rank: Rank) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return one.is_meta or torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def noise(numel: int, seed: int, scale: float = 1e-3) -> Tensor:

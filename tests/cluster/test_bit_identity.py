@@ -6,7 +6,7 @@ from sharded_models import mixed_precision, rounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-FAST = [("rows", 2, "float32"), ("columns", 2, "float32"), ("both", 4, "bfloat16")]
+FAST = [("rows", 2, "float32"), ("parts", 2, "float32"), ("columns", 2, "float32"), ("both", 4, "bfloat16")]
 SLOW = [
     ("rows", 1, "float32"),
     ("rows", 3, "float32"),
@@ -16,6 +16,7 @@ SLOW = [
     ("tensor_parallel", 2, "bfloat16"),
     ("both", 4, "float32"),
     ("plain", 2, "float32"),
+    ("parts", 4, "float32"),
 ]
 
 
@@ -30,7 +31,8 @@ def test_blobs_anchors_residuals_and_weights_are_those_of_one_process(way: str, 
         assert of_rank["compared"] > 100
     kept = [of_rank["kept"] for of_rank in told]
     assert sum(kept) == told[0]["all"], "every element has one keeper"
-    assert max(kept) < 1.4 * told[0]["all"] / count, "as even as shards of three experts are"
+    if way != "parts":  # whose layers differ in size
+        assert max(kept) < 1.4 * told[0]["all"] / count, "as even as shards of three experts are"
 
 
 def test_a_tensor_in_parts_of_rows_is_no_special_case() -> None:

@@ -49,7 +49,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"coordinator": 7700}, "join(coordinator=…) got an int: its address, as 'tcp://coordinator:7700' is wanted"),
-        ({"model": [nn.Linear(1, 1)]}, "join(model=…) got a list: a torch.nn.Module, or a function"),
+        ({"model": [nn.Linear(1, 1), 3]}, "join(model=…) got a list: a torch.nn.Module, a list of such, or a function"),
         ({"model": None}, "join(model=…) got None"),
         ({"model": lambda: nn.Linear(1, 1)}, "<lambda>, which cannot be called with (spec)"),
         ({"optimizer": 3}, "join(optimizer=…) got an int: a torch.optim.Optimizer"),

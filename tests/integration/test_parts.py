@@ -44,3 +44,19 @@ def test_two_pipelines_of_two_stages_agree_fragment_by_fragment_though_a_stage_d
     assert versions[3][0] == ["a1", "b1"] and versions[3][-1] == versions[4][-1] == ["a1"]
     first, last = (load_file(run.folder / name) for name in ("own.safetensors", "state/model.safetensors"))
     assert first.keys() == last.keys() and not any((first[name] == last[name]).all() for name in first)
+
+
+@pytest.mark.slow
+def test_a_node_whose_ranks_have_half_of_the_layers_each_trains_with_nodes_of_a_stage(new_run: NewRun) -> None:
+    """Lists of modules and a container of optimizers, as a trainer with pipeline parallelism has them."""
+    run = cut_run(new_run, steps=60, method="streaming", h=6, tau=1, codec_up="q4", codec_down="q4")
+    run.start_coordinator()
+    train = (str(PART_NODE), "train", run.address)
+    run.start("ranks", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train, "ranks", "ranks")
+    run.start("a0", *train, "a0", "0"), run.start("a1", *train, "a1", "1")
+    status = run.until_done(timeout_s=250.0)
+    assert_all_agree(run, status, "ranks", "a0", "a1")
+    merged = {fragment: [c["merged"] for c in run.events("commit") if c["fragment"] == fragment] for fragment in (0, 4)}
+    assert ["a0", "ranks"] in merged[0] and ["a1", "ranks"] in merged[4]
+    first, last = (load_file(run.folder / name) for name in ("own.safetensors", "state/model.safetensors"))
+    assert not any((first[name] == last[name]).all() for name in first)

@@ -22,7 +22,8 @@ from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Node, _bare, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.shards import ModelParts
 from farloop.wire.limits import Timing
 
 RATE = 0.25
@@ -457,6 +458,18 @@ def test_parts_of_a_batch_add_up_on_one_process_too() -> None:
         loop.node.model(torch.ones(1, 2)).sum().backward()
     loop.node.model(torch.ones(1, 2)).sum().backward()
     assert next(loop.module.parameters()).grad.tolist() == [[4.0, 4.0]]  # type: ignore[union-attr]
+
+
+def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
+    first, second = nn.ModuleDict({"a": nn.Linear(1, 2)}), nn.ModuleDict({"b": nn.BatchNorm1d(2)})
+    whole = ModelParts([first, second])
+    assert [name for name, _ in whole.named_parameters()] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert {name for name, _ in whole.named_buffers()} < whole.state_dict().keys()
+    with pytest.raises(LoopError, match=r"^two parts of the model have a parameter 'a\.weight': give them the names"):
+        ModelParts([first, nn.ModuleDict({"a": nn.Linear(1, 2)})])
+    _check_clip(Cluster(), {})
+    with pytest.raises(LoopError, match=r"different layers .* join with clip='own'$"):
+        _check_clip(Cluster(), dict(whole.named_parameters()))
 
 
 def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
