@@ -381,9 +381,8 @@ def faults(way: str) -> dict[str, Any]:
     rank = one_rank(way, torch.float32)
     ours, layout = rank.ours, rank.layout
     for index in ours.anchors:
-        first = rank.theirs.first(index, _digest_of(rank.theirs, index), EPOCH)
-        assert first is not None
-        _lead(rank, ours.install, index, 0, first, EPOCH)
+        assert rank.theirs.first(index, _digest_of(rank.theirs, index))
+        _lead(rank, ours.install, index, 0, rank.theirs.anchor_blob(index, EPOCH), EPOCH)
     before = {index: anchor.clone() for index, anchor in ours.anchors.items()}
     codec = codec_named("q4")
     good = update(layout, 0, codec, 1, 5)
