@@ -136,7 +136,8 @@ class Weights:
         """`parameters`: by the layout's names. `anchors`: where they are kept, by the parameters or in host memory."""
         self.fragments = fragments_of(holds, layout)  # held ones, in order
         self.parameters = parameters
-        self.device = next(iter(parameters.values())).device  # where deltas and merges are computed
+        here = (parameter.device for parameter in parameters.values() if not parameter.is_meta)
+        self.device = next(here, torch.device("cpu"))  # where deltas and merges are computed
         self.home = torch.device("cpu") if anchors == "host" else self.device  # of what a node keeps
         self.apart = self.home != self.device
         self.own = {f.index: OwnPart(fragment=f, runs=((0, 0, f.numel),)) for f in self.fragments}
