@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part
+from farloop.node.anchor_files import AnchorFiles
 from farloop.node.cluster import Decision
 from farloop.node.errors import Unreachable
 from farloop.node.executor import Input, NodeExecutor
@@ -32,6 +33,8 @@ class Driver:
         device: str = "",
         tau: int | None = None,
         holds: Part = None,
+        files: AnchorFiles | None = None,
+        save_every: int = 0,
     ) -> None:
         """Begins to dial."""
         self.link = link
@@ -49,6 +52,8 @@ class Driver:
             device=device,
             tau=tau,
             holds=holds,
+            files=files,
+            save_every=save_every,
         )
 
     def wait_for_spec(self, timeout_s: float | None) -> RunSpec:

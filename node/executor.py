@@ -6,7 +6,7 @@ loop where `settle` says so; `sim/node.py` drives it in virtual time.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, assert_never
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.algo.stages import Part
 from farloop.node import events as ev
+from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Decision
 from farloop.node.control_variates import ControlVariates
 from farloop.node.encoder import Encoded, encode_anchor, encode_delta, finish, pack_at_once
@@ -90,6 +91,8 @@ class NodeExecutor:
         device: str = "",
         tau: int | None = None,
         holds: Part = None,
+        files: AnchorFiles | None = None,
+        save_every: int = 0,
         check: bool = False,
         saw: Callable[[ev.Event | ev.Command], None] = lambda what: None,
     ) -> None:
@@ -106,6 +109,8 @@ class NodeExecutor:
             device: what the node trains on, for the coordinator's displays.
             tau: the node's own overlap; the run's unless given.
             holds: the node's part of the model; all of it unless given.
+            files: where anchors are saved, if anywhere.
+            save_every: updates of a fragment between two saved anchors of it.
             check: assert the machine's invariants after every event.
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
@@ -130,6 +135,13 @@ class NodeExecutor:
         """Fragments that the last Welcome had at version 0, until it is known whether this node's weights are those."""
         self._residuals: Residuals | None = None
         self._variates: ControlVariates | None = None
+        self._files, self._save_every = files, save_every
+        self._restorable: set[int] = set()
+        """Fragments of which a Welcome said that the anchor on disk will do, until it is read."""
+        self._unsaved: dict[int, None] = {}  # merged fragments that may have to be saved, the newest merge last
+        self._saving: Head | None = None
+        if files is not None and (found := files.find()):
+            self._reports.saved = _as_saved(found)
         link.start(self._reports.hello, self._deliver)
 
     def attach(self, module: nn.Module, weights: Weights | None = None, frozen: int = 0) -> None:
@@ -138,6 +150,9 @@ class NodeExecutor:
         assert spec is not None
         self.replica = replica_of(module, spec, self.machine.holds, weights)
         self._reports.layout = spec.identity.layout.digest()
+        if self.replica.gradients:  # anchors change at every step
+            self._files = None
+        self.replica.files = self._files
         run, sizes = run_of(spec, self.machine.history), {i: part.numel for i, part in self.replica.own.items()}
         self._residuals = Residuals(run, sizes, self._state.folder, self._in_worker)
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
@@ -165,7 +180,9 @@ class NodeExecutor:
         self._count_as("farloop")
         while not self._inbox.empty() and (self.replica is not None or self.machine.spec is None):
             self.take(self._inbox.get_nowait())
+        self._restore()
         self._begin_with_own_weights()
+        self._save()
         self.report_if_due()
         if self.waiting is None or self.machine.stage == "draining":
             return True
@@ -238,7 +255,12 @@ class NodeExecutor:
                 if self._variates is not None:
                     self._variates.heard(message)
                 self._handle(ev.Received(message=message))
+                if isinstance(message, msg.Start):
+                    self._reports.saved = None
                 if isinstance(message, msg.Welcome) and not message.recalls:
+                    if (saved := self._reports.saved) is not None:
+                        _log.info("anchors on disk: going on from %d of %d", len(message.restores), len(saved.anchors))
+                    self._restorable = set(message.restores)
                     self._at_zero = {fragment for fragment, version in enumerate(message.versions) if version == 0}
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self._blobs[blob] = data
@@ -316,6 +338,8 @@ class NodeExecutor:
                 self.replica.merge(fragment, mix, own, factor, self.machine.epoch)
                 self._variates.merged(fragment)
                 self._merged.append(fragment)
+                self._unsaved.pop(fragment, None)
+                self._unsaved[fragment] = None
                 self._reports.hold(self.replica)
                 self._state.see_epoch(self.machine.epoch)
             case ev.Evaluate(versions=versions):
@@ -371,7 +395,9 @@ class NodeExecutor:
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
         self._variates.applied(command, data)
         if not self.replica.apply(fragment, version, data, command.codec, epoch, command.anchor_digest):
-            self._mismatched(fragment, version)
+            return self._mismatched(fragment, version)
+        if self._files is not None:
+            self._files.add(self._head(fragment, len(data), command.codec), data)
 
     def _install(self, command: ev.Install) -> None:
         assert self.replica is not None and self._residuals is not None
@@ -400,6 +426,62 @@ class NodeExecutor:
             blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0)
             self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
 
+    # --- anchors on disk
+
+    def _restore(self) -> None:
+        """Read the anchors from which the coordinator goes on; ask for a snapshot where one is damaged."""
+        if self.replica is None:
+            return
+        wanted, self._restorable = self._restorable, set()
+        for index in sorted(wanted):
+            if self.replica.versions.get(index, 0) >= 0:  # a snapshot of it came, or it was read in the last session
+                continue
+            if not self._read(self.replica, index):
+                _log.warning("anchor on disk is damaged fragment=%d: requesting a snapshot", index)
+                if self._files is not None:
+                    self._files.forget([index])
+                self._handle(ev.AnchorMismatch(fragment=index))
+                continue
+            blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=self.replica.versions[index])
+            self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
+
+    def _read(self, replica: Replica, index: int) -> bool:
+        """The newest anchor that is on disk; False if it is damaged."""
+        base = None if self._files is None else self._files.base(index)
+        if self._files is None or base is None or not replica.load(index, base.version, base.digest):
+            return False
+        return all(
+            replica.apply(index, update.version, data, update.codec, self.machine.epoch, update.digest)
+            for update, data in self._files.updates(index)
+        )
+
+    def _save(self) -> None:
+        """Save one anchor at a time, the last merged first: it has the longest time until it changes again."""
+        if self._files is None or self.replica is None:
+            return
+        if self._files.is_written:
+            head, self._saving = self._saving, None
+            self.replica.end_save(head)
+        while self._unsaved and not self._files.is_busy:
+            index, _ = self._unsaved.popitem()
+            version = self.replica.versions[index]
+            if version >= 0 and self._files.is_due(index, version, self._save_every):
+                self._saving = self._head(index, 4 * self.replica.layout.fragments[index].numel)
+                self.replica.save(index)
+
+    def _head(self, fragment: int, size: int, codec: str = "") -> Head:
+        """Of a file with the fragment's anchor as it is now, or with the update that led to it."""
+        assert self.replica is not None and self.machine.spec is not None
+        return Head(
+            run=self.machine.spec.identity.fingerprint(),
+            history=self.machine.history,
+            fragment=fragment,
+            version=self.replica.versions[fragment],
+            digest=self.replica.digests[fragment],
+            size=size,
+            codec=codec,
+        )
+
     def _resync(self, history: int) -> None:
         _log.warning("another history of the run has begun history=%d: requesting snapshots of all fragments", history)
         self.samples.begin_again()
@@ -407,6 +489,9 @@ class NodeExecutor:
         spec = self.machine.spec
         if self.replica is not None and self._residuals is not None and spec is not None:
             self.replica.begin_again()
+            if self._files is not None:
+                self._files.forget(self.replica.own)
+            self._saving = None
             self._residuals.begin_again(run_of(spec, history))
             self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
 
@@ -472,6 +557,14 @@ _FIXES = {
     Reason.FENCED: "the coordinator runs on an old copy of its state: see its alarms, then start this node again",
 }
 """What an operator does about it. Other details say it themselves."""
+
+
+def _as_saved(heads: Mapping[int, Head]) -> msg.SavedAnchors:
+    refs = tuple(
+        msg.AnchorRef(fragment=index, version=head.version, digest=head.digest) for index, head in sorted(heads.items())
+    )
+    one = next(iter(heads.values()))
+    return msg.SavedAnchors(run=one.run, history=one.history, anchors=refs)
 
 
 def _raise(error: Exception) -> None:

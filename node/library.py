@@ -36,6 +36,7 @@ from farloop.algo.spec import RunSpec
 from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
+from farloop.node.anchor_files import AnchorFiles
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Where, device_of
 from farloop.node.driver import Driver
@@ -65,6 +66,9 @@ DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
 
+SAVE_EVERY_ROUNDS = 8
+"""An anchor is 4 bytes a parameter, and its updates until the next copy 8 times half a byte, with a codec of 4 bits."""
+
 
 class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
@@ -87,9 +91,10 @@ class Node:
         wrap: Wrap = "ddp",
         anchors: Where = "host",
         spread: bool = False,
+        files: AnchorFiles | None = None,
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
-        `elsewhere`. `spread`: no rank has all of the model. Raises LoopError."""
+        `elsewhere`. `spread`: no rank has all of the model. `files`: where anchors are saved. Raises LoopError."""
         self.spec, self.cluster = spec, cluster
         self._driver = driver
         self.module = module
@@ -103,6 +108,8 @@ class Node:
         self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
         if sharded and not cluster.leads:
             self._follower = replica_of(module, spec, holds, self._weights)
+            self._follower.files = files
+        self._files = files
         wraps = wrap == "ddp" and not (cluster.alone or hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
@@ -268,6 +275,8 @@ class Node:
             self.endpoint = None
         if self._driver is not None:
             self._driver.close()
+        if self._files is not None:
+            self._files.close()
         self.cluster.close()
 
     def __enter__(self) -> Self:
@@ -400,6 +409,7 @@ def join(
     wrap: Wrap = "ddp",
     buffers: Buffers = "same",
     anchors: Where = "host",
+    save_every_rounds: int = SAVE_EVERY_ROUNDS,
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -417,7 +427,8 @@ def join(
         name: this node's name in the run; with a key, the name its public key has on the allow-list.
         key: secret key file; needed where the coordinator encrypts.
         server_key: the coordinator's public key file.
-        state_dir: small folder that survives restarts; `.farloop/NAME` in the working folder unless given.
+        state_dir: folder that survives restarts, with room for 8 bytes a parameter; `.farloop/NAME` in the working
+            folder unless given.
         fingerprint: refuse any other run than this one.
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
         http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
@@ -444,6 +455,8 @@ def join(
             that, for those that training changes, as the statistics of batch normalisation.
         anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
             memory, from which a fragment at a time is copied to the device, or on the "device". On CPUs it is the same.
+        save_every_rounds: rounds between two whole copies of an anchor in `state_dir`, with the updates in between
+            beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
@@ -451,7 +464,8 @@ def join(
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap`,
-            `buffers` or `anchors` is none of its words, or `timeout_s` is NaN or negative.
+            `buffers` or `anchors` is none of its words, `timeout_s` is NaN or negative, or
+            `save_every_rounds` is negative.
     """
     choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
     for argument, value, words in (*choices, ("anchors", anchors, Where)):
@@ -470,6 +484,8 @@ def join(
     _check_types(locals())
     if timeout_s is not None:
         _check_seconds("join", timeout_s)
+    if save_every_rounds < 0:
+        raise ValueError(f"join(save_every_rounds={save_every_rounds}): 0 or more are wanted, 0 for never")
     if hook and not isinstance(optimizer, Optimizer):
         raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
     if hook and scaler is not None:
@@ -478,13 +494,25 @@ def join(
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
     )
+    folder = state_dir or Path(".farloop") / name
+    files = AnchorFiles(folder / "anchors") if save_every_rounds else None
     cluster = Cluster.from_torchrun(data)
     driver, endpoint = None, None
     try:
-        state = _counted(state_dir or Path(".farloop") / name, cluster)
+        state = _counted(folder, cluster)
         if state is not None:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
-            driver = Driver(node_id, LinkThread(config), state, fingerprint, cluster.describe(), tau, part)
+            driver = Driver(
+                node_id,
+                LinkThread(config),
+                state,
+                fingerprint,
+                cluster.describe(),
+                tau,
+                part,
+                files,
+                save_every_rounds,
+            )
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
@@ -528,6 +556,7 @@ def join(
                 wrap=wrap,
                 anchors=anchors,
                 spread=spread,
+                files=files,
             )
         node.endpoint = endpoint
         if driver is not None:
@@ -538,6 +567,8 @@ def join(
             endpoint.close()
         if driver is not None:
             driver.close()
+        if files is not None:
+            files.close()
         cluster.close()
         raise
     return node
@@ -669,10 +700,11 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
     "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
     "hook": ((bool,), "True or False"),
+    "save_every_rounds": ((int,), "a whole number of rounds, or 0 for never"),
 }
 """By argument of `join`: its types, None apart, and in words what to give."""
 
-_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names", "hook"})
+_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds"})
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
 """arguments that may be functions, and their parameters"""
 

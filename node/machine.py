@@ -52,6 +52,8 @@ class NodeMachine:
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
         self.frozen = 0  # digest of the model's weights that are not exchanged; 0: there are none
+        self._current: tuple[int, ...] = ()
+        """Versions as the last Welcome told them: a node that joins is ready once it has them."""
         self.samples_from = 0  # inner step from which samples of the leases are counted
         self.stage: Stage = "joining"
         self.connected = False
@@ -232,6 +234,7 @@ class NodeMachine:
             return self._stop(Reason.WRONG_RUN, "the coordinator holds another run now")
         restarted = welcome.epoch > self.epoch
         self.connected, self.epoch, self._sessions = True, welcome.epoch, self._sessions + 1
+        self._current = welcome.versions
         if self.spec is None:
             if fault := fault_of(self.holds, welcome.spec.identity.layout):
                 return self._stop(Reason.WRONG_PART, f"this node {fault}")
@@ -377,13 +380,17 @@ class NodeMachine:
         if self._send_overdue():
             for state in self.fragments:
                 self._merge(state)
-        if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
+        if self.stage == "joining" and self.spec and self.connected and self._is_current:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen)))
         self._flush()
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end
             self._do(ev.Tell(message=msg.Leave(reason=reason)))
+
+    @property
+    def _is_current(self) -> bool:
+        return all(state.version >= self._current[state.fragment.index] for state in self.fragments)
 
     def _catch_up(self) -> None:
         if self.spec is not None and self.stage == "training" and self.schedule.plan is None:

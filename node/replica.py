@@ -10,7 +10,7 @@ tells the others, which take part in `follow`: a public method tells, and the pr
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 import torch
@@ -21,6 +21,7 @@ from farloop.algo.local_update import eager_start_into, fragment_delta_into, lea
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
+from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.devices import SideStream, lock_in_memory
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
@@ -90,6 +91,8 @@ class Replica:
         self.drifts: dict[int, Tensor] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
         self._residuals: dict[int, Tensor] = {}  # of a rank's part, as they were added last
         self._free: dict[int, list[Tensor]] = {}
+        self._changes = dict.fromkeys(self.anchors, 0)  # counts what is written into each anchor's memory
+        self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
 
     def follow(self, evaluate: Callable[[], object]) -> None:
         """The other ranks: take part in what the lead does, until it goes on with training.
@@ -106,6 +109,12 @@ class Replica:
                     self._add(index, Sent(codec=codec, seed=seed))
                 case ["set", int() as index]:
                     self._set(index, None)
+                case ["load", int() as index, int() as version]:
+                    self._load(index, version)
+                case ["save", int() as index, int() as version]:
+                    self._save(index, version)
+                case ["saved", head]:
+                    self._end_save(None if head is None else Head(**head))
                 case ["first", int() as index, int() as wanted]:
                     self._first(index, wanted)
                 case ["collect", int() as index]:
@@ -270,6 +279,7 @@ class Replica:
 
     def _add(self, index: int, sent: Sent) -> int:
         """anchor += decoded; the digest of the whole anchor."""
+        self._changes[index] += 1
         with self._with_the_weights(self.anchors[index], changes=True) as anchor:
             self._decode_add(index, sent, anchor)
             return self.weights.digest(index, anchor)
@@ -295,8 +305,45 @@ class Replica:
     @torch.no_grad()
     def _set(self, index: int, payload: Tensor | None) -> int:
         codec = codec_named(_FP32)
+        self._changes[index] += 1
         codec.decode_into(self.weights.payload_of(index, codec, payload), self.anchors[index], self.own[index])
         return self.weights.digest(index, self.anchors[index])
+
+    def load(self, index: int, version: int, wanted: int) -> bool:
+        """Read the anchor from disk; False unless all of it is there, with this digest."""
+        self.versions[index] = -1
+        self.weights.tell("load", index, version)
+        self.digests[index] = self._load(index, version)
+        if self.digests[index] != wanted:
+            return False
+        self.versions[index] = version
+        return True
+
+    def _load(self, index: int, version: int) -> int:
+        assert self.files is not None
+        self._changes[index] += 1
+        self.files.read(index, version, self.weights.own[index].runs, self.anchors[index])
+        return self.weights.digest(index, self.anchors[index])
+
+    def save(self, index: int) -> None:
+        """Begin to write the anchor to disk, while training goes on; `end_save` follows."""
+        self.weights.tell("save", index, self.versions[index])
+        self._save(index, self.versions[index])
+
+    def _save(self, index: int, version: int) -> None:
+        assert self.files is not None
+        runs = self.weights.own[index].runs
+        self.files.begin(index, version, runs, self.anchors[index], lambda: self._changes[index])
+
+    def end_save(self, head: Head | None) -> None:
+        """Wait until all ranks have written their parts; the file counts if all could. None: it is not wanted."""
+        self.weights.tell("saved", None if head is None else asdict(head))
+        self._end_save(head)
+
+    def _end_save(self, head: Head | None) -> None:
+        assert self.files is not None
+        if all(self.weights.gather(self.files.ended())) and head is not None:
+            self.files.finish(head)
 
     def first(self, index: int, wanted: int) -> bool:
         """Make the local weights the anchor of version 0; False, and no anchor, unless they have this digest."""
@@ -309,6 +356,7 @@ class Replica:
     @torch.no_grad()
     def _first(self, index: int, wanted: int) -> bool:
         anchor = self.anchors[index]
+        self._changes[index] += 1
         flatten_into(self.own[index], self.weights.sources(index, gradients=False), anchor)
         canonicalise_(anchor)
         return self.weights.digest(index, anchor) == wanted
@@ -422,6 +470,7 @@ class Replica:
     def _exchange_(self) -> None:
         """Swap weights and anchors, a tile at a time."""
         for fragment in self.fragments:
+            self._changes[fragment.index] += 1
             for slot in fragment.tensors:
                 local, anchor = rows_of(self.parameters[slot.name], slot), view(self.anchors[fragment.index], slot)
                 flats = (local.view(-1), anchor.view(-1)) if local.is_contiguous() else None
@@ -437,6 +486,7 @@ class Replica:
 
     def _begin_again(self) -> None:
         self.versions = dict.fromkeys(self.anchors, -1)
+        self._changes = {index: count + 1 for index, count in self._changes.items()}
         self._starts.clear()
         self.drifts.clear()
 

@@ -214,6 +214,7 @@ class Reports:
         self.loss: float | None = None  # of the last inner step
         self.skipped_steps = 0  # inner steps whose gradient was not finite: nothing was stepped
         self.layout: str | None = None  # digest of the model's layout, once there is a model
+        self.saved: msg.SavedAnchors | None = None  # what lies on disk, until this start of the node has begun
         self.announced = Announced()  # used by the link's thread
         self._machine, self._clock, self._samples = machine, clock, samples
         self._state, self._device, self._fingerprint = state, device, fingerprint
@@ -253,6 +254,7 @@ class Reports:
             announced=announced,
             holds=machine.holds,
             begins=True,
+            saved=self.saved,
         )
 
     def is_due(self, now: float) -> bool:

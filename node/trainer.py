@@ -17,7 +17,7 @@ from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Share, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.library import Node, join, unaveraged
+from farloop.node.library import SAVE_EVERY_ROUNDS, Node, join, unaveraged
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.named_model import (
     LossOf,
@@ -48,7 +48,10 @@ class NodeConfig:
     server_key: Path | None = None
     """Public key file of the coordinator."""
     state_dir: Path | None = None
-    """Folder for starts, epochs and residuals. Default: `.farloop/NAME`."""
+    """Folder for starts, epochs, residuals and anchors. Default: `.farloop/NAME`."""
+    save_every_rounds: int = SAVE_EVERY_ROUNDS
+    """Rounds between two whole copies of an anchor in `state_dir`, beside which each update is kept: a restarted node
+    takes the updates that it missed, and no snapshots. 0: nothing is kept."""
     fingerprint: str | None = None
     """Join only the run with this fingerprint."""
     http: str = ""
@@ -136,6 +139,7 @@ def train(
         link=link_of(config, environ or {}),
         tau=config.tau,
         anchors="device" if config.anchors == "device" else "host",
+        save_every_rounds=config.save_every_rounds,
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())

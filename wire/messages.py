@@ -186,6 +186,15 @@ class AnchorRef:
     digest: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAnchors:
+    """Anchors on a node's disk, and the run and history that they are of, which need not be the coordinator's."""
+
+    run: str  # fingerprint of its identity
+    history: int
+    anchors: tuple[AnchorRef, ...]
+
+
 @message(20, Role.NODE, since=4)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Message):
@@ -327,6 +336,8 @@ class Hello(Message):
     begins: bool = field(default=False, metadata=LATER)
     """It needs no snapshot of version 0 where the weights that it begins with have the digest in the run's identity,
     and asks for one (`Fetch`) where they have not."""
+    saved: SavedAnchors | None = field(default=None, metadata=LATER)
+    """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
 
 
 @message(2, Role.COORDINATOR, since=1)
@@ -356,6 +367,9 @@ class Welcome(Message):
     recalls: bool = field(default=False, metadata=LATER)
     """The coordinator's state is an old copy, and it takes from nodes what they hold: the node answers `Held`, stands
     by its anchors for as long as the session lasts, and takes nothing else of what this message says to heart."""
+    restores: tuple[int, ...] = field(default=(), metadata=LATER)
+    """Fragments of which the node reads the anchor that `Hello.saved` names: the updates after that follow, and no
+    snapshot comes unless it asks for one (`Fetch`)."""
 
 
 @message(3, Role.COORDINATOR, since=1)

@@ -135,13 +135,30 @@ class Membership:
         member.connect(event.session, hello, now)
         if member.stage == "training":
             self._welcome_back(member, now)
-        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome(member)))
+        restores = self._restorable(hello)
+        welcome = dataclasses.replace(self._welcome(member), restores=tuple(restores))
+        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=welcome))
         if self._ledger.finished or (self._ledger.windows and self._ledger.is_over_for(member.holds)):
             self._decisions.tell(name, msg.Finished())
         if member.stage == "training":
             self._grant_again(member)
         for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
-            self._catch_up(member, hello, fragment.index)
+            held = next((ref for ref in hello.anchors if ref.fragment == fragment.index), restores.get(fragment.index))
+            self._catch_up(member, hello, fragment.index, held)
+
+    def _restorable(self, hello: msg.Hello) -> dict[int, msg.AnchorRef]:
+        """By fragment, the anchors on the node's disk from which it can go on with updates. They prove nothing about
+        this state (`rollback.py`): others come as snapshots."""
+        ledger, saved = self._ledger, hello.saved
+        if saved is None or (saved.run, saved.history) != (ledger.spec.identity.fingerprint(), ledger.history):
+            return {}
+        held = {ref.fragment for ref in hello.anchors}
+        own = {fragment.index for fragment in fragments_of(hello.holds, ledger.spec.identity.layout)} - held
+        return {
+            ref.fragment: ref
+            for ref in saved.anchors
+            if ref.fragment in own and ledger.updates_after(ref.fragment, ref) is not None
+        }
 
     def _forget_one(self) -> None:
         """Bound the number of members: without keys, any number of names can be claimed."""
@@ -188,8 +205,7 @@ class Membership:
                 del window.removed[member.name]
                 member.awaited_since = now
 
-    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
-        held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
+    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int, held: msg.AnchorRef | None) -> None:
         updates = self._ledger.updates_after(fragment, held)
         if held is None and hello.begins and self._ledger.versions[fragment] == 0:
             return  # it may have the same weights already, and asks if not

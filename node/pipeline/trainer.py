@@ -102,6 +102,7 @@ def train_stage(
         link=link_of(config, environ or {}),
         tau=config.tau,
         holds=(number,),
+        save_every_rounds=config.save_every_rounds,
     )
     with node:
         for sign in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,8 @@
 """What ranks do in these tests: a model with every awkward shape, sharded in every way, against one process."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node import events as ev
 from farloop.node import shards
+from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
@@ -481,3 +483,45 @@ def mixed_precision() -> dict[str, Any]:
         "moved": moved / sum(parameter.numel() for parameter in after),
         "loss": loss.item(),
     }
+
+
+def saved(way: str, folder: Path) -> dict[int, int]:
+    """Every rank writes its part of the anchors at version 7, and the lead updates to 8; the digests at 8."""
+    rank = one_rank(way, torch.float32)
+    ours, theirs, layout = rank.ours, rank.theirs, rank.layout
+    ours.files = AnchorFiles(folder)
+    for index, fragment in enumerate(layout.fragments):
+        anchor = noise(fragment.numel, index)
+        zero_padding_(fragment, anchor)
+        blob = bytearray(pack_anchor(anchor, fragment, 7, EPOCH))
+        assert theirs.install(index, 7, blob, EPOCH)
+        _lead(rank, ours.install, index, 7, blob, EPOCH)
+        head = Head(run="run", history=0, fragment=index, version=7, digest=digest(anchor), size=4 * fragment.numel)
+        _lead(rank, ours.save, index)
+        _lead(rank, ours.end_save, head)
+        down = update(layout, index, codec_named("q4"), 8, index)
+        theirs.apply(index, 8, bytearray(down), "q4", EPOCH, 0)
+        if rank.cluster.leads:
+            ours.files.add(replace(head, version=8, digest=theirs.digests[index], size=len(down), codec="q4"), down)
+    ours.files.close()
+    return theirs.digests
+
+
+def loaded(way: str, folder: Path) -> dict[int, int] | None:
+    """The digests of what the ranks read; None from the other ranks, and 0 where it is not what was written."""
+    rank = one_rank(way, torch.float32)
+    ours, files = rank.ours, AnchorFiles(folder)
+    ours.files = files
+
+    def restore() -> dict[int, int]:
+        files.find()
+        for index in ours.own:
+            base = files.base(index)
+            good = base is not None and ours.load(index, base.version, base.digest)
+            for head, data in files.updates(index) if good else ():
+                good = ours.apply(index, head.version, data, head.codec, EPOCH, head.digest)
+            ours.digests[index] *= good and ours.versions[index] == 8
+        return ours.digests
+
+    digests: dict[int, int] | None = _lead(rank, restore)
+    return digests

@@ -148,6 +148,24 @@ def test_a_node_gets_snapshots_of_what_it_lacks_and_the_updates_that_it_missed(s
     assert brief(run.greet(C, anchors=digest_of_1)) == "accept c; snapshot 0 to c; publish 1.1 to c"
 
 
+def test_a_node_goes_on_from_anchors_on_its_disk_if_they_are_of_this_run_and_not_too_old(spec: RunSpec) -> None:
+    """R, S: others come as snapshots, and prove nothing about this state."""
+    run = Run(spec, "a")
+    run.commit(1, A)
+    refs = (
+        msg.AnchorRef(fragment=0, version=0, digest=99),
+        msg.AnchorRef(fragment=1, version=0, digest=101),
+        msg.AnchorRef(fragment=7, version=0, digest=101),
+    )
+    saved = msg.SavedAnchors(run=run.spec.identity.fingerprint(), history=0, anchors=refs)
+    told = run.greet(B, anchors=(), saved=saved)
+    assert brief(told) == "accept b; snapshot 0 to b; publish 1.1 to b"
+    assert isinstance(told[0], ev.Accept) and told[0].welcome.restores == (1,)
+    for other in (dataclasses.replace(saved, run="other"), dataclasses.replace(saved, history=2)):
+        assert brief(run.greet(C, anchors=(), saved=other)).endswith("snapshot 0 to c; snapshot 1 to c")
+    assert not run.alarms
+
+
 def test_a_node_that_disagrees_is_refused(spec: RunSpec) -> None:
     run = Run(spec)
     assert brief(run.greet(A, fingerprint="another")) == "refuse WRONG_RUN" and not run.machine.members

@@ -1,5 +1,6 @@
-"""Covers `node/executor.py` and its driver in `node/library.py`: the test plays the coordinator, without sockets."""
+"""Covers `node/executor.py` and `node/driver.py`: the test plays the coordinator, without sockets."""
 
+import dataclasses
 import logging
 import queue
 from collections.abc import Callable
@@ -8,13 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from node_story import A, Story, blob
+from node_story import A, Story, at_once, blob
 from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Lease
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
+from farloop.node.anchor_files import AnchorFiles
 from farloop.node.control_variates import ALPHA
 from farloop.node.driver import Driver
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
@@ -98,6 +100,7 @@ class Play:
         own = {"method": "diloco", "steps": 8, "h": 2, **terms}
         self.story = Story(layout=layout, num_samples=num_samples, anchor_digests=(digest(self.anchor),), **own)
         self.link, self.worker, self.now = Link(), Worker(), 0.0
+        self.saved: msg.SavedAnchors | None = None
         state = NodeState.claim(folder)
         if driven:
             self.driver = Driver(A, cast(LinkThread, self.link), state)
@@ -105,7 +108,15 @@ class Play:
         else:
             inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
             self.executor = NodeExecutor(
-                A, inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state, check=True
+                A,
+                inbox=inbox,
+                now=lambda: self.now,
+                worker=self.worker,
+                link=self.link,
+                state=state,
+                files=AnchorFiles(folder, at_once),
+                save_every=2,
+                check=True,
             )
 
     def tell(self, message: msg.Message) -> None:
@@ -123,6 +134,17 @@ class Play:
         assert not self.executor.settle() and self.executor.machine.spec == self.story.spec
         self.executor.attach(self.module)
         return self
+
+    def again(self, folder: Path, **welcome: Any) -> "Play":
+        """The next start of this node, with a model of other weights."""
+        other = Play(folder)
+        other.story, other.anchor = self.story, self.anchor
+        other.saved = other.link.hello().saved
+        other.tell(dataclasses.replace(self.story.welcome(), **welcome))
+        assert not other.executor.settle()
+        other.executor.attach(other.module)
+        assert not other.executor.settle()
+        return other
 
     def snapshot(self) -> None:
         (version,) = self.story.versions
@@ -289,6 +311,44 @@ def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StateUnusable, match="No space left"):
         third.executor.settle()
+
+
+@pytest.mark.parametrize("damage", ["", "0-2.anchor", "0-3.update"])
+def test_a_restarted_node_goes_on_from_its_disk_and_asks_for_a_snapshot_of_what_is_damaged(
+    tmp_path: Path, damage: str
+) -> None:
+    play = Play(tmp_path).begin()
+    for _ in range(3):
+        play.step()
+        play.step()
+        play.commit()
+        assert play.executor.settle()
+    assert sorted(path.name for path in tmp_path.glob("0-*")) == ["0-2.anchor", "0-3.update"]
+    if damage:
+        data = bytearray((tmp_path / damage).read_bytes())
+        data[-30] ^= 1
+        (tmp_path / damage).write_bytes(data)
+    again, run = play.again(tmp_path, restores=(0,)), play.story.spec.identity.fingerprint()
+    anchor = msg.AnchorRef(fragment=0, version=3, digest=digest(play.anchor))
+    assert again.saved == msg.SavedAnchors(run=run, history=0, anchors=(anchor,))
+    if damage:
+        assert again.link.of(msg.Fetch) == [msg.Fetch(fragment=0)] and again.anchors == ()
+        again.snapshot()
+    again.commit()
+    again.start(1)
+    assert again.executor.settle() and again.weights_are_the_anchor
+    assert again.executor.machine.versions == (4,) and again.executor.metrics.mismatches == 0
+    assert again.link.hello().saved is None
+
+
+def test_what_the_coordinator_does_not_go_on_from_is_not_read(tmp_path: Path) -> None:
+    play = Play(tmp_path).begin()
+    play.step()
+    play.step()
+    play.commit()
+    assert play.executor.settle()
+    again = play.again(tmp_path)
+    assert again.saved is not None and again.anchors == () and not again.link.of(msg.Fetch)
 
 
 def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) -> None:
