@@ -161,7 +161,8 @@ class Weights:
 
     def keep(self) -> None:
         """Set the local weights aside, in host memory, until `restore`."""
-        self._kept = {name: self._local(name).to("cpu", copy=True) for name in self.parameters}
+        here = [name for name, parameter in self.parameters.items() if not parameter.is_meta]
+        self._kept = {name: self._local(name).to("cpu", copy=True) for name in here}
 
     def reshard(self) -> None:
         """Have the shards in their place."""
