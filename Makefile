@@ -7,8 +7,9 @@ DEMO_ARGS ?=
 CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
+GPU_ARGS ?=
 
-.PHONY: demo demo-hf test test-cluster test-deploy chaos mutants fuzz lint types check docs release clean
+.PHONY: demo demo-hf test test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -45,6 +46,10 @@ mutants: $(VENV)/.dev
 # A million and more bad inputs for every door that bytes come through: an hour or two on one core.
 fuzz: $(VENV)/.dev
 	nice $(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
+
+# On one CUDA device: the tests marked gpu, and what a node costs a training loop there. Without one it exits with 2.
+gpu: $(VENV)/.dev
+	$(BIN)/farloop bench gpu $(GPU_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

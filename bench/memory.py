@@ -59,7 +59,7 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Pe
 
     Raises CommandError: a process failed, or took too long.
     """
-    port = _free_port()
+    port = free_port()
     run: dict[str, dict[str, object]] = {
         "run": {**_RUN, "model": model},
         "data": {"max_bytes": 200_000},
@@ -113,7 +113,8 @@ def _peaks(out: Path, environ: Mapping[str, str]) -> dict[str, int]:
     return peaks
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine's loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -5,7 +5,6 @@ from the moment at which the last node has taken its step until the last node ha
 """
 
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from farloop.bench.memory import free_port
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import dump_toml
 
@@ -86,7 +86,7 @@ def _row(system: str, codec: str, parameters: int, nodes: int, seconds: Sequence
 
 def _gloo(parameters: int, nodes: int, rounds: int, out: Path, environ: Mapping[str, str]) -> _Ran:
     out.mkdir(parents=True)
-    address = f"tcp://127.0.0.1:{_free_port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     told = [str(number) for number in (nodes, parameters, rounds + WARM_UP)]
     return _run(out, environ, {}, {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(nodes)})
 
@@ -94,7 +94,7 @@ def _gloo(parameters: int, nodes: int, rounds: int, out: Path, environ: Mapping[
 def _farloop(parameters: int, nodes: int, codec: str, rounds: int, out: Path, environ: Mapping[str, str]) -> Row:
     out.mkdir(parents=True)
     save_file({f"weights.{k}": part for k, part in enumerate(_weights(parameters))}, out / "first.safetensors")
-    address = f"tcp://127.0.0.1:{_free_port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     run = {
         "name": "sync", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0,
         "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9, "init": "first.safetensors",
@@ -142,12 +142,6 @@ def _run(
     times = zip(*(each["rounds"] for each in told), strict=True)
     seconds = [max(done for _, done in of_round) - max(begun for begun, _ in of_round) for of_round in times]
     return _Ran(seconds=seconds[WARM_UP:], ends=[each["end"] for each in told])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- A node of either system, as a process of its own

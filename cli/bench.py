@@ -237,6 +237,39 @@ def memory(
 
 
 @bench_app.command()
+def gpu(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the script on a CPU, with a tiny model.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for weights, state and logs.")] = Path("out/gpu"),
+    as_json: AsJson = False,
+) -> None:
+    """Run the tests that need a CUDA device, and measure what a node costs a training loop there.
+
+    Step time and device memory of a model of a billion parameters with and without farloop, calls
+    that wait for the device, torch.compile over merges, and the speed of the codecs: some minutes
+    and 30 GB on one GPU, and as much memory and disk on its host. It prints Markdown tables.
+    Without a CUDA device it exits with 2.
+
+    Example: farloop bench gpu
+    """
+    import torch
+
+    if not dry_run and not torch.cuda.is_available():
+        raise CommandError("no CUDA device: nothing was measured. --dry-run tries the script on a CPU")
+    from farloop.bench.gpu import markdown, measure
+    from farloop.bench.machine import machine, source_commit
+
+    if out.exists() and any(out.iterdir()):
+        raise CommandError(f"--out: {out} is not empty; name another folder")
+    make_output_folder(out)
+    found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
+    if as_json:
+        told = {"machine": machine(), "commit": source_commit(), "found": dataclasses.asdict(found)}
+        typer.echo(json.dumps(told, indent=1))
+        return
+    typer.echo(f"Commit {source_commit()}, torch {torch.__version__}. {markdown(found)}")
+
+
+@bench_app.command()
 def sync(
     parameters: Annotated[float, typer.Option(min=25, help="Of the model, e.g. 25e6.")] = 25e6,
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, one process each.")] = 2,

@@ -1,9 +1,10 @@
-"""`farloop bench quality` and `farloop bench sync` as a person calls them, with processes of their own."""
+"""`farloop bench quality`, `sync` and `gpu` as a person calls them, with processes of their own."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from farloop.cli.main import app
@@ -126,3 +127,22 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
     # 17/32 of a byte a parameter, two nodes, up and down, and at most 40 kB of control in all four rounds.
     payload = 4 * 204_800 * 17 // 32
     assert payload < ours["bytes_per_round"] < payload + 10_000
+
+
+@pytest.mark.timeout(600)
+def test_what_a_gpu_is_measured_with_runs_on_a_cpu(tmp_path: Path) -> None:
+    """The whole script, so that its first run on a GPU does not end at a typo; on a CPU it claims nothing."""
+    result = CliRunner().invoke(app, ["bench", "gpu", "--dry-run", "--out", str(tmp_path)], prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    assert "CPU, dry run: the numbers say nothing" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split()[1] for row in rows[2:7]] == ["G1", "G2", "G3", "G4", "G5"]
+    assert "tests collected" in rows[2] and "eager 0.0e+00" in rows[6]
+    assert {row.split()[1] for row in rows[9:]} == {"bf16", "q8", "q4", "e3m0", "q4r"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "gpu", "--out", str(tmp_path)], prog_name="farloop")
+    assert result.exit_code == 2 and "no CUDA device: nothing was measured" in result.stderr
+    assert not any(tmp_path.iterdir())
