@@ -2,6 +2,7 @@
 
     3-17.anchor   fragment 3 at version 17: fp32, in the order of the fragment
     3-18.update   what makes it version 18: the blob as it came
+    3-17.optimizer   what the inner optimizer had of its parameters then (`node/moments.py`)
 
 Each file begins with a head, one line of JSON, which is written last: a file without one does not count. An update has
 an eighth of the bytes where the codec has 4 bits, so whole anchors are written seldom, and every update is.
@@ -16,9 +17,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _HEAD: Final = 4096  # bytes: a page, so that what follows is aligned
 _CHUNK: Final = 1 << 22  # elements between two looks at whether the anchor has changed
 
+Kind = Literal["anchor", "update", "optimizer"]
 Runs = Sequence[tuple[int, int, int]]  # as `algo.shards.OwnPart.runs`
 Submit = Callable[[Callable[[], bool]], "Future[bool]"]
 
@@ -42,7 +44,9 @@ class Head:
     version: int
     digest: int  # of the whole anchor at that version
     size: int  # bytes behind the head
+    kind: Kind = "anchor"
     codec: str = ""  # of an update, as its window's terms spell it
+    more: dict[str, Any] = field(default_factory=dict)  # of an optimizer: what its numbers are
 
 
 class AnchorFiles:
@@ -58,6 +62,7 @@ class AnchorFiles:
         self._submit = submit or self._in_thread
         self._anchors: dict[int, Head] = {}  # newest complete file of each fragment
         self._updates: dict[int, list[Head]] = {}  # that follow it without a gap
+        self._optimizers: dict[int, Head] = {}  # newest of each fragment
         self._saving: Future[bool] | None = None
         self._failing = False  # whether the last write failed, so that a full disk is told once
 
@@ -82,16 +87,18 @@ class AnchorFiles:
         for path, head in sorted(heads.items(), key=lambda each: (each[1].version, each[0].suffix)):
             if (head.run, head.history) != (last.run, last.history):
                 continue
-            if path.suffix == ".anchor":
+            if path.suffix == ".optimizer":
+                self._optimizers[head.fragment] = head
+            elif path.suffix == ".anchor":
                 self._anchors[head.fragment], self._updates[head.fragment] = head, []
             elif (before := self._newest(head.fragment)) and head.version == before.version + 1:
                 self._updates[head.fragment].append(head)
         return {index: head for index in self._anchors if (head := self._newest(index))}
 
-    def read(self, index: int, version: int, runs: Runs, flat: Tensor) -> None:
+    def read(self, index: int, version: int, runs: Runs, flat: Tensor, kind: Kind = "anchor") -> None:
         """Read the own part of an anchor into `flat`, fp32 [numel of the own part]; what is missing stays as it is."""
         try:
-            with self._path(index, version, "anchor").open("rb", buffering=0) as file:
+            with self._path(index, version, kind).open("rb", buffering=0) as file:
                 for first, at, count in _chunks(runs):
                     data = os.pread(file.fileno(), 4 * count, _HEAD + 4 * first)
                     if len(data) == 4 * count:
@@ -102,6 +109,10 @@ class AnchorFiles:
     def base(self, index: int) -> Head | None:
         """Of the anchor that is there."""
         return self._anchors.get(index)
+
+    def optimizer(self, index: int) -> Head | None:
+        """Of the optimizer's state that is there."""
+        return self._optimizers.get(index)
 
     def updates(self, index: int) -> Iterator[tuple[Head, bytearray]]:
         """Those that follow it, in order."""
@@ -145,10 +156,18 @@ class AnchorFiles:
         base, newest = self._anchors.get(index), self._newest(index)
         return base is None or newest is None or newest.version != version or version - base.version >= every
 
-    def begin(self, index: int, version: int, runs: Runs, flat: Tensor, changes: Callable[[], int]) -> None:
+    def begin(
+        self,
+        index: int,
+        version: int,
+        runs: Runs,
+        flat: Tensor,
+        changes: Callable[[], int] = lambda: 0,
+        kind: Kind = "anchor",
+    ) -> None:
         """Write the own part of an anchor; it is dropped if `changes` gives another number before all is written.
         `flat`: fp32 [numel of the own part]."""
-        path, before = self._path(index, version, "anchor"), changes()
+        path, before = self._path(index, version, kind), changes()
 
         def write() -> bool:
             try:
@@ -187,11 +206,14 @@ class AnchorFiles:
         return saving.result()
 
     def finish(self, head: Head) -> None:
-        """All ranks have written their parts: the anchor counts from here on, and what it replaces is deleted."""
-        path = self._path(head.fragment, head.version, "anchor")
-        newest = self._updates.get(head.fragment, [])
-        self._anchors[head.fragment] = head
-        self._updates[head.fragment] = [update for update in newest if update.version > head.version]
+        """All ranks have written their parts: the file counts from here on, and what it replaces is deleted."""
+        path = self._path(head.fragment, head.version, head.kind)
+        if head.kind == "anchor":
+            newest = self._updates.get(head.fragment, [])
+            self._anchors[head.fragment] = head
+            self._updates[head.fragment] = [update for update in newest if update.version > head.version]
+        else:
+            self._optimizers[head.fragment] = head
 
         def write() -> bool:
             try:
@@ -207,7 +229,7 @@ class AnchorFiles:
                 self._delete_before(head)
             except OSError as error:
                 self._failed(head.fragment, error)
-                self._anchors.pop(head.fragment, None)
+                (self._anchors if head.kind == "anchor" else self._optimizers).pop(head.fragment, None)
                 return False
             self._failing = False
             return True
@@ -217,8 +239,8 @@ class AnchorFiles:
     def forget(self, indices: Iterable[int]) -> None:
         """What is here of these fragments is damaged, or of a history that is over: they are saved anew."""
         for index in indices:
-            self._anchors.pop(index, None)
-            self._updates.pop(index, None)
+            for kept in (self._anchors, self._updates, self._optimizers):
+                kept.pop(index, None)
 
     # --- Files
 
@@ -227,10 +249,11 @@ class AnchorFiles:
         return updates[-1] if updates else self._anchors.get(index)
 
     def _delete_before(self, head: Head) -> None:
-        """Delete what this anchor replaces, and what is of other runs and histories."""
+        """Delete what this file replaces, and what is of other runs and histories."""
         for path in self._paths():
             fragment, version = _numbers(path)
-            is_replaced = fragment == head.fragment and version <= head.version
+            alike = (path.suffix == ".optimizer") == (head.kind == "optimizer")
+            is_replaced = alike and fragment == head.fragment and version <= head.version
             other = _read_head(path)
             is_foreign = other is not None and (other.run, other.history) != (head.run, head.history)
             if (is_replaced or is_foreign) and other != head:
@@ -241,13 +264,13 @@ class AnchorFiles:
             _log.warning("anchor not saved fragment=%d: %s; a restart takes snapshots until it is", index, error)
         self._failing = True
 
-    def _path(self, index: int, version: int, kind: str) -> Path:
+    def _path(self, index: int, version: int, kind: Kind) -> Path:
         return self._folder / f"{index}-{version}.{kind}"
 
     def _paths(self) -> list[Path]:
         if not self._folder.is_dir():
             return []
-        return [path for path in self._folder.iterdir() if path.suffix in (".anchor", ".update")]
+        return [path for path in self._folder.iterdir() if path.suffix.lstrip(".") in get_args(Kind)]
 
 
 def _numbers(path: Path) -> tuple[int, int]:
@@ -263,7 +286,7 @@ def _chunks(runs: Runs) -> Iterator[tuple[int, int, int]]:
 
 def _as_bytes(head: Head) -> bytes:
     line = json.dumps({**asdict(head), "digest": f"{head.digest:016x}"}).encode()
-    assert len(line) < _HEAD, "the spelling of a codec is short"
+    assert len(line) < _HEAD, "what it has of other lengths is bounded"
     return line.ljust(_HEAD - 1) + b"\n"
 
 

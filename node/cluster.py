@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
@@ -153,7 +153,7 @@ class Cluster:
         return bool(answer.item())
 
     @torch.no_grad()
-    def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> None:
+    def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, Tensor]) -> None:
         """Send rank 0's local weights of these fragments to all ranks."""
         if self.alone:
             return

@@ -430,9 +430,10 @@ class NodeExecutor:
 
     def _restore(self) -> None:
         """Read the anchors from which the coordinator goes on; ask for a snapshot where one is damaged."""
-        if self.replica is None:
+        if self.replica is None or not self._restorable:
             return
         wanted, self._restorable = self._restorable, set()
+        moments = 0
         for index in sorted(wanted):
             if self.replica.versions.get(index, 0) >= 0:  # a snapshot of it came, or it was read in the last session
                 continue
@@ -442,8 +443,10 @@ class NodeExecutor:
                     self._files.forget([index])
                 self._handle(ev.AnchorMismatch(fragment=index))
                 continue
+            moments += self.replica.moments is not None and self.replica.moments.load(index)
             blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=self.replica.versions[index])
             self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
+        _log.info("anchors on disk: read, with the optimizer's state of %d fragments", moments)
 
     def _read(self, replica: Replica, index: int) -> bool:
         """The newest anchor that is on disk; False if it is damaged."""
@@ -462,12 +465,19 @@ class NodeExecutor:
         if self._files.is_written:
             head, self._saving = self._saving, None
             self.replica.end_save(head)
+            if head is not None and head.kind == "anchor" and self.replica.moments is not None:
+                self._saving = self.replica.moments.save(head)
         while self._unsaved and not self._files.is_busy:
             index, _ = self._unsaved.popitem()
             version = self.replica.versions[index]
-            if version >= 0 and self._files.is_due(index, version, self._save_every):
-                self._saving = self._head(index, 4 * self.replica.layout.fragments[index].numel)
+            if version < 0:
+                continue
+            head = self._head(index, 4 * self.replica.layout.fragments[index].numel)
+            if self._files.is_due(index, version, self._save_every):
+                self._saving = head
                 self.replica.save(index)
+            elif self.replica.moments is not None and self._files.optimizer(index) is None:
+                self._saving = self.replica.moments.save(head)  # it had none when the anchor was saved
 
     def _head(self, fragment: int, size: int, codec: str = "") -> Head:
         """Of a file with the fragment's anchor as it is now, or with the update that led to it."""

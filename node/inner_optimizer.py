@@ -289,6 +289,14 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.param_groups
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that have a state: itself, or those that it holds."""
+    parts = getattr(optimizer, "optimizers", None) or getattr(optimizer, "parts", None)
+    if isinstance(parts, list | tuple) and parts and all(isinstance(part, Optimizer) for part in parts):
+        return [each for part in parts for each in parts_of(part)]
+    return [optimizer]
+
+
 def _rate_at_join(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 

@@ -45,6 +45,7 @@ from farloop.node.executor import NodeExecutor
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
+from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
 from farloop.node.shards import ModelParts, Shards, Weights, check_codecs, elsewhere, is_sharded, is_spread, reshard
 from farloop.node.state_dir import NodeState
@@ -92,9 +93,11 @@ class Node:
         anchors: Where = "host",
         spread: bool = False,
         files: AnchorFiles | None = None,
+        save_optimizer: bool = False,
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
-        `elsewhere`. `spread`: no rank has all of the model. `files`: where anchors are saved. Raises LoopError."""
+        `elsewhere`. `spread`: no rank has all of the model. `files`: where anchors are saved, and the optimizer's state
+        with `save_optimizer`. Raises LoopError."""
         self.spec, self.cluster = spec, cluster
         self._driver = driver
         self.module = module
@@ -108,8 +111,12 @@ class Node:
         self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
         if sharded and not cluster.leads:
             self._follower = replica_of(module, spec, holds, self._weights)
-            self._follower.files = files
         self._files = files
+        self._moments: Moments | None = None
+        if files is not None and optimizer is not None and save_optimizer:
+            self._moments = Moments(optimizer, self._weights, layout, files)
+        if self._follower is not None:
+            self._follower.files, self._follower.moments = files, self._moments
         wraps = wrap == "ddp" and not (cluster.alone or hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
@@ -296,9 +303,13 @@ class Node:
             executor, evaluate = self._driver.executor, self._evaluate
             executor.attach(self.module, self._weights, frozen)
             replica = executor.replica
+            if replica is not None:
+                replica.moments = self._moments
             if evaluate is not None and replica is not None:
                 executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: evaluate(self.module)))
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
+        if self._moments is not None and not self._weights.sharded:
+            self._moments.share(self.cluster)
         if self._hook and self._optimizer is not None:
             self._hooks = [
                 self._optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
@@ -410,6 +421,7 @@ def join(
     buffers: Buffers = "same",
     anchors: Where = "host",
     save_every_rounds: int = SAVE_EVERY_ROUNDS,
+    save_optimizer: bool = False,
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -457,6 +469,8 @@ def join(
             memory, from which a fragment at a time is copied to the device, or on the "device". On CPUs it is the same.
         save_every_rounds: rounds between two whole copies of an anchor in `state_dir`, with the updates in between
             beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
+        save_optimizer: save the optimizer's state beside each of these copies: tensors of a parameter's shape and
+            type, and counters (8 bytes a parameter more with AdamW). Without it a restarted node begins with none.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
@@ -557,6 +571,7 @@ def join(
                 anchors=anchors,
                 spread=spread,
                 files=files,
+                save_optimizer=save_optimizer,
             )
         node.endpoint = endpoint
         if driver is not None:
@@ -701,10 +716,13 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
     "hook": ((bool,), "True or False"),
     "save_every_rounds": ((int,), "a whole number of rounds, or 0 for never"),
+    "save_optimizer": ((bool,), "True or False"),
 }
 """By argument of `join`: its types, None apart, and in words what to give."""
 
-_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds"})
+_NEEDED = frozenset(
+    {"coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds", "save_optimizer"}
+)
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
 """arguments that may be functions, and their parameters"""
 

@@ -25,6 +25,7 @@ from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.devices import SideStream, lock_in_memory
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
+from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.digest import canonicalise_
@@ -93,6 +94,7 @@ class Replica:
         self._free: dict[int, list[Tensor]] = {}
         self._changes = dict.fromkeys(self.anchors, 0)  # counts what is written into each anchor's memory
         self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
+        self.moments: Moments | None = None  # the optimizer's state, where it is saved too; likewise
 
     def follow(self, evaluate: Callable[[], object]) -> None:
         """The other ranks: take part in what the lead does, until it goes on with training.
@@ -115,6 +117,12 @@ class Replica:
                     self._save(index, version)
                 case ["saved", head]:
                     self._end_save(None if head is None else Head(**head))
+                case ["save moments", int() as index, int() as version]:
+                    assert self.moments is not None
+                    self.moments.save_here(index, version)
+                case ["load moments", int() as index, int() as version, dict() as more]:
+                    assert self.moments is not None
+                    self.moments.load_here(index, version, more)
                 case ["first", int() as index, int() as wanted]:
                     self._first(index, wanted)
                 case ["collect", int() as index]:

@@ -52,6 +52,8 @@ class NodeConfig:
     save_every_rounds: int = SAVE_EVERY_ROUNDS
     """Rounds between two whole copies of an anchor in `state_dir`, beside which each update is kept: a restarted node
     takes the updates that it missed, and no snapshots. 0: nothing is kept."""
+    save_optimizer: bool = True
+    """Save the inner optimizer's state beside each of these copies. Off: a restarted node begins with empty moments."""
     fingerprint: str | None = None
     """Join only the run with this fingerprint."""
     http: str = ""
@@ -140,6 +142,7 @@ def train(
         tau=config.tau,
         anchors="device" if config.anchors == "device" else "host",
         save_every_rounds=config.save_every_rounds,
+        save_optimizer=config.save_optimizer,
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())

@@ -103,6 +103,7 @@ def train_stage(
         tau=config.tau,
         holds=(number,),
         save_every_rounds=config.save_every_rounds,
+        save_optimizer=config.save_optimizer,
     )
     with node:
         for sign in (signal.SIGTERM, signal.SIGINT):

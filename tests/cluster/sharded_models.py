@@ -26,9 +26,10 @@ from farloop.node.cluster import Cluster
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.model import PRESETS, build
+from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
-from farloop.node.shards import Shards, box_of, elsewhere, is_dtensor, reshard
+from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, reshard
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
@@ -141,6 +142,7 @@ class Rank:
     model: Awkward
     ours: Replica  # of this rank
     theirs: Replica  # of one process, on every rank
+    whole: Awkward  # its model
 
     @property
     def layout(self) -> Layout:
@@ -171,6 +173,7 @@ def one_rank(way: str, dtype: torch.dtype, *, largest: int | None = None) -> Ran
         model=model,
         ours=Replica(model, layout, gradients=False, weights=weights),
         theirs=Replica(whole, layout, gradients=False),
+        whole=whole,
     )
 
 
@@ -485,11 +488,24 @@ def mixed_precision() -> dict[str, Any]:
     }
 
 
-def saved(way: str, folder: Path) -> dict[int, int]:
-    """Every rank writes its part of the anchors at version 7, and the lead updates to 8; the digests at 8."""
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has a state, of numbers that follow from the weights."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5 if parameter.requires_grad else None
+        optimizer.step()
+    return optimizer
+
+
+def saved(way: str, folder: Path) -> tuple[dict[int, int], list[Any]]:
+    """Every rank writes its part of the anchors at version 7 and of the optimizer's state, and the lead updates to 8:
+    the digests at 8, and of one process's state."""
     rank = one_rank(way, torch.float32)
     ours, theirs, layout = rank.ours, rank.theirs, rank.layout
     ours.files = AnchorFiles(folder)
+    ours.moments = Moments(stepped(rank.model), ours.weights, layout, ours.files)
+    one, states = Moments(stepped(rank.whole), theirs.weights, layout, AnchorFiles(folder / "of_one")), list[Any]()
     for index, fragment in enumerate(layout.fragments):
         anchor = noise(fragment.numel, index)
         zero_padding_(fragment, anchor)
@@ -499,21 +515,27 @@ def saved(way: str, folder: Path) -> dict[int, int]:
         head = Head(run="run", history=0, fragment=index, version=7, digest=digest(anchor), size=4 * fragment.numel)
         _lead(rank, ours.save, index)
         _lead(rank, ours.end_save, head)
+        state = _lead(rank, ours.moments.save, head)
+        _lead(rank, ours.end_save, state)
+        states.append(one.save_here(index, 7))
         down = update(layout, index, codec_named("q4"), 8, index)
         theirs.apply(index, 8, bytearray(down), "q4", EPOCH, 0)
         if rank.cluster.leads:
             ours.files.add(replace(head, version=8, digest=theirs.digests[index], size=len(down), codec="q4"), down)
     ours.files.close()
-    return theirs.digests
+    return theirs.digests, states
 
 
-def loaded(way: str, folder: Path) -> dict[int, int] | None:
-    """The digests of what the ranks read; None from the other ranks, and 0 where it is not what was written."""
+def loaded(way: str, folder: Path) -> tuple[dict[int, int], list[Any]] | None:
+    """As `saved` returns them, of what the ranks read; None from the other ranks, and 0 for another anchor than was
+    written."""
     rank = one_rank(way, torch.float32)
     ours, files = rank.ours, AnchorFiles(folder)
-    ours.files = files
+    optimizer = torch.optim.AdamW([p for p in rank.model.parameters() if p.requires_grad], lr=1e-3)
+    ours.files, moments = files, Moments(optimizer, ours.weights, rank.layout, files)
+    ours.moments, states = moments, list[Any]()
 
-    def restore() -> dict[int, int]:
+    def restore() -> tuple[dict[int, int], list[Any]]:
         files.find()
         for index in ours.own:
             base = files.base(index)
@@ -521,7 +543,34 @@ def loaded(way: str, folder: Path) -> dict[int, int] | None:
             for head, data in files.updates(index) if good else ():
                 good = ours.apply(index, head.version, data, head.codec, EPOCH, head.digest)
             ours.digests[index] *= good and ours.versions[index] == 8
-        return ours.digests
+            if good and base is not None and moments.load(index):
+                again = moments.save(replace(base, version=9))
+                states.append(again and (again.more["state"], again.more["digests"]))
+                ours.end_save(None)
+        return ours.digests, states
 
-    digests: dict[int, int] | None = _lead(rank, restore)
-    return digests
+    told: tuple[dict[int, int], list[Any]] | None = _lead(rank, restore)
+    return told
+
+
+def shared_state(folder: Path) -> bool:
+    """Whether ranks that hold the model whole have the state that the lead alone has read."""
+    rank = one_rank("plain", torch.float32)
+    wanted, layout = stepped(rank.whole), rank.layout
+    optimizer = torch.optim.AdamW([p for p in rank.model.parameters() if p.requires_grad], lr=1e-3)
+    kept = Moments(wanted, rank.theirs.weights, layout, AnchorFiles(folder / str(rank.cluster.rank)))
+    files = AnchorFiles(folder / str(rank.cluster.rank))
+    moments = Moments(optimizer, Weights(layout, matched_parameters(rank.model, layout)), layout, files)
+    if rank.cluster.leads:
+        for index in range(len(layout.fragments)):
+            anchor = Head(run="run", history=0, fragment=index, version=7, digest=0, size=0)
+            kept._files.begin(index, 7, [], torch.empty(0))
+            for head in (anchor, kept.save(anchor) if kept._files.ended() else None):
+                assert head is not None and (head is anchor or kept._files.ended())
+                kept._files.finish(head)
+        kept._files.close()
+        files.find()
+        assert all(moments.load(index) for index in range(len(layout.fragments)))
+    moments.share(rank.cluster)
+    here, there = (each.state_dict()["state"] for each in (optimizer, wanted))
+    return all(torch.equal(here[number][key], value) for number in there for key, value in there[number].items())

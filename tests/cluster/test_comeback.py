@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import ranks
-from sharded_models import loaded, saved
+from sharded_models import loaded, saved, shared_state
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -18,9 +18,13 @@ HARD = [("rows", 4, "columns", 3), ("both", 4, "rows", 1), ("replicas", 4, "tens
 def test_any_number_of_ranks_reads_what_others_wrote(
     tmp_path: Path, way: str, count: int, next_way: str, next_count: int
 ) -> None:
-    wrote, *_ = ranks(count, saved, way=way, folder=tmp_path)
-    read, *_ = ranks(next_count, loaded, way=next_way, folder=tmp_path)
-    assert read == wrote and all(wrote.values())
+    (wrote, states), *_ = ranks(count, saved, way=way, folder=tmp_path)
+    assert ranks(next_count, loaded, way=next_way, folder=tmp_path)[0] == (wrote, states)
+    assert all(wrote.values()) and [len(digests) for _, digests in states] == [2, 2]
     (tmp_path / "1-7.anchor").write_bytes((tmp_path / "1-7.anchor").read_bytes()[:-5000])
     damaged, *_ = ranks(next_count, loaded, way=next_way, folder=tmp_path)
-    assert damaged == {0: wrote[0], 1: 0}, "that fragment alone"
+    assert damaged == ({0: wrote[0], 1: 0}, states[:1]), "that fragment alone"
+
+
+def test_ranks_that_hold_the_model_whole_get_the_optimizers_state_from_the_lead(tmp_path: Path) -> None:
+    assert ranks(2, shared_state, folder=tmp_path) == [True, True]

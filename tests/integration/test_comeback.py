@@ -23,6 +23,7 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
     status = run.until_done(coordinator, a, b)
     assert_all_agree(run, status, "a", "b")
     assert "going on from 3 of 3" in b.said and "snapshot" not in b.said, b.said
+    assert "with the optimizer's state of 3 fragments" in b.said, b.said
     assert node_of(status, "b")["bytes_by_kind"]["snapshot"] == 0
 
 
