@@ -36,8 +36,8 @@ from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
-from farloop.node.pipeline.trainer import PipelineConfig, train_stage
-from farloop.node.trainer import NodeConfig, train
+from farloop.node.pipeline.trainer import train_stage
+from farloop.node.trainer import train
 from farloop.quant.registry import warm_for
 from farloop.runtime.system import trim_heap
 
@@ -351,55 +351,22 @@ def run_node(file: NodeFile) -> ExitCode:
     _interrupt_on_signals()
     encrypted = str(config.key is not None).lower()
     _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
-    drain = _Drain()
-    try:
-        _train(config, pipeline, drain)
-    finally:
-        drain.disarm()
-    if drain.asked:
-        _log.info("left note='the same command rejoins the run'")
-        return ExitCode.DONE
-    _log.info("finished")
-    return ExitCode.DONE
-
-
-def _train(config: NodeConfig, pipeline: PipelineConfig, drain: "_Drain") -> None:
+    joined = list[Node]()
     with Waiting(config.coordinator) as waiting:
 
-        def joined(node: Node) -> None:
+        def on_join(node: Node) -> None:
             waiting.over()
-            drain.arm(node)
+            joined.append(node)
 
         if pipeline.layout is None:
-            train(config, on_join=joined, environ=os.environ)
+            train(config, on_join=on_join, environ=os.environ)
         else:
-            train_stage(config, pipeline, on_join=joined, environ=os.environ)
-
-
-class _Drain:
-    """The first signal lets the node finish its work, the second ends it."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._node: Node | None = None
-
-    def arm(self, node: Node) -> None:
-        """Replace the handlers of the trainer, which ignore a second signal."""
-        self._node = node
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signalled)
-
-    def disarm(self) -> None:
-        """Release the node: a handler would keep its process group alive during interpreter shutdown."""
-        self._node = None
-        _interrupt_on_signals()
-
-    def _signalled(self, number: int, _: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        if self._node is not None:
-            self._node.request_drain()
+            train_stage(config, pipeline, on_join=on_join, environ=os.environ)
+    if any(node.asked_to_leave for node in joined):
+        _log.info("left note='the same command rejoins the run'")
+    else:
+        _log.info("finished")
+    return ExitCode.DONE
 
 
 def _interrupt_on_signals() -> None:

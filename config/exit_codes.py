@@ -28,6 +28,7 @@ class ExitCode(IntEnum):
     BROKEN_NUMBERS = 4
     UNREACHABLE = 5
     STORAGE = 6
+    HUNG = 7
     INTERRUPTED = 130
 
     @property
@@ -44,6 +45,7 @@ _MEANINGS = {
     ExitCode.BROKEN_NUMBERS: "NaN or Inf in the weights",
     ExitCode.UNREACHABLE: "unreachable (retry)",
     ExitCode.STORAGE: "storage failed (check the disk, then retry)",
+    ExitCode.HUNG: "a process of the node hung (retry)",
     ExitCode.INTERRUPTED: "stopped at once by a signal (start again to continue)",
 }
 

@@ -347,6 +347,8 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
+    if not 0.0 <= settings.section("node")["hang_timeout"] < math.inf:
+        raise settings.error("node", "hang_timeout", "0 seconds or more are wanted, as 60")
     settings.check("node", "hosts", check_hosts)
     settings.check("node", "rendezvous", parse_host_port)
     node = settings.section("node")

@@ -117,6 +117,10 @@ class Cluster:
         """Whether this rank owns the link."""
         return self.rank == 0
 
+    @property
+    def first_on_host(self) -> bool:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
     def describe(self) -> str:
         if self.device.type == "cuda":
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}"

@@ -4,7 +4,7 @@ import contextlib
 import math
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part
@@ -38,6 +38,7 @@ class Driver:
     ) -> None:
         """Begins to dial."""
         self.link = link
+        self.on_wait: Callable[[], None] = lambda: None  # called again and again while training waits here
         self.failed = False  # an error has ended training, and the coordinator was told
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._worker = ThreadWorker("codec", self._inbox.put)
@@ -100,6 +101,7 @@ class Driver:
 
     def _wait(self) -> None:
         """Wait for an event, or until a report may be due."""
+        self.on_wait()
         with contextlib.suppress(queue.Empty):
             self.executor.take(self._inbox.get(timeout=WAIT_S))
         self.executor.report_if_due()

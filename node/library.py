@@ -12,11 +12,12 @@ the same call.
 
 import contextlib
 import dataclasses
-import inspect
 import logging
-import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -37,11 +38,13 @@ from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.anchor_files import AnchorFiles
+from farloop.node.arguments import a_kind, bare, check_seconds, check_types, number_of, setting
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Where, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
+from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
@@ -94,6 +97,7 @@ class Node:
         spread: bool = False,
         files: AnchorFiles | None = None,
         save_optimizer: bool = False,
+        watch: HangWatch | None = None,
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
         `elsewhere`. `spread`: no rank has all of the model. `files`: where anchors are saved, and the optimizer's state
@@ -138,6 +142,8 @@ class Node:
         self.asked_to_leave = False
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
         self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
+        self._watch = watch
+        self._handlers: dict[int, Any] = {}  # of signals, as they were before `drain_on`
 
     @property
     def executor(self) -> NodeExecutor | None:
@@ -208,7 +214,7 @@ class Node:
                 "Loop while node.running, then call node.leave()"
             )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
-        seen = None if loss is None else _number("loss", loss)
+        seen = None if loss is None else number_of("loss", loss)
         stepped = self._inner.take(self._decision.lr)
         self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
@@ -228,7 +234,7 @@ class Node:
         """
         self._noted = (
             None if tokens is None else self._checked(tokens),
-            None if loss is None else _number("loss", loss),
+            None if loss is None else number_of("loss", loss),
         )
 
     def _before_optimizer_step(self) -> None:
@@ -244,13 +250,36 @@ class Node:
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        self._enter(EXCHANGING)
         self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else None)
+        if self._watch is not None:
+            self._watch.stepped()
 
     def request_drain(self) -> None:
-        """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler."""
+        """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler, and
+        of any rank: rank 0 hears of it within a second."""
+        if self.asked_to_leave:
+            return
         self.asked_to_leave = True
         if self._driver is not None:
             self._driver.executor.request_drain()
+        elif self._watch is not None:
+            self._watch.note.asked = True
+
+    def drain_on(self, *signals: signal.Signals) -> None:
+        """Have the first of these signals call `request_drain`. After it, and after `leave`, the handlers of before are
+        back: a second one does what it would have done without farloop. From the main thread."""
+
+        def asked(*_: object) -> None:
+            self._give_handlers_back()
+            self.request_drain()
+
+        for number in signals:
+            self._handlers[number] = signal.signal(number, asked) or signal.SIG_DFL
+
+    def _give_handlers_back(self) -> None:
+        while self._handlers and threading.current_thread() is threading.main_thread():
+            signal.signal(*self._handlers.popitem())
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
         """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless.
@@ -259,7 +288,7 @@ class Node:
 
         Raises ValueError: `timeout_s` is not a number of seconds; nothing was done.
         """
-        _check_seconds("leave", timeout_s)
+        check_seconds("leave", timeout_s)
         if self._left:
             return
         self._left = True
@@ -275,6 +304,9 @@ class Node:
     def abandon(self) -> None:
         """Stop all threads without a message, as after an error."""
         self._left = True
+        self._give_handlers_back()
+        if self._watch is not None:
+            self._watch.stop()
         for handle in self._hooks:
             handle.remove()
         if self.endpoint is not None:
@@ -306,7 +338,7 @@ class Node:
             if replica is not None:
                 replica.moments = self._moments
             if evaluate is not None and replica is not None:
-                executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: evaluate(self.module)))
+                executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: self._evaluated(evaluate)))
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
         if self._moments is not None and not self._weights.sharded:
             self._moments.share(self.cluster)
@@ -325,9 +357,20 @@ class Node:
     def _catch_up(self) -> None:
         """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""
         if self._follower is not None:
-            self._follower.follow(lambda: self._evaluate(self.module) if self._evaluate is not None else None)
+            evaluate = self._evaluate
+            self._follower.follow(lambda: self._evaluated(evaluate) if evaluate is not None else None)
         elif self.executor is not None and self.executor.replica is not None:
             self.executor.replica.go_on()
+
+    def _evaluated(self, evaluate: Callable[[nn.Module], float]) -> float:
+        self._enter(EVALUATING)
+        loss = evaluate(self.module)
+        self._enter(EXCHANGING)
+        return loss
+
+    def _enter(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch.enter(phase)
 
     def _batch_tokens(self) -> int:
         return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
@@ -335,7 +378,7 @@ class Node:
     def _checked(self, given: int | Tensor) -> int:
         """The step's tokens: a coordinator refuses a delta with more than a step can have."""
         terms, most = self.spec.terms, self._batch_tokens()
-        number = _number("tokens", given)
+        number = number_of("tokens", given)
         if not number.is_integer():
             raise ValueError(f"step(tokens={number}): a whole number is wanted")
         tokens = int(number)
@@ -370,29 +413,12 @@ def unaveraged(model: nn.Module) -> Iterator[None]:
 def _loss_of(given: object) -> float:
     """What the function given as `join(evaluate=…)` returned. Raises LoopError unless that is a number."""
     try:
-        return _number("loss", given)
+        return number_of("loss", given)
     except ValueError:
         raise LoopError(
-            f"the function given as join(evaluate=…) returned {_a(given)}: return the loss, a number or a tensor of "
-            "one element"
+            f"the function given as join(evaluate=…) returned {a_kind(given)}: return the loss, a number or a tensor "
+            "of one element"
         ) from None
-
-
-def _check_seconds(call: str, timeout_s: float) -> None:
-    """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
-    if not timeout_s >= 0.0:  # also if it is nan
-        raise ValueError(f"{call}(timeout_s={timeout_s:g}): 0 seconds or more are wanted, as 60.0")
-
-
-def _number(argument: str, given: object) -> float:
-    """An argument of `step` as a plain number; a tensor of one element is one."""
-    try:
-        return float(given.detach() if isinstance(given, Tensor) else given)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError, RuntimeError):
-        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
 
 
 def join(
@@ -422,6 +448,8 @@ def join(
     anchors: Where = "host",
     save_every_rounds: int = SAVE_EVERY_ROUNDS,
     save_optimizer: bool = False,
+    signals: bool = True,
+    hang_timeout_s: float = 600.0,
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -471,6 +499,11 @@ def join(
             beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
         save_optimizer: save the optimizer's state beside each of these copies: tensors of a parameter's shape and
             type, and counters (8 bytes a parameter more with AdamW). Without it a restarted node begins with none.
+        signals: the first SIGTERM to any rank ends the node in order, as `Node.drain_on` does it, where `join` is
+            called in the main thread.
+        hang_timeout_s: of several ranks, one that all others have waited for this long, and for ten steps, ends all of
+            them with exit code 7, so that torchrun starts them again. Longer than what rank 0 does alone, as saving a
+            checkpoint. 0: never.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
@@ -478,26 +511,27 @@ def join(
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap`,
-            `buffers` or `anchors` is none of its words, `timeout_s` is NaN or negative, or
+            `buffers` or `anchors` is none of its words, `timeout_s` or `hang_timeout_s` is NaN or negative, or
             `save_every_rounds` is negative.
     """
     choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
     for argument, value, words in (*choices, ("anchors", anchors, Where)):
         if value not in get_args(words):
             raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
-    coordinator, name = _setting("coordinator", coordinator), _setting("name", name)
-    key, server_key = _setting("key", key), _setting("server_key", server_key)
-    state_dir, fingerprint = _setting("state_dir", state_dir), _setting("fingerprint", fingerprint)
-    http, http_names = _setting("http", http) or "", _setting("http_names", http_names) or ""
+    coordinator, name = setting("coordinator", coordinator), setting("name", name)
+    key, server_key = setting("key", key), setting("server_key", server_key)
+    state_dir, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
+    http, http_names = setting("http", http) or "", setting("http_names", http_names) or ""
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
-        model = ModelParts([_bare(part) for part in model]) if len(model) > 1 else model[0]
+        model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
     while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
         model = model.module
     if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inside  # Accelerate's wrapper has no step hooks of its own
-    _check_types(locals())
-    if timeout_s is not None:
-        _check_seconds("join", timeout_s)
+    check_types(locals())
+    for argument, seconds in (("timeout_s", timeout_s), ("hang_timeout_s", hang_timeout_s)):
+        if seconds is not None:
+            check_seconds("join", seconds, argument)
     if save_every_rounds < 0:
         raise ValueError(f"join(save_every_rounds={save_every_rounds}): 0 or more are wanted, 0 for never")
     if hook and not isinstance(optimizer, Optimizer):
@@ -511,8 +545,9 @@ def join(
     folder = state_dir or Path(".farloop") / name
     files = AnchorFiles(folder / "anchors") if save_every_rounds else None
     cluster = Cluster.from_torchrun(data)
-    driver, endpoint = None, None
+    driver, endpoint, watch = None, None, None
     try:
+        watch = HangWatch(cluster, hang_timeout_s)
         state = _counted(folder, cluster)
         if state is not None:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
@@ -527,12 +562,13 @@ def join(
                 files,
                 save_every_rounds,
             )
+            driver.on_wait = partial(watch.enter, WAITING)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
             _check_batch(spec, cluster, part)
             _check_tau(spec, tau)
-            module = _bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
+            module = bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
             reshard(module)  # the loop may have evaluated it
             _check_parameters(module)
             if not is_sharded(module):
@@ -572,11 +608,15 @@ def join(
                 spread=spread,
                 files=files,
                 save_optimizer=save_optimizer,
+                watch=watch,
             )
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)
+        watch.on_ask = node.request_drain
         node._begin(buffers)
+        if signals and threading.current_thread() is threading.main_thread():
+            node.drain_on(signal.SIGTERM)
     except BaseException:
         if endpoint is not None:
             endpoint.close()
@@ -584,35 +624,18 @@ def join(
             driver.close()
         if files is not None:
             files.close()
+        if watch is not None:
+            watch.stop()
         cluster.close()
         raise
     return node
-
-
-_FROM_ENVIRONMENT: dict[str, type] = {
-    "coordinator": str, "name": str, "key": Path, "server_key": Path, "state_dir": Path, "fingerprint": str,
-    "http": str, "http_names": str,
-}  # fmt: skip
-"""Arguments of `join` that have a variable, under the name that the key has in [node] of a settings file."""
-
-
-def _setting(argument: str, given: Any) -> Any:
-    """An argument of `join`, from the environment where it is None. Raises LoopError."""
-    variable = f"FARLOOP_NODE__{argument.upper()}"
-    if (near := variable.replace("__", "_", 1)) in os.environ:
-        raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
-    if given is None and (text := os.environ.get(variable)):
-        return _FROM_ENVIRONMENT[argument](text)
-    if given is None and argument in ("coordinator", "name"):
-        raise LoopError(f"join got no {argument}: give {argument}=…, {_WANTED[argument][1]}, or set {variable}")
-    return given
 
 
 def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
     """Count this start of the node on all of its hosts: any of them may have the lead at the next one. The lead's."""
     kept = NodeState.read(folder)
     incarnations, epochs = zip(*cluster.gather([kept.incarnation, kept.epoch]), strict=True)
-    if os.environ.get("LOCAL_RANK", "0") != "0" and not cluster.leads:
+    if not (cluster.leads or cluster.first_on_host):
         return None
     state = NodeState.claim(folder, NodeState(kept.path, max(incarnations), max(epochs)))
     return state if cluster.leads else None
@@ -691,93 +714,7 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
         return default_optimizer(module, spec.terms)
     built = optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
     if not isinstance(built, Optimizer):
-        raise LoopError(f"the function given as join(optimizer=…) returned {_a(built)}: return a torch.optim.Optimizer")
+        raise LoopError(
+            f"the function given as join(optimizer=…) returned {a_kind(built)}: return a torch.optim.Optimizer"
+        )
     return built
-
-
-_OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
-_WANTED: dict[str, tuple[tuple[type, ...], str]] = {
-    "coordinator": ((str,), "its address, as 'tcp://coordinator:7700'"),
-    "model": ((nn.Module,), f"a torch.nn.Module, a list of such, {_OF_THE_SPEC}"),
-    "optimizer": ((Optimizer,), "a torch.optim.Optimizer, a function (module, spec) that builds one, or None"),
-    "name": ((str,), "this node's name, as 'oslo'"),
-    "key": ((Path,), "a pathlib.Path, or None"),
-    "server_key": ((Path,), "a pathlib.Path, or None"),
-    "state_dir": ((Path,), "a pathlib.Path, or None"),
-    "fingerprint": ((str,), "16 hex digits in a str, or None"),
-    "evaluate": ((), "a function of the module that returns its loss, or None"),
-    "http": ((str,), "'host:port', or '' for no pages"),
-    "http_names": ((str,), "host names in one str, or ''"),
-    "link": ((LinkConfig,), "a farloop.node.zmq_dealer.LinkConfig, or None"),
-    "tau": ((int,), "a whole number of inner steps, or None for the run's"),
-    "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
-    "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
-    "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
-    "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
-    "hook": ((bool,), "True or False"),
-    "save_every_rounds": ((int,), "a whole number of rounds, or 0 for never"),
-    "save_optimizer": ((bool,), "True or False"),
-}
-"""By argument of `join`: its types, None apart, and in words what to give."""
-
-_NEEDED = frozenset(
-    {"coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds", "save_optimizer"}
-)
-_BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
-"""arguments that may be functions, and their parameters"""
-
-
-def _check_types(given: Mapping[str, object]) -> None:
-    """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here."""
-    for argument, (types, wanted) in _WANTED.items():
-        value = given[argument]
-        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if fits or (value is None and argument not in _NEEDED):
-            continue
-        if argument == "holds" and isinstance(value, Sequence) and all(type(stage) is int for stage in value):
-            continue
-        told = _a(value)
-        if argument in _BUILDERS and callable(value):
-            if _takes(value, len(_BUILDERS[argument])):
-                continue
-            told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
-        raise LoopError(f"join({argument}=…) got {told}: {wanted} is wanted")
-    if isinstance(model := given["model"], nn.Module):
-        _bare(model)
-
-
-def _takes(function: Callable[..., object], count: int) -> bool:
-    """Whether it accepts this many arguments, by its signature."""
-    if isinstance(function, type) and issubclass(function, Optimizer):
-        return False  # it takes parameters, not a module
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # of a built-in, which does not say
-        pass
-    return True
-
-
-def _a(value: object) -> str:
-    kind = type(value).__name__
-    return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _bare(module: object) -> nn.Module:
-    """The model without a wrapper that averages gradients. Raises LoopError."""
-    if not isinstance(module, nn.Module):
-        raise LoopError(f"the function given as join(model=…) returned {_a(module)}: return a torch.nn.Module")
-    inner = getattr(module, "_orig_mod", module)
-    if type(inner).__name__ == "FullyShardedDataParallel":  # its import takes as long as half of torch
-        raise LoopError(
-            "join(model=…) got a model in FullyShardedDataParallel (FSDP1), which hides its parameters: shard it with "
-            "torch.distributed.fsdp.fully_shard"
-        )
-    if isinstance(inner, nn.DataParallel | DistributedDataParallel):
-        raise LoopError(
-            f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "
-            "node.model in the forward pass; for several GPUs start one process for each (torchrun, or farloop node "
-            "--nproc): farloop averages their gradients"
-        )
-    return module

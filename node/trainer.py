@@ -73,6 +73,9 @@ class NodeConfig:
     """Processes on this host, one per device."""
     restarts: int = 3
     """How often, within an hour of their start, all processes are started again after one of them has died."""
+    hang_timeout: float = 60.0
+    """Seconds for which all other processes of the node may wait for one, and at least ten steps, before it counts as
+    hanging: all are started again. 0: for ever."""
     hosts: str = "1"
     """Hosts of this node, as 4, or 3:4 to go on with 3 when one is lost. Start the same command on each."""
     rendezvous: str = ""

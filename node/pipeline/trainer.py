@@ -106,8 +106,7 @@ def train_stage(
         save_optimizer=config.save_optimizer,
     )
     with node:
-        for sign in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(sign, lambda *_: node.request_drain())
+        node.drain_on(signal.SIGINT)
         on_join(node)
         executor = _executor(node, config, pipeline, layout, addresses)
         executor.start()

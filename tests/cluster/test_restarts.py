@@ -6,14 +6,16 @@ import signal
 import time
 from pathlib import Path
 
+import loopback
 import pytest
-from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of
+from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of, own_run
 
 from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DEADLINE_S = 300.0
+HANGING_LOOP = Path(loopback.__file__).with_name("hanging_loop.py")
 
 
 def pids_of(agent: Daemon) -> dict[int, int]:
@@ -66,3 +68,38 @@ def test_no_rank_survives_its_agent(new_run: NewRun) -> None:
     while left := [pid for pid in ranks.values() if Path(f"/proc/{pid}/exe").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def start_loop(run: Run, how: str) -> Daemon:
+    """A script of two ranks, under torchrun itself."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    return run.start("many", *torchrun, str(HANGING_LOOP), how, run.address)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("sleeps", r"rank hangs rank=1 host=\S+ phase='training' step=20 for=\d+s why='others wait for it'"),
+        pytest.param("stops", r"rank hangs rank=0 .* why='it does not answer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: str, line: str) -> None:
+    """T5. torch takes half a minute to end a process that is stopped."""
+    run = own_run(new_run, steps=40, method="diloco", h=10, nodes=1)
+    run.start_coordinator()
+    many = start_loop(run, how)
+    status = run.until_done(many, timeout_s=DEADLINE_S)
+    assert re.search(line, many.said), many.said
+    assert "ends with code 7" in many.said and "hanging_loop.py" in many.said.partition("ends with code 7")[2], "stacks"
+    assert node_of(status, "many")["incarnation"] == 2
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_signal_to_any_rank_of_a_loop_ends_the_node_in_order(new_run: NewRun, rank: int) -> None:
+    run = own_run(new_run, steps=100_000, method="diloco", h=10, nodes=1)
+    run.start_coordinator()
+    many = start_loop(run, "goes")
+    run.until("it trains", lambda status: any(node["inner_steps"] for node in status["nodes"]), DEADLINE_S)
+    os.kill(pids_of(many)[rank], signal.SIGTERM)
+    assert run.until_ended(many, DEADLINE_S) == 0
+    run.until("it said good-bye", lambda status: "after finishing its work" in node_of(status, "many")["reason"], 30.0)

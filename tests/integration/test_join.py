@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from farloop.monitoring.endpoint import EndpointError
+from farloop.node.arguments import WANTED
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
-from farloop.node.library import _WANTED, join
+from farloop.node.library import join
 from farloop.wire.keys import KeyFileError
 
 pytestmark = pytest.mark.integration
@@ -56,7 +57,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"optimizer": AdamW}, "AdamW, which cannot be called with (module, spec)"),
         ({"optimizer": lambda module: None}, "<lambda>, which cannot be called with (module, spec)"),
         ({"name": 3}, "join(name=…) got an int"),
-        ({"name": None}, "join(name=…) got None"),
+        ({"name": None}, "join got no name"),
         ({"key": "a.key"}, "join(key=…) got a str: a pathlib.Path"),
         ({"server_key": b"c.pub"}, "join(server_key=…) got a bytes: a pathlib.Path"),
         ({"state_dir": "state"}, "join(state_dir=…) got a str: a pathlib.Path"),
@@ -87,7 +88,7 @@ def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
 
 
 def test_every_argument_of_join_is_checked() -> None:
-    assert {*inspect.signature(join).parameters} == {*_WANTED, "rate", "clip", "buffers"}
+    assert {*inspect.signature(join).parameters} == {*WANTED, "rate", "clip", "wrap", "buffers", "anchors"}
 
 
 def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import RunSpec
+from farloop.node.arguments import bare
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _bare, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.node.shards import ModelParts
 from farloop.wire.limits import Timing
 
@@ -474,7 +475,7 @@ def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
 
 def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
     with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
-        _bare([nn.Linear(1, 1)])
+        bare([nn.Linear(1, 1)])
     loop = Loop(plain)
     with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
         _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]

@@ -1,0 +1,153 @@
+"""What `join` and `step` are given: types, the environment, and one line for what cannot be used."""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from farloop.node.errors import LoopError
+from farloop.node.zmq_dealer import LinkConfig
+
+_OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
+WANTED: dict[str, tuple[tuple[type, ...], str]] = {
+    "coordinator": ((str,), "its address, as 'tcp://coordinator:7700'"),
+    "model": ((nn.Module,), f"a torch.nn.Module, a list of such, {_OF_THE_SPEC}"),
+    "optimizer": ((Optimizer,), "a torch.optim.Optimizer, a function (module, spec) that builds one, or None"),
+    "name": ((str,), "this node's name, as 'oslo'"),
+    "key": ((Path,), "a pathlib.Path, or None"),
+    "server_key": ((Path,), "a pathlib.Path, or None"),
+    "state_dir": ((Path,), "a pathlib.Path, or None"),
+    "fingerprint": ((str,), "16 hex digits in a str, or None"),
+    "evaluate": ((), "a function of the module that returns its loss, or None"),
+    "http": ((str,), "'host:port', or '' for no pages"),
+    "http_names": ((str,), "host names in one str, or ''"),
+    "link": ((LinkConfig,), "a farloop.node.zmq_dealer.LinkConfig, or None"),
+    "tau": ((int,), "a whole number of inner steps, or None for the run's"),
+    "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
+    "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
+    "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
+    "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
+    "hook": ((bool,), "True or False"),
+    "save_every_rounds": ((int,), "a whole number of rounds, or 0 for never"),
+    "save_optimizer": ((bool,), "True or False"),
+    "signals": ((bool,), "True or False"),
+    "hang_timeout_s": ((int, float), "seconds, as 600.0, or 0 for no watch"),
+}
+"""By argument of `join`: its types, None apart, and in words what to give."""
+
+_NEEDED = frozenset(
+    {
+        "coordinator",
+        "model",
+        "name",
+        "http",
+        "http_names",
+        "hook",
+        "save_every_rounds",
+        "save_optimizer",
+        "signals",
+        "hang_timeout_s",
+    }
+)
+_BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
+"""arguments that may be functions, and their parameters"""
+
+
+def check_types(given: Mapping[str, object]) -> None:
+    """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here."""
+    for argument, (types, wanted) in WANTED.items():
+        value = given[argument]
+        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if fits or (value is None and argument not in _NEEDED):
+            continue
+        if argument == "holds" and isinstance(value, Sequence) and all(type(stage) is int for stage in value):
+            continue
+        told = a_kind(value)
+        if argument in _BUILDERS and callable(value):
+            if _takes(value, len(_BUILDERS[argument])):
+                continue
+            told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
+        raise LoopError(f"join({argument}=…) got {told}: {wanted} is wanted")
+    if isinstance(model := given["model"], nn.Module):
+        bare(model)
+
+
+def _takes(function: Callable[..., object], count: int) -> bool:
+    """Whether it accepts this many arguments, by its signature."""
+    if isinstance(function, type) and issubclass(function, Optimizer):
+        return False  # it takes parameters, not a module
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # of a built-in, which does not say
+        pass
+    return True
+
+
+def a_kind(value: object) -> str:
+    kind = type(value).__name__
+    return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def bare(module: object) -> nn.Module:
+    """The model without a wrapper that averages gradients. Raises LoopError."""
+    if not isinstance(module, nn.Module):
+        raise LoopError(f"the function given as join(model=…) returned {a_kind(module)}: return a torch.nn.Module")
+    inner = getattr(module, "_orig_mod", module)
+    if type(inner).__name__ == "FullyShardedDataParallel":  # its import takes as long as half of torch
+        raise LoopError(
+            "join(model=…) got a model in FullyShardedDataParallel (FSDP1), which hides its parameters: shard it with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    if isinstance(inner, nn.DataParallel | DistributedDataParallel):
+        raise LoopError(
+            f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "
+            "node.model in the forward pass; for several GPUs start one process for each (torchrun, or farloop node "
+            "--nproc): farloop averages their gradients"
+        )
+    return module
+
+
+_FROM_ENVIRONMENT: dict[str, type] = {
+    "coordinator": str, "name": str, "key": Path, "server_key": Path, "state_dir": Path, "fingerprint": str,
+    "http": str, "http_names": str,
+}  # fmt: skip
+"""Arguments of `join` that have a variable, under the name that the key has in [node] of a settings file."""
+
+
+def setting(argument: str, given: Any) -> Any:
+    """An argument of `join`, from the environment where it is None. Raises LoopError."""
+    variable = f"FARLOOP_NODE__{argument.upper()}"
+    if (near := variable.replace("__", "_", 1)) in os.environ:
+        raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
+    if given is None and (text := os.environ.get(variable)):
+        return _FROM_ENVIRONMENT[argument](text)
+    if given is None and argument in ("coordinator", "name"):
+        raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")
+    return given
+
+
+def check_seconds(call: str, timeout_s: float, argument: str = "timeout_s") -> None:
+    """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
+    if not timeout_s >= 0.0:  # also if it is nan
+        raise ValueError(f"{call}({argument}={timeout_s:g}): 0 seconds or more are wanted, as 60.0")
+
+
+def number_of(argument: str, given: object) -> float:
+    """An argument of `step` as a plain number; a tensor of one element is one."""
+    try:
+        return float(given.detach() if isinstance(given, Tensor) else given)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None

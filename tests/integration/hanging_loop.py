@@ -1,0 +1,41 @@
+"""A user's own loop over several ranks, one of which hangs once: `hanging_loop.py HOW tcp://HOST:PORT`.
+
+HOW is `sleeps` (rank 1 never comes to its step), `stops` (SIGSTOP of rank 0 by itself) or `goes` (it only trains). A
+file HOW in the working folder keeps the ranks of the next start from hanging again.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from own_node import WIDTH, Model
+from torch import nn
+
+from farloop.cli.ranks import end_rank
+from farloop.node import join
+
+
+def main(how: str, coordinator: str) -> None:
+    before, pace_s = Path(how), 0.05
+    with join(coordinator, Model(WIDTH), name="many", hang_timeout_s=3.0) as node:
+        rank, steps = node.cluster.rank, 0
+        while node.running:
+            x = torch.randn(8, 16)
+            loss = nn.functional.mse_loss(node.model(x), 2 * x)
+            if steps == 20 and rank == {"sleeps": 1, "stops": 0}.get(how) and not before.exists():
+                before.touch()
+                if how == "stops":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(3600)
+            torch.autograd.backward(loss)
+            time.sleep(pace_s)
+            node.step(loss=loss.item(), tokens=8)
+            steps += 1
+    end_rank(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
