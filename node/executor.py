@@ -120,6 +120,7 @@ class NodeExecutor:
         self.samples = LeaseCursor()
         self.replica: Replica | None = None
         self.evaluate: Callable[[], float] | None = None
+        self._told_of_evaluation = False
         self.look_ahead = 0
         """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
@@ -507,6 +508,9 @@ class NodeExecutor:
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         if self.evaluate is None:
+            if not self._told_of_evaluation:
+                self._told_of_evaluation = True
+                _log.warning("this node is the one that is asked for the loss, which nobody measures: join(evaluate=…)")
             return
         assert self.replica is not None
         started, before = self._now(), self.account.activity
