@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from node_story import identity
+from plain_runs import plain_terms
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,18 +20,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from farloop.algo import fragments
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
-from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, RunSpec, WindowTerms
 from farloop.node import events as ev
 from farloop.node import shards
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.library import Node
 from farloop.node.model import PRESETS, build
 from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
-from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, reshard
+from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
@@ -574,3 +577,26 @@ def shared_state(folder: Path) -> bool:
     moments.share(rank.cluster)
     here, there = (each.state_dict()["state"] for each in (optimizer, wanted))
     return all(torch.equal(here[number][key], value) for number in there for key, value in there[number].items())
+
+
+def accumulated() -> dict[str, Any]:
+    """The gradient after a backward pass inside `no_sync`, and after one more outside, by who averages."""
+    cluster, found = Cluster.from_torchrun(), dict[str, Any]()
+    for way in ("ddp", "none", "fully_shard"):
+        module = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(module.weight)
+        if way == "fully_shard":
+            fully_shard(module)
+        layout = partition([("weight", (2, 2))], pattern="whole")
+        spec = RunSpec(identity=identity(layout), terms=plain_terms(method="diloco"))
+        optimizer, parameters = torch.optim.SGD(module.parameters(), lr=1.0), dict(trainable_tensors(module))
+        options: dict[str, Any] = {"wrap": "none"} if way == "none" else {"spread": way == "fully_shard"}
+        node = Node(cluster, None, spec, module, parameters, optimizer, **options)
+        x = torch.full((1, 2), 1.0 + cluster.rank)
+        with node.no_sync():
+            node.model(x).sum().backward()
+        alone = None if module.weight.grad is None else module.weight.grad[0, 0].item()
+        node.model(10 * x).sum().backward()
+        assert module.weight.grad is not None
+        found[way] = [alone, whole(module.weight.grad)[0, 0].item()]
+    return found

@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import ranks
-from sharded_models import evaluated_before, faults, refusals, samples
+from sharded_models import accumulated, evaluated_before, faults, refusals, samples
 
 from farloop.node.errors import TermsMismatch
 from farloop.node.shards import check_codecs
@@ -37,6 +37,14 @@ def test_ranks_of_one_tensor_parallel_group_train_on_the_same_samples() -> None:
     by_data, by_rank = zip(*ranks(4, samples), strict=True)
     assert by_data == ([0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7])
     assert by_rank == ([0, 4], [1, 5], [2, 6], [3, 7])
+
+
+def test_gradients_add_up_without_being_averaged_before_the_last_part_of_a_batch() -> None:
+    for rank, told in enumerate(ranks(2, accumulated)):
+        own = 1.0 + rank
+        assert told["ddp"] == [own, 16.5], "11 on one rank and 22 on the other"
+        assert told["none"] == [own, 11 * own], "the loop averages"
+        assert told["fully_shard"] == [None, 16.5], "what was not averaged is not sharded yet"
 
 
 @pytest.mark.parametrize("spelling", ["topk:k=128", "lowrank", "sketch", "ternary", "randk"])
