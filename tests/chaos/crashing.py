@@ -26,8 +26,8 @@ from farloop.cli.main import main
 from farloop.coordinator import executor as coordinator
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage import files, journal, snapshots, store
+from farloop.node import anchor_files, executor, link, machine, replica, state_dir
 from farloop.node import events as node_ev
-from farloop.node import executor, link, machine, replica, state_dir
 from farloop.wire import messages as msg
 
 SEGMENT_BYTES = 80 << 10
@@ -203,6 +203,9 @@ NODE_POINTS: dict[str, Callable[[Strike], None]] = {
     "node-update-after": after(replica.Replica, "apply"),
     "node-merge-before": before(replica.Replica, "merge"),
     "node-merge-after": after(replica.Replica, "merge"),
+    "node-anchor-written": before(anchor_files.AnchorFiles, "finish"),
+    "node-head-before": before(anchor_files, "_as_bytes"),
+    "node-anchors-pruned": before(anchor_files.AnchorFiles, "_delete_before"),
     "node-good-bye-before": before(executor.NodeExecutor, "_say_good_bye"),
 }
 

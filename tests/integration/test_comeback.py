@@ -1,9 +1,14 @@
 """A node whose process is gone comes back with the anchors on its disk: it takes what it missed, and no snapshots."""
 
+import signal
+from pathlib import Path
+
 import pytest
-from loopback import PACED, NewRun, assert_all_agree, further_than, merged_since, node_of
+from loopback import PACED, Daemon, NewRun, assert_all_agree, further_than, merged_since, node_of
 
 from farloop.monitoring.status import Status
+
+FSDP_LOOP = Path(__file__).resolve().parents[2] / "examples" / "fsdp_loop.py"
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -29,3 +34,29 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
 
 def b_trains(status: Status) -> bool:
     return any(node["name"] == "b" and node["state"] == "training" for node in status["nodes"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sharded_node_comes_back_as_another_number_of_ranks(new_run: NewRun) -> None:
+    """Its ranks read what others wrote."""
+    run = new_run(steps=200, nodes=1, **PACED)
+    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
+    del run.tables["run"]["model"], run.tables["data"]
+    assert run.until_ended(run.start("init", str(FSDP_LOOP), "init", "own.safetensors")) == 0
+    coordinator = run.start_coordinator()
+
+    def start(count: int) -> Daemon:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+        return run.start("node-b", *torchrun, str(FSDP_LOOP), "train", run.address, "b")
+
+    b = start(2)
+    before = run.until("every fragment is on disk", lambda status: min(status["versions"]) >= 12, 120.0)
+    b.signal(signal.SIGTERM)  # torchrun ends its ranks, which do not know how to leave
+    run.until_ended(b)
+    run.daemons.remove(b)
+    b = start(3)
+    run.until("it trains again", lambda status: b_trains(status) and further_than(status, before), 120.0)
+    status = run.until_done(coordinator, b, timeout_s=400.0)
+    assert_all_agree(run, status, "b")
+    assert node_of(status, "b")["incarnation"] == 2 and node_of(status, "b")["bytes_by_kind"]["snapshot"] == 0

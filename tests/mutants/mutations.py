@@ -498,4 +498,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "machine.merged(blob, version=blob.version + 1)",
         "unit/node/test_state_dir.py",
     ),
+    _of(
+        "an anchor that changed while it was written counts",
+        "node/anchor_files.py",
+        "                if changes() == before:\n",
+        "                if True:\n",
+        "unit/node/test_anchor_files.py",
+    ),
+    _of(
+        "anchors on disk of another history are gone on from",
+        "coordinator/decide/membership.py",
+        "(saved.run, saved.history) != (ledger.spec.identity.fingerprint(), ledger.history)",
+        "saved.run != ledger.spec.identity.fingerprint()",
+        "unit/coordinator/test_machine.py",
+    ),
 )
