@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import MutableMapping
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -73,7 +73,7 @@ def _run(spec: WorkerSpec, parameters: RendezvousParameters) -> ExitCode:
         return ExitCode.DONE
     except RendezvousClosedError as error:
         raise CommandError("the node has ended on another host, whose log says why", ExitCode.UNEXPECTED) from error
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         where = f"the other hosts of the node at {parameters.endpoint}"
         raise CommandError(
             f"cannot meet {where}: {error}; is [node] rendezvous right?", ExitCode.UNREACHABLE
@@ -97,6 +97,11 @@ class _Agent(LocalElasticAgent):
             nth = f"{most - self._remaining_restarts + 1} of {most}" if self._remaining_restarts else "none"
             _log.error("ranks failed codes=%r restart=%r", str(codes), nth)
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch 2.13 tells the place of the ranks' store once only: a host that comes back would wait for it in vain.
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        super()._rendezvous(worker_group)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         super()._initialize_workers(worker_group)

@@ -1,5 +1,6 @@
 """T4: a node of several ranks that loses one starts them all again, and takes part in the next round."""
 
+import json
 import os
 import re
 import signal
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import loopback
 import pytest
-from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of, own_run
+from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free_port, merged_since, node_of, own_run
 
+from farloop.cli.daemons import connect
 from farloop.config.exit_codes import ExitCode
+from farloop.config.sources import Address
+from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -103,3 +107,33 @@ def test_a_signal_to_any_rank_of_a_loop_ends_the_node_in_order(new_run: NewRun, 
     os.kill(pids_of(many)[rank], signal.SIGTERM)
     assert run.until_ended(many, DEADLINE_S) == 0
     run.until("it said good-bye", lambda status: "after finishing its work" in node_of(status, "many")["reason"], 30.0)
+
+
+@pytest.mark.slow
+def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: NewRun) -> None:
+    """Two agents on this machine are the hosts. torch waits for half a minute before it goes on with fewer."""
+    run = new_run(steps=100_000, **PACED)
+    run.start_coordinator(), run.start_metronome("pace")
+    place = free_port()
+    first = run.start_node("many", nproc=1, hosts="1:2", rendezvous=f"127.0.0.1:{place}")
+    while connect(Address(host="127.0.0.1", port=place)) is not None:  # the first to come keeps the store
+        time.sleep(0.05)
+    own_folder = ("--set", f"node.state_dir={run.folder / 'second'}")
+
+    def until_hosts(count: int, incarnation: int) -> None:
+        def there(status: Status) -> bool:
+            many = [node for node in status["nodes"] if node["name"] == "many"]
+            return any((n["device"][0], n["incarnation"]) == (str(count), incarnation) for n in many)
+
+        status = run.until(f"{count} hosts at start {incarnation}", there, DEADLINE_S)
+        run.until("its work is merged", lambda now: merged_since(now, status["versions"], "many"), DEADLINE_S)
+
+    for start in (1, 3):
+        second = run.start("second", *FARLOOP, "node", str(run.folder / "node-many.toml"), *own_folder)
+        until_hosts(2, start)
+        second.kill()
+        until_hosts(1, start + 1)
+    folders = [run.folder / name / "node.json" for name in ("many", "second")]
+    assert [json.loads(path.read_text())["incarnation"] for path in folders] == [4, 3]
+    first.signal(signal.SIGTERM)
+    assert run.until_ended(first, DEADLINE_S) == 0
