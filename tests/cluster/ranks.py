@@ -6,10 +6,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-WAIT_S = 300  # for the answer of a rank on a loaded machine
+WAIT_S = 300  # for the answers of all ranks on a loaded machine
+FOLLOW_S = 20  # for those of the others, once one has failed
 
 _SERVER = multiprocessing.get_context("forkserver")
 # Their imports take longer than the tests. The server finds modules on its own path alone, so none of this folder.
@@ -37,7 +38,7 @@ def ranks(count: int, work: Callable[..., Any], **given: Any) -> list[Any]:
             lines.append(ours)
             processes.append(process)
         try:
-            told = [_heard(line) for line in lines]
+            told = _heard(lines)
         finally:
             for process in processes:
                 process.kill()
@@ -47,14 +48,23 @@ def ranks(count: int, work: Callable[..., Any], **given: Any) -> list[Any]:
     return [answer for _, _, answer in told]
 
 
-def _heard(line: Connection) -> tuple[str, float, Any]:
-    if not line.poll(WAIT_S):
-        return f"no answer within {WAIT_S} s", math.inf, None
-    try:
-        error, at, answer = line.recv()
-    except EOFError:
-        return "the process ended without an answer", 0.0, None
-    return error, at, answer
+def _heard(lines: list[Connection]) -> list[tuple[str, float, Any]]:
+    """Error, when, and answer of every rank; once one has failed, others that wait for it are not waited for."""
+    told: dict[int, tuple[str, float, Any]] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(told) < len(lines):
+        waiting = {id(line): rank for rank, line in enumerate(lines) if rank not in told}
+        ready = wait([line for rank, line in enumerate(lines) if rank not in told], deadline - time.monotonic())
+        for line in ready:
+            try:
+                told[waiting[id(line)]] = line.recv()
+            except EOFError:
+                told[waiting[id(line)]] = "the process ended without an answer", 0.0, None
+            if told[waiting[id(line)]][0]:
+                deadline = min(deadline, time.monotonic() + FOLLOW_S)
+        if not ready:
+            return [told.get(rank, (f"rank {rank}: no answer in time", math.inf, None)) for rank in range(len(lines))]
+    return [told[rank] for rank in range(len(lines))]
 
 
 def _run(rank: int, count: int, folder: str, line: Connection, work: Callable[..., Any], given: dict[str, Any]) -> None:
