@@ -172,6 +172,13 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renumber:
+    """Count the starts on from this one: the coordinator knows of more than the node's folder does."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """The node cannot continue; an operator must act."""
 
@@ -193,5 +200,6 @@ Command = (
     | UseSamples
     | Tell
     | Resync
+    | Renumber
     | Stop
 )

@@ -358,6 +358,13 @@ class NodeExecutor:
                 self.link.send(message)
             case ev.Resync(history=history):
                 self._resync(history)
+            case ev.Renumber(incarnation=incarnation):
+                _log.warning(
+                    "the state folder is new or old: the coordinator knows a later start of this node, and none is "
+                    "connected; going on as start %d",
+                    incarnation,
+                )
+                self._state.renumber(incarnation)
             case ev.Stop(reason=reason, detail=detail):
                 raise _stop_error(reason, detail)
             case _:

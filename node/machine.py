@@ -210,8 +210,11 @@ class NodeMachine:
                     self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))
                 elif self.stage == "training":  # the run ended without this node: nothing it does now can be merged
                     self.stage = "finishing"
+            case msg.Refused(newest=newest) if newest and self.spec is None:
+                self.incarnation = newest + 1
+                self._do(ev.Renumber(incarnation=self.incarnation))
             case msg.Refused(reason=reason, detail=detail, retriable=retriable):
-                if not retriable:
+                if not retriable or (reason is Reason.OLD_INCARNATION and self.spec is not None):
                     self._stop(reason, detail)
             case msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail):
                 self._stop(reason, detail)

@@ -56,6 +56,11 @@ class NodeState:
         """Folder of the copies of residuals; None: no copies."""
         return None if self.path is None else self.path.parent
 
+    def renumber(self, incarnation: int) -> None:
+        """Go on as this start, durably. Raises StateUnusable."""
+        self.incarnation = incarnation
+        self._save()
+
     def see_epoch(self, epoch: int) -> None:
         """Remember an epoch, durably, if it is the highest. Raises StateUnusable."""
         if epoch > self.epoch:

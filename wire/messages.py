@@ -380,6 +380,8 @@ class Refused(Message):
     reason: Reason
     detail: str  # one line with the two values that disagree
     retriable: bool
+    newest: int = field(default=0, metadata=LATER)
+    """The node's newest start, of which no process is connected: one that has lost its folder goes on behind it."""
 
 
 @message(4, since=1)  # opens a bulk lane; nobody sends it on the control lane

@@ -55,8 +55,9 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         told = f"the node names {most} anchors, and the run has {len(ledger.versions)} fragments"
         return _refuse(Reason.WRONG_LAYOUT, told)
     if member and hello.incarnation < member.incarnation:
-        newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
-        return _refuse(Reason.OLD_INCARNATION, newer)
+        newer, here = f"start {member.incarnation} of {name} has joined, this is {hello.incarnation}", member.session
+        newest = 0 if here is not None else member.incarnation
+        return Refused(reason=Reason.OLD_INCARNATION, detail=newer, retriable=here is not None, newest=newest)
     return None
 
 

@@ -57,7 +57,7 @@ def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> N
         ({"anchors": (AnchorRef(fragment=2, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment 2"),
         ({"anchors": (AnchorRef(fragment=-1, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment -1"),
         ({"announced": (AnchorRef(fragment=2, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment 2"),
-        ({"incarnation": 1}, Reason.OLD_INCARNATION, "incarnation 2 of a has joined, this is 1"),
+        ({"incarnation": 1}, Reason.OLD_INCARNATION, "start 2 of a has joined, this is 1"),
     ],
 )
 def test_a_refusal_names_the_two_values_that_disagree(
@@ -66,6 +66,16 @@ def test_a_refusal_names_the_two_values_that_disagree(
     refused = refusal(hello(**changes), A, ledger, Member(name=A, incarnation=2))
     assert refused is not None and (refused.reason, refused.retriable) == (reason, False)
     assert detail in refused.detail
+    assert refused.newest == (2 if reason is Reason.OLD_INCARNATION else 0)
+
+
+def test_an_older_start_waits_while_a_newer_one_is_connected(ledger: Ledger) -> None:
+    refused = refusal(hello(incarnation=1), A, ledger, Member(name=A, incarnation=2, session=1))
+    assert refused is not None and (refused.reason, refused.retriable, refused.newest) == (
+        Reason.OLD_INCARNATION,
+        True,
+        0,
+    )
 
 
 # --- deltas

@@ -342,6 +342,17 @@ def test_a_refusal_stops_the_node_unless_trying_again_can_help(retriable: bool) 
     assert story.machine.ended is not retriable
 
 
+def test_a_start_that_the_coordinator_knows_a_later_one_of_goes_on_behind_it_unless_it_has_joined() -> None:
+    refused = msg.Refused(reason=Reason.OLD_INCARNATION, detail="x", retriable=False, newest=7)
+    story = Story()
+    assert story.hear(refused) == [ev.Renumber(incarnation=8)]
+    assert story.machine.incarnation == 8 and not story.machine.ended
+    for retriable in (False, True):
+        replaced = Story().begin()
+        (command,) = replaced.hear(dataclasses.replace(refused, retriable=retriable))
+        assert command == ev.Stop(reason=Reason.OLD_INCARNATION, detail="x")
+
+
 # --- rounds
 
 
