@@ -22,6 +22,7 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.spec import Fragment, RoundPlan, TensorSlot
 from farloop.bench.codec_peers import Peer, quiet
 from farloop.bench.codec_quality import SIZE
+from farloop.bench.memory import forget_peak, status_bytes
 from farloop.coordinator.aggregator import Step, merge
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec, flat
@@ -84,20 +85,12 @@ def _peak_of(work: Callable[[], object]) -> int:
     """Bytes between the resident memory before and its highest point while `work` runs."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back, and is counted when it is taken again
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    forget_peak()
+    before = status_bytes("VmRSS")
     result = work()
-    peak = _status("VmHWM")
+    peak = status_bytes("VmHWM")
     del result
     return max(0, peak - before)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 # --- speed

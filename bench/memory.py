@@ -1,18 +1,31 @@
-"""Peak memory of a coordinator and a node, one process each on CPUs, and the prediction (`config/memory.py`)."""
+"""Peak memory of a coordinator and a node, one process each on CPUs, and the prediction (`config/memory.py`).
 
+And what taking part adds to each rank of a training loop: its peak with farloop, minus that of the same loop without.
+Both have loaded the same code, and both peaks count from when the model and its first gradients and moments are there.
+"""
+
+import ctypes
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import JOINS, memory_of
 from farloop.config.settings import load_run, planned
 from farloop.config.sources import dump_toml
+from farloop.node.library import join
+from farloop.node.model import PRESETS, build
+from farloop.node.named_model import causal_lm_loss, shard_blocks_
+from farloop.quant.kernels.dispatch import warm
 
 PATIENCE_S = 1800.0  # for the whole run: the model is large for CPUs
 _POLL_S = 0.1
@@ -113,8 +126,140 @@ def _peaks(out: Path, environ: Mapping[str, str]) -> dict[str, int]:
     return peaks
 
 
+# --- The ranks of a loop
+
+
+_STEPS = 16  # two rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeak:
+    """What farloop adds to one rank of a loop whose model is sharded over `ranks`, whole if it is one."""
+
+    ranks: int
+    rank: int
+    loop_bytes: int  # peak of the loop without farloop
+    added_bytes: int
+    predicted_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.added_bytes / self.predicted_bytes
+
+
+def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str]) -> list[RankPeak]:
+    """Of every rank of a built-in model's loop; files and logs are in `out`. Linux alone tells such peaks.
+
+    Raises CommandError: a process failed, or took too long.
+    """
+    out.mkdir(parents=True)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    run: dict[str, dict[str, object]] = {
+        "run": {**_RUN, "model": model, "seed": 0, "steps": _STEPS, "batch_sequences": ranks},
+        "data": {"max_bytes": 200_000},
+        "coordinator": {"state_dir": str(out / "state"), "bind": address, "http": ""},
+    }
+    (out / "run.toml").write_text(dump_toml(run))
+    spec = planned(load_run(out / "run.toml", flags=[], environ={}), weights=False).spec
+    memory = memory_of(spec, ranks=ranks, shard=ranks > 1)
+    told = memory.node_host["anchors"] + memory.node_device["encode buffers"]
+    peaks = {}
+    for way, where in (("loop", "-"), ("node", address)):
+        daemon = {} if where == "-" else {"coordinator": ["-m", "farloop.cli.main", "coordinator", "run.toml"]}
+        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        names = [f"{way}-{rank}" for rank in range(ranks)]
+        words = {name: ["-m", "farloop.bench.memory", model, where, name, str(ranks)] for name in names}
+        _run_all(out, {**environ, **together}, {**daemon, **words})
+        peaks[way] = [int((out / name).read_text()) for name in names]
+    return [
+        RankPeak(
+            ranks=ranks,
+            rank=rank,
+            loop_bytes=alone,
+            added_bytes=peaks["node"][rank] - alone,
+            predicted_bytes=told + (0 if rank else memory.node_host["payloads in flight"]),
+        )
+        for rank, alone in enumerate(peaks["loop"])
+    ]
+
+
+def _run_all(out: Path, environ: Mapping[str, str], commands: Mapping[str, Sequence[str]]) -> None:
+    """Run all together to their ends; a name ends in its rank."""
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        for name, words in commands.items():
+            rank = name.rpartition("-")[2]
+            variables = {**environ, "RANK": rank, "LOCAL_RANK": rank} if rank.isdigit() else environ
+            with (out / f"{name}.log").open("wb") as log:
+                command = [sys.executable, *words]
+                running[name] = subprocess.Popen(command, cwd=out, stdout=log, stderr=log, env=variables)
+        while any(process.poll() is None for process in running.values()):
+            for name, process in running.items():
+                if process.poll():
+                    raise CommandError(f"{name} ended with {process.returncode}: see {out / f'{name}.log'}")
+            if time.monotonic() > deadline:
+                raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")
+            time.sleep(_POLL_S)
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _rank(model: str, address: str, path: str, ranks: int) -> None:
+    """A loop of a built-in model, as a node at this address or (-) without farloop; its peak goes into a file."""
+    cpu = torch.device("cpu")
+    warm(["q4", "fp32"])
+    module: nn.Module = build(PRESETS[model], 0)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        shard_blocks_(module, cpu, ranks)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # of no length: it makes the moments
+    optimizer.zero_grad(set_to_none=False)
+    batch = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
+    forget_peak()
+    if address == "-":
+        for _ in range(_STEPS):
+            torch.autograd.backward(causal_lm_loss(module, batch))
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        with join(address, module, optimizer, name="node", state_dir=Path("node")) as node:
+            while node.running:
+                torch.autograd.backward(causal_lm_loss(node.model, batch))
+                node.step()
+    Path(path).write_text(str(status_bytes("VmHWM")))
+
+
+def forget_peak() -> None:
+    """Let this process's recorded peak (VmHWM) begin at what it holds now. Linux alone can."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(field: str) -> int:
+    """A field of this process's /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
 def free_port() -> int:
     """Of this machine's loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    name, place, file, count = sys.argv[1:]
+    _rank(name, place, file, int(count))

@@ -207,6 +207,10 @@ def _show(report: "CodecReport", files: Sequence[Path], console: "Console") -> N
 @bench_app.command()
 def memory(
     model: Annotated[str, typer.Option(help="A built-in model, or hf:FOLDER.")] = "base",
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/memory"),
     as_json: AsJson = False,
 ) -> None:
@@ -216,14 +220,29 @@ def memory(
     the end of the run. The prediction is that of `farloop config check`, without activations. The
     model base has 122 M parameters and takes some minutes and 5 GB of memory.
 
-    Example: farloop bench memory
+    With --ranks a loop trains the model, sharded over that many processes, without farloop and
+    then with it: the difference of the peaks is compared with the prediction.
+
+    Examples: farloop bench memory; farloop bench memory --ranks 1 --ranks 2
     """
     from farloop.bench.machine import machine, source_commit
-    from farloop.bench.memory import measure
+    from farloop.bench.memory import measure, measure_ranks
 
     make_output_folder(out)
     if (out / "state").exists():
         raise CommandError(f"--out: {out} holds a run already; name another folder")
+    if ranks:
+        rows = [row for count in ranks for row in measure_ranks(model, count, out.resolve() / str(count), os.environ)]
+        if as_json:
+            listed = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]
+            typer.echo(json.dumps({"machine": machine(), "commit": source_commit(), "ranks": listed}, indent=1))
+            return
+        for row in rows:
+            typer.echo(
+                f"rank {row.rank} of {row.ranks}  the loop {size_text(row.loop_bytes)}, added "
+                f"{size_text(row.added_bytes)}, predicted {size_text(row.predicted_bytes)}: {row.ratio:.2f}"
+            )
+        return
     peaks = measure(model, out.resolve(), os.environ)
     if as_json:
         told = {peak.who: {**dataclasses.asdict(peak), "ratio": peak.ratio} for peak in peaks}

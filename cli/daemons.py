@@ -32,6 +32,8 @@ from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
+from farloop.coordinator.storage.mapped_buffers import MappedBuffers
+from farloop.coordinator.storage.recovery import Place
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
@@ -151,7 +153,13 @@ def run_coordinator(
         _can_copy(file.coordinator.copy_to)
     if restore_from:
         restored(file.coordinator.state_dir, plan, restore_from)
-    store = open_run(file.coordinator.state_dir, plan, rewind=rewind, adopt=adopt_patience_s is not None)
+    store = open_run(
+        file.coordinator.state_dir,
+        plan,
+        rewind=rewind,
+        adopt=adopt_patience_s is not None,
+        map_buffers=file.coordinator.map_buffers,
+    )
     adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
     try:
         finished = uvloop.run(_serve(file.coordinator, store, adopt))
@@ -191,7 +199,9 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
     typer.echo(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
 
 
-def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool = False) -> Store:
+def open_run(
+    directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool = False, map_buffers: bool = False
+) -> Store:
     """The planned run from the directory, or a new one if the directory has none and none is required.
 
     Raises:
@@ -208,7 +218,8 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
                 ExitCode.REFUSED,
             )
 
-    store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind))
+    place: Place = MappedBuffers(directory) if map_buffers else lambda buffers: buffers
+    store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind, place=place))
     if store is None and rewind:
         raise CommandError(f"{directory} holds no run to rewind; leave out --rewind, or give its folder: --state DIR")
     if store is None and adopt:
@@ -222,7 +233,7 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
     if store is None:
         for note in plan.notes:
             _log.info("plan note=%r", note)
-        return Store.create(directory, plan.spec, plan.anchors)
+        return Store.create(directory, plan.spec, plan.anchors, place=place)
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
         _log.warning("kept %s cause='the run keeps the terms that it began with'", term)
     return store

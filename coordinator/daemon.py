@@ -59,6 +59,9 @@ class CoordinatorConfig:
     copies."""
     copy_every_s: float = 600.0
     """Seconds between two copies."""
+    map_buffers: bool = False
+    """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
+    mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
     egress_price_per_gb: float = 0.0
     """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
     congestion: str = ""

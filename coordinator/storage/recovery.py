@@ -135,6 +135,7 @@ _log = logging.getLogger(__name__)
 
 Items = Sequence[Entry | Gap]  # a journal's content, in order
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
+Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +214,15 @@ class Recovery:
         if self.lost or not inputs or not all(found.has_update(*key) for key in ledger.commits):
             raise self.fault
 
-    def restore(self, read: Read) -> None:
-        """The buffers of every fragment.
+    def restore(self, read: Read, place: Place = lambda buffers: buffers) -> None:
+        """The buffers of every fragment, where `place` puts them.
 
         Raises:
             JournalCorrupt: the damage that was passed over matters.
             SnapshotCorrupt, StateMismatch, StorageFailed
         """
         for index in range(len(self.ledger.versions)):
-            self._restore(index, read)
+            self.buffers.append(place(self._restore(index, read)))
         if self.fault is not None:
             what, why = "journal", f"damaged where the data is no longer needed: {self.fault}"
             _log.warning("alarm what=%r why=%r", what, why)
@@ -233,8 +234,8 @@ class Recovery:
         done = self.done.get(index, {})
         return version <= newest and all(following in done for following in range(version + 1, newest + 1))
 
-    def _restore(self, index: int, read: Read) -> None:
-        """Restore the fragment's buffers: its newest good snapshot, then every later commit."""
+    def _restore(self, index: int, read: Read) -> Buffers:
+        """The fragment's buffers: its newest good snapshot, then every later commit."""
         spec, newest = self.ledger.spec, self.ledger.versions[index]
         snapshot = snapshots.load_latest(
             self.directory,
@@ -257,8 +258,8 @@ class Recovery:
                 raise self.fault
             found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
             raise Inconsistent(self.directory, f"{found}, the last commit is {newest}")
-        self.buffers.append(buffers)
         self.restart_from.append((snapshot.version, snapshot.version))
+        return buffers
 
     def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
         """Repeat one commit: the anchor from the update, the rest from the inputs."""
@@ -279,7 +280,9 @@ class Recovery:
         return restored
 
 
-def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) -> Recovery:
+def recovered(
+    directory: Path, items: Items, read: Read, files: Files = DISK, place: Place = lambda buffers: buffers
+) -> Recovery:
     """All of it.
 
     Raises:
@@ -290,7 +293,7 @@ def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) ->
     for item in items:
         recovery.take(item)
     recovery.require_all()
-    recovery.restore(read)
+    recovery.restore(read, place)
     return recovery
 
 

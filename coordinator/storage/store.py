@@ -26,6 +26,7 @@ from farloop.coordinator.storage.journal import SEGMENT_BYTES, Claim, Journal, c
 from farloop.coordinator.storage.recovery import (
     Attachments,
     Items,
+    Place,
     UpdateSource,
     fetched,
     named_anchors,
@@ -51,10 +52,16 @@ class Store:
     """One run's state directory, opened by one coordinator."""
 
     def __init__(
-        self, directory: Path, journal: Journal, ledger: Ledger, buffers: list[Buffers], files: Files = DISK
+        self,
+        directory: Path,
+        journal: Journal,
+        ledger: Ledger,
+        buffers: list[Buffers],
+        files: Files = DISK,
+        place: Place = lambda buffers: buffers,
     ) -> None:
         """Use `create` or `recover`."""
-        self.directory, self._files = directory, files
+        self.directory, self._files, self._place = directory, files, place
         self.ledger = ledger  # the ledger of durable records; the machine's own is ahead of the disk
         self.buffers = buffers
         self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
@@ -75,8 +82,11 @@ class Store:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
+        place: Place = lambda buffers: buffers,
     ) -> "Store":
         """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid.
+
+        `place` puts buffers where they are kept.
 
         Raises StorageError: as `Journal.open`; StateMismatch: the directory already holds a run, or lost its journal.
         """
@@ -88,11 +98,11 @@ class Store:
             epoch = claim_epoch(directory, files=files)
             journal.held_by(Claim(directory, epoch, files))
             journal.begin()  # before the snapshots: those without a journal are what is left of a run
-            buffers = [Buffers.begin(anchor, spec.terms) for anchor in anchors]
+            buffers = [place(Buffers.begin(anchor, spec.terms)) for anchor in anchors]
             for index, fragment_buffers in enumerate(buffers):
                 _save_snapshot(directory, spec, index, fragment_buffers, files)
             started = rec.RunStarted(spec=spec, epoch=epoch, rounds=opening_rounds(spec))
-            store = cls(directory, journal, Ledger.begin(started), buffers, files)
+            store = cls(directory, journal, Ledger.begin(started), buffers, files, place)
             store.append(started)
             store.sync()
         except BaseException:
@@ -109,10 +119,12 @@ class Store:
         rewind: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
+        place: Place = lambda buffers: buffers,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
+        `place` puts buffers where they are kept.
         `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol, Fencing).
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
@@ -127,7 +139,7 @@ class Store:
                     refuse_a_lost_journal(directory, files)
                     journal.close()
                     return None
-                store = cls._replay(directory, journal, found.items, files)
+                store = cls._replay(directory, journal, found.items, files, place)
                 accept(store.ledger.spec)
                 seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
                 epoch = claim_epoch(directory, seen=seen, files=files)
@@ -148,9 +160,9 @@ class Store:
         return store
 
     @classmethod
-    def _replay(cls, directory: Path, journal: Journal, items: Items, files: Files) -> "Store":
-        found = recovered(directory, items, journal.whole, files)
-        store = cls(directory, journal, found.ledger, found.buffers, files)
+    def _replay(cls, directory: Path, journal: Journal, items: Items, files: Files, place: Place) -> "Store":
+        found = recovered(directory, items, journal.whole, files, place)
+        store = cls(directory, journal, found.ledger, found.buffers, files, place)
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
         return store
 
@@ -198,7 +210,7 @@ class Store:
         record = commits.completed(draft, result)
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self.sync()
-        self.buffers[record.fragment] = result.buffers
+        self.buffers[record.fragment] = self._place(result.buffers)
         if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
             trim_heap()  # of the first buffers, which another thread made
         if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
@@ -235,7 +247,7 @@ class Store:
         self.append(record)
         self.sync()
         for fragment, buffers in brought.items():
-            self.buffers[fragment] = buffers
+            self.buffers[fragment] = self._place(buffers)
             self._snapshot(fragment)
         _log.warning(
             "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
