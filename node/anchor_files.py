@@ -4,8 +4,9 @@
     3-18.update   what makes it version 18: the blob as it came
     3-17.optimizer   what the inner optimizer had of its parameters then (`node/moments.py`)
 
-Each file begins with a head, one line of JSON, which is written last: a file without one does not count. An update has
-an eighth of the bytes where the codec has 4 bits, so whole anchors are written seldom, and every update is.
+Each file begins with a head, one line of JSON and its checksum, which is written last: a file without one does not
+count. An update has an eighth of the bytes where the codec has 4 bits, so whole anchors are written seldom, and every
+update is.
 
 Where a model is sharded, every rank writes its own elements of an anchor to their place in the file, and reads those
 that it keeps after the restart, whatever the number of ranks. Nothing here is trusted: the digest of what was read,
@@ -15,6 +16,8 @@ over all ranks, is compared with the head's.
 import json
 import logging
 import os
+import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -30,6 +33,7 @@ _HEAD: Final = 4096  # bytes: a page, so that what follows is aligned
 _CHUNK: Final = 1 << 22  # elements between two looks at whether the anchor has changed
 
 Kind = Literal["anchor", "update", "optimizer"]
+_NAME = re.compile(rf"\d+-\d+\.({'|'.join(get_args(Kind))})")  # of a file; what else lies there is left alone
 Runs = Sequence[tuple[int, int, int]]  # as `algo.shards.OwnPart.runs`
 Submit = Callable[[Callable[[], bool]], "Future[bool]"]
 
@@ -270,7 +274,7 @@ class AnchorFiles:
     def _paths(self) -> list[Path]:
         if not self._folder.is_dir():
             return []
-        return [path for path in self._folder.iterdir() if path.suffix.lstrip(".") in get_args(Kind)]
+        return [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
 
 
 def _numbers(path: Path) -> tuple[int, int]:
@@ -285,16 +289,24 @@ def _chunks(runs: Runs) -> Iterator[tuple[int, int, int]]:
 
 
 def _as_bytes(head: Head) -> bytes:
-    line = json.dumps({**asdict(head), "digest": f"{head.digest:016x}"}).encode()
+    fields = json.dumps({**asdict(head), "digest": f"{head.digest:016x}"}).encode()
+    line = fields + b" " + _checksum(fields)
     assert len(line) < _HEAD, "what it has of other lengths is bounded"
     return line.ljust(_HEAD - 1) + b"\n"
 
 
+def _checksum(fields: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(fields)
+
+
 def _read_head(path: Path) -> Head | None:
-    """None: it is not complete."""
+    """None: it is not complete, or damaged."""
     try:
         with path.open("rb") as file:
-            kept = json.loads(file.read(_HEAD))
+            fields, _, checksum = file.read(_HEAD).rstrip().rpartition(b" ")
+        if checksum != _checksum(fields):
+            return None
+        kept = json.loads(fields)
         head = Head(**{**kept, "digest": int(kept["digest"], 16)})
         whole = path.stat().st_size == _HEAD + head.size and _numbers(path) == (head.fragment, head.version)
     except (OSError, ValueError, TypeError, KeyError):

@@ -63,6 +63,32 @@ def test_an_anchor_and_the_updates_behind_it_are_found_again(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "anchors").iterdir()] == ["3-9.anchor"]
 
 
+@pytest.mark.parametrize("place", range(0, 180, 7))
+def test_a_file_whose_head_has_a_flipped_bit_does_not_count(tmp_path: Path, place: int) -> None:
+    files = Files(tmp_path)
+    files.save(7)
+    files.update(8)
+    for name, left in (("3-8.update", {3: head(7)}), ("3-7.anchor", {})):
+        path = tmp_path / "anchors" / name
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        assert Files(tmp_path).find() == left
+
+
+def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.save(7)
+    for name in ("backup.update", "0-8 copy.anchor", "3-7.anchor~"):
+        (tmp_path / "anchors" / name).write_bytes(b"x" * 5000)
+    again = Files(tmp_path)
+    assert again.find() == {3: head(7)}
+    again.save(8)
+    assert {path.name for path in (tmp_path / "anchors").iterdir()} == {
+        "3-8.anchor", "backup.update", "0-8 copy.anchor", "3-7.anchor~",
+    }  # fmt: skip
+
+
 def test_ranks_write_their_parts_and_other_ranks_read_theirs(tmp_path: Path) -> None:
     """Twice 512 elements in pieces of 256 that change places, then parts of 256 and 768."""
     two = [((0, 0, 256), (768, 256, 256)), ((256, 0, 512),)]
