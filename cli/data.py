@@ -76,7 +76,8 @@ def build_data(
     made = out.with_suffix(".tokenizer.json")
     for path, instead in ((out, ""), *([(made, f"; use it with --tokenizer {made}")] if train is not None else [])):
         if path.is_dir() or (path.exists() and not force):
-            raise CommandError(f"{path} exists: give another --out, or --force to replace it{instead}")
+            replace = "it is a folder" if path.is_dir() else f"or --force to replace it{instead}"
+            raise CommandError(f"{path} exists: give another --out, {replace}")
     reading: dict[str, Any] = {"field": field, "split": split, "skip_bad": skip_bad}
     used: data_builder.Tokenizer = data_builder.ByteTokenizer()
     with _Display(progress_console(json=as_json)) as display, writing(out):

@@ -130,7 +130,8 @@ def setting(argument: str, given: Any) -> Any:
     if (near := variable.replace("__", "_", 1)) in os.environ:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
-        return _FROM_ENVIRONMENT[argument](text)
+        value = _FROM_ENVIRONMENT[argument](text)
+        return value.expanduser() if isinstance(value, Path) else value
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")
     return given

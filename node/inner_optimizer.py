@@ -116,6 +116,7 @@ class InnerStep:
         `all_agree`: whether all ranks of the node say yes.
         Raises LoopError: this cannot be stepped; one line that says what to change."""
         self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.inner.clip
+        self._module = module
         self._rate, self._clip, self._scaler, self._all_agree = rate, clip, scaler, all_agree
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
@@ -145,7 +146,7 @@ class InnerStep:
         self._check_parameters()
         if self._optimizer is not None and not self._begun:
             self._begun = True
-            _check_steps(self._optimizer, self._parameters)
+            _check_steps(self._optimizer, self._module, self._parameters)
         if self._optimizer is not None and self._rate == "run":
             self._set_rates(self._optimizer, rate)
 
@@ -256,8 +257,16 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mappin
         _log.warning("%s does not step %d of the model's parameters, as %r", kind, len(missing), missing[0])
 
 
-def _check_steps(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises LoopError: since `join` the optimizer was given other parameters, which nobody exchanges."""
+def _check_steps(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises LoopError: since `join` the optimizer or the model got other parameters, which nobody exchanges."""
+    exchanged = set(map(id, parameters.values()))
+    sharded = any(map(is_dtensor, parameters.values()))  # FSDP may still have whole parameters in the module's place
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in exchanged and not sharded:
+            raise LoopError(
+                f"parameter {name!r} is another one than at join: build, shard and prepare the model before join, not "
+                "after"
+            )
     stepped = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
     if stepped.isdisjoint(map(id, parameters.values())):
         raise LoopError(

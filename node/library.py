@@ -74,6 +74,9 @@ SAVE_EVERY_ROUNDS = 8
 """An anchor is 4 bytes a parameter, and its updates until the next copy 8 times half a byte, with a codec of 4 bits."""
 
 
+_MANY_NOTES = 100  # without a step of the optimizer: a trainer may note every forward pass, and accumulate gradients
+
+
 class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
 
@@ -137,6 +140,7 @@ class Node:
         )
         self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
+        self._notes = 0  # since the optimizer's last step
         self._decision = Decision(running=False, lr=0.0)
         self._left = self._told_of_end = False
         self.asked_to_leave = False
@@ -230,8 +234,17 @@ class Node:
     def note(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> None:
         """With `join(hook=True)`: what the steps from here on report, as `step` takes it; kept until the next call.
 
-        Raises ValueError as `step`.
+        Raises ValueError as `step`. LoopError: the node was joined without it.
         """
+        if not self._hook:
+            raise LoopError("note is for a node with hook=True: call step, or join with hook=True")
+        self._notes += 1
+        if self._notes == _MANY_NOTES:
+            _log.warning(
+                "note was called %d times, and the optimizer given to join has not stepped: does the trainer step "
+                "another one? Join with the one that it steps",
+                self._notes,
+            )
         self._noted = (
             None if tokens is None else self._checked(tokens),
             None if loss is None else number_of("loss", loss),
@@ -245,6 +258,7 @@ class Node:
             _log.warning("the trainer goes on though the run is over for this node: stop it when node.running is False")
 
     def _after_optimizer_step(self) -> None:
+        self._notes = 0
         if self.running:
             tokens, loss = self._noted
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)

@@ -235,6 +235,29 @@ def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() ->
         loop.step(1.0)
 
 
+def test_a_layer_that_was_replaced_after_join_is_refused() -> None:
+    for hook in (False, True):
+        loop = Loop(plain, hook=hook)
+        cast(nn.Sequential, loop.module)[0] = nn.Linear(2, 1, bias=False)
+        with pytest.raises(LoopError, match=r"^parameter '0.weight' is another one than at join: .* before join"):
+            loop.optimizer.step() if hook else loop.step(1.0)
+
+
+def test_notes_without_steps_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LoopError, match="join with hook=True"):
+        Loop(plain).node.note(loss=1.0)
+    loop = Loop(plain, hook=True)
+    for _ in range(60):
+        loop.node.note(loss=1.0)
+    loop.optimizer.step()
+    for _ in range(99):
+        loop.node.note(loss=1.0)
+    assert caplog.text == ""
+    for _ in range(9):
+        loop.node.note(loss=1.0)
+    assert caplog.text.count("note was called 100 times") == 1
+
+
 def test_with_a_rate_of_its_own_the_loop_s_scheduler_decides(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(groups(0.5, 0.25), rate="own")
     scheduler = ExponentialLR(loop.optimizer, gamma=0.5)
