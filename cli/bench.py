@@ -223,7 +223,7 @@ def memory(
     With --ranks a loop trains the model, sharded over that many processes, without farloop and
     then with it: the difference of the peaks is compared with the prediction.
 
-    Examples: farloop bench memory; farloop bench memory --ranks 1 --ranks 2
+    Example: farloop bench memory --ranks 1 --ranks 2
     """
     from farloop.bench.machine import machine, source_commit
     from farloop.bench.memory import measure, measure_ranks
