@@ -176,7 +176,8 @@ class AnchorFiles:
         def write() -> bool:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
+                # Never truncated: other ranks may have written their parts already.
+                with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
                     _write_all(file.fileno(), bytes(_HEAD), 0)
                     for first, at, count in _chunks(runs):
                         part = flat[at : at + count].cpu().view(torch.uint8).numpy().data

@@ -89,6 +89,19 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_ranks_that_begin_at_once_do_not_truncate_each_others_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as each of them may have found
+    for start in (512, 0):
+        files = Files(tmp_path)
+        files.begin(3, 7, ((start, 0, 512),), anchor(7)[start : start + 512], lambda: 0)
+        assert files.ended()
+    monkeypatch.undo()
+    files.finish(head(7))
+    assert torch.equal(_found(tmp_path), anchor(7))
+
+
 def test_ranks_write_their_parts_and_other_ranks_read_theirs(tmp_path: Path) -> None:
     """Twice 512 elements in pieces of 256 that change places, then parts of 256 and 768."""
     two = [((0, 0, 256), (768, 256, 256)), ((256, 0, 512),)]
