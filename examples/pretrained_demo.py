@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from hf_demo import LIBRARY, farloop, free_port, say, start
+from hf_demo import LIBRARY, NODE, farloop, free_port, say, start
 from torch import nn
 
 from farloop.algo.schedule import learning_rate
@@ -55,17 +55,6 @@ bind = "tcp://127.0.0.1:{port}"
 http = ""
 """
 
-NODE = """
-[node]
-name = "{name}"
-coordinator = "tcp://127.0.0.1:{port}"
-state_dir = "node-{name}"
-threads = 1
-
-[data]
-path = "tokens.bin"
-"""
-
 
 def fetch(folder: Path) -> None:
     """The pretrained model as a folder of Hugging Face, in fp32."""
@@ -94,7 +83,7 @@ def on_two_nodes(folder: Path, steps: int) -> None:
     daemons = [start(folder, "coordinator", "coordinator", "run.toml")]
     try:
         for name in NODES:
-            (folder / f"{name}.toml").write_text(NODE.format(name=name, port=port))
+            (folder / f"{name}.toml").write_text(NODE.format(name=name, port=port, more=""))
             daemons.append(start(folder, name, "node", f"{name}.toml"))
         say("… until the run's end: farloop top --state shows it")
         for daemon in reversed(daemons):

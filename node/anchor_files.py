@@ -27,6 +27,8 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
+from farloop.node.state_dir import sync_folder
+
 _log = logging.getLogger(__name__)
 
 _HEAD: Final = 4096  # bytes: a page, so that what follows is aligned
@@ -226,11 +228,7 @@ class AnchorFiles:
                     os.ftruncate(file.fileno(), _HEAD + head.size)
                     _write_all(file.fileno(), _as_bytes(head), 0)
                     os.fsync(file.fileno())
-                folder = os.open(self._folder, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                sync_folder(self._folder)
                 self._delete_before(head)
             except OSError as error:
                 self._failed(head.fragment, error)

@@ -78,13 +78,18 @@ class NodeState:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY)  # the new name, too, must survive a power cut:
-            try:
-                os.fsync(folder)  # an incarnation that comes twice would give two deltas one id
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)  # an incarnation that comes twice would give two deltas one id
         except OSError as error:
             raise _unusable(self.path, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names of its files survive a power cut, too. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unusable(path: Path, error: Exception) -> StateUnusable:
