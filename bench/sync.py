@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farloop.bench.memory import free_port
+from farloop.bench.sync_trace import Marks, Trace, trace_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import dump_toml
 
@@ -42,19 +43,29 @@ class Row:
     """Over all links, both ways. farloop: counted, without the first weights. gloo: reckoned, as a ring sends them."""
     bit_equal: bool
     """Whether all nodes ended with the same bits."""
+    trace: Trace | None = None
+    """Where the time went, if asked for; gloo has none."""
 
 
 def measure(
-    parameters: int, nodes: int, codecs: Sequence[str], rounds: int, out: Path, environ: Mapping[str, str]
+    parameters: int,
+    nodes: int,
+    codecs: Sequence[str],
+    rounds: int,
+    out: Path,
+    environ: Mapping[str, str],
+    *,
+    trace: bool = False,
 ) -> list[Row]:
     """gloo, each codec, and gloo again: the row of gloo has the rounds of both, because a machine's speed changes.
 
-    Files and logs are in `out`; `environ` is the processes'. Raises CommandError: a process failed, or took too long.
+    Files and logs are in `out`; `environ` is the processes'. With `trace` farloop's rows say where the time went.
+    Raises CommandError: a process failed, or took too long.
     """
-    environ = {**environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
     first = _gloo(parameters, nodes, rounds, out / "gloo-before", environ)
     rows = [
-        _farloop(parameters, nodes, codec, rounds, out / f"farloop-{place}", environ)
+        _farloop(parameters, nodes, codec, rounds, out / f"farloop-{place}", environ, trace)
         for place, codec in enumerate(codecs)
     ]
     again = _gloo(parameters, nodes, rounds, out / "gloo-after", environ)
@@ -91,7 +102,9 @@ def _gloo(parameters: int, nodes: int, rounds: int, out: Path, environ: Mapping[
     return _run(out, environ, {}, {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(nodes)})
 
 
-def _farloop(parameters: int, nodes: int, codec: str, rounds: int, out: Path, environ: Mapping[str, str]) -> Row:
+def _farloop(
+    parameters: int, nodes: int, codec: str, rounds: int, out: Path, environ: Mapping[str, str], trace: bool
+) -> Row:
     out.mkdir(parents=True)
     save_file({f"weights.{k}": part for k, part in enumerate(_weights(parameters))}, out / "first.safetensors")
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -101,16 +114,21 @@ def _farloop(parameters: int, nodes: int, codec: str, rounds: int, out: Path, en
     }  # fmt: skip
     coordinator = {"state_dir": "state", "bind": address, "http": "", "probe_bytes": 0}
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
+    run_coordinator = ["farloop.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
     ran = _run(
         out,
         environ,
-        {"coordinator": ["-m", "farloop.cli.main", "coordinator", "run.toml"]},
-        {f"node-{k}": ["farloop", address, f"node-{k}"] for k in range(nodes)},
+        {"coordinator": ["-m", *run_coordinator, "coordinator", "run.toml"]},
+        {f"node-{k}": ["farloop", address, f"node-{k}", *(["trace"] if trace else [])] for k in range(nodes)},
     )
     kinds = [node["bytes_by_kind"] for node in json.loads((out / "state" / "status.json").read_text())["nodes"]]
     sent = sum(count for kind in kinds for name, count in kind.items() if name != "snapshot")
     equal = len(set(ran.ends)) == 1
-    return _row("farloop", codec, parameters, nodes, ran.seconds, sent // (rounds + WARM_UP), equal)
+    row = _row("farloop", codec, parameters, nodes, ran.seconds, sent // (rounds + WARM_UP), equal)
+    if not trace:
+        return row
+    names = ["coordinator", *(f"node-{k}" for k in range(nodes))]
+    return replace(row, trace=trace_of({name: Marks.read(out / f"{name}.marks.json") for name in names}, WARM_UP + 1))
 
 
 def _run(
@@ -179,9 +197,12 @@ def _as_gloo(address: str, rank: int, nodes: int, parameters: int, rounds: int) 
     return times, _end_of([flat])
 
 
-def _as_farloop(address: str, name: str) -> tuple[Times, str]:
+def _as_farloop(address: str, name: str, *trace: str) -> tuple[Times, str]:
     from farloop.node import join
 
+    marks = Marks()
+    if trace:
+        marks.take_in_node()
     tensors = load_file("first.safetensors")
     module = nn.Module()
     module.weights = nn.ParameterList(nn.Parameter(tensors[f"weights.{k}"]) for k in range(TENSORS))
@@ -191,6 +212,7 @@ def _as_farloop(address: str, name: str) -> tuple[Times, str]:
     optimizer, begun, times = torch.optim.SGD(parameters, lr=1e-4), [0.0], Times()
 
     def note(*_: object) -> None:
+        marks.mark("stepped", len(times) + 1)
         begun[0] = time.monotonic()
 
     optimizer.register_step_post_hook(note)
@@ -200,11 +222,14 @@ def _as_farloop(address: str, name: str) -> tuple[Times, str]:
                 parameter.grad = gradient
             node.step()
             times.append((begun[0], time.monotonic()))
+            marks.mark("merged", len(times))
+    if trace:
+        marks.write(Path(f"{name}.marks.json"))
     return times, _end_of([parameter.detach() for parameter in parameters])
 
 
 def main(words: Sequence[str]) -> None:
-    """FILE farloop ADDRESS NAME, or FILE gloo ADDRESS RANK NODES PARAMETERS ROUNDS: be a node, and write FILE."""
+    """Be a node: FILE farloop ADDRESS NAME [trace], or FILE gloo ADDRESS RANK NODES PARAMETERS ROUNDS."""
     torch.set_num_threads(1)
     path, system, address, *rest = words
     times, end = _as_farloop(address, *rest) if system == "farloop" else _as_gloo(address, *map(int, rest))

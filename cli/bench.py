@@ -296,6 +296,7 @@ def sync(
         list[str] | None, typer.Option(show_default="q4", help="Codec of both directions; repeatable.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, after two that do not count.")] = 12,
+    trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/sync"),
     as_json: AsJson = False,
 ) -> None:
@@ -316,7 +317,7 @@ def sync(
     if out.exists() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
-    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ)
+    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, trace=trace)
     if as_json:
         told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
         typer.echo(json.dumps(told, indent=1))
@@ -328,6 +329,13 @@ def sync(
             f" to {row.s_per_round_max:.3f}), {row.s_per_round_median / floor:5.1f} x gloo, "
             f"{size_text(row.bytes_per_round)}{'' if row.bit_equal else '; the nodes ended with different weights'}"
         )
+        if row.trace is not None:
+            typer.echo(f"  {'ms: mean, median, most':>64}")
+            for stage in row.trace.stages:
+                times = (1000 * seconds for seconds in (stage.s_mean, stage.s_median, stage.s_max))
+                typer.echo(f"  {stage.name:<40}" + "".join(f"{ms:8.1f}" for ms in times))
+            spent = ", ".join(f"{who} {1000 * seconds:.0f}" for who, seconds in row.trace.cpu_s_per_round.items())
+            typer.echo(f"  processor time of a round, ms: {spent}")
 
 
 @bench_app.command()

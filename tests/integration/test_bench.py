@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from farloop.bench.sync_trace import STAGES
 from farloop.cli.main import app
 
 pytestmark = pytest.mark.integration
@@ -104,19 +105,8 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
 
 
 def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
-    words = [
-        "bench",
-        "sync",
-        "--parameters",
-        "204800",
-        "--rounds",
-        "2",
-        "--codec",
-        "q4",
-        "--json",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ["bench", "sync", "--parameters", "204800", "--rounds", "2", "--codec", "q4", "--trace", "--json", "--out"]
+    words.append(str(tmp_path))
     result = CliRunner().invoke(app, words, prog_name="farloop")
     assert result.exit_code == 0, result.output
     gloo, ours = json.loads(result.stdout)["rows"]
@@ -127,6 +117,11 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
     # 17/32 of a byte a parameter, two nodes, up and down, and at most 40 kB of control in all four rounds.
     payload = 4 * 204_800 * 17 // 32
     assert payload < ours["bytes_per_round"] < payload + 10_000
+    stages = ours["trace"]["stages"]
+    assert [stage["name"] for stage in stages] == [name for name in STAGES.values() if name]
+    mean = (ours["s_per_round_min"] + ours["s_per_round_max"]) / 2  # of two rounds
+    assert sum(stage["s_mean"] for stage in stages) == pytest.approx(mean, abs=1e-3), "they add up to the round"
+    assert set(ours["trace"]["cpu_s_per_round"]) == {"coordinator", "node-0", "node-1"}
 
 
 @pytest.mark.timeout(600)
