@@ -35,6 +35,8 @@ class Driver:
         holds: Part = None,
         files: AnchorFiles | None = None,
         save_every: int = 0,
+        *,
+        can_evaluate: bool = True,
     ) -> None:
         """Begins to dial."""
         self.link = link
@@ -55,6 +57,7 @@ class Driver:
             holds=holds,
             files=files,
             save_every=save_every,
+            can_evaluate=can_evaluate,
         )
 
     def wait_for_spec(self, timeout_s: float | None) -> RunSpec:

@@ -93,6 +93,7 @@ class NodeExecutor:
         holds: Part = None,
         files: AnchorFiles | None = None,
         save_every: int = 0,
+        can_evaluate: bool = True,
         check: bool = False,
         saw: Callable[[ev.Event | ev.Command], None] = lambda what: None,
     ) -> None:
@@ -111,6 +112,7 @@ class NodeExecutor:
             holds: the node's part of the model; all of it unless given.
             files: where anchors are saved, if anywhere.
             save_every: updates of a fragment between two saved anchors of it.
+            can_evaluate: whether `evaluate` will be set.
             check: assert the machine's invariants after every event.
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
@@ -120,13 +122,14 @@ class NodeExecutor:
         self.samples = LeaseCursor()
         self.replica: Replica | None = None
         self.evaluate: Callable[[], float] | None = None
-        self._told_of_evaluation = False
         self.look_ahead = 0
         """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
         self._check, self._saw = check, saw
         self._stages = StageLog()
-        self._reports = Reports(self.machine, self.account, self.samples, state, device, fingerprint)
+        self._reports = Reports(
+            self.machine, self.account, self.samples, state, device, fingerprint, can_evaluate=can_evaluate
+        )
         self._isolation, self._was_isolated = Isolation(name), ""
         self._counts_time = False
         """Whether time is accounted for: from the end of the first inner step to the end of the last."""
@@ -514,10 +517,7 @@ class NodeExecutor:
             self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
-        if self.evaluate is None:
-            if not self._told_of_evaluation:
-                self._told_of_evaluation = True
-                _log.warning("this node is the one that is asked for the loss, which nobody measures: join(evaluate=…)")
+        if self.evaluate is None:  # an older coordinator does not know
             return
         assert self.replica is not None
         started, before = self._now(), self.account.activity

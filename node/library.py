@@ -575,6 +575,7 @@ def join(
                 part,
                 files,
                 save_every_rounds,
+                can_evaluate=evaluate is not None,
             )
             driver.on_wait = partial(watch.enter, WAITING)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
@@ -582,6 +583,8 @@ def join(
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
             _check_batch(spec, cluster, part)
             _check_tau(spec, tau)
+            if evaluate is None and spec.identity.evaluation_set != "none":
+                _log.info("this node is not asked for the loss, which the run measures: it has no join(evaluate=…)")
             module = bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
             reshard(module)  # the loop may have evaluated it
             _check_parameters(module)

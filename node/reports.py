@@ -209,8 +209,11 @@ class Reports:
         state: NodeState,
         device: str,
         fingerprint: str | None,
+        *,
+        can_evaluate: bool = True,
     ) -> None:
-        """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any."""
+        """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any;
+        `can_evaluate`: whether its loop can measure the loss."""
         self.loss: float | None = None  # of the last inner step
         self.skipped_steps = 0  # inner steps whose gradient was not finite: nothing was stepped
         self.layout: str | None = None  # digest of the model's layout, once there is a model
@@ -218,6 +221,7 @@ class Reports:
         self.announced = Announced()  # used by the link's thread
         self._machine, self._clock, self._samples = machine, clock, samples
         self._state, self._device, self._fingerprint = state, device, fingerprint
+        self._can_evaluate = can_evaluate
         self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
         """A history and its anchors, replaced together: the link's thread may read them at any moment."""
         self._starts_in: int | None = None
@@ -255,6 +259,7 @@ class Reports:
             holds=machine.holds,
             begins=True,
             saved=self.saved,
+            can_evaluate=self._can_evaluate,
         )
 
     def is_due(self, now: float) -> bool:

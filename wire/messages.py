@@ -338,6 +338,7 @@ class Hello(Message):
     and asks for one (`Fetch`) where they have not."""
     saved: SavedAnchors | None = field(default=None, metadata=LATER)
     """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
+    can_evaluate: bool = field(default=True, metadata=LATER)  # whether its loop can measure the loss on the fixed set
 
 
 @message(2, Role.COORDINATOR, since=1)

@@ -476,7 +476,7 @@ class CoordinatorMachine:
         self._decisions.do(ev.Publish(nodes=self._membership.audience(record.fragment), committed=committed))
 
     def _evaluator(self, terms: WindowTerms) -> NodeId | None:
-        """The node to evaluate after this commit, the last of a round: the lowest live id."""
+        """The node to evaluate after this commit, the last of a round: the lowest live id that can."""
         following = self.ledger.windows.get(terms.fragment)
         stays = following is not None and following.round == terms.round
         spec = dataclasses.replace(self.ledger.spec, terms=self.ledger.terms_at(terms))

@@ -97,9 +97,10 @@ class Membership:
         }
 
     def evaluator(self) -> NodeId | None:
-        """The lowest live node id that holds the whole model."""
+        """The lowest live node id that holds the whole model and can measure its loss."""
         layout = self._ledger.spec.identity.layout
-        return min((m.name for m in self.connected if m.counts and is_whole(m.holds, layout)), default=None)
+        able = (m for m in self.connected if m.counts and m.can_evaluate and is_whole(m.holds, layout))
+        return min((m.name for m in able), default=None)
 
     def evaluates(self, node: NodeId | None) -> None:
         """Mark the node that evaluates: it may take longer than an inner step."""

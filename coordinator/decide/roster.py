@@ -47,6 +47,7 @@ class Member:
     frozen: int = 0  # digest of its weights that are not exchanged, once it is ready
     device: str = ""
     inventory: Inventory = NOTHING  # its machine, by its last greeting
+    can_evaluate: bool = True  # by its last greeting
     protocol: int = PROTOCOL_VERSIONS[1]  # protocol version spoken with it; the newest until it returns after a restart
     progress: Progress | None = None
     anchors: tuple[AnchorRef, ...] = ()  # what it held when it left
@@ -100,7 +101,7 @@ class Member:
         self.expires_at = None
         self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
         self.device, self.heard_at, self.progress_at = hello.device, now, now
-        self.inventory = trimmed(hello.inventory)
+        self.inventory, self.can_evaluate = trimmed(hello.inventory), hello.can_evaluate
         if hello.round is not None:
             self.stage = "training"
             self.start_round = hello.round if self.start_round is None else self.start_round

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 from torch import nn
 from torch.optim import AdamW
 
@@ -89,6 +90,25 @@ def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
 
 def test_every_argument_of_join_is_checked() -> None:
     assert {*inspect.signature(join).parameters} == {*WANTED, "rate", "clip", "wrap", "buffers", "anchors"}
+
+
+def test_the_loss_is_asked_of_a_node_that_measures_it(tmp_path: Path) -> None:
+    store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=4, h=2, nodes=2))
+    with tiny_run.serving(tmp_path / "state", store) as coordinator:
+        nodes = [
+            threading.Thread(
+                target=tiny_run.train,
+                args=(coordinator.link.endpoint, tmp_path / name, name),
+                kwargs={"evaluate": None if name == "a" else lambda module: 1.0},
+            )
+            for name in "ab"
+        ]
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.join()
+        evaluations = list(store.ledger.evaluations)
+    assert evaluations, "b was asked, though a comes first"
 
 
 def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:

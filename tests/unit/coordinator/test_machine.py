@@ -608,6 +608,17 @@ def test_the_lowest_live_node_evaluates_with_the_last_fragment(
     assert evaluated == rounds
 
 
+def test_a_node_that_cannot_measure_the_loss_is_not_asked(spec: RunSpec) -> None:
+    run = Run(spec, "ab", evaluation_set="0123")
+    run.part(A)
+    run.greet(A, round=0, can_evaluate=False)
+    assert published(run.commit(1, A, B))[0].committed.evaluator == B
+    run.commit(0, A, B)
+    run.part(B)
+    run.greet(B, round=1, can_evaluate=False)
+    assert published(run.commit(1, A, B))[0].committed.evaluator is None
+
+
 @pytest.fixture
 def asked(spec: RunSpec) -> Run:
     """A was asked to evaluate version 1 of fragment 1."""

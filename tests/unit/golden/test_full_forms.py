@@ -64,7 +64,8 @@ def filled(kind: Any, name: str = "") -> Any:
         return filled(kind.__supertype__, name)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
-        return kind(**{field.name: filled(hints[field.name], field.name) for field in dataclasses.fields(kind)})
+        fields = dataclasses.fields(kind)
+        return kind(**{f.name: f.default is not True and filled(hints[f.name], f.name) for f in fields})
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return list(kind)[-1]
     if kind in (int, float, str, bytes, bool):
