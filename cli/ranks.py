@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,11 +11,9 @@ from typing import NoReturn
 import typer
 
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.node.errors import RankFailed, lost_another
 
 LINGER_S = 2.0  # time for the rank that failed to end with its own code before another one makes the agent stop all
-
-_LOST = re.compile(r"connection (was )?(closed|reset)|remote (process|worker)|broken pipe", re.IGNORECASE)
-"""Messages of gloo and NCCL about a lost peer."""
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
@@ -29,13 +26,15 @@ def lets_others_report(rank: int) -> Iterator[None]:
     """Around the work of a rank: if it lost another one, let that one report and end first, because its code counts."""
     try:
         yield
-    except RuntimeError as error:
-        if not _LOST.search(str(error)):
+    except Exception as error:
+        if not isinstance(error, RankFailed) and not lost_another(error):
             raise
         try:
             time.sleep(LINGER_S)
         except KeyboardInterrupt:  # the agent has seen the other one end, and stops all
             raise typer.Exit(ExitCode.UNEXPECTED) from None
+        if isinstance(error, RankFailed):
+            raise
         raise CommandError(f"rank {rank} lost another rank of the node", ExitCode.UNEXPECTED) from error
 
 

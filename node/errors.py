@@ -9,11 +9,22 @@ NodeError             carries the exit code of the daemon
 ├── LoopError         what the training loop gave to `join` or `step` cannot be used (do not retry)
 ├── StateUnusable     the state folder cannot be written (do not retry)
 ├── BadAddress        the coordinator's address is none (do not retry)
+├── RankFailed        another rank of the node has ended by an error (as that one's)
 ├── Unreachable       the coordinator did not answer in time (retry)
 └── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
 
 CorpusError           the text or the tokens cannot be used, also where no node is (bad configuration)
 """
+
+import re
+
+_LOST = re.compile(r"connection (was )?(closed|reset)|remote (process|worker)|broken pipe", re.IGNORECASE)
+"""Messages of gloo and NCCL about a lost peer."""
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 class CorpusError(ValueError):
@@ -81,6 +92,14 @@ class Unreachable(NodeError):
 
     exit_code = 5
     retriable = True
+
+
+class RankFailed(NodeError):
+    """Names the rank and its error, and has its exit code."""
+
+    def __init__(self, rank: int, error: str, exit_code: int) -> None:
+        self.rank, self.exit_code = rank, exit_code
+        super().__init__(f"rank {rank} of this node has failed: {error}")
 
 
 class StateUnusable(NodeError):

@@ -1,4 +1,4 @@
-"""Finds the rank of a node that hangs, while all others wait for it, and ends the node's processes.
+"""Finds the rank of a node that hangs or has failed, while others wait for it, and ends the node's processes.
 
 Every rank notes what it does in torchrun's store, twice a second, from a thread. The first and the last rank read all
 notes, so that each of them is seen by another. A rank hangs if it does not move for longer than the limit while another
@@ -19,18 +19,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from farloop.node.cluster import Cluster
+from farloop.node.errors import RankFailed, lost_another
 from farloop.wire.messages import pack, unpack
 
 _log = logging.getLogger(__name__)
 
 EXIT_CODE = 7
 BEAT_S = 0.5
+END_S = 3.0  # for a rank to end by itself once another one has failed: it may be raising the same error
 LEAVE_S = 10.0  # a rank whose store is gone may be about to leave: rank 0 may have left before it
 SLOW = 10.0  # median steps, and limits of what takes longer than a step: an evaluation, and the first step
 
@@ -132,6 +134,22 @@ class HangWatch:
         self.note.step += 1
         self.enter(TRAINING)
 
+    def failed(self, error: BaseException) -> RankFailed | None:
+        """The rank ends by an error: tell the others, which end as well. What another rank has told, where the error
+        is that it is gone."""
+        if self._thread is None or not isinstance(error, Exception):
+            return None
+        with suppress(RuntimeError):  # the store is gone with its host
+            if lost_another(error):
+                return self._failed_rank()
+            told = [self._rank, f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
+            self._store.compare_set("failed", "", pack(told))
+        return None
+
+    def _failed_rank(self) -> RankFailed | None:
+        """The first rank that has told of an error."""
+        return RankFailed(*unpack(self._store.get("failed"))) if self._store.check(["failed"]) else None
+
     def stop(self) -> None:
         """The rank leaves. More than once is harmless."""
         self._stopped.set()
@@ -153,6 +171,9 @@ class HangWatch:
         self._tell()
         if self._store.check(["hung"]):
             self._end(f"the node is started again: {self._store.get('hung').decode()}")
+        if (first := self._failed_rank()) and first.rank != self._rank and not self._stopped.wait(END_S):
+            _log.error("rank %d ends with code %d: %s", self._rank, first.exit_code, first)
+            self._exit(first.exit_code)
         if self._rank not in (0, self._size - 1):
             return
         now = time.monotonic()
@@ -180,10 +201,13 @@ class HangWatch:
     def _end(self, why: str) -> None:
         """End the process, whatever its training thread does; torchrun starts the node again."""
         _log.error("rank %d ends with code %d: %s; the stacks of its threads follow", self._rank, EXIT_CODE, why)
-        logging.shutdown()
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback(sys.__stderr__)
-        os._exit(EXIT_CODE)
+        self._exit(EXIT_CODE)
+
+    def _exit(self, code: int) -> NoReturn:
+        logging.shutdown()
+        os._exit(code)
 
 
 def _default_store() -> Any:

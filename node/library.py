@@ -339,9 +339,11 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.leave()
-        else:
-            self.abandon()
+            return self.leave()
+        first = self._watch.failed(error) if self._watch is not None else None
+        self.abandon()
+        if first is not None:
+            raise first from error
 
     def _begin(self, buffers: Buffers = "same") -> None:
         frozen = frozen_digest(self.module, self.cluster, buffers=buffers == "same")
@@ -634,7 +636,8 @@ def join(
         node._begin(buffers)
         if signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
-    except BaseException:
+    except BaseException as error:
+        first = watch.failed(error) if watch is not None else None
         if endpoint is not None:
             endpoint.close()
         if driver is not None:
@@ -644,6 +647,8 @@ def join(
         if watch is not None:
             watch.stop()
         cluster.close()
+        if first is not None:
+            raise first from error
         raise
     return node
 

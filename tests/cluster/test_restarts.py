@@ -74,9 +74,10 @@ def test_no_rank_survives_its_agent(new_run: NewRun) -> None:
         time.sleep(0.05)
 
 
-def start_loop(run: Run, how: str) -> Daemon:
+def start_loop(run: Run, how: str, restarts: int = 1) -> Daemon:
     """A script of two ranks, under torchrun itself."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts))
+    torchrun = ("-m", "torch.distributed.run", *options)
     return run.start("many", *torchrun, str(HANGING_LOOP), how, run.address)
 
 
@@ -96,6 +97,15 @@ def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: s
     assert re.search(line, many.said), many.said
     assert "ends with code 7" in many.said and "hanging_loop.py" in many.said.partition("ends with code 7")[2], "stacks"
     assert node_of(status, "many")["incarnation"] == 2
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("fails-in-own-group", marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_join_is_named_by_those_that_wait_for_it(new_run: NewRun, how: str) -> None:
+    run = own_run(new_run, steps=40, method="diloco", h=10, nodes=1)
+    run.start_coordinator()
+    many = start_loop(run, how, restarts=0)
+    assert run.until_ended(many, DEADLINE_S) == 1
+    assert "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here" in many.said, many.said
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])

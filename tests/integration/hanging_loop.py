@@ -1,7 +1,8 @@
 """A user's own loop over several ranks, one of which hangs once: `hanging_loop.py HOW tcp://HOST:PORT`.
 
-HOW is `sleeps` (rank 1 never comes to its step), `stops` (SIGSTOP of rank 0 by itself) or `goes` (it only trains). A
-file HOW in the working folder keeps the ranks of the next start from hanging again.
+HOW is `sleeps` (rank 1 never comes to its step), `stops` (SIGSTOP of rank 0 by itself), `fails` (rank 1 cannot build
+its model, and its process stays), `fails-in-own-group` (the same, and the process group stays) or `goes` (it only
+trains). A file HOW in the working folder keeps the ranks of the next start from hanging again.
 """
 
 import os
@@ -11,16 +12,31 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from own_node import WIDTH, Model
 from torch import nn
 
+from farloop.algo.spec import RunSpec
 from farloop.cli.ranks import end_rank
 from farloop.node import join
 
 
 def main(how: str, coordinator: str) -> None:
     before, pace_s = Path(how), 0.05
-    with join(coordinator, Model(WIDTH), name="many", hang_timeout_s=3.0) as node:
+    if how == "fails-in-own-group":
+        dist.init_process_group("gloo")
+
+    def model(spec: RunSpec) -> nn.Module:
+        if how.startswith("fails") and os.environ["RANK"] == "1":
+            raise FileNotFoundError("no base.safetensors here")
+        return Model(WIDTH)
+
+    try:
+        node = join(coordinator, model, name="many", hang_timeout_s=3.0)
+    except FileNotFoundError:
+        time.sleep(3600)
+        raise
+    with node:
         rank, steps = node.cluster.rank, 0
         while node.running:
             x = torch.randn(8, 16)
