@@ -20,6 +20,7 @@ from farloop.algo.spec import Fragment
 from farloop.quant.codec import Parameter, Traits, float_text, number
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import Chunks, SparseCodec, cut, require_finite
+from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, words
 
 BLOCK = 256
@@ -85,6 +86,9 @@ class RandkCodec(SparseCodec):
 
     def _drawn(self, chunks: Chunks, seed: int, device: torch.device) -> Tensor:
         """Rising places inside each block, int64 [count, k]: the k elements with the smallest words."""
+        if (fast := fast_sparse(device)) is not None:
+            places: Tensor = fast.drawn(chunks.start, chunks.count, chunks.length, self._kept(chunks.length), seed)
+            return places
         lots = words(seed, chunks.start, chunks.count * chunks.length, device).view(chunks.count, chunks.length)
         # No two keys are equal: of equal words, the earlier elements are taken.
         key = (lots << 8) | torch.arange(chunks.length, device=device)

@@ -73,10 +73,10 @@ class Chunks:
         return index + first.unsqueeze(1)
 
 
-def cut(start: int, numel: int, length: int) -> Iterator[Chunks]:
-    """The elements [start, start + numel) in chunks of `length`, the last one shorter; at most `PIECE` at a time."""
+def cut(start: int, numel: int, length: int, piece: int = PIECE) -> Iterator[Chunks]:
+    """The elements [start, start + numel) in chunks of `length`, the last one shorter; at most `piece` at a time."""
     whole, rest = divmod(numel, length)
-    step = max(1, PIECE // length)
+    step = max(1, piece // length)
     for first in range(0, whole, step):
         yield Chunks(start=start + first * length, count=min(step, whole - first), length=length)
     if rest:

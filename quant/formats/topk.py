@@ -14,7 +14,7 @@ Temporaries are 2¹⁸ elements, or one row of squares of a wide matrix, and the
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Parameter, Traits, whole
 from farloop.quant.errors import BadPayload
-from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, require_finite
+from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, largest_bits, padding, require_finite
+from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.packing import BF16_LARGEST, aligned, bf16_bits, check_scales, from_bf16, pack, to_scale, unpack_into
 
 CHUNK = 4096
@@ -84,6 +85,9 @@ class TopkCodec(SparseCodec):
         return int(values.stop)
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
+        if (fast := fast_sparse(x.device, out.device)) is not None:
+            self._encode_by(fast, x, out, fragment)
+            return
         require_finite(x)
         levels = [x.new_empty(0, dtype=torch.int16)]
         index, values = [x.new_empty(0, dtype=torch.int16)], [x.new_empty(0, dtype=torch.uint8)]
@@ -97,6 +101,29 @@ class TopkCodec(SparseCodec):
         out[at_zeros] = 0
         out[at_index].copy_(_pack12(torch.cat(index)))
         out[at_values].copy_(pack(torch.nn.functional.pad(torch.cat(values), (0, -total % 4)).view(-1, 4), bits=2))
+
+    def _encode_by(self, fast: ModuleType, x: Tensor, out: Tensor, fragment: Fragment) -> None:
+        """The bytes of the reference above, by compiled loops."""
+        at_levels, at_zeros, at_index, at_values = self._ranges(fragment)
+        count, total = self._totals(fragment)
+        levels = torch.empty(4 * count, dtype=torch.uint8)
+        index = torch.zeros(-(-total // 4) * 4, dtype=torch.int16)
+        values = torch.zeros(index.numel(), dtype=torch.uint8)
+        chunk, entry = 0, 0
+        for chunks in _cut(fragment, piece=x.numel()):
+            last, end = chunk + chunks.count, entry + chunks.count * self._kept(chunks.length)
+            columns = chunks.columns if isinstance(chunks, Squares) else 0
+            places = (chunks.start, chunks.count, chunks.length, columns)
+            if not fast.largest(x, *places, levels[4 * chunk : 4 * last], index[entry:end], values[entry:end]):
+                require_finite(x)
+            chunk, entry = last, end
+        for gap in padding(fragment, x.numel()):
+            largest_bits(x, gap)
+        packed_index, packed_values = fast.packed_entries(index, values)
+        out[at_levels].copy_(levels)
+        out[at_zeros] = 0
+        out[at_index].copy_(packed_index[: at_index.stop - at_index.start])
+        out[at_values].copy_(packed_values)
 
     def entries(
         self, payload: Tensor, fragment: Fragment, seed: int, device: torch.device
@@ -167,20 +194,20 @@ class TopkCodec(SparseCodec):
         return slice(0, 4 * count), slice(4 * count, places), slice(places, values), slice(values, end)
 
 
-def _cut(fragment: Fragment) -> Iterator[Chunks]:
+def _cut(fragment: Fragment, piece: int = PIECE) -> Iterator[Chunks]:
     for tensor in fragment.tensors:
         if len(tensor.shape) == 2 and tensor.shape[0] % SIDE == 0 and tensor.shape[1] % SIDE == 0:
-            yield from _squares(tensor)
+            yield from _squares(tensor, piece)
         else:
             short = len(tensor.shape) < 2 and tensor.numel < LONG_VECTOR
-            yield from cut(tensor.offset, tensor.numel, SIDE if short else CHUNK)
+            yield from cut(tensor.offset, tensor.numel, SIDE if short else CHUNK, piece)
 
 
-def _squares(matrix: TensorSlot) -> Iterator[Squares]:
+def _squares(matrix: TensorSlot, piece: int) -> Iterator[Squares]:
     rows, columns = matrix.shape
     if not columns:
         return
-    step = max(1, PIECE // (SIDE * columns)) * SIDE
+    step = max(1, piece // (SIDE * columns)) * SIDE
     for row in range(0, rows, step):
         height = min(step, rows - row)
         yield Squares(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -54,6 +55,17 @@ def fast_digest(device: torch.device) -> Callable[[Tensor, int], tuple[int, bool
     except ImportError:
         return None
     return digest
+
+
+def fast_sparse(*devices: torch.device) -> ModuleType | None:
+    """The functions of `kernels/cpu/sparse.py` if all operands are on the CPU; None: the reference serves."""
+    if any(device.type != "cpu" for device in devices):
+        return None
+    try:
+        from farloop.quant.kernels.cpu import sparse
+    except ImportError:
+        return None
+    return sparse
 
 
 @cache

@@ -5,13 +5,14 @@ block with missing elements is copied to a buffer of its own.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from farloop.quant.kernels.cpu import sparse
 from farloop.quant.kernels.cpu.formats import ABSOLUTE, LOOPS, STOCHASTIC
 from farloop.quant.kernels.cpu.loops import (
     ADD,
@@ -56,7 +57,8 @@ def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
 
 def warm(names: Iterable[str]) -> float:
     """Compile, or load from disk, what a run with these formats needs; returns the seconds it took."""
-    return warm_up([NORM, DIGEST, *(kernel for name in names for kernel in LOOPS.get(name, ()))])
+    formats: Mapping[str, Iterable[Kernel]] = {**LOOPS, **sparse.KERNELS}
+    return warm_up([NORM, DIGEST, *(kernel for name in names for kernel in formats.get(name, ()))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,9 +162,11 @@ def _bitcast(from_type: Any, to_type: Any, to_ir: Any) -> Any:
 
 bits = _bitcast(types.float32, types.int32, ir.IntType(32))  # fp32 → its bits, int32
 from_bits = _bitcast(types.int32, types.float32, ir.FloatType())  # int32 → the fp32 with these bits
+double_from_bits = _bitcast(types.int64, types.float64, ir.DoubleType())  # int64 → the fp64 with these bits
 
 as_halves = _bitcast(pointer_to(types.uint32), pointer_to(types.uint16), ir.IntType(16).as_pointer())
 """The low half of each word, then the high one."""
+as_words = _bitcast(pointer_to(types.int32), pointer_to(types.uint32), ir.IntType(32).as_pointer())
 
 
 def _at(number: Any, number_ir: Any) -> Any:
@@ -200,6 +202,13 @@ def _stack(count: int, number: Any, number_ir: Any) -> Any:
 stack_floats = _stack(256, types.float32, ir.FloatType())
 stack_words = _stack(128, types.uint32, ir.IntType(32))
 stack_doubles = _stack(2048, types.float64, ir.DoubleType())
+
+_STACK_TYPES = {"int32": ir.IntType(32), "uint32": ir.IntType(32), "float64": ir.DoubleType()}
+
+
+def stack_array(count: int, number: str) -> Any:
+    """What makes an array of so many numbers of this type on the stack of a kernel."""
+    return _stack(count, getattr(types, number), _STACK_TYPES[number])
 
 
 def _after() -> Any:
@@ -243,6 +252,37 @@ load_u16 = _load(types.uint16, ir.IntType(16))
 store_u16 = _store(types.uint16, ir.IntType(16))
 load_i32 = _load(types.int32, ir.IntType(32))
 store_i32 = _store(types.int32, ir.IntType(32))
+
+
+# --- 64 comparisons at a time
+
+
+def _reaching(context: Any, values: Any, threshold: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(32), 64)
+        found = builder.load(builder.bitcast(args[0], vector.as_pointer()), align=4)
+        lane = builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], ir.Constant(ir.IntType(32), 0))
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
+        least = builder.shuffle_vector(lane, ir.Constant(vector, ir.Undefined), everywhere)
+        return builder.bitcast(builder.icmp_signed(">=", found, least), ir.IntType(64))
+
+    return types.uint64(pointer_to(types.int32), types.int32), generate
+
+
+def _of_bits(operation: Callable[[Any, Any], Any]) -> Any:
+    def typed(context: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return operation(builder, args[0])
+
+        return types.uint64(types.uint64), generate
+
+    return intrinsic(typed)
+
+
+reaching: Any = intrinsic(_reaching)
+"""(pointer to int32, threshold) → uint64 whose bit i says whether element i, of 64, is at least the threshold."""
+count_ones = _of_bits(lambda builder, word: builder.ctpop(word))
+lowest_one = _of_bits(lambda builder, word: builder.cttz(word, ir.Constant(ir.IntType(1), 0)))
 
 
 # --- bf16 scales, and anchors rounded to the number type of the model

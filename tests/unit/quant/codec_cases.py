@@ -81,6 +81,35 @@ def gaussian(fragment: Fragment, seed: int = 0) -> Tensor:
     return padded(fragment, torch.randn(fragment.numel, generator=torch.Generator().manual_seed(seed)) * 1e-3)
 
 
+TOP = float(torch.finfo(torch.float32).max)
+
+
+def hard_numbers() -> Tensor:
+    """Blocks in which something is special; all finite."""
+    ramp = torch.linspace(-1, 1, 1024)
+    signs = torch.where(torch.arange(1024) % 3 == 0, -1.0, 1.0)
+    powers = torch.tensor([sign * 1.5 * 2.0**power for power in range(-150, 128) for sign in (1, -1)])
+    few = torch.tensor([-1.0, -0.9375, -0.5, -0.0, 0.0, 0.0625, 0.1875, 0.5, 1.0])
+    lone = torch.zeros(1024)
+    lone[::64] = torch.tensor([2.0**-97, -(2.0**-98), 1.0, -3.0] * 4)
+    thresholds = torch.cat([torch.tensor([s * t * 2.0**p for t in (1.0, 1.5)]) for p in range(-8, 1) for s in (1, -1)])
+    special = (
+        0.0 * signs,  # zeros of both signs
+        signs,  # ties of the largest magnitude
+        few[torch.randint(9, (1500,), generator=torch.Generator().manual_seed(1))],  # ties of codes
+        torch.tensor([-8.0, 0.5, 1.5, 2.5, 6.5, -0.5, -1.5] + [0.0] * 57).repeat(8),  # halves of codes
+        thresholds.repeat(9),  # of e3m0
+        torch.tensor([2.0**-149, -(2.0**-149), 2.0**-127, 3 * 2.0**-140] * 70),  # subnormal numbers
+        ramp * 2.0**-97,  # around the smallest scale
+        ramp * 2.0**-100,  # the same for absolute steps
+        torch.tensor([TOP, -TOP, 1.0, 0.25 * TOP] * 100),
+        lone,  # one element in a block
+        torch.ldexp(ramp, torch.arange(1024) // 4 - 130),  # every exponent
+        powers[torch.randperm(powers.numel(), generator=torch.Generator().manual_seed(2))],
+    )
+    return torch.cat([torch.nn.functional.pad(x, (0, -x.numel() % 256)) for x in special])
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 

@@ -1,0 +1,96 @@
+"""The compiled loops of formats that are not made of equal blocks write what plain torch writes, byte for byte."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from codec_cases import LARGE, MATRICES, MIXED, gaussian, hard_numbers, of_shapes, padded, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farloop.algo.spec import Fragment
+from farloop.quant.codec import Codec, flat
+from farloop.quant.errors import NonFiniteError
+from farloop.quant.kernels.cpu.primitives import kernel_threads
+from farloop.quant.registry import codec_named
+
+SPELLINGS = ("topk", "topk:k=1", "topk:k=65", "topk:k=4096", "randk", "randk:fraction=0.5", "randk:fraction=1")
+FRAGMENTS = [MIXED, MATRICES, LARGE, *(flat(numel) for numel in (1, 63, 257, 4095, 4097, 12345, 70001))]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+every_spelling = pytest.mark.parametrize("spelling", SPELLINGS)
+
+
+@contextmanager
+def reference(codec: Codec) -> Iterator[None]:
+    with patch.object(sys.modules[type(codec).__module__], "fast_sparse", lambda *devices: None):
+        yield
+
+
+def check(codec: Codec, x: Tensor, fragment: Fragment, seed: int) -> None:
+    with reference(codec):
+        expected = codec.encode(x, fragment, seed=seed)
+        numbers = codec.decode(expected, fragment, seed=seed)
+    out = torch.full((expected.numel() + 1,), 0xA5, dtype=torch.uint8)[1:]  # at an odd address
+    codec.encode_into(x, out, fragment, seed=seed)
+    assert torch.equal(out, expected), fragment
+    assert same_bits(codec.decode(out, fragment, seed=seed), numbers)
+
+
+@every_spelling
+def test_payloads_of_all_fragments(spelling: str) -> None:
+    for fragment in FRAGMENTS:
+        check(codec_named(spelling), gaussian(fragment), fragment, 2**32 - 5)
+
+
+@every_spelling
+def test_payloads_of_hard_numbers(spelling: str) -> None:
+    """Zeros of both signs, subnormal numbers, the largest, equal magnitudes, every exponent."""
+    x = hard_numbers()
+    check(codec_named(spelling), x, flat(x.numel()), 7)
+    fragment = of_shapes((64, 128), (300,))
+    check(codec_named(spelling), padded(fragment, x[: fragment.numel].clone()), fragment, 7)
+
+
+@every_spelling
+@settings(max_examples=30)
+@given(
+    words=st.lists(
+        st.integers(0, 0xFF7FFFFF).filter(lambda word: word & 0x7F800000 != 0x7F800000), min_size=1, max_size=8
+    ),
+    numel=st.integers(1, 9000),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_payloads_of_any_bit_patterns(spelling: str, words: list[int], numel: int, seed: int) -> None:
+    patterns = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x = patterns[torch.arange(numel) * 7 % len(words)]
+    x[100::700] = patterns[0]  # a few may be larger than many that are equal
+    x[100::700].mul_(0.75).sub_(1.0)
+    check(codec_named(spelling), x, flat(numel), seed)
+
+
+@every_spelling
+def test_the_first_number_that_is_not_finite_is_told(spelling: str) -> None:
+    codec = codec_named(spelling)
+    for bad, places in ((torch.nan, [700]), (-torch.inf, [9_000, 1]), (torch.inf, [MATRICES.numel - 1])):
+        x = gaussian(MATRICES)  # the last place is padding
+        x[places] = bad
+        with pytest.raises(NonFiniteError) as error:
+            codec.encode(x, MATRICES)
+        assert error.value.index == min(places)
+
+
+@every_spelling
+def test_any_number_of_threads_writes_the_same_bytes(spelling: str) -> None:
+    codec, fragment = codec_named(spelling), of_shapes((1024, 512), (2**17 + 5,))
+    x = gaussian(fragment)
+    with kernel_threads(1):
+        expected = codec.encode(x, fragment)
+        numbers = codec.decode(expected, fragment)
+    with kernel_threads(3):
+        assert torch.equal(codec.encode(x, fragment), expected)
+        assert same_bits(codec.decode(expected, fragment), numbers)
