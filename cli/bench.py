@@ -296,37 +296,65 @@ def sync(
         list[str] | None, typer.Option(show_default="q4", help="Codec of both directions; repeatable.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, after two that do not count.")] = 12,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/sync"),
     as_json: AsJson = False,
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
 
-    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios
-    tell something: run it on an idle machine with two cores or more.
+    Coordinator and nodes are processes of this machine, and nothing is trained. torchft and
+    hivemind are measured too where they are installed. Only the ratios tell something: run it
+    on an idle machine with two cores or more.
 
-    Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32
+    With --link, farloop also runs over emulated links, and the time is compared with that of
+    its bytes at the link's rate.
+
+    Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
     from farloop.bench.machine import machine, source_commit
-    from farloop.bench.sync import measure
+    from farloop.bench.sync import Emulated, measure
+    from farloop.chaos.relay import Link, LinkError, Relay, RelayThread
     from farloop.quant.registry import codec_named
 
     codecs = codec or ["q4"]
     for name in codecs:
         codec_named(name)
+
+    def emulated(name: str) -> Emulated:
+        parsed = Link.parse(name)
+
+        @contextmanager
+        def ports(port: int, count: int) -> Iterator[list[int]]:
+            relays = [Relay(target_host="127.0.0.1", target_port=port, link=parsed) for _ in range(count)]
+            with RelayThread(*relays):
+                yield [relay.port for relay in relays]
+
+        return Emulated(name=name, bytes_per_s=parsed.bytes_per_s, ports=ports)
+
+    try:
+        links = [None, *map(emulated, link or [])]
+    except LinkError as error:
+        raise CommandError(f"--link: {error}") from error
     if out.exists() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
-    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, trace=trace)
+    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
     if as_json:
         told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
         typer.echo(json.dumps(told, indent=1))
         return
     floor = rows[0].s_per_round_median
     for row in rows:
+        against = f"{row.s_per_round_median / floor:5.1f} x gloo"
+        if row.s_floor is not None:
+            against = f"{row.s_per_round_median / row.s_floor:.2f} x its bytes over {row.link}"
         typer.echo(
             f"{row.system:<8} {row.codec:<8} {row.s_per_round_median:7.3f} s a round (median; {row.s_per_round_min:.3f}"
-            f" to {row.s_per_round_max:.3f}), {row.s_per_round_median / floor:5.1f} x gloo, "
+            f" to {row.s_per_round_max:.3f}), {against}, "
             f"{size_text(row.bytes_per_round)}{'' if row.bit_equal else '; the nodes ended with different weights'}"
         )
         if row.trace is not None:

@@ -105,23 +105,32 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
 
 
 def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
-    words = ["bench", "sync", "--parameters", "204800", "--rounds", "2", "--codec", "q4", "--trace", "--json", "--out"]
-    words.append(str(tmp_path))
-    result = CliRunner().invoke(app, words, prog_name="farloop")
+    words = ["bench", "sync", "--parameters", "204800", "--rounds", "2", "--link", "1gbit/1ms", "--trace", "--json"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
-    gloo, ours = json.loads(result.stdout)["rows"]
-    assert (gloo["system"], gloo["codec"], gloo["rounds"]) == ("gloo", "fp32", 4)
-    assert (ours["system"], ours["codec"], ours["rounds"]) == ("farloop", "q4", 2)
-    assert gloo["bit_equal"] and ours["bit_equal"]
-    assert 0 < ours["s_per_round_min"] <= ours["s_per_round_median"] <= ours["s_per_round_max"]
+    gloo, *ours = (row for row in json.loads(result.stdout)["rows"] if row["system"] in ("gloo", "farloop"))
+    assert (gloo["codec"], gloo["rounds"], gloo["bit_equal"]) == ("fp32", 4, True)
+    assert [(row["codec"], row["rounds"], row["bit_equal"], row["link"]) for row in ours] == [
+        ("q4", 2, True, ""),
+        ("q4", 2, True, "1gbit/1ms"),
+    ]
     # 17/32 of a byte a parameter, two nodes, up and down, and at most 40 kB of control in all four rounds.
     payload = 4 * 204_800 * 17 // 32
-    assert payload < ours["bytes_per_round"] < payload + 10_000
-    stages = ours["trace"]["stages"]
-    assert [stage["name"] for stage in stages] == [name for name in STAGES.values() if name]
-    mean = (ours["s_per_round_min"] + ours["s_per_round_max"]) / 2  # of two rounds
-    assert sum(stage["s_mean"] for stage in stages) == pytest.approx(mean, abs=1e-3), "they add up to the round"
-    assert set(ours["trace"]["cpu_s_per_round"]) == {"coordinator", "node-0", "node-1"}
+    for row in ours:
+        assert 0 < row["s_per_round_min"] <= row["s_per_round_median"] <= row["s_per_round_max"]
+        assert payload < row["bytes_per_round"] < payload + 10_000
+        stages = row["trace"]["stages"]
+        assert [stage["name"] for stage in stages] == [name for name in STAGES.values() if name]
+        mean = (row["s_per_round_min"] + row["s_per_round_max"]) / 2  # of two rounds
+        assert sum(stage["s_mean"] for stage in stages) == pytest.approx(mean, abs=1e-3), "they add up to the round"
+        assert set(row["trace"]["cpu_s_per_round"]) == {"coordinator", "node-0", "node-1"}
+    assert ours[0]["s_floor"] is None
+    assert ours[1]["s_per_round_min"] > ours[1]["s_floor"] > payload / 2 / 125e6, "no faster than its link"
+
+
+def test_a_link_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "sync", "--link", "fast", "--out", str(tmp_path)], prog_name="farloop")
+    assert result.exit_code == 2 and "'fast' is not a link: write rate/round-trip time" in result.output
 
 
 @pytest.mark.timeout(600)
