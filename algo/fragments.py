@@ -204,7 +204,10 @@ def _check_tensors(tensors: Sequence[NamedShape]) -> None:
             raise ValueError(f"the tensor name {name!r} appears twice")
         seen.add(name)
         if _padded(shape) == 0:
-            raise ValueError(f"the tensor {name!r} has no elements: its shape is {shape}")
+            raise ValueError(
+                f"the tensor {name!r} has no elements, its shape is {shape}: freeze it with requires_grad_(False), and "
+                "leave it out of a weights file"
+            )
         if (row := _padded(shape[1:])) > MAX_FRAGMENT_ELEMENTS:
             raise ValueError(
                 f"one row of the tensor {name!r} has {row} elements with padding; tensors are split between rows of "

@@ -45,14 +45,12 @@ def check(
 
 def _memory_lines(memory: Memory) -> list[Line]:
     """Sums; `--json` has the terms."""
-    ram, disk, host, device = (
-        size_text(sum(table.values()))
-        for table in (memory.coordinator_ram, memory.coordinator_disk, memory.node_host, memory.node_device)
-    )
+    tables = (memory.coordinator_ram, memory.coordinator_disk, memory.node_host, memory.node_device, memory.node_disk)
+    ram, disk, host, device, node_disk = (size_text(sum(table.values())) for table in tables)
     ranks = f"each of {memory.ranks} devices" if memory.ranks > 1 else "its device"
     return [
         ("coordinator", f"{ram} of memory, {disk} of disk"),
-        ("node", f"{host} of host memory, {device} on {ranks} besides activations"),
+        ("node", f"{host} of host memory, {device} on {ranks} besides activations, {node_disk} of disk"),
     ]
 
 

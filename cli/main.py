@@ -373,7 +373,7 @@ def doctor(
 def check_config(
     file: AnyToml,
     flags: SetFlags = None,
-    ranks: Annotated[int, typer.Option(help="Processes of a node, for its memory.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes of a node, for its memory.", min=1, max=65536)] = 1,
     shard: Annotated[bool, typer.Option("--shard", help="The node shards the model over them.")] = False,
     as_json: AsJson = False,
 ) -> None:

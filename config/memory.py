@@ -14,6 +14,7 @@ from farloop.coordinator.downloads import MOST_BYTES
 from farloop.coordinator.executor import MOST_RESULT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import SNAPSHOT_EVERY
+from farloop.node.library import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 
@@ -37,6 +38,7 @@ class Memory:
     coordinator_disk: Terms
     node_host: Terms  # of the first process, which owns the link; with [node] anchors = "device" less by the anchors
     node_device: Terms  # of each process; on CPUs it is host memory as well
+    node_disk: Terms  # of all processes; with [node] save_every_rounds or save_optimizer off it is less
     ranks: int
 
     def plain(self) -> dict[str, object]:
@@ -46,6 +48,7 @@ class Memory:
             "coordinator_disk": self.coordinator_disk,
             "node_host": self.node_host,
             "node_device": self.node_device,
+            "node_disk": self.node_disk,
         }
         sums = {f"{name}_bytes": sum(table.values()) for name, table in tables.items()}
         return {**sums, "ranks": self.ranks, "terms": {name: dict(table) for name, table in tables.items()}}
@@ -103,11 +106,21 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "optimizer's moments": 2 * FP32 * parameters // part if method.inner else 0,
         "encode buffers": 2 * FP32 * largest.numel // part,
     }
+    codec = codec_named(terms.codecs.up)
+    node_disk = {"residuals": FP32 * parameters if codec.beta and codec.traits.sparse else 0}
+    if method.inner:
+        node_disk |= {
+            "anchors": FP32 * parameters,
+            "updates since": SAVE_EVERY_ROUNDS * down,
+            "optimizer's moments": 2 * FP32 * parameters,
+            "file that replaces another": 2 * FP32 * largest.numel,
+        }
     return Memory(
         coordinator_ram=_there(coordinator_ram),
         coordinator_disk=_there(coordinator_disk),
         node_host=_there(on_host),
         node_device=_there(trained),
+        node_disk=_there(node_disk),
         ranks=ranks,
     )
 

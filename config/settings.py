@@ -40,6 +40,7 @@ from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.observe.straggler_detector import ADAPTS
 from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.tcp_connection import congestion_refused
+from farloop.node.arguments import check_fingerprint
 from farloop.node.data import Share
 from farloop.node.devices import Where
 from farloop.node.errors import CorpusError
@@ -342,7 +343,7 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     """A NODE.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
     settings = _resolve(path, NODE_SCHEMA, flags, environ)
     settings.check("node", "name", check_name)
-    settings.check("node", "fingerprint", _check_fingerprint)
+    settings.check("node", "fingerprint", check_fingerprint)
     settings.check("node", "address", parse_tcp)
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
@@ -534,11 +535,6 @@ def _check_codec(spelling: str) -> None:
     if name not in CODECS:
         raise ValueError(f"there is no {name!r}; {nearest(name, CODECS)}")
     codec_named(spelling)
-
-
-def _check_fingerprint(text: str) -> None:
-    if not re.fullmatch("[0-9a-f]{16}", text):
-        raise ValueError("16 hex digits are wanted; the coordinator prints them at its start")
 
 
 def _check_http_port(settings: Settings, section: str, bind: str) -> None:

@@ -1,8 +1,10 @@
 """What `join` and `step` are given: types, the environment, and one line for what cannot be used."""
 
+import difflib
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 
 from farloop.node.errors import LoopError
 from farloop.node.zmq_dealer import LinkConfig
+from farloop.wire.keys import check_name
 
 _OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
 WANTED: dict[str, tuple[tuple[type, ...], str]] = {
@@ -124,13 +127,41 @@ _FROM_ENVIRONMENT: dict[str, type] = {
 """Arguments of `join` that have a variable, under the name that the key has in [node] of a settings file."""
 
 
+_PREFIX = "FARLOOP_NODE__"
+ALIKE = 0.7  # `difflib` ratio from which a word is a misspelt one
+
+
+def check_fingerprint(text: str) -> None:
+    """Raises ValueError."""
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError(f"16 hex digits are a fingerprint, not {text!r}; the coordinator prints it at its start")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {"name": check_name, "fingerprint": check_fingerprint}
+
+
+def check_variables(environ: Mapping[str, str] | None = None) -> None:
+    """Raises LoopError for a variable that is nearly one of those that `join` reads. Others are `farloop node`'s."""
+    environ = os.environ if environ is None else environ
+    keys = {name: name.removeprefix(_PREFIX).lower() for name in sorted(environ) if name.startswith(_PREFIX)}
+    for name, key in keys.items():
+        near = difflib.get_close_matches(key, _FROM_ENVIRONMENT, n=1, cutoff=ALIKE)
+        if near and key != near[0]:
+            raise LoopError(f"{name} is not read: did you mean {_PREFIX}{near[0].upper()}?")
+
+
 def setting(argument: str, given: Any) -> Any:
     """An argument of `join`, from the environment where it is None. Raises LoopError."""
-    variable = f"FARLOOP_NODE__{argument.upper()}"
+    variable = f"{_PREFIX}{argument.upper()}"
     if (near := variable.replace("__", "_", 1)) in os.environ:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
         value = _FROM_ENVIRONMENT[argument](text)
+        if argument in _CHECKS:
+            try:
+                _CHECKS[argument](text)
+            except ValueError as error:
+                raise LoopError(f"{variable}: {error}") from None
         return value.expanduser() if isinstance(value, Path) else value
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")

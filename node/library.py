@@ -38,7 +38,16 @@ from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.anchor_files import AnchorFiles
-from farloop.node.arguments import a_kind, bare, check_seconds, check_types, number_of, setting
+from farloop.node.arguments import (
+    a_kind,
+    bare,
+    check_fingerprint,
+    check_seconds,
+    check_types,
+    check_variables,
+    number_of,
+    setting,
+)
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Where, device_of
 from farloop.node.driver import Driver
@@ -526,14 +535,15 @@ def join(
             which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is not a node name, only one of `key` and `server_key` was given, `rate`, `clip`, `wrap`,
-            `buffers` or `anchors` is none of its words, `timeout_s` or `hang_timeout_s` is NaN or negative, or
-            `save_every_rounds` is negative.
+        ValueError: `name` is not a node name or `fingerprint` no fingerprint, only one of `key` and `server_key` was
+            given, `rate`, `clip`, `wrap`, `buffers` or `anchors` is none of its words, `timeout_s` or `hang_timeout_s`
+            is NaN or negative, or `save_every_rounds` is negative.
     """
     choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
     for argument, value, words in (*choices, ("anchors", anchors, Where)):
         if value not in get_args(words):
             raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
+    check_variables()
     coordinator, name = setting("coordinator", coordinator), setting("name", name)
     key, server_key = setting("key", key), setting("server_key", server_key)
     state_dir, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
@@ -554,6 +564,8 @@ def join(
         raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
     if hook and scaler is not None:
         raise LoopError("join(hook=True) takes no scaler=: the trainer scales and steps")
+    if fingerprint is not None:
+        check_fingerprint(fingerprint)
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key

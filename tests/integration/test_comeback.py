@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from loopback import PACED, Daemon, NewRun, assert_all_agree, further_than, merged_since, node_of
 
+from farloop.config.memory import memory_of
+from farloop.config.settings import load, planned
 from farloop.monitoring.status import Status
 
 FSDP_LOOP = Path(__file__).resolve().parents[2] / "examples" / "fsdp_loop.py"
@@ -31,6 +33,9 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
     assert "going on from 3 of 3" in b.said and "snapshot" not in b.said, b.said
     assert "with the optimizer's state of 3 fragments" in b.said, b.said
     assert node_of(status, "b")["bytes_by_kind"]["snapshot"] == 0
+    files = [path.stat().st_size for path in (run.folder / "b").rglob("*") if path.is_file()]
+    told = memory_of(planned(load(run.folder / "run.toml", flags=[], environ={})).spec).node_disk
+    assert sum(files) <= sum(told.values()) + 4096 * len(files), "as was predicted, but for the heads of the files"
 
 
 def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: NewRun) -> None:

@@ -1,5 +1,6 @@
 """What `join` says when it cannot: one line each, and no thread is left behind."""
 
+import dataclasses
 import inspect
 import re
 import threading
@@ -13,9 +14,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.arguments import WANTED
+from farloop.node.arguments import WANTED, check_variables
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
 from farloop.node.library import join
+from farloop.node.trainer import NodeConfig
 from farloop.wire.keys import KeyFileError
 
 pytestmark = pytest.mark.integration
@@ -42,6 +44,8 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         join(NOWHERE, model, name="a", state_dir=state, key=tmp_path / "a.key", server_key=tmp_path / "c.pub")
     with pytest.raises(EndpointError, match="host:port"):
         join(NOWHERE, model, name="a", state_dir=state, http="9710")
+    with pytest.raises(ValueError, match="16 hex digits are a fingerprint, not '0123'"):
+        join(NOWHERE, model, name="a", state_dir=state, fingerprint="0123")
     (tmp_path / "file").write_text("")
     with pytest.raises(StateUnusable):
         join(NOWHERE, model, name="a", state_dir=tmp_path / "file")
@@ -86,6 +90,29 @@ def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
     with pytest.raises(LoopError, match=re.escape(words)) as caught:
         join(**{"coordinator": NOWHERE, **arguments, **given})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value) and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("NAME", "not a name!", "FARLOOP_NODE__NAME: 'not a name!' is not a node name"),
+        ("FINGERPRINT", "0123", "FARLOOP_NODE__FINGERPRINT: 16 hex digits are a fingerprint, not '0123'"),
+        ("NMAE", "oslo", "FARLOOP_NODE__NMAE is not read: did you mean FARLOOP_NODE__NAME?"),
+        ("FINGERPRNT", "", "FARLOOP_NODE__FINGERPRNT is not read: did you mean FARLOOP_NODE__FINGERPRINT?"),
+    ],
+)
+def test_what_is_wrong_with_the_environment_is_one_line(
+    variable: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARLOOP_NODE__NAME", "oslo")
+    monkeypatch.setenv(f"FARLOOP_NODE__{variable}", value)
+    with pytest.raises(LoopError, match=re.escape(words)) as caught:
+        join(NOWHERE, nn.Linear(1, 1), state_dir=tmp_path, timeout_s=0.1)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_setting_of_the_daemon_is_taken_for_a_misspelt_argument() -> None:
+    check_variables({f"FARLOOP_NODE__{field.name.upper()}": "" for field in dataclasses.fields(NodeConfig)})
 
 
 def test_every_argument_of_join_is_checked() -> None:

@@ -66,6 +66,16 @@ def test_what_a_method_keeps_besides_is_counted(settings: dict[str, Any], term: 
     assert memory_of(run).node_host[term] == 4 * sum(fragment.numel for fragment in run.identity.layout.fragments)
 
 
+def test_a_node_saves_anchors_eight_updates_and_the_moments() -> None:
+    run = spec(codec_down="fp32")
+    padded = sum(fragment.numel for fragment in run.identity.layout.fragments)
+    disk = memory_of(run).node_disk
+    assert disk["anchors"] == 4 * padded and disk["optimizer's moments"] == 8 * padded
+    assert disk["updates since"] >= 8 * 4 * padded and "residuals" not in disk
+    assert memory_of(spec(codec_up="topk:k=128")).node_disk["residuals"] == 4 * padded
+    assert not memory_of(spec(method="data-parallel")).node_disk
+
+
 def test_sharding_divides_what_a_node_keeps() -> None:
     run = spec()
     whole, parts = memory_of(run, ranks=4), memory_of(run, ranks=4, shard=True)
