@@ -13,7 +13,7 @@ from farloop.algo.spec import RunSpec
 from farloop.coordinator.downloads import MOST_BYTES
 from farloop.coordinator.executor import MOST_RESULT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY
+from farloop.coordinator.storage.store import SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
 from farloop.node.library import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
@@ -82,13 +82,15 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "outer optimizer's state": outer * FP32 * parameters,
         "one window: sum of its deltas": FP32 * largest.numel,
         "one window: new buffers": results,
+        "a snapshot that is being written": (2 + outer) * FP32 * largest.numel,
         "payloads in flight": nodes * one_up + one_down,
         JOINS: min(FP32 * parameters, max(MOST_BYTES, FP32 * largest.numel)),
     }
-    state = (2 + outer) * FP32 * parameters
+    state, a_round = (2 + outer) * FP32 * parameters, nodes * up + down
+    rounds = max(SNAPSHOT_LEAST, min(SNAPSHOT_EVERY, 1 + TAIL_RATIO * state // a_round))  # between two snapshots
     coordinator_disk = {
         "snapshots": KEEP * state + (2 + outer) * FP32 * largest.numel,
-        "journal": KEEP * SNAPSHOT_EVERY * (nodes * up + down),
+        "journal": KEEP * rounds * a_round,
         "final model": FP32 * parameters,
     }
     part = ranks if shard else 1

@@ -1,7 +1,7 @@
 """The coordinator's process: its ports, its tasks, the admin socket, copies of the state, and its end.
 
-What the run does is decided by the machine and carried out by the executor (`executor.py`), on one loop. The disk is
-touched from one storage thread, the arithmetic runs in one compute thread.
+What the run does is decided by the machine and carried out by the executor (`executor.py`), on one loop. The journal is
+written in one storage thread, snapshots in another, and the arithmetic runs in one compute thread.
 """
 
 import asyncio
@@ -102,7 +102,8 @@ class Coordinator:
             drops_silent=config.mitigation in ("drop", "act"),
             adopt=adopt,
         )
-        storage = StorageQueue(store, ThreadWorker("storage", clock.post), clock, self.machine.alarms, self._fail)
+        disk, snapshots = ThreadWorker("storage", clock.post), ThreadWorker("snapshots", clock.post)
+        storage = StorageQueue(store, disk, clock, self.machine.alarms, self._fail, beside=snapshots)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, storage.hold)
         self._copying: Copying | None = None
         if config.copy_to:

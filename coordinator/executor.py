@@ -437,7 +437,9 @@ class CoordinatorExecutor:
         ledger, started = self._store.ledger, self._clock.now()
 
         def compute() -> Result:
-            return commits.compute(ledger, self._store.buffers[draft.fragment], draft, addends, apart)
+            began = self._clock.now()
+            result = commits.compute(ledger, self._store.buffers[draft.fragment], draft, addends, apart)
+            return dataclasses.replace(result, seconds=self._clock.now() - began)
 
         def computed(result: Result) -> None:
             merge_s = self._clock.now() - started

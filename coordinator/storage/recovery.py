@@ -94,6 +94,11 @@ class Attachments:
     def update(self, fragment: int, version: int) -> Attachment:
         return self._updates[fragment, version]
 
+    def commit_bytes(self, fragment: int, version: int) -> int:
+        """Of the update of a commit and of its deltas, as far as they are in the journal."""
+        places = [self._inputs.get(blob) for blob in self._addends[fragment, version]]
+        return self._updates[fragment, version].size + sum(place.size for place in places if place is not None)
+
     def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
         """A reader of an update, which stays in the journal while the reader exists."""
         with self._lock:

@@ -1,5 +1,7 @@
 """The queue of storage calls: every call of the store runs in one worker, and its failures are classified here.
 
+Snapshots are written in another one, beside everything else: one at a time, after their commit was told.
+
 `NoRoom` changed nothing. The call is repeated until there is room, and the run is held meanwhile (`run_state.py`). A
 reservation is repeated by the machine, which is told. Any other error of storage is fatal: what is durable is unknown
 until a restart reads it.
@@ -19,7 +21,7 @@ from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.storage.copies import StateCopy
-from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.store import Cut, Store
 from farloop.runtime.ports import Action, Clock, Worker
 
 _T = TypeVar("_T")
@@ -40,12 +42,22 @@ class StorageQueue:
     """Runs the calls of one store. Each `done` is called once the result is durable."""
 
     def __init__(
-        self, store: Store, worker: Worker, clock: Clock, alarms: MutableMapping[str, str], fatal: Failed
+        self,
+        store: Store,
+        worker: Worker,
+        clock: Clock,
+        alarms: MutableMapping[str, str],
+        fatal: Failed,
+        beside: Worker | None = None,
     ) -> None:
-        """`alarms` gets what waits and why. `fatal` gets errors that end the process."""
+        """`alarms` gets what waits and why. `fatal` gets errors that end the process.
+
+        `beside`: where snapshots are written; without it they are in `worker`, as a part of their commit.
+        """
         self.hold = StorageHold(alarms)
         self._store, self._worker, self._clock, self._fatal = store, worker, clock, fatal
         self._gathered: SimpleQueue[_Delta] = SimpleQueue()
+        self._beside = beside
         self._called_at = clock.now()
         self._given_up = False
 
@@ -108,8 +120,12 @@ class StorageQueue:
     def commit(
         self, draft: rec.WindowCommitted, result: Result, reserved: int, done: Callable[[rec.WindowCommitted], None]
     ) -> None:
-        call = partial(self._store.commit, draft, result, reserved)
-        self._once_there_is_room(_update(draft.fragment), call, done, self._fatal)
+        def over(record: rec.WindowCommitted) -> None:
+            done(record)
+            self._next_snapshot()
+
+        call = partial(self._commit, draft, result, reserved)
+        self._once_there_is_room(_update(draft.fragment), call, over, self._fatal)
 
     def export(self, path: Path, done: Action) -> None:
         """Export the final model, once there is room."""
@@ -140,8 +156,29 @@ class StorageQueue:
 
     def close(self) -> None:
         self.give_up()
+        if self._beside is not None:
+            self._beside.close()
         self._worker.close()
         self._store.close()
+
+    def _next_snapshot(self) -> None:
+        if self._beside is not None and not self._given_up:
+            self._submit(self._store.next_snapshot, self._save, self._fatal)
+
+    def _save(self, cut: Cut | None) -> None:
+        if cut is None or self._beside is None:
+            return
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, NoRoom):
+                saved(error)
+            else:
+                self._fatal(error)
+
+        def saved(refused: NoRoom | None) -> None:
+            self._submit(partial(self._store.saved, cut, refused), lambda _: self._next_snapshot(), self._fatal)
+
+        self._beside.submit(partial(self._store.save, cut), saved, failed)
 
     def _once_there_is_room(
         self, what: str, call: Callable[[], _T], done: Callable[[_T], None], failed: Failed
@@ -170,6 +207,12 @@ class StorageQueue:
         self._worker.submit(call, done, failed)
 
     # --- In the worker
+
+    def _commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
+        record = self._store.commit(draft, result, reserved)
+        if self._beside is None:
+            self._store.take_snapshots()
+        return record
 
     def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         self._store.append(record, attachment)

@@ -1,6 +1,6 @@
 """The store of one run: journal, snapshots and the fragments' buffers, kept consistent, and their recovery.
 
-Every call may touch the disk. The daemon calls from one storage thread, and `read_update` from any thread. A restart
+Every call may touch the disk. The daemon calls from one storage thread, `save` and `update_source` from any. A restart
 finds exactly what was durable: anchors are restored by decoding updates onto a snapshot, which is exact on any machine;
 target and optimizer state by repeating the arithmetic on the stored inputs (protocol, Journal).
 """
@@ -8,6 +8,7 @@ target and optimizer state by repeating the arithmetic on the stored inputs (pro
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -40,12 +41,37 @@ from farloop.runtime.system import trim_heap
 
 _log = logging.getLogger(__name__)
 
-SNAPSHOT_EVERY = 8
-"""Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol, Journal)."""
+# A fragment's tail is what a restart repeats: its commits since its last snapshot (protocol, P). A snapshot has as many
+# bytes as several commits, so it waits until the tail is long.
+SNAPSHOT_EVERY = 64  # commits of a fragment between two of its snapshots, at most
+SNAPSHOT_LEAST = 8  # and at least where the tail is long for another reason; also before another try
+TAIL_RATIO = 6
+"""A tail is long with this many times the bytes of a snapshot: snapshots are a seventh of what is written."""
+TAIL_S = 30.0  # and if repeating it takes this long
 
 _LARGE_BYTES = 16 << 20  # of an anchor: below that nothing much is kept
 _RETRY_S = 1.0  # between two tries to open a file while none can be opened
 _LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Commits of a fragment since its last snapshot."""
+
+    commits: int = 0
+    num_bytes: int = 0  # of their deltas and updates in the journal
+    seconds: float = 0.0  # that computing them took, as far as this process did it
+    retry: int = 0  # commits below which no snapshot is tried: there was no room for one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A snapshot to be saved. Commits replace a fragment's buffers and change none, so these stay as they are."""
+
+    fragment: int
+    buffers: Buffers
+    segment: int  # that the journal was in
+    tail: _Tail
 
 
 class Store:
@@ -70,7 +96,9 @@ class Store:
         self._claimed = 0  # the epoch of an adoption that is not durable yet
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two good snapshots of each fragment."""
-        self._saved_in: dict[int, int] = {}  # by fragment, the segment of its last snapshot record of this process
+        self._tails = [_Tail() for _ in buffers]
+        self._saving: Cut | None = None
+        self._saved_in: dict[int, int] = {}  # by fragment, the segment in which its last snapshot was taken
         journal.begin_segments_with(ledger.saved)
 
     @classmethod
@@ -164,6 +192,10 @@ class Store:
         found = recovered(directory, items, journal.whole, files, place)
         store = cls(directory, journal, found.ledger, found.buffers, files, place)
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
+        for fragment, (_, saved) in enumerate(found.restart_from):
+            for version in range(saved + 1, store.ledger.versions[fragment] + 1):
+                if store._attachments.has_update(fragment, version):  # else it was adopted
+                    store._lengthen(fragment, version)
         return store
 
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
@@ -200,7 +232,7 @@ class Store:
         self._journal.release(reserved)
 
     def commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
-        """Make a commit durable, and only then swap its buffers in; a snapshot follows every few versions.
+        """Make a commit durable, and only then swap its buffers in. `next_snapshot` may be due then.
 
         Raises:
             NoRoom: nothing was changed; the reservation stays.
@@ -213,9 +245,59 @@ class Store:
         self.buffers[record.fragment] = self._place(result.buffers)
         if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
             trim_heap()  # of the first buffers, which another thread made
-        if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
-            self._snapshot(record.fragment)
+        self._lengthen(record.fragment, record.version, result.seconds)
         return record
+
+    # --- Snapshots
+    #
+    # A cut is taken and noted between other calls; it is saved beside them, in any thread.
+
+    def next_snapshot(self) -> Cut | None:
+        """What to save next: of the fragments whose snapshot is due, the one with the longest tail. None while one is
+        being saved. Raises as `require_ours`."""
+        due = [fragment for fragment in range(len(self.buffers)) if self._is_due(fragment)]
+        if self._saving is not None or not due:
+            return None
+        return self._cut(max(due, key=lambda fragment: self._tails[fragment].num_bytes))
+
+    def save(self, cut: Cut) -> None:
+        """Write a snapshot. Any thread. Raises as `snapshots.save`."""
+        _save_snapshot(self.directory, self.ledger.spec, cut.fragment, cut.buffers, self._files)
+
+    def saved(self, cut: Cut, refused: NoRoom | None = None) -> None:
+        """Note in the journal what was saved, and delete segments that are no longer needed.
+
+        Once every fragment has a snapshot since the current segment began, a new segment begins. It repeats the ledger,
+        so damage in an older segment does not invalidate later records (`recovery.py`). A full disk is no error here:
+        the next restart has more to repeat.
+        """
+        self._saving = None
+        if refused is not None:
+            behind, tail = cut.tail, self._tails[cut.fragment]
+            tail.commits += behind.commits
+            tail.num_bytes += behind.num_bytes
+            tail.seconds += behind.seconds
+            tail.retry = tail.commits + SNAPSHOT_LEAST
+        fragment, version, what = cut.fragment, cut.buffers.version, f"snapshot of fragment {cut.fragment}"
+        try:
+            if refused is not None:
+                raise refused
+            self.append(rec.SnapshotTaken(fragment=fragment, version=version))
+            self._restart_from[fragment] = (self._restart_from[fragment][1], version)
+            self._saved_in[fragment] = cut.segment
+            self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
+            if all(self._saved_in.get(other) == self._journal.segment for other in range(len(self.buffers))):
+                self._journal.roll()
+        except NoRoom as error:
+            _log.warning("alarm what=%r why=%r", what, str(error))
+            self.alarms = {**self.alarms, what: str(error)}
+            return
+        self.alarms = {key: why for key, why in self.alarms.items() if key != what}
+
+    def take_snapshots(self) -> None:
+        """Save all that are due, here and now."""
+        while (cut := self.next_snapshot()) is not None:
+            self._save_now(cut)
 
     @property
     def fetched(self) -> dict[int, rec.AnchorFetched]:
@@ -248,7 +330,7 @@ class Store:
         self.sync()
         for fragment, buffers in brought.items():
             self.buffers[fragment] = self._place(buffers)
-            self._snapshot(fragment)
+            self._save_now(self._cut(fragment))
         _log.warning(
             "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
             "note='nodes resync from here'",
@@ -289,27 +371,36 @@ class Store:
         self._attachments.take(entry)
         self.ledger.apply(entry.record)
 
-    def _snapshot(self, fragment: int) -> None:
-        """Save a snapshot, and delete segments that are no longer needed.
+    def _lengthen(self, fragment: int, version: int, seconds: float = 0.0) -> None:
+        tail = self._tails[fragment]
+        tail.commits += 1
+        tail.num_bytes += self._attachments.commit_bytes(fragment, version)
+        tail.seconds += seconds
 
-        Once every fragment has a snapshot in the current segment, a new segment begins. It repeats the ledger, so
-        damage in an older segment does not invalidate later records (`recovery.py`). A full disk is no error here: the
-        next restart has more to repeat.
-        """
-        buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
+    def _is_due(self, fragment: int) -> bool:
+        tail, buffers = self._tails[fragment], self.buffers[fragment]
+        if tail.commits == 0 or tail.commits < tail.retry:
+            return False
+        if tail.commits >= SNAPSHOT_EVERY or fragment not in self.ledger.windows:  # the last commit
+            return True
+        snapshot_bytes = (2 + len(buffers.outer)) * buffers.anchor.nbytes
+        long = tail.num_bytes >= TAIL_RATIO * snapshot_bytes or tail.seconds >= TAIL_S
+        return long and tail.commits >= SNAPSHOT_LEAST
+
+    def _cut(self, fragment: int) -> Cut:
+        self.require_ours()
+        tail, self._tails[fragment] = self._tails[fragment], _Tail()
+        buffers, segment = self.buffers[fragment], self._journal.segment
+        self._saving = Cut(fragment=fragment, buffers=buffers, segment=segment, tail=tail)
+        return self._saving
+
+    def _save_now(self, cut: Cut) -> None:
+        refused = None
         try:
-            _save_snapshot(self.directory, self.ledger.spec, fragment, buffers, self._files)
-            self.append(rec.SnapshotTaken(fragment=fragment, version=buffers.version))
-            self._restart_from[fragment] = (self._restart_from[fragment][1], buffers.version)
-            self._saved_in[fragment] = self._journal.segment
-            self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
-            if all(self._saved_in.get(other) == self._journal.segment for other in range(len(self.buffers))):
-                self._journal.roll()
+            self.save(cut)
         except NoRoom as error:
-            _log.warning("alarm what=%r why=%r", what, str(error))
-            self.alarms = {**self.alarms, what: str(error)}
-            return
-        self.alarms = {key: why for key, why in self.alarms.items() if key != what}
+            refused = error
+        self.saved(cut, refused)
 
 
 def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers, files: Files) -> None:

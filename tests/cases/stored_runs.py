@@ -37,6 +37,10 @@ SUMMARY = cast(rec.LedgerSaved, rec.decode(_KIND, bytes.fromhex(_BODY)))
 """A record that a segment begins with."""
 
 
+SNAPSHOT_EVERY = 8
+"""For the tests that count with it."""
+
+
 def shorten(patch: pytest.MonkeyPatch, *, snapshot_every: int, history: int) -> None:
     """Snapshots, new segments and pruning within a few commits, where segments are small; and no waiting."""
     storage = "farloop.coordinator.storage"
@@ -85,8 +89,8 @@ def spool(store: Store, fragment: int, node: NodeId, *, durable: bool = True) ->
     return stored
 
 
-def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.WindowCommitted:
-    """A window, from its first delta to its commit; or of deltas that are stored."""
+def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = (), *, snapshots: bool = True) -> rec.WindowCommitted:
+    """A window, from its first delta to its commit; or of deltas that are stored. Then the snapshots that are due."""
     while plan := store.ledger.next_round_to_fix():
         store.append(rec.RoundFixed(round=plan))
     inputs: dict[BlobId, bytes] = {}
@@ -118,7 +122,10 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.Win
     reserved = store.reserve(fragment, terms.codec_down)
     addends = [(data, 0.5) for data in inputs.values()]
     result = commits.compute(store.ledger, store.buffers[fragment], draft, addends)
-    return store.commit(draft, result, reserved)
+    record = store.commit(draft, result, reserved)
+    if snapshots:
+        store.take_snapshots()
+    return record
 
 
 def fetch(store: Store, fragment: int = 0) -> rec.AnchorFetched:

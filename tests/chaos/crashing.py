@@ -147,7 +147,7 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "commit-before": before(store.Store, "commit"),
     "commit-durable": durable_before_memory,
     "commit-after": after(store.Store, "commit"),
-    "snapshot-before": before(store.Store, "_snapshot"),
+    "snapshot-before": before(store.Store, "save"),
     "snapshot-rename-before": before(os, "replace", _names("f*.safetensors")),
     "snapshot-rename-after": after(os, "replace", _names("f*.safetensors")),
     "snapshot-older-deleted": after(snapshots, "_delete_older"),
@@ -180,8 +180,8 @@ ADOPT_POINTS: dict[str, Callable[[Strike], None]] = {
     "adopt-before": before(store.Store, "adopt"),
     "adopt-record-before": before(store.Store, "append", _appends(rec.Adopted)),
     "adopt-record-after": after(store.Store, "append", _appends(rec.Adopted)),
-    "adopt-snapshot-before": before(store.Store, "_snapshot"),
-    "adopt-snapshot-after": after(store.Store, "_snapshot"),
+    "adopt-snapshot-before": before(store.Store, "save"),
+    "adopt-snapshot-after": after(store.Store, "saved"),
     "adopt-after": after(store.Store, "adopt"),
 }
 """Of a coordinator over an old copy of its state, that goes on from what the nodes hold."""

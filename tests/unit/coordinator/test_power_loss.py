@@ -22,7 +22,7 @@ from virtual_files import Drawn, VirtualFiles
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import StorageError, StorageFailed
 from farloop.coordinator.storage.journal import claimed_epoch
-from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.store import Cut, Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
 
@@ -58,6 +58,7 @@ class Run:
     store: Store
     epoch = 0
     """The newest that anybody was told."""
+    snapshot: Cut | None = None
     in_doubt: State = ()
     """What the folder may hold after a stage whose write failed."""
 
@@ -74,6 +75,21 @@ class Run:
 
     def commit(self, fragment: int) -> None:
         stored_runs.commit(self.store, fragment, [b for b in self.store.ledger.inputs if b.fragment == fragment])
+
+    def cut(self) -> None:
+        """What the thread of the snapshots does, step by step, between other steps of the disk."""
+        inputs = [blob for blob in self.store.ledger.inputs if blob.fragment == 0]
+        stored_runs.commit(self.store, 0, inputs, snapshots=False)
+        self.snapshot = self.store.next_snapshot()
+        assert self.snapshot is not None and self.store.next_snapshot() is None
+
+    def save(self) -> None:
+        assert self.snapshot is not None
+        self.store.save(self.snapshot)
+
+    def saved(self) -> None:
+        assert self.snapshot is not None
+        self.store.saved(self.snapshot)
 
     def close(self, *, unsynced: bool = False) -> None:
         """A clean end makes all durable that was appended."""
@@ -125,6 +141,8 @@ def window(fragment: int) -> list[Stage]:
 STAGES: list[Stage] = [
     Run.began,
     *window(0), *window(1), *window(0), *window(1), *window(0),
+    lambda run: run.spool(0, A), Run.cut, *window(1), lambda run: run.spool(0, B), Run.save, lambda run: run.commit(0),
+    Run.saved, lambda run: run.spool(0, A), Run.cut, Run.save, *window(1),
     Run.kill_with_an_unsynced_delta,
     lambda run: run.spool(0, A), lambda run: run.commit(0), *window(1), *window(1),
     partial(Run.close, unsynced=True), Run.restart,

@@ -16,6 +16,7 @@ from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.run_state import ALARM, StorageHold
 from farloop.coordinator.errors import DiskFull, FolderChanged, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.storage.storage_queue import LOOK_S, StorageQueue
+from farloop.sim.virtual_time import VirtualWorker
 
 BLOB = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
 STORED = rec.InputStored(blob=BLOB, window=1, contributors=(), digest=1)
@@ -30,6 +31,7 @@ class Shelf:
     def __init__(self, *refusals: Exception) -> None:
         self.refusals = list(refusals)
         self.done: list[tuple[Any, ...]] = []
+        self.due: list[str] = []  # snapshots
         self.looks = 0
 
     def _do(self, *what: Any) -> Any:
@@ -49,6 +51,18 @@ class Shelf:
     def sync(self) -> None:
         self.done.append(("sync",))
 
+    def take_snapshots(self) -> None:
+        self.done.append(("snapshots",))
+
+    def next_snapshot(self) -> str | None:
+        return self.due.pop(0) if self.due else None
+
+    def save(self, cut: str) -> None:
+        self._do("save", cut)
+
+    def saved(self, cut: str, refused: Exception | None) -> None:
+        self.done.append(("saved", cut, refused))
+
     def require_ours(self) -> None:
         self.looks += 1
         if self.refusals:
@@ -61,11 +75,12 @@ class Shelf:
 class Desk(VirtualHost):
     """A queue over a shelf, and what it says."""
 
-    def __init__(self, *refusals: Exception, shelf: type[Shelf] = Shelf) -> None:
+    def __init__(self, *refusals: Exception, shelf: type[Shelf] = Shelf, beside: bool = False) -> None:
         super().__init__()
+        snapshots = VirtualWorker(self.process, lambda: 4.5 * JOB_S) if beside else None
         self.shelf, self.alarms, self.told = shelf(*refusals), dict[str, str](), list[object]()
         store: Any = self.shelf
-        self.queue = StorageQueue(store, self.storage, self.clock, self.alarms, self.fatal)
+        self.queue = StorageQueue(store, self.storage, self.clock, self.alarms, self.fatal, snapshots)
 
     def note(self, *what: object) -> None:
         self.told.append(what)
@@ -146,6 +161,32 @@ def test_what_does_not_fit_waits_and_says_how_to_fix_it_for_as_long(what: str, r
     desk.run()
     assert desk.shelf.done[0] == DONE[what] and len(desk.told) == 1
     assert desk.alarms == {} and not desk.queue.hold and desk.errors == []
+
+
+def test_snapshots_are_written_beside_deltas_one_at_a_time_after_their_commit_is_told() -> None:
+    desk = Desk(beside=True)
+    desk.shelf.due = ["one", "two"]
+    desk.queue.commit(DRAFT, DRAFT, 10, lambda record: desk.shelf.done.append(("told",)))
+    desk.run_for(3 * JOB_S)  # "one" is being written
+    spool(desk, 1)
+    desk.run()
+    did = [entry[:2] if entry[0] in ("save", "saved") else entry[0] for entry in desk.shelf.done]
+    assert did == [
+        "commit", "told", "append", "sync", ("save", "one"), ("saved", "one"), ("save", "two"), ("saved", "two")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "ends"), [(full(), []), (GONE, [GONE])])
+def test_a_snapshot_without_room_is_told_to_the_store_and_a_failing_disk_ends_the_process(
+    error: Exception, ends: list[Exception]
+) -> None:
+    desk = Desk(beside=True)
+    desk.shelf.due = ["one"]
+    desk.queue.commit(DRAFT, DRAFT, 10, desk.note)
+    desk.run_for(2.5 * JOB_S)
+    desk.shelf.refusals = [error]
+    desk.run()
+    assert desk.errors == ends and (("saved", "one", error) in desk.shelf.done) == (not ends)
 
 
 def test_a_reservation_without_room_holds_the_run_until_one_succeeds() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from disk_faults import refuse_room
 from safetensors.torch import load_file
-from stored_runs import NODES, adopt, begun, commit, fetch, recovered, run_rounds, spool
+from stored_runs import NODES, SNAPSHOT_EVERY, adopt, begun, commit, fetch, recovered, run_rounds, spool
 
 from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
@@ -29,7 +29,7 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import blob_bytes
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
@@ -43,6 +43,7 @@ SEGMENT_BYTES = 24 << 10
 @pytest.fixture(autouse=True)
 def quick_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", SNAPSHOT_EVERY)
 
 
 @pytest.fixture

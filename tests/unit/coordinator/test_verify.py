@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import stored_runs
+from stored_runs import SNAPSHOT_EVERY
 
 from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import commits
@@ -18,7 +19,6 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.segment import segment_path, segment_paths
 from farloop.coordinator.storage.state_reader import placed, read_journal, steadily
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY
 from farloop.coordinator.storage.verify import replay, span, verify
 
 ROUNDS = SNAPSHOT_EVERY + 3
@@ -28,6 +28,7 @@ GOLDEN = stored_runs.GOLDEN / "state-v1"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", SNAPSHOT_EVERY)
     monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
 
 
