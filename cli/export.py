@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -47,13 +49,16 @@ def export(
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.monitoring.units import plural, size_text
     from farloop.node.named_model import ModelError, save_tokenizer, save_weights
+    from farloop.runtime.system import hold, remove_abandoned
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} exists and is not an empty folder: take another name")
     ledger, weights = newest_model(state)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        remove_abandoned(folder.parent, rf"\.{re.escape(folder.name)}-\w+\.part")
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-", suffix=".part"))
+        hold(descriptor := os.open(unfinished, os.O_RDONLY))
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:
@@ -70,6 +75,7 @@ def export(
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(descriptor)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
         versions = list(ledger.versions)

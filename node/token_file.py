@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farloop.node.errors import CorpusError
+from farloop.runtime.system import hold, remove_abandoned
 
 MAGIC = b"farloop tokens 1\n"
 HEADER_BYTES = 4096
@@ -133,9 +135,11 @@ class TokenWriter:
         self._open_document = 0  # tokens of the document that is not closed yet
         self.tokens = 0  # written so far
         self._lengths = array("Q"), array("Q")  # of the documents of training, and of those held out
+        remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.\d+\.(part|held)")
         self._files: list[IO[bytes]] = []
         for part in (self._part, self._held_part):
             self._files.append(part.open("w+b"))
+            hold(self._files[-1].fileno())
         self._files[0].write(bytes(HEADER_BYTES))
 
     def add(self, tokens: Sequence[int] | Tokens, *, closes: bool, held_out: bool) -> None:

@@ -2,10 +2,16 @@
 
 import asyncio
 import ctypes
+import fcntl
+import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from farloop.runtime.ports import Action, T, Timer
@@ -65,6 +71,27 @@ class ThreadWorker:
             return job()
         finally:
             self.seconds += time.perf_counter() - started
+
+
+def hold(descriptor: int) -> None:
+    """Mark a file or folder as being written until it is closed, or the process ends; see `remove_abandoned`. Raises
+    OSError: another process holds it."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove what processes that were killed have left here: what has a name of this regular expression, and nobody
+    holds. Raises OSError."""
+    for path in folder.iterdir():
+        if not re.fullmatch(pattern, path.name):
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            with suppress(BlockingIOError):  # it is being written
+                hold(descriptor)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
 
 def trim_heap() -> None:

@@ -126,4 +126,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -
     assert "the run alone has" in error_line("export", str(tmp_path / "out"), *state, "--model", "torch.nn:Identity")
     missing = error_line("export", str(tmp_path / "out"), "--state", str(tmp_path / "no"))
     assert "there is no such folder" in missing
+    (tmp_path / ".out-abcd1234.part").mkdir()
+    (tmp_path / ".out-abcd1234.part" / "model.safetensors").write_text("of an export that was killed")
+    assert "the run alone has" in error_line("export", str(tmp_path / "out"), *state, "--model", "torch.nn:Identity")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state", "taken"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from farloop.node.errors import CorpusError
 from farloop.node.token_file import HEADER_BYTES, TokenWriter, dtype_for, is_token_file, open_tokens, verify
+from farloop.runtime.system import remove_abandoned
 
 DOCUMENTS = [[5, 6, 7], [8], [300, 301], [9, 9, 9, 9]]
 
@@ -91,6 +92,20 @@ def test_nothing_is_left_of_a_build_that_fails_and_an_old_file_stays(tmp_path: P
     ):
         writer.finish(0.05)
     assert path.read_bytes() == before
+
+
+def test_what_a_killed_build_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left = [tmp_path / f".t.bin.77.{kind}" for kind in ("part", "held")]
+    others = [tmp_path / name for name in (".u.bin.77.part", ".t.bin.old.part", "t.bin.77.part")]
+    for path in (*left, *others):
+        path.write_bytes(b"left")
+    with TokenWriter(tmp_path / "t.bin", vocabulary=400, end_token=1, tokenizer="bytes") as writer:
+        assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+        parts = {path for path in tmp_path.iterdir() if path not in others}
+        remove_abandoned(tmp_path, r".*\.(part|held)")
+        assert set(tmp_path.iterdir()) == parts, "of all of them, those that are being written stay"
+        writer.add([2], closes=True, held_out=False)
+        writer.finish(0.05)
 
 
 def test_a_file_that_is_not_whole_is_refused_in_one_line(tmp_path: Path) -> None:
