@@ -89,7 +89,7 @@ BETA: Final = Parameter(
 
 # --- The interface
 
-_INFINITY_BITS = 0x7F800000
+INFINITY_BITS = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +293,6 @@ def finite_magnitude(x: Tensor, start: int = 0) -> Tensor:
     """
     # On integer bits, because floating-point maxima may drop a NaN (SIMD and GPU do).
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
-    if magnitude.numel() and int(magnitude.max()) >= _INFINITY_BITS:
-        raise NonFiniteError(start + int((magnitude >= _INFINITY_BITS).nonzero()[0]))
+    if magnitude.numel() and int(magnitude.max()) >= INFINITY_BITS:
+        raise NonFiniteError(start + int((magnitude >= INFINITY_BITS).nonzero()[0]))
     return magnitude

@@ -30,6 +30,7 @@ from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Parameter, Traits, float_text, number, whole
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import SparseCodec, require_finite
+from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.norm import norm_sq
 from farloop.quant.packing import pack, unpack_into, words_at
 
@@ -139,7 +140,7 @@ class SketchCodec(SparseCodec):
         for table in tables:
             kept = _places_in(payload[table.bitmap].to(device), table.tensor.numel)
             counters = payload[table.counters].to(device, copy=True).view(torch.float32)
-            yield kept + table.tensor.offset, _peel(counters.double(), _places(kept, table.width)).to(torch.float32)
+            yield kept + table.tensor.offset, _peel(counters.double(), kept, table.width).to(torch.float32)
 
     def _check(self, payload: Tensor, fragment: Fragment) -> None:
         """Refuse more elements than counters, a counter of no element that is not +0, a result that is not finite.
@@ -192,6 +193,9 @@ class SketchCodec(SparseCodec):
             thresholds.append(thresholds[-1] * STEP)
         # Within what fp32 has: never 0, never infinite.
         thresholds = [min(max(threshold, 2.0**-149), torch.finfo(torch.float32).max) for threshold in thresholds]
+        if (fast := fast_sparse(x.device)) is not None:
+            chosen: Tensor = fast.kept(x, thresholds, budget)
+            return chosen
         size = x.abs()
         fit = bisect_right(thresholds, budget, key=lambda threshold: int((size >= threshold).count_nonzero()))
         above = size >= thresholds[fit - 1] if fit else torch.zeros_like(size, dtype=torch.bool)
@@ -213,19 +217,27 @@ def _places(kept: Tensor, width: int) -> Places:
 
 def _counters(kept: Tensor, x: Tensor, width: int) -> Tensor:
     """Every kept element with its sign in its three counters, fp32 [3·width], each rounded once."""
-    places = _places(kept, width)
-    values = x[kept].double().clamp_(-LARGEST, LARGEST)
+    values = x.index_select(0, kept).double().clamp_(-LARGEST, LARGEST)
     _, exponent = math.frexp(float(values.abs().max())) if kept.numel() else (0.0, 0)
-    fixed = (places.signs * (values * math.ldexp(1.0, FIXED_BITS - exponent)).round_()).to(torch.int64)
-    sums = torch.zeros(ROWS * width, dtype=torch.int64, device=x.device)
-    sums.index_add_(0, places.cells.view(-1), fixed.view(-1))
+    scale = math.ldexp(1.0, FIXED_BITS - exponent)
+    if (fast := fast_sparse(x.device)) is not None:
+        sums: Tensor = fast.sums(values, fast.cells_of(kept, width, ROW_SEEDS), width, scale)
+    else:
+        places = _places(kept, width)
+        fixed = (places.signs * (values * scale).round_()).to(torch.int64)
+        sums = torch.zeros(ROWS * width, dtype=torch.int64, device=x.device)
+        sums.index_add_(0, places.cells.view(-1), fixed.view(-1))
     return (sums.double() * math.ldexp(1.0, exponent - FIXED_BITS)).to(torch.float32)
 
 
 def _that_come_apart(kept: Tensor, x: Tensor, width: int) -> Tensor:
     """`kept`, without the smaller half of what cannot be peeled, until all can."""
     while True:
-        _, stuck = _order(_places(kept, width).cells)
+        fast = fast_sparse(x.device)
+        if fast and (order := fast.order_of(fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS)):
+            stuck: Tensor = order.stuck
+        else:
+            _, stuck = _order(_places(kept, width).cells)
         if not stuck.numel():
             return kept
         falling = x[kept[stuck]].abs().sort(descending=True, stable=True).indices
@@ -259,8 +271,22 @@ def _order(cells: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     return rounds, left
 
 
-def _peel(counters: Tensor, places: Places) -> Tensor:
+def _peel(counters: Tensor, kept: Tensor, width: int) -> Tensor:
     """The elements, fp64 [n], out of their counters fp64 [3·width], which are left as what was not explained."""
+    fast = fast_sparse(counters.device, kept.device)
+    if fast and (order := fast.order_of(cells := fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS)):
+        numbers: Tensor = fast.peeled(counters, cells, width, order)
+        stuck: Tensor = order.stuck
+    else:
+        numbers, stuck = _peel_by_reference(counters, _places(kept, width))
+    if stuck.numel():
+        places = _places(kept[stuck], width)
+        numbers[stuck] = (counters[places.cells] * places.signs).median(dim=0).values
+    return numbers
+
+
+def _peel_by_reference(counters: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """The elements, and which never were alone in a cell."""
     cells, signs = places.cells, places.signs
     rounds, stuck = _order(cells)
     numbers = torch.zeros(cells.shape[1], dtype=torch.float64, device=counters.device)
@@ -268,13 +294,14 @@ def _peel(counters: Tensor, places: Places) -> Tensor:
         found = counters[cells[rows, members]] * signs[rows, members]
         numbers[members] = found
         counters.index_add_(0, cells[:, members].view(-1), (signs[:, members] * -found).view(-1))
-    if stuck.numel():
-        numbers[stuck] = (counters[cells[:, stuck]] * signs[:, stuck]).median(dim=0).values
-    return numbers
+    return numbers, stuck
 
 
 def _bitmap(kept: Tensor, numel: int) -> Tensor:
     """Places int64 → uint8 [⌈numel/8⌉]: bit i mod 8 of byte i div 8 is element i."""
+    if (fast := fast_sparse(kept.device)) is not None:
+        bitmap: Tensor = fast.bitmap_of(kept, numel)
+        return bitmap
     bits = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=kept.device)
     bits[kept] = 1
     return pack(bits.view(-1, 8), bits=1)
@@ -282,6 +309,9 @@ def _bitmap(kept: Tensor, numel: int) -> Tensor:
 
 def _places_in(bitmap: Tensor, numel: int) -> Tensor:
     """uint8 [⌈numel/8⌉] → places int64, rising."""
+    if (fast := fast_sparse(bitmap.device)) is not None:
+        places: Tensor = fast.ones_of(bitmap)
+        return places if not numel % 8 else places[places < numel]
     bits = torch.empty(bitmap.numel(), 8, dtype=torch.uint8, device=bitmap.device)
     unpack_into(bitmap, bits, bits=1)
     return bits.view(-1)[:numel].nonzero().view(-1)

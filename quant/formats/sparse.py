@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.codec import Codec, finite_magnitude, finite_weight
+from farloop.quant.codec import INFINITY_BITS, Codec, finite_magnitude, finite_weight
+from farloop.quant.kernels.dispatch import fast_sparse
 
 
 def spans(fragment: Fragment) -> list[slice]:
@@ -43,6 +44,10 @@ def largest_bits(x: Tensor, span: slice) -> int:
         NonFiniteError: the part holds a NaN or an infinity.
     """
     largest = 0
+    if (fast := fast_sparse(x.device)) is not None:
+        largest = int(fast.largest_magnitude(x[span]))
+        if largest < INFINITY_BITS:
+            return largest
     for start in range(span.start, span.stop, TILE):
         largest = max(largest, int(finite_magnitude(x[start : min(start + TILE, span.stop)], start).max()))
     return largest

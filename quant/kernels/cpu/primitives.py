@@ -183,6 +183,8 @@ bytes_at = _at(types.uint8, ir.IntType(8))
 halves_at = _at(types.uint16, ir.IntType(16))
 floats_at = _at(types.float32, ir.FloatType())
 addresses_at = _at(types.uint64, ir.IntType(64))
+words_at = _at(types.uint32, ir.IntType(32))
+longs_at = _at(types.int64, ir.IntType(64))
 doubles_at = _at(types.float64, ir.DoubleType())
 
 
@@ -427,5 +429,10 @@ def random_words(out: Numbers, count: Number, element: Number, seed: Number) -> 
     shift = mix(np.uint32(seed))
     first = np.uint32(element >> _ONE)
     for i in range(count):
-        counter = np.uint32(first + np.uint32(i))
-        out[i] = mix(np.uint32(np.uint32(counter * _ODD) + shift))
+        out[i] = mixed(np.uint32(first + np.uint32(i)), shift)
+
+
+@inlined
+def mixed(counter: Number, shift: Number) -> Number:
+    """The word of a counter; `shift` is `mix(seed)`."""
+    return mix(np.uint32(np.uint32(counter * _ODD) + shift))

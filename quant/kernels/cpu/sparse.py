@@ -1,10 +1,14 @@
-"""Kernels of the formats that send few elements: `topk` and `randk`. `formats/` defines what they compute.
+"""Kernels of the formats that send few elements: `topk`, `randk` and `sketch`. `formats/` defines what they compute.
 
-Both find a threshold that k of n words reach by halving a range, and end as soon as a probe counts k: a probe compares
-64 words at a time. Sorting all words, or a heap, would branch on every element.
+The first two find a threshold that k of n words reach by halving a range, and end as soon as a probe counts
+k: a probe compares 64 words at a time. Sorting all words, or a heap, would branch on every element.
 """
 
-from typing import Final
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import neg
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,21 +27,28 @@ from farloop.quant.kernels.cpu.primitives import (
     bytes_at,
     count_ones,
     double_from_bits,
+    doubles_at,
     floats_at,
     from_bits,
     halves_at,
     inlined,
+    longs_at,
     lowest_one,
+    mix,
+    mixed,
     on_parts,
     random_words,
     reaching,
     stack_array,
     store_u16,
     to_scale,
+    words_at,
 )
 from farloop.quant.packing import BF16_LARGEST
 
-_ZERO, _ONE, _TWO, _FOUR = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(4)
+_ZERO: Number = np.uint64(0)
+_ONE: Number = np.uint64(1)
+_TWO, _THREE, _FOUR, _SIX, _EIGHT = np.uint64(2), np.uint64(3), np.uint64(4), np.uint64(6), np.uint64(8)
 
 _GROUP, _GROUP_BITS = np.uint64(64), np.uint64(6)
 _LEAST = np.int32(-(2**31))
@@ -131,8 +142,6 @@ def topk_chunks(
     values = bytes_at(values_address)
     magnitudes, kept, order, spare = _magnitudes(), _magnitudes(), _words(), _words()
     top, score = _doubles(), _doubles()
-    i: Number
-    split: Number
     across = columns >> _SIDE_BITS
     for chunk in range(begin, end):
         first = start + chunk * length
@@ -169,20 +178,20 @@ def topk_chunks(
         for group in range(groups):
             mask = reaching(after(magnitudes, _GROUP * group), threshold)
             while mask != _ZERO:
-                i = _GROUP * group + lowest_one(mask)
+                at = _GROUP * group + lowest_one(mask)
                 mask = mask & (mask - _ONE)
-                equal = np.int64(magnitudes[i] == threshold)
+                equal = np.int64(magnitudes[at] == threshold)
                 if equal <= ties:
                     ties -= equal
-                    order[found] = np.uint32(i)
+                    order[found] = np.uint32(at)
                     found += _ONE
         place = after(index, chunk * k)
         value = after(values, chunk * k)
         for j in range(k):
-            i = np.uint64(order[j])
-            kept[j] = magnitudes[i]
-            place[j] = np.uint16(i)
-            value[j] = np.uint8(x[first + (i >> _SIDE_BITS) * pitch + (i & (_SIDE - _ONE))] < np.float32(0.0))
+            at = np.uint64(order[j])
+            kept[j] = magnitudes[at]
+            place[j] = np.uint16(at)
+            value[j] = np.uint8(x[first + (at >> _SIDE_BITS) * pitch + (at & (_SIDE - _ONE))] < np.float32(0.0))
         order_of = sort_falling(kept, k, largest, threshold, order, spare)
         # In units of 2⁻²³ of the largest one's power of two: whole numbers up to 2²⁴, with exact sums.
         exponent = np.int64(max(largest >> 23, np.int32(1)))
@@ -239,8 +248,6 @@ def pack_entries(
         packed_values[four] = np.uint8(value[_ZERO] | value[_ONE] << 2 | value[_TWO] << 4 | value[_THREE] << 6)
     return np.int64(-1)
 
-
-_THREE, _SIX = np.uint64(3), np.uint64(6)
 
 TOPK = Kernel("topk", "int64(" + ", ".join(["uint64"] * 10) + ")", topk_chunks)
 PACK = Kernel("topk_pack", "int64(" + ", ".join(["uint64"] * 6) + ")", pack_entries)
@@ -319,5 +326,351 @@ def drawn(start: int, count: int, length: int, k: int, seed: int) -> Tensor:
     return places
 
 
-KERNELS: Final = {"topk": (TOPK, PACK), "randk": (DRAW,)}
+# --- sketch
+
+_ROWS = 3
+_PIECE_LENGTH = 4096  # elements whose places are collected at a time
+_PIECE = np.uint64(_PIECE_LENGTH)
+_THREE_ROWS = np.uint64(_ROWS)
+_SIGN_BIT, _CELL_BITS = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+
+
+def largest_bits(x_address: Number, length: Number, begin: Number, end: Number) -> Number:
+    # Of the magnitudes of pieces [begin, end); the last one may be shorter.
+    x = floats_at(x_address)
+    largest = np.int32(0)
+    for i in range(begin * _PIECE, min(end * _PIECE, length)):
+        largest = max(largest, np.int32(bits(x[i]) & MAGNITUDE))
+    return np.int64(largest)
+
+
+def count_in_pieces(
+    x_address: Number, length: Number, threshold: Number, counts_address: Number, begin: Number, end: Number
+) -> Number:
+    # How many magnitudes, as bits, of each piece are at least the threshold.
+    x = floats_at(x_address)
+    counts = addresses_at(counts_address)
+    for piece in range(begin, end):
+        count = np.int32(0)
+        for i in range(piece * _PIECE, min((piece + _ONE) * _PIECE, length)):
+            count = np.int32(count + np.int32(np.int32(bits(x[i]) & MAGNITUDE) >= np.int32(threshold)))
+        counts[piece] = np.uint64(count)
+    return np.int64(-1)
+
+
+def collect(
+    x_address: Number,
+    length: Number,
+    high: Number,
+    low: Number,
+    first_address: Number,
+    between_address: Number,
+    kept_address: Number,
+    begin: Number,
+    end: Number,
+) -> Number:
+    # The places of all magnitudes of at least `high`, and in each piece so many of those between that and `low`.
+    x = floats_at(x_address)
+    firsts, betweens, kept = addresses_at(first_address), addresses_at(between_address), addresses_at(kept_address)
+    magnitudes = _magnitudes()
+    for piece in range(begin, end):
+        start = piece * _PIECE
+        count = min(_PIECE, length - start)
+        for i in range(count):
+            magnitudes[i] = np.int32(bits(x[start + i]) & MAGNITUDE)
+        found, between = firsts[piece], betweens[piece]
+        for group in range(fill_group(magnitudes, count)):
+            values = after(magnitudes, _GROUP * group)
+            mask = reaching(values, np.int32(high))
+            rest = reaching(values, np.int32(low)) & ~mask
+            if count_ones(rest) <= between:
+                between -= count_ones(rest)
+                mask = mask | rest
+            else:
+                while between != _ZERO:
+                    mask = mask | (rest & ~(rest - _ONE))
+                    rest = rest & (rest - _ONE)
+                    between -= _ONE
+            while mask != _ZERO:
+                kept[found] = start + _GROUP * group + lowest_one(mask)
+                found += _ONE
+                mask = mask & (mask - _ONE)
+    return np.int64(-1)
+
+
+def hash_cells(
+    kept_address: Number, count: Number, width: Number, seeds_address: Number, cells_address: Number, begin: Number,
+    end: Number,
+) -> Number:  # fmt: skip
+    # In each row the cell of every element, below 2³¹, and 2³¹ if its sign is negative.
+    kept, cells, seeds = addresses_at(kept_address), words_at(cells_address), words_at(seeds_address)
+    for row in range(_THREE_ROWS):
+        shift, cell = mix(seeds[row]), after(cells, row * count)
+        for i in range(begin, end):
+            word = mixed(np.uint32(kept[i]), shift)
+            cell[i] = np.uint32(
+                ((np.uint64(word & _CELL_BITS) * np.uint64(np.uint32(width))) >> _CELL_SHIFT)
+                | np.uint64(word & _SIGN_BIT)
+            )
+    return np.int64(-1)
+
+
+_CELL_SHIFT = np.uint64(31)
+
+
+def find_order(
+    cells_address: Number,
+    count: Number,
+    width: Number,
+    rounds: Number,
+    elements_address: Number,
+    left_address: Number,
+    members_address: Number,
+    rows_address: Number,
+    ends_address: Number,
+) -> Number:
+    # As `sketch._order`: members and their rows, the end of each round, and what is left. Returns how many are, or −1
+    # if a cell has more than 255 elements: bytes keep the table in the cache.
+    cells, elements, left = words_at(cells_address), bytes_at(elements_address), words_at(left_address)
+    members, rows, ends = words_at(members_address), bytes_at(rows_address), addresses_at(ends_address)
+    for row in range(_THREE_ROWS):
+        for i in range(count):
+            cell = row * width + np.uint64(cells[row * count + i] & _CELL_BITS)
+            elements[cell] = np.uint8(elements[cell] + np.uint8(1))
+            if elements[cell] == np.uint8(0):
+                return np.int64(-1)
+    for i in range(count):
+        left[i] = np.uint32(i)
+    num_left, done = count, _ZERO
+    for turn in range(rounds):
+        first, still = done, _ZERO
+        for j in range(num_left):
+            which = np.uint64(left[j])
+            alone = _THREE_ROWS
+            for back in range(_THREE_ROWS):
+                here = _TWO - back
+                if elements[here * width + np.uint64(cells[here * count + which] & _CELL_BITS)] == np.uint8(1):
+                    alone = here
+            members[done] = np.uint32(which)
+            rows[done] = np.uint8(alone)
+            done += np.uint64(alone != _THREE_ROWS)
+            left[still] = np.uint32(which)
+            still += np.uint64(alone == _THREE_ROWS)
+        num_left = still
+        ends[turn] = done
+        for j in range(first, done):
+            for row in range(_THREE_ROWS):
+                cell = row * width + np.uint64(cells[row * count + np.uint64(members[j])] & _CELL_BITS)
+                elements[cell] = np.uint8(elements[cell] - np.uint8(1))
+    return np.int64(num_left)
+
+
+def add_up(
+    values_address: Number, cells_address: Number, count: Number, width: Number, scale: Number, sums_address: Number
+) -> Number:
+    # Every value, as a whole number of 1/scale, with its sign into its three cells.
+    values, cells, sums = doubles_at(values_address), words_at(cells_address), longs_at(sums_address)
+    for row in range(_THREE_ROWS):
+        for i in range(count):
+            fixed = np.int64(np.rint(values[i] * scale))
+            word = cells[row * count + i]
+            sums[row * width + np.uint64(word & _CELL_BITS)] += -fixed if word & _SIGN_BIT else fixed
+    return np.int64(-1)
+
+
+def take_apart(
+    cells_address: Number,
+    count: Number,
+    width: Number,
+    rounds: Number,
+    members_address: Number,
+    rows_address: Number,
+    ends_address: Number,
+    counters_address: Number,
+    numbers_address: Number,
+) -> Number:
+    # In the order that `find_order` found. Of one round, row after row: sums of fp64 depend on their order.
+    cells, members = words_at(cells_address), words_at(members_address)
+    rows, ends = bytes_at(rows_address), addresses_at(ends_address)
+    counters, numbers = doubles_at(counters_address), doubles_at(numbers_address)
+    first = _ZERO
+    for turn in range(rounds):
+        last = ends[turn]
+        for j in range(first, last):
+            i, alone = np.uint64(members[j]), np.uint64(rows[j])
+            word = cells[alone * count + i]
+            found = counters[alone * width + np.uint64(word & _CELL_BITS)]
+            numbers[i] = -found if word & _SIGN_BIT else found
+        for row in range(_THREE_ROWS):
+            for j in range(first, last):
+                i = np.uint64(members[j])
+                word = cells[row * count + i]
+                counters[row * width + np.uint64(word & _CELL_BITS)] += numbers[i] if word & _SIGN_BIT else -numbers[i]
+        first = last
+    return np.int64(-1)
+
+
+def list_ones(bitmap_address: Number, num_bytes: Number, places_address: Number) -> Number:
+    # The places of the bits that are 1, if there is somewhere to write them; returns how many.
+    bitmap, places = bytes_at(bitmap_address), addresses_at(places_address)
+    found = _ZERO
+    for i in range(num_bytes):
+        word = np.uint64(bitmap[i])
+        if places_address == _ZERO:
+            found += count_ones(word)
+        else:
+            while word != _ZERO:
+                places[found] = _EIGHT * i + lowest_one(word)
+                found += _ONE
+                word = word & (word - _ONE)
+    return np.int64(found)
+
+
+def set_ones(bitmap_address: Number, places_address: Number, count: Number) -> Number:
+    bitmap, places = bytes_at(bitmap_address), addresses_at(places_address)
+    for i in range(count):
+        bitmap[places[i] >> _THREE] |= np.uint8(_ONE << (places[i] & np.uint64(7)))
+    return np.int64(-1)
+
+
+def _kernel(name: str, function: Callable[..., Any], types: str) -> Kernel:
+    """`types`: a letter for each argument, d for fp64 and otherwise uint64."""
+    names = {"u": "uint64", "d": "float64"}
+    return Kernel(name, f"int64({', '.join(names[letter] for letter in types)})", function)
+
+
+LARGEST = _kernel("largest", largest_bits, "uuuu")
+COUNT = _kernel("sketch_count", count_in_pieces, "uuuuuu")
+COLLECT = _kernel("sketch_collect", collect, "uuuuuuuuu")
+CELLS = _kernel("sketch_cells", hash_cells, "uuuuuuu")
+ORDER = _kernel("sketch_order", find_order, "uuuuuuuuu")
+ADD_UP = _kernel("sketch_add", add_up, "uuuudu")
+TAKE_APART = _kernel("sketch_peel", take_apart, "uuuuuuuuu")
+LIST_ONES = _kernel("sketch_list", list_ones, "uuu")
+SET_ONES = _kernel("sketch_set", set_ones, "uuu")
+
+
+def largest_magnitude(x: Tensor) -> int:
+    """Its bits, of x fp32 [n], as `finite_magnitude` compares them; 0 of nothing."""
+    loop, found = LARGEST.compiled(), [0]
+
+    def run(first: int, last: int) -> int:
+        found.append(loop(x.data_ptr(), x.numel(), first, last))
+        return -1
+
+    on_parts(run, num_blocks=-(-x.numel() // _PIECE_LENGTH), block=_PIECE_LENGTH)
+    return max(found)
+
+
+_SAMPLE = 1 << 14
+
+
+def kept(x: Tensor, thresholds: Sequence[float], budget: int) -> Tensor:
+    """As `sketch._kept` of these falling thresholds."""
+    pieces = -(-x.numel() // _PIECE_LENGTH)
+    patterns = torch.tensor(thresholds, dtype=torch.float32).view(torch.int32).tolist()
+    count, counted = COUNT.compiled(), dict[int, Tensor]()
+
+    def reached(pattern: int) -> int:
+        counts = counted[pattern] = torch.empty(pieces, dtype=torch.int64)
+        how = (x.data_ptr(), x.numel(), pattern, counts.data_ptr())
+        on_parts(lambda first, last: count(*how, first, last), num_blocks=pieces, block=_PIECE_LENGTH)
+        return int(counts.sum())
+
+    # Every so many elements tell where the search begins.
+    some = x[:: max(1, x.numel() // _SAMPLE)].abs()
+    least = some.kthvalue(max(1, some.numel() - budget * some.numel() // x.numel())).values
+    fit = min(bisect_left(patterns, -int(least.view(torch.int32)), key=neg), len(patterns) - 1)
+    low_end, high_end = 0, len(patterns)
+    while low_end < high_end:
+        if reached(patterns[fit]) > budget:
+            high_end, fit = fit, max(low_end, fit - 1)
+        else:
+            low_end = fit = fit + 1
+    fit = low_end
+    above = counted[patterns[fit - 1]] if fit else torch.zeros(pieces, dtype=torch.int64)
+    between = counted[patterns[fit]] - above if fit < len(patterns) else torch.zeros_like(above)
+    before = between.cumsum(0) - between
+    left = budget - int(above.sum())
+    firsts = above.cumsum(0) - above + before.clamp(max=left)
+    allowed = (left - before).clamp_(min=0).minimum(between)
+    found = torch.empty(int((above + allowed).sum()), dtype=torch.int64)
+    high = patterns[fit - 1] if fit else int(INFINITY)
+    low = patterns[fit] if fit < len(patterns) else high
+    loop = COLLECT.compiled()
+    how = (x.data_ptr(), x.numel(), high, low, firsts.data_ptr(), allowed.data_ptr(), found.data_ptr())
+    on_parts(lambda first, last: loop(*how, first, last), num_blocks=pieces, block=_PIECE_LENGTH)
+    return found
+
+
+def cells_of(places: Tensor, width: int, seeds: Sequence[int]) -> Tensor:
+    """As `hash_cells` has them, of places int64 [n]: int32 [3, n]."""
+    assert width < 2**31
+    cells = torch.empty(_ROWS, places.numel(), dtype=torch.int32)
+    rows = torch.tensor(seeds, dtype=torch.int64).to(torch.int32)
+    loop = CELLS.compiled()
+    how = (places.data_ptr(), places.numel(), width, rows.data_ptr(), cells.data_ptr())
+    on_parts(lambda first, last: loop(*how, first, last), num_blocks=places.numel(), block=_ROWS)
+    return cells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """In what order elements come apart; int32 numbers of elements are those of `cells`."""
+
+    members: Tensor  # int32 [n]
+    rows: Tensor  # uint8 [n]
+    ends: Tensor  # int64 [rounds]
+    stuck: Tensor  # int64
+
+
+def order_of(cells: Tensor, width: int, rounds: int) -> Order | None:
+    """None: there are too many elements in a cell."""
+    count = cells.shape[1]
+    elements = torch.zeros(_ROWS * width, dtype=torch.uint8)
+    left, members = (torch.empty(count + 1, dtype=torch.int32) for _ in range(2))
+    rows, ends = torch.empty(count + 1, dtype=torch.uint8), torch.empty(rounds, dtype=torch.int64)
+    arrays = (elements.data_ptr(), left.data_ptr(), members.data_ptr(), rows.data_ptr(), ends.data_ptr())
+    num_left = ORDER.compiled()(cells.data_ptr(), count, width, rounds, *arrays)
+    return None if num_left < 0 else Order(members=members, rows=rows, ends=ends, stuck=left[:num_left].to(torch.int64))
+
+
+def sums(values: Tensor, cells: Tensor, width: int, scale: float) -> Tensor:
+    """int64 [3 · width] of values fp64 [n], in units of 1/scale."""
+    total = torch.zeros(_ROWS * width, dtype=torch.int64)
+    how = (values.data_ptr(), cells.data_ptr(), values.numel(), width, scale, total.data_ptr())
+    ADD_UP.compiled()(*how)
+    return total
+
+
+def peeled(counters: Tensor, cells: Tensor, width: int, order: Order) -> Tensor:
+    """fp64 [n]; those that are stuck are 0. The counters fp64 [3 · width] are left as what was not explained."""
+    numbers = torch.zeros(cells.shape[1], dtype=torch.float64)
+    arrays = (order.members.data_ptr(), order.rows.data_ptr(), order.ends.data_ptr())
+    how = (cells.data_ptr(), cells.shape[1], width, order.ends.numel(), *arrays)
+    TAKE_APART.compiled()(*how, counters.data_ptr(), numbers.data_ptr())
+    return numbers
+
+
+def ones_of(bitmap: Tensor) -> Tensor:
+    """Places of the bits of uint8 [n] that are 1, int64."""
+    loop = LIST_ONES.compiled()
+    places = torch.empty(loop(bitmap.data_ptr(), bitmap.numel(), 0), dtype=torch.int64)
+    if places.numel():
+        loop(bitmap.data_ptr(), bitmap.numel(), places.data_ptr())
+    return places
+
+
+def bitmap_of(places: Tensor, numel: int) -> Tensor:
+    bitmap = torch.zeros(-(-numel // 8), dtype=torch.uint8)
+    SET_ONES.compiled()(bitmap.data_ptr(), places.data_ptr(), places.numel())
+    return bitmap
+
+
+KERNELS: Final = {
+    "topk": (TOPK, PACK),
+    "randk": (LARGEST, DRAW),
+    "sketch": (LARGEST, COUNT, COLLECT, CELLS, ORDER, ADD_UP, TAKE_APART, LIST_ONES, SET_ONES),
+    "lowrank": (LARGEST,),
+}
 """By the name of the format."""
