@@ -92,6 +92,11 @@ class Driver:
             self.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED, detail=detail))
         return self.link.flushed(max(1.0, deadline - time.monotonic())) and machine.ended
 
+    def save_moments(self) -> None:
+        """The optimizer's state of all fragments, after `drain`."""
+        for _ in self.executor.save_moments():
+            self.on_wait()
+
     def close(self) -> None:
         """Stop all threads."""
         self.link.close()

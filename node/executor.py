@@ -6,7 +6,7 @@ loop where `settle` says so; `sim/node.py` drives it in virtual time.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, assert_never
 
 import torch
@@ -489,6 +489,23 @@ class NodeExecutor:
                 self.replica.save(index)
             elif self.replica.moments is not None and self._files.optimizer(index) is None:
                 self._saving = self.replica.moments.save(head)  # it had none when the anchor was saved
+
+    def save_moments(self) -> Iterator[None]:
+        """Save the optimizer's state as it is now, and wait for it, a fragment at a turn: this node leaves a run that
+        goes on. Where the state that is on disk is of the same version, it stays."""
+        files, replica = self._files, self.replica
+        if files is None or replica is None or replica.moments is None or self.machine.stage == "finished":
+            return
+        if files.is_busy:
+            head, self._saving = self._saving, None
+            replica.end_save(head)
+        for index, version in replica.versions.items():
+            kept = files.optimizer(index)
+            if version < 0 or files.base(index) is None or (kept is not None and kept.version == version):
+                continue
+            if (head := replica.moments.save(self._head(index, 0))) is not None:
+                replica.end_save(head)
+            yield
 
     def _head(self, fragment: int, size: int, codec: str = "") -> Head:
         """Of a file with the fragment's anchor as it is now, or with the update that led to it."""

@@ -305,7 +305,8 @@ class Node:
             signal.signal(*self._handlers.popitem())
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
-        """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless.
+        """Wait for the outcome of what was sent, say good-bye, save the optimizer's state if `join` was asked to, stop
+        all threads. More than once is harmless.
 
         After an error of `step` there is nothing to wait for: the threads stop at once.
 
@@ -320,6 +321,7 @@ class Node:
                 return  # the coordinator was told, and no outcome can come any more
             if self._driver is not None:
                 self._driver.drain(timeout_s)
+                self._driver.save_moments()
             self._catch_up()
         finally:
             self.abandon()

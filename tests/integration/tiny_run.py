@@ -113,11 +113,12 @@ def train(
     hold: threading.Event | None = None,
     over: threading.Event | None = None,
     evaluate: Callable[[nn.Module], float] | None = lambda module: 1.0,
+    save_optimizer: bool = False,
 ) -> None:
-    """One node: to the run's end; or after so many steps it holds still until it may go, and goes without a word.
+    """One node: to the run's end; or after so many steps it leaves, or holds still until it may go without a word.
 
     Once it is `over`, it goes without a word too."""
-    with join(endpoint, model(), name=name, state_dir=folder, evaluate=evaluate) as node:
+    with join(endpoint, model(), name=name, state_dir=folder, evaluate=evaluate, save_optimizer=save_optimizer) as node:
         torch.manual_seed(sum(name.encode()))
         done = 0
         while node.running and done != steps and not (over and over.is_set()):
