@@ -21,9 +21,14 @@ Q4_BLOCK: Final = 64
 Q8_BLOCK: Final = 256
 E3M0_BLOCK: Final = 64
 Q4R_BLOCK: Final = 256
+SIGN_BLOCK: Final = 256
+LATTICE_BLOCK: Final = 256
 
 Q4R_GROUP: Final = 64  # elements whose codes are packed together, as `q4` packs its blocks
 BF16_LARGEST: Final = 0x7F7F  # bits of the largest finite bf16, (2 − 2⁻⁷)·2¹²⁷
+
+LATTICE_LARGEST_SCALE: Final = 0x7DF0
+"""Bits of 1.875·2¹²⁴: 8.5 times it is finite, and beyond 7 times it, the largest 18 % of fp32's range, codes clip."""
 
 SMALLEST_SCALE: Final = 0x0D80
 """Bits of 2⁻¹⁰⁰. Smaller scales are written as 0, so that no decoder meets a subnormal product, whatever its code."""

@@ -71,13 +71,13 @@ class BlockCodec(Codec):
         return KernelKey(name=self.name, layout=self.layout)
 
     def steps(self, fragment: Fragment) -> Tensor | None:
-        """What the encoder multiplies each block's own scale with, fp32 [num_blocks]; None: nothing."""
+        """A number for each block that the encoder's arithmetic takes, fp32 [num_blocks]; None: that of its key."""
         return None
 
     # --- Operations: by kernels if there are any for the operands' device, else by the reference
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
-        if (fast := self._kernels(x, out)) is None:
+        if (fast := self._kernels(x, out, only_encode=True)) is None:
             self.encode_by_reference(x, out, fragment, seed=seed)
         else:
             call = Encode(x=x, out=out, numel=fragment.numel, seed=seed, steps=self.steps(fragment))
@@ -127,7 +127,7 @@ class BlockCodec(Codec):
                 require_flat(vector, torch.float32, what, numel=x.numel())
         require_flat(out, torch.uint8, "a payload", numel=self.payload_bytes(part))
         operands = (x, out) if residual is None else (x, out, residual)
-        if (fast := self._kernels(*operands)) is not None:
+        if (fast := self._kernels(*operands, only_encode=residual is None)) is not None:
             call = Encode(
                 x=x, out=out, numel=numel, residual=residual, beta=self.beta, seed=seed, steps=self.steps(fragment),
                 start=start, ahead=index - start,
@@ -200,8 +200,8 @@ class BlockCodec(Codec):
             raise ValueError(f"{len(payloads)} payloads, but {len(weights)} weights and {len(seeds)} seeds")
         fast.add(payloads, [finite_weight(weight) for weight in weights], acc, overwrite=True)
 
-    def _kernels(self, *operands: Tensor) -> BlockKernels | None:
-        return fast_path(self.kernel_key(), *(operand.device for operand in operands))
+    def _kernels(self, *operands: Tensor, only_encode: bool = False) -> BlockKernels | None:
+        return fast_path(self.kernel_key(), *(operand.device for operand in operands), only_encode=only_encode)
 
     # --- The reference, in plain torch
     #

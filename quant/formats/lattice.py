@@ -17,11 +17,7 @@ from farloop.algo.spec import Fragment
 from farloop.quant import packing
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.packing import SMALLEST_SCALE, from_bf16, mix32
-
-BLOCK = 256
-LARGEST_SCALE = 0x7DF0
-"""Bits of 1.875·2¹²⁴: 8.5 times it is finite, and beyond 7 times it, the largest 18 % of fp32's range, codes clip."""
+from farloop.quant.packing import LATTICE_BLOCK, LATTICE_LARGEST_SCALE, SMALLEST_SCALE, from_bf16, mix32
 
 
 def shift_of(seed: int) -> float:
@@ -58,16 +54,16 @@ def _scales(absmax: Tensor) -> Tensor:
     """
     # By a tensor: on GPUs torch turns a division by a number into a product with its reciprocal, one bit off.
     bits = (absmax / torch.full_like(absmax, 7.0)).view(torch.int32)
-    scales = ((bits + 0xFFFF) >> 16).clamp_(max=LARGEST_SCALE)
+    scales = ((bits + 0xFFFF) >> 16).clamp_(max=LATTICE_LARGEST_SCALE)
     return torch.where(scales < SMALLEST_SCALE, 0, scales).to(torch.int16)
 
 
 LATTICE = LatticeCodec(
     name="lattice",
     code=12,
-    block=BLOCK,
+    block=LATTICE_BLOCK,
     code_bits=4,
-    largest_scale=LARGEST_SCALE,
+    largest_scale=LATTICE_LARGEST_SCALE,
     padding_code=8,
     declared=Traits(
         bits_per_element=4.0625,

@@ -22,14 +22,16 @@ from farloop.quant import packing
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.formats.sparse import padding, within
-from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, power_of_two, to_scale
-
-BLOCK = 256
+from farloop.quant.packing import BF16_LARGEST, SIGN_BLOCK, SMALLEST_SCALE, power_of_two, to_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignCodec(BlockCodec):
     """The arithmetic of its blocks."""
+
+    def steps(self, fragment: Fragment) -> Tensor:
+        """How many elements of each block are not padding."""
+        return _elements(fragment, 0, self.layout.padded(fragment.numel))
 
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
@@ -46,11 +48,13 @@ class SignCodec(BlockCodec):
 
 
 def _elements(fragment: Fragment, start: int, length: int) -> Tensor:
-    """How many elements of each block of a tile are not padding, fp32 [m]; at least 1."""
-    real = torch.ones(length, dtype=torch.bool)
+    """How many elements of each block of [start, start + length) are not padding, fp32 [m]; at least 1."""
+    real = torch.full((length // SIGN_BLOCK,), float(SIGN_BLOCK))
     for gap in within(padding(fragment, start + length), start, length):
-        real[gap] = False
-    return real.view(-1, BLOCK).sum(dim=1).clamp_(min=1).to(torch.float32)
+        for block in range(gap.start // SIGN_BLOCK, -(-gap.stop // SIGN_BLOCK)):
+            (missing,) = within([gap], block * SIGN_BLOCK, SIGN_BLOCK)
+            real[block] -= missing.stop - missing.start
+    return real.clamp_(min=1)
 
 
 def _scales(magnitude: Tensor, elements: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ def _scales(magnitude: Tensor, elements: Tensor) -> Tensor:
 SIGN = SignCodec(
     name="sign",
     code=11,
-    block=BLOCK,
+    block=SIGN_BLOCK,
     beta=1.0,
     code_bits=1,
     largest_scale=BF16_LARGEST,

@@ -20,6 +20,7 @@ from farloop.quant import packing
 from farloop.quant.codec import Codec, Parameter, Traits, float_text, number
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
+from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.norm import norm_sq
 from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, aligned, bf16_bits, check_scales, from_bf16, uniform16
 
@@ -60,6 +61,14 @@ class TernaryCodec(Codec):
         scales = torch.tensor(self._scales(x, fragment), dtype=torch.int16, device=x.device)
         out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
         out[2 * scales.numel() : _codes_start(fragment)] = 0
+        if (fast := fast_sparse(x.device, out.device)) is not None:
+            for span, s in zip(spans(fragment), from_bf16(scales).tolist(), strict=True):
+                whole = span.start + (span.stop - span.start) // GROUP * GROUP
+                fast.thrown(x[span.start : whole], s, seed, span.start, out[_code_range(fragment, span.start, whole)])
+                if whole < span.stop:
+                    last = _whole_groups(x[whole : span.stop]).view(-1)
+                    fast.thrown(last, s, seed, whole, out[_code_range(fragment, whole, whole + GROUP)])
+            return
         for start in range(0, fragment.numel, TILE):
             groups = _whole_groups(x[start : start + TILE])
             s = _scale_of_groups(scales, fragment, start, groups.shape[0])
@@ -67,7 +76,7 @@ class TernaryCodec(Codec):
             # Not clipped beforehand: above s, the ratio is above every u.
             chosen = (groups.abs() / torch.where(s == 0, 1.0, s) > u) & (s != 0)
             codes = chosen.to(torch.uint8) << (groups < 0).to(torch.uint8)
-            out[_code_range(fragment, start, groups.numel())].copy_(packing.pack(codes, bits=2))
+            out[_code_range(fragment, start, start + groups.numel())].copy_(packing.pack(codes, bits=2))
 
     def _tiles(self, payload: Tensor, fragment: Fragment, *, seed: int, device: torch.device) -> Iterator[Tensor]:
         scales = _stored_scales(payload, fragment).to(device)
@@ -92,12 +101,19 @@ class TernaryCodec(Codec):
         """Bits of the stored scale of every tensor: the largest magnitude that is left after clipping, rounded up."""
         scales = []
         for tensor, span in zip(fragment.tensors, spans(fragment), strict=True):
-            bits = largest_bits(x, span)
-            if self.clip > 0 and tensor.numel > 0:
+            square = norm_sq(x[span]) if self.clip > 0 and tensor.numel > 0 else math.inf
+            if math.isfinite(square):
                 # σ about zero: about the mean, a tensor whose elements are all alike would be clipped to nothing.
                 # norm_sq adds in one order everywhere, and IEEE rounds a root, a quotient and a product alike.
-                sigma = math.sqrt(norm_sq(x[span]) / tensor.numel)
-                bits = min(bits, int(torch.tensor(self.clip * sigma, dtype=torch.float32).view(torch.int32)))
+                sigma = math.sqrt(square / tensor.numel)
+                limit = int(torch.tensor(self.clip * sigma, dtype=torch.float32).view(torch.int32))
+                bits = 0
+                for start in range(span.start, span.stop, TILE):
+                    if bits < limit:  # most tensors have an element above it, and a look at the first ones is enough
+                        bits = max(bits, largest_bits(x, slice(start, min(start + TILE, span.stop))))
+                bits = min(bits, limit)
+            else:
+                bits = largest_bits(x, span)
             bits = min((bits + 0xFFFF) >> 16, BF16_LARGEST)
             scales.append(bits if bits >= SMALLEST_SCALE else 0)
         return scales
@@ -114,10 +130,10 @@ def _codes_start(fragment: Fragment) -> int:
     return aligned(2 * len(fragment.tensors))
 
 
-def _code_range(fragment: Fragment, start: int, length: int) -> slice:
-    """Where the codes of the elements [start, start + length) lie in a payload; both are multiples of `GROUP`."""
-    first = _codes_start(fragment) + start // 4
-    return slice(first, first + length // 4)
+def _code_range(fragment: Fragment, start: int, stop: int) -> slice:
+    """Where the codes of the elements [start, stop) lie in a payload; both are multiples of `GROUP`."""
+    first = _codes_start(fragment)
+    return slice(first + start // 4, first + stop // 4)
 
 
 def _stored_scales(payload: Tensor, fragment: Fragment) -> Tensor:
@@ -128,7 +144,7 @@ def _codes(payload: Tensor, fragment: Fragment, start: int) -> Tensor:
     """Codes of the tile at `start`, uint8 [groups, 64]."""
     num_groups = -(-min(TILE, fragment.numel - start) // GROUP)
     codes = torch.empty(num_groups, GROUP, dtype=torch.uint8, device=payload.device)
-    packing.unpack_into(payload[_code_range(fragment, start, codes.numel())], codes, bits=2)
+    packing.unpack_into(payload[_code_range(fragment, start, start + codes.numel())], codes, bits=2)
     return codes
 
 

@@ -13,12 +13,15 @@ from farloop.quant.kernels.interface import BlockKernels, KernelKey
 _log = logging.getLogger(__name__)
 
 
-def fast_path(key: KernelKey, *devices: torch.device) -> BlockKernels | None:
-    """The kernels of this key if all operands lie on one device that has some; None: the reference serves."""
+def fast_path(key: KernelKey, *devices: torch.device, only_encode: bool = False) -> BlockKernels | None:
+    """The kernels of this key if all operands lie on one device that has some; None: the reference serves.
+
+    `only_encode`: those too of which nothing but `encode` without a residual may be called.
+    """
     if any(device != devices[0] for device in devices):
         return None
     if devices[0].type == "cpu":
-        return _cpu(key)
+        return _cpu(key, only_encode)
     return _gpu(key) if devices[0].type == "cuda" else None
 
 
@@ -69,12 +72,12 @@ def fast_sparse(*devices: torch.device) -> ModuleType | None:
 
 
 @cache
-def _cpu(key: KernelKey) -> BlockKernels | None:
+def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.cpu.kernels import cpu_kernels
     except ImportError:
         return None
-    return cpu_kernels(key)
+    return cpu_kernels(key, only_encode=only_encode)
 
 
 def _gpu(key: KernelKey) -> BlockKernels | None:

@@ -21,6 +21,7 @@ from farloop.quant.kernels.cpu.primitives import (
     inlined,
     load_i32,
     load_u16,
+    mix,
     pack_nearest,
     pack_random,
     random_words,
@@ -33,16 +34,20 @@ from farloop.quant.kernels.cpu.primitives import (
 from farloop.quant.packing import (
     BF16_LARGEST,
     E3M0_BLOCK,
+    LATTICE_BLOCK,
+    LATTICE_LARGEST_SCALE,
     Q4_BLOCK,
     Q4R_BLOCK,
     Q4R_GROUP,
     Q4R_LEAST_SCALE,
     Q4R_SMALLEST_MAGNITUDE,
     Q8_BLOCK,
+    SIGN_BLOCK,
+    SMALLEST_SCALE,
     largest_scale,
 )
 
-assert BLOCK == Q8_BLOCK == Q4R_BLOCK and Q4_BLOCK == E3M0_BLOCK == Q4R_GROUP
+assert BLOCK == Q8_BLOCK == Q4R_BLOCK == SIGN_BLOCK == LATTICE_BLOCK and Q4_BLOCK == E3M0_BLOCK == Q4R_GROUP
 
 _B = np.uint64(BLOCK)
 _GROUP = np.uint64(Q4_BLOCK)
@@ -260,6 +265,71 @@ def read_q4r(t: Numbers, scales: Numbers, codes: Numbers) -> None:
     for group in range(_GROUPS):
         unpack(after(t, group * _GROUP), s, after(codes, group * _HALF))
 
+
+# --- sign and lattice: only encoded here. Their decoders must know where a fragment has padding.
+
+
+_EIGHTH = np.uint64(BLOCK // 8)
+
+
+@inlined
+def read_nothing(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    """For the loops that are never called."""
+
+
+@inlined
+def write_sign(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    """`step` is the number of elements of the block that are no padding."""
+    _, _, elements, _, _ = how
+    exponent = np.int32(max(np.int32(magnitude >> 23), np.int32(SMALLEST_SCALE >> 7)) - 127)
+    unit = from_bits(np.int32(np.int32(np.int32(21 - exponent) + 127) << 23))
+    total = np.int32(0)
+    for i in range(_B):
+        total = np.int32(total + np.int32(from_bits(np.int32(bits(v[i]) & MAGNITUDE)) * unit))
+    back = from_bits(np.int32(np.int32(np.int32(exponent - 21) + 127) << 23))
+    scale = to_scale(np.float32(total) / elements * back, _LARGEST_BF16)
+    store_u16(scales, np.uint64(0), np.uint16(scale))
+    least = np.float32(0.0) if scale != 0 else -_INFINITY
+    for i in range(_EIGHTH):
+        byte = np.int32(v[i] < least)
+        for place in range(1, 8):
+            byte = np.int32(byte | np.int32(np.int32(v[np.uint64(place) * _EIGHTH + i] < least) << place))
+        codes[i] = np.uint8(byte)
+
+
+_SEVEN = np.float32(7.0)
+_LARGEST_LATTICE_SCALE = np.int32(LATTICE_LARGEST_SCALE)
+_HALF_BLOCK = np.uint64(BLOCK // 2)
+
+
+@inlined
+def write_lattice(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    _, _, _, seed, _ = how
+    r = np.float32(0.5) - np.float32(np.int32(mix(np.uint32(seed)) >> np.uint32(22))) * np.float32(2.0**-10)
+    scale = np.int32(np.int32(bits(from_bits(magnitude) / _SEVEN) + np.int32(0xFFFF)) >> 16)
+    scale = scale if scale < _LARGEST_LATTICE_SCALE else _LARGEST_LATTICE_SCALE
+    scale = scale if scale >= np.int32(SMALLEST_SCALE) else np.int32(0)
+    store_u16(scales, np.uint64(0), np.uint16(scale))
+    s, shift = from_scale(scale), r
+    if scale == 0:
+        s, shift = _INFINITY, np.float32(0.0)
+    for i in range(_HALF_BLOCK):
+        low = lattice_code(v[i] / s - shift)
+        high = lattice_code(v[_HALF_BLOCK + i] / s - shift)
+        codes[i] = np.uint8(np.int32(low & 15) | np.int32(high << 4))
+
+
+@inlined
+def lattice_code(ratio: Number) -> Number:
+    """clamp(rn(ratio), −8, 7) + 8 in the lowest bits."""
+    return bits(min(max(ratio, np.float32(-8.0)), _SEVEN) + np.float32(1.5 * 2**23 + 8))
+
+
+ENCODERS: Final = {
+    "sign": block_loops("sign", write_sign, read_nothing, block=SIGN_BLOCK, code_bits=1),
+    "lattice": block_loops("lattice", write_lattice, read_nothing, block=LATTICE_BLOCK, code_bits=4),
+}
+"""Of which only `encode` without a residual may be called."""
 
 LOOPS: Final = {
     "fp32": block_loops("fp32", write_fp32, read_fp32, block=1, code_bits=32),

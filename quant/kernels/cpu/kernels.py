@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farloop.quant.kernels.cpu import sparse
-from farloop.quant.kernels.cpu.formats import ABSOLUTE, LOOPS, STOCHASTIC
+from farloop.quant.kernels.cpu.formats import ABSOLUTE, ENCODERS, LOOPS, STOCHASTIC
 from farloop.quant.kernels.cpu.loops import (
     ADD,
     BLOCK,
@@ -47,9 +47,9 @@ _SEED_MASK = 0xFFFFFFFF
 Places = list[tuple[int, int]]  # addresses of scales and codes, of each payload
 
 
-def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
-    """The kernels of this key, or None if its format has none on the CPU."""
-    loops = LOOPS.get(key.name)
+def cpu_kernels(key: KernelKey, *, only_encode: bool = False) -> "CpuKernels | None":
+    """The kernels of this key, or None if its format has none on the CPU; `only_encode` as `fast_path` has it."""
+    loops = LOOPS.get(key.name) or (ENCODERS.get(key.name) if only_encode else None)
     mode = key.stochastic * STOCHASTIC + key.absolute * ABSOLUTE
     step = torch.full((1,), math.nan if key.step is None else key.step)
     return None if loops is None else CpuKernels(loops=loops, layout=key.layout, step=step, mode=mode)
@@ -57,7 +57,11 @@ def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
 
 def warm(names: Iterable[str]) -> float:
     """Compile, or load from disk, what a run with these formats needs; returns the seconds it took."""
-    formats: Mapping[str, Iterable[Kernel]] = {**LOOPS, **sparse.KERNELS}
+    formats: Mapping[str, Iterable[Kernel]] = {
+        **LOOPS,
+        **sparse.KERNELS,
+        **{name: (loops.encode,) for name, loops in ENCODERS.items()},
+    }
     return warm_up([NORM, DIGEST, *(kernel for name in names for kernel in formats.get(name, ()))])
 
 

@@ -205,7 +205,7 @@ stack_floats = _stack(256, types.float32, ir.FloatType())
 stack_words = _stack(128, types.uint32, ir.IntType(32))
 stack_doubles = _stack(2048, types.float64, ir.DoubleType())
 
-_STACK_TYPES = {"int32": ir.IntType(32), "uint32": ir.IntType(32), "float64": ir.DoubleType()}
+_STACK_TYPES = {"int32": ir.IntType(32), "uint32": ir.IntType(32), "float64": ir.DoubleType(), "uint8": ir.IntType(8)}
 
 
 def stack_array(count: int, number: str) -> Any:

@@ -1,7 +1,7 @@
-"""Kernels of the formats that send few elements: `topk`, `randk` and `sketch`. `formats/` defines what they compute.
+"""Kernels of the formats that are not made of equal blocks; `formats/` defines what they compute.
 
-The first two find a threshold that k of n words reach by halving a range, and end as soon as a probe counts
-k: a probe compares 64 words at a time. Sorting all words, or a heap, would branch on every element.
+`topk` and `randk` find a threshold that k of n words reach by halving a range, and end as soon as a probe counts k: a
+probe compares 64 words at a time. Sorting all words, or a heap, would branch on every element.
 """
 
 from bisect import bisect_left
@@ -22,6 +22,7 @@ from farloop.quant.kernels.cpu.primitives import (
     Numbers,
     addresses_at,
     after,
+    as_halves,
     as_words,
     bits,
     bytes_at,
@@ -42,6 +43,7 @@ from farloop.quant.kernels.cpu.primitives import (
     stack_array,
     store_u16,
     to_scale,
+    uniform,
     words_at,
 )
 from farloop.quant.packing import BF16_LARGEST
@@ -667,10 +669,75 @@ def bitmap_of(places: Tensor, numel: int) -> Tensor:
     return bitmap
 
 
+# --- ternary
+
+_TERNARY_LENGTH = 256  # elements whose random bits are made at a time: four groups of 64
+_TERNARY = np.uint64(_TERNARY_LENGTH)
+_QUARTER = np.uint64(16)
+_noise, _codes = stack_array(128, "uint32"), stack_array(_TERNARY_LENGTH, "uint8")
+
+
+def throw(
+    x_address: Number,
+    count: Number,
+    scale: Number,
+    seed: Number,
+    element: Number,
+    codes_address: Number,
+    begin: Number,
+    end: Number,
+) -> Number:
+    # Of groups [begin, end), in fours; the first is that of this element of the fragment. There are `count`.
+    x, out = floats_at(x_address), bytes_at(codes_address)
+    noise, codes = _noise(), _codes()
+    halves = as_halves(noise)
+    for four in range(begin, end):
+        first = four * _TERNARY
+        random_words(noise, _HALF_WORDS, element + first, seed)
+        groups = min(_FOUR, count - four * _FOUR)
+        if groups == _FOUR:
+            for i in range(_TERNARY):
+                v = x[first + i]
+                chosen = np.int32(abs(v) / scale > uniform(halves[i]))
+                codes[i] = np.uint8(chosen << np.int32(v < np.float32(0.0)))
+        else:
+            for i in range(groups * _GROUP):
+                v = x[first + i]
+                chosen = np.int32(abs(v) / scale > uniform(halves[i]))
+                codes[i] = np.uint8(chosen << np.int32(v < np.float32(0.0)))
+        for group in range(groups):
+            code, packed = after(codes, group * _GROUP), after(out, (four * _FOUR + group) * _QUARTER)
+            for i in range(_QUARTER):
+                packed[i] = np.uint8(
+                    code[i]
+                    | code[_QUARTER + i] << 2
+                    | code[_TWO * _QUARTER + i] << 4
+                    | code[_THREE * _QUARTER + i] << 6
+                )
+    return np.int64(-1)
+
+
+_HALF_WORDS = np.uint64(_TERNARY_LENGTH // 2)
+THROW = Kernel("ternary", "int64(uint64, uint64, float32, uint32, uint64, uint64, uint64, uint64)", throw)
+
+
+def thrown(x: Tensor, scale: float, seed: int, element: int, codes: Tensor) -> None:
+    """Write the codes, uint8 [n/4], of whole groups x fp32 [n], of which the first is this element of the fragment."""
+    assert x.numel() % 64 == 0 and codes.numel() * 4 == x.numel()
+    if scale == 0:
+        codes.zero_()
+        return
+    loop = THROW.compiled()
+    how = (x.data_ptr(), x.numel() // 64, scale, seed & 0xFFFFFFFF, element, codes.data_ptr())
+    fours = -(-x.numel() // _TERNARY_LENGTH)
+    on_parts(lambda first, last: loop(*how, first, last), num_blocks=fours, block=_TERNARY_LENGTH)
+
+
 KERNELS: Final = {
     "topk": (TOPK, PACK),
     "randk": (LARGEST, DRAW),
     "sketch": (LARGEST, COUNT, COLLECT, CELLS, ORDER, ADD_UP, TAKE_APART, LIST_ONES, SET_ONES),
+    "ternary": (LARGEST, THROW),
     "lowrank": (LARGEST,),
 }
 """By the name of the format."""

@@ -64,7 +64,7 @@ def test_whatever_path_is_taken_the_numbers_are_the_reference_s(
         codec.decode_add_(payload, acc, 0.3, fragment, seed=3)
         codec.sum_into([payload, fed_back], [0.3, -0.7], total, fragment, seeds=[3, 4])
         results.append([codec.decode(payload, fragment, seed=3), acc, residual, total, payload, fed_back])
-        monkeypatch.setattr(blocks, "fast_path", lambda *_: None)
+        monkeypatch.setattr(blocks, "fast_path", lambda *_, **__: None)
     *numbers, one, other = zip(*results, strict=True)
     assert all(same_bits(fast, reference) for fast, reference in numbers)
     assert torch.equal(*one) and torch.equal(*other)
@@ -83,7 +83,7 @@ def test_what_ranks_encode_of_their_parts_makes_the_whole_payload(
 ) -> None:
     """Of all codecs that a sharded model may have: scales, codes, residuals and decoded numbers, bit for bit."""
     if path == "reference":
-        monkeypatch.setattr(blocks, "fast_path", lambda *_: None)
+        monkeypatch.setattr(blocks, "fast_path", lambda *_, **__: None)
     codec = dataclasses.replace(codec_named(spelling), beta=0.75)
     assert isinstance(codec, BlockCodec)
     x, before = gaussian(WHOLE), gaussian(WHOLE, 1)
@@ -191,7 +191,7 @@ class LargestAllocation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("path", ["the reference", "the fastest"])
 def test_no_temporary_is_larger_than_a_tile(codec: BlockCodec, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path == "the reference":
-        monkeypatch.setattr(blocks, "fast_path", lambda *_: None)
+        monkeypatch.setattr(blocks, "fast_path", lambda *_, **__: None)
     fragment = flat(3 * TILE)
     x, acc = torch.zeros(fragment.numel), torch.zeros(fragment.numel)
     payload = torch.zeros(codec.payload_bytes(fragment), dtype=torch.uint8)
