@@ -81,7 +81,7 @@ def why(address: Address) -> str:
     """What a plain connection to the coordinator's port shows."""
     failure = connect(address)
     if failure is None:
-        return "the port answers; unless the link complains above, the run begins once all of its nodes are there"
+        return "the port answers; unless the link complains above, this node waits for its start"
     return f"cannot connect: {failure}; is the coordinator running, and its port open from here?"
 
 

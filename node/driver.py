@@ -1,6 +1,7 @@
 """What rank 0 of a node does between two inner steps: it drives the executor, and waits where training has to."""
 
 import contextlib
+import logging
 import math
 import queue
 import time
@@ -18,6 +19,14 @@ from farloop.runtime.system import ThreadWorker
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
+_log = logging.getLogger(__name__)
+
+START_S, AGAIN_S = 10.0, 60.0  # after which a node that is ready says what it waits for, and says it again
+_WAITS_FOR_START = (
+    "waiting for the start: a run begins once all of its nodes are there; later a node starts with the next commit. "
+    "A node whose loop is dead, but not its process, holds that up for 30 s or ten of its steps, or 5 minutes before "
+    "its first step: end that process"
+)
 WAIT_S = 0.2  # longest wait for an event before the node looks whether a report is due
 
 
@@ -71,7 +80,13 @@ class Driver:
     def wait_for_start(self) -> Decision:
         """Block until training begins, or the run is over."""
         with self.failure_told():
-            return self._decide()
+            tell_at = time.monotonic() + START_S
+            while not self.executor.settle():
+                self._wait()
+                if time.monotonic() >= tell_at and self.executor.machine.stage == "ready":
+                    tell_at = time.monotonic() + AGAIN_S
+                    _log.warning(_WAITS_FOR_START)
+            return self.executor.decision()
 
     def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
         """What to do after an inner step; blocks where the method says that training waits."""

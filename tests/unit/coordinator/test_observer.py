@@ -308,6 +308,19 @@ def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
     assert node["connected"] and node["reason"] == Reason.STALLED.sentence
 
 
+def test_a_node_that_waits_for_its_start_is_told_with_those_it_waits_for(
+    scene: Scene, log: Callable[[str], list[str]]
+) -> None:
+    scene.start()
+    scene.join(B)
+    scene.say(B, msg.Ready())
+    scene.say(B, dataclasses.replace(PROGRESS, state="ready", detail="the start"))
+    scene.refresh()
+    assert "node name=b state=ready reason='waits for the start with a commit, for which a must train or stall'" in log(
+        ""
+    )
+
+
 # --- Commits and evaluations
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Lease
+from farloop.node import driver as driver_module
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
 from farloop.node.anchor_files import AnchorFiles
@@ -416,6 +418,17 @@ def test_the_driver_blocks_training_until_the_update_is_merged(tmp_path: Path) -
     play.link.on_offer = play.commit
     decision = play.driver.after_step(10, 1.0)
     assert decision.running and decision.merged == (0,)
+    play.driver.close()
+
+
+def test_the_driver_says_what_a_node_that_is_ready_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_module, "START_S", 0.0)
+    play = Play(tmp_path, driven=True).welcome()
+    threading.Timer(0.3, play.start).start()
+    assert play.driver.wait_for_start().running
+    assert caplog.text.count("waiting for the start: ") == 1
     play.driver.close()
 
 
