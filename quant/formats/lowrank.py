@@ -170,9 +170,10 @@ def _power_step(matrix: Tensor, start: Tensor, exponent: int) -> tuple[Tensor, T
     # Powers of two on the thin factors keep every sum in range without a copy of M.
     exponent = max(-100, min(100, exponent))
     # Householder: of columns that are zero, or depend on others, it makes some that are neither.
-    p = torch.linalg.qr(matrix @ (start * 2.0**-exponent)).Q
+    # The thin factor comes first and lies row by row: BLAS is up to ten times as fast as with five columns behind M.
+    p = torch.linalg.qr(((start * 2.0**-exponent).T.contiguous() @ matrix.T).T).Q
     p = from_bf16(to_bf16(p.contiguous(), _ONE))
-    q = matrix.T @ (p * 2.0**-exponent)
+    q = ((p * 2.0**-exponent).T.contiguous() @ matrix).T
     kept = q.double().square().sum(dim=0).argsort(descending=True)[:-1]
     return p[:, kept], q[:, kept] * 2.0**exponent
 
