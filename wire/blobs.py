@@ -69,6 +69,11 @@ class Reassembly:
         """Ranges [start, end) beyond the prefix: ascending, neither overlapping nor touching."""
 
     @property
+    def arrived(self) -> int:
+        """Bytes that have arrived, those beyond a gap included."""
+        return self.received + sum(end - start for start, end in self._islands)
+
+    @property
     def complete(self) -> bool:
         return self.received == self.size
 

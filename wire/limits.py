@@ -3,14 +3,17 @@
 import math
 from dataclasses import dataclass, fields
 
-INITIAL_CREDIT = 512 << 10
-"""Bytes of a pushed blob that may leave before its first Credit; part of the protocol, both ends know it."""
-
 EARLY_BYTES = 4 << 20
-"""Bytes of all pushed blobs together that may be sent before their first Credits: what a receiver keeps of chunks that
-overtook the message which announces their blob. Part of the protocol."""
+"""Bytes of all blobs without a Credit that may be sent, until the receiver tells another number: what it keeps of
+chunks whose blob it does not expect yet. Part of the protocol."""
 
 EARLY_FRAMES = 1024  # ... and as many frames.
+
+EARLY_S = 0.25
+"""A receiver keeps so many seconds of the highest rate that it has seen: the round trip of a first Credit."""
+
+INITIAL_CREDIT = 512 << 10
+"""Before version 5 of the protocol: bytes of one pushed blob that may leave before its first Credit."""
 
 AHEAD_FRAMES = 256
 """Control frames in flight: numbers from the first unacknowledged one. Part of the protocol, both ends know it."""
@@ -18,8 +21,12 @@ AHEAD_FRAMES = 256
 BAD_FRAMES = 8
 """Frames in a row that break the protocol before a link ends the session: one that is damaged is sent again."""
 
-SMALLEST_CHUNK = 256 << 10  # below this, headers and events cost more than they give (protocol, Sessions)
-LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob (protocol, Sessions)
+THIN_CHUNK = 64 << 10  # of a link that carries less than `LEAST_FLIGHT` in a second: control waits behind it
+SMALLEST_CHUNK = 256 << 10  # of other links: below this, headers and events cost more than they give
+LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob
+
+INITIAL_FLIGHT = 4 << 20  # bytes in flight before the link is known
+LEAST_FLIGHT = 1 << 20  # ... and at least, once it is, where the link carries them in a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +34,13 @@ class Limits:
     """Bounds on memory and message sizes, in bytes unless a name says otherwise."""
 
     max_control_bytes: int = 1 << 20  # body of a control frame, either way
-    chunk_bytes: int = SMALLEST_CHUNK  # size of the chunks this end sends
+    chunk_bytes: int | None = None  # size of the chunks this end sends; None: by the link (protocol, Flow control)
     max_chunk_bytes: int = LARGEST_CHUNK  # largest chunk this end accepts
     max_blob_bytes: int = 2 << 30  # largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32
+    early_pool_bytes: int = 1 << 30
+    """What all sessions of a coordinator, in equal shares, or a node keep of blobs that are not expected yet."""
     window_bytes: int = INITIAL_CREDIT
-    """Credit beyond the received prefix that a receiver grants at first; never less than two chunks."""
+    """Credit beyond the received prefix that a peer older than version 5 gets at first; never less than two chunks."""
     max_window_bytes: int = 32 << 20  # ... and at most: 1 Gbit/s over 250 ms.
     max_blobs: int = 256  # blobs in transfer at once, each way, but for those that are pushed at the sender
     max_ahead_bytes: int = 4 << 20  # control frames kept that overtook one still missing
@@ -47,7 +56,7 @@ class Limits:
         return max(self.max_control_bytes, self.max_chunk_bytes) + 4096
 
     def __post_init__(self) -> None:
-        if not 0 < self.chunk_bytes <= self.max_chunk_bytes:
+        if self.chunk_bytes is not None and not 0 < self.chunk_bytes <= self.max_chunk_bytes:
             raise ValueError(f"chunk_bytes must be from 1 to max_chunk_bytes ({self.max_chunk_bytes})")
         if self.window_bytes < INITIAL_CREDIT:
             raise ValueError(f"window_bytes must be at least {INITIAL_CREDIT}, the credit of a pushed blob")
@@ -64,9 +73,10 @@ class Timing:
     """First time-out after which unacknowledged control frames are sent again, and the shortest for chunks."""
     rto_max_s: float = 10.0  # largest time-out for control frames; it doubles while nothing helps
     linger_s: float = 5.0  # how long a Leave or Refused of this end may wait for its acknowledgement
+    credit_delay_s: float = 0.25  # how long a Credit waits for more bytes to report
     window_s: float = 1.0
-    """A receiver's window doubles while it holds fewer seconds of arrivals than this: above the round trip of every
-    link on Earth, so that credit is never what limits the rate, and little enough that no queue grows long."""
+    """The window of a peer older than version 5 doubles while it holds fewer seconds of arrivals than this: above the
+    round trip of every link on Earth, and little enough that no queue grows long."""
     blob_idle_s: float = 30.0
     """A coordinator gives up a blob that is no further after this, times the blobs that share the session, though its
     sender's heart beats: time without progress, never time in all, so that a slow link is as good as a fast one."""

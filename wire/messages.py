@@ -304,12 +304,14 @@ class Observed(Message):
 
 _T = TypeVar("_T")
 
-PROTOCOL_VERSIONS = (1, 4)
+PROTOCOL_VERSIONS = (1, 5)
 """Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links, 4 codecs that nodes
-have of their own, starts within a round, and what nodes tell a coordinator over an old copy of its state."""
+have of their own, starts within a round, and what nodes tell a coordinator over an old copy of its state, 5 the windows
+of a session (protocol, Flow control)."""
 
 OWN_CODECS_SINCE = 4  # version in which nodes read `codec_up_of` in the terms of a window
 SLOTS_SINCE = 4  # version in which nodes read the slot of a `Start`
+WINDOWS_SINCE = 5  # version in which a blob's credit is its size, and a session's windows bound what is on its way
 
 
 @message(1, Role.NODE, since=1)
@@ -339,6 +341,7 @@ class Hello(Message):
     saved: SavedAnchors | None = field(default=None, metadata=LATER)
     """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
     can_evaluate: bool = field(default=True, metadata=LATER)  # whether its loop can measure the loss on the fixed set
+    early: int = field(default=0, metadata=LATER)  # see `Credit`
 
 
 @message(2, Role.COORDINATOR, since=1)
@@ -371,6 +374,7 @@ class Welcome(Message):
     restores: tuple[int, ...] = field(default=(), metadata=LATER)
     """Fragments of which the node reads the anchor that `Hello.saved` names: the updates after that follow, and no
     snapshot comes unless it asks for one (`Fetch`)."""
+    early: int = field(default=0, metadata=LATER)  # see `Credit`
 
 
 @message(3, Role.COORDINATOR, since=1)
@@ -438,6 +442,10 @@ class Credit(Message):
     blob: BlobId
     received: int
     limit: int
+    arrived: int = field(default=0, metadata=LATER)
+    """Bytes that have arrived, those beyond a gap included. 0 where there is no gap."""
+    early: int = field(default=0, metadata=LATER)
+    """Bytes of all blobs without a Credit that its sender keeps. 0: 4 MiB, until another number was told."""
 
 
 @message(9, Role.COORDINATOR, since=1)

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from farloop.algo.spec import BlobId, BlobKind
@@ -23,6 +24,7 @@ from farloop.wire.messages import (
     Message,
     Offer,
     Outcome,
+    Progress,
     Refused,
     Role,
     Stored,
@@ -194,11 +196,12 @@ class ControlStream:
         self.heartbeats = False  # off until the session is open: before, no frame but the opening ones may be sent
 
         self._bodies: deque[bytes] = deque()
-        """Encoded messages that are not acknowledged; the first has the number `_acked`."""
+        """Encoded messages that were transmitted and are not acknowledged; the first has the number `_acked`."""
+        self._waiting: dict[object, bytes] = {}  # ... that were never transmitted, in order, by what they are newest of
+        self._pushed = 0  # number of messages so far
         self._queued_bytes = 0
         self._acked = 0
         self._cursor = 0  # number of the next frame to transmit, for the first time or again
-        self._highest = 0  # number of the first frame that was never transmitted
         self._rto_s = timing.rto_s
         self._resend_at: float | None = None
         self._spoke_at = now
@@ -207,30 +210,46 @@ class ControlStream:
         self._ahead: dict[int, tuple[Message | None, int]] = {}
         """Messages that overtook number `received`, with their bytes."""
         self._ahead_bytes = 0
+        self._ack_told = 0  # `received` when this end last spoke
         self._ack_at: float | None = None
 
     @property
     def idle(self) -> bool:
         """Whether all that was pushed is acknowledged."""
-        return not self._bodies
+        return not self._bodies and not self._waiting
 
-    def push(self, body: bytes, *, bounded: bool = True) -> None:
+    @property
+    def _highest(self) -> int:
+        """Number of the first frame that was never transmitted."""
+        return self._acked + len(self._bodies)
+
+    def push(self, body: bytes, *, newest_of: object = None, bounded: bool = True) -> None:
         """Queue an encoded message.
 
         Args:
             body: the message's bytes.
-            bounded: False for the session's own Credits: the queue has room for as many again.
+            newest_of: what only the newest message of is kept, as long as it waits to be transmitted; None: none of it.
+            bounded: False for the session's own Credits: the queue has room for as many again, and a newer one has the
+                place of the one before, for it must not wait behind ever more messages.
 
         Raises:
             LimitReached: too many messages wait for an acknowledgement.
         """
-        share = 1 if bounded else 2
-        if len(self._bodies) >= share * self._limits.max_queued_messages:
-            raise LimitReached(f"{len(self._bodies)} messages wait for the peer to acknowledge them")
-        if self._bodies and self._queued_bytes + len(body) > share * self._limits.max_queued_bytes:
+        share, num_queued = 1 if bounded else 2, len(self._bodies) + len(self._waiting)
+        if num_queued >= share * self._limits.max_queued_messages:
+            raise LimitReached(f"{num_queued} messages wait for the peer to acknowledge them")
+        if num_queued and self._queued_bytes + len(body) > share * self._limits.max_queued_bytes:
             raise LimitReached(f"{self._queued_bytes} bytes of messages wait for the peer to acknowledge them")
-        self._bodies.append(body)
-        self._queued_bytes += len(body)
+        self._pushed += 1
+        key = self._pushed if newest_of is None else newest_of
+        self._queued_bytes += len(body) - len(self._waiting.get(key, b""))
+        if bounded:
+            self._waiting.pop(key, None)
+        self._waiting[key] = body
+
+    def withdraw(self, newest_of: object) -> None:
+        """Drop what waits of this to be transmitted."""
+        self._queued_bytes -= len(self._waiting.pop(newest_of, b""))
 
     def admit(self, seq: int, ack: int) -> None:
         """Check the numbers of a frame before anything is changed.
@@ -273,22 +292,24 @@ class ControlStream:
             self._ahead_bytes -= num_bytes
             self.received += 1
             ready.append(message)
+        if self.received - self._ack_told >= AHEAD_FRAMES // 4:  # the peer sends many: it must not come to wait
+            self._ack_at = now
         return [message for message in ready if message is not None]
 
     def outgoing(self, now: float) -> list[tuple[int, bytes]]:
         """(number, body) of the frames to transmit now; each must carry `received` as its acknowledgement."""
-        frames = []
-        for seq in range(self._cursor, min(self._acked + len(self._bodies), self._acked + AHEAD_FRAMES)):
-            frames.append((seq, self._bodies[seq - self._acked]))
+        self._traffic.control_resends += self._highest - self._cursor
+        while self._waiting and len(self._bodies) < AHEAD_FRAMES:
+            self._bodies.append(self._waiting.pop(next(iter(self._waiting))))
+        frames = [(seq, self._bodies[seq - self._acked]) for seq in range(self._cursor, self._highest)]
         if frames:
-            self._traffic.control_resends += max(0, min(self._highest, frames[-1][0] + 1) - self._cursor)
-            self._cursor = frames[-1][0] + 1
-            self._highest = max(self._highest, self._cursor)
+            self._cursor = self._highest
             self._resend_at = self._resend_at or now + self._rto_s
         elif self.heartbeats and now >= self._heartbeat_at():
             frames.append((0, HEARTBEAT))
         if frames:
             self._ack_at = None
+            self._ack_told = self.received
             self._spoke_at = now
         return frames
 
@@ -310,8 +331,7 @@ class ControlStream:
 
     def check(self) -> None:
         assert self._acked <= self._cursor <= self._highest <= self._acked + AHEAD_FRAMES
-        assert self._highest <= self._acked + len(self._bodies)
-        assert self._queued_bytes == sum(map(len, self._bodies))
+        assert self._queued_bytes == sum(map(len, self._bodies)) + sum(map(len, self._waiting.values()))
         assert self._resend_at is None or self._cursor > self._acked
         assert all(self.received < seq < self.received + AHEAD_FRAMES for seq in self._ahead)
         assert self._ahead_bytes == sum(num_bytes for _, num_bytes in self._ahead.values())
@@ -341,17 +361,36 @@ class Session:
         now: the time of its start; silence is counted from here.
         limits: bounds on memory and sizes.
         timing: intervals.
+        share: the most bytes that it keeps of blobs that are not expected yet; the whole pool of `limits` if None.
     """
 
-    def __init__(self, role: Role, now: float, *, limits: Limits | None = None, timing: Timing | None = None) -> None:
+    def __init__(
+        self,
+        role: Role,
+        now: float,
+        *,
+        limits: Limits | None = None,
+        timing: Timing | None = None,
+        share: Callable[[], int] | None = None,
+    ) -> None:
         self.traffic = Traffic()
         self._limits = limits or Limits()
         self._timing = timing or Timing()
         self._handshake = Handshake(role)
         self._control = ControlStream(self._limits, self._timing, self.traffic, now)
         self._events: list[SessionEvent] = []
-        patience = (self._timing.blob_idle_s, self._timing.stall_s) if role is Role.COORDINATOR else (None, None)
-        self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say, *patience)
+        patient = role is Role.NODE  # for ever
+        self._transfers = Transfers(
+            self._limits,
+            self._timing,
+            self.traffic,
+            self._events.append,
+            self._say,
+            idle_s=None if patient else self._timing.blob_idle_s,
+            stall_s=None if patient else self._timing.stall_s,
+            share=share,
+        )
+        self._peer_early = 0  # what the peer's Hello says
         self._lanes: list[int] = []  # bulk lanes that can be sent on, in the order of their turns
         self._heard_at = now
         self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
@@ -419,10 +458,9 @@ class Session:
         """How fast the peer has lately acknowledged blobs; never less than what is assumed of a thin link."""
         return self._transfers.bytes_per_s
 
-    @property
-    def background_waits(self) -> bool:
+    def background_waits(self, now: float) -> bool:
         """Whether `outgoing` would have a chunk of a background blob, and of no other."""
-        return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits
+        return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits(now)
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
         """Send the Offer; the bytes follow as the peer's Credit allows: those of a `background` blob when no other has
@@ -621,6 +659,10 @@ class Session:
         if self.state is State.CLOSED:
             return
         self._handshake.delivered(message)
+        if isinstance(message, Hello):
+            self._peer_early = message.early
+        elif isinstance(message, Welcome):
+            self._transfers.agreed(message.protocol, message.early)
         self._control.heartbeats = self._handshake.epoch > 0
         if isinstance(message, Credit):
             self._transfers.credited(message, now)
@@ -642,15 +684,21 @@ class Session:
 
     def _queue(self, message: Message) -> None:
         self._handshake.check_send(message)
+        if isinstance(message, Welcome):
+            self._transfers.agreed(message.protocol, self._peer_early)
+        if isinstance(message, Hello | Welcome):
+            message = replace(message, early=self._transfers.told_early())
         body = encode(message)
         if len(body) > self._limits.max_control_bytes:
             raise LocalProtocolError(f"{type(message).__name__} takes {len(body)} bytes")
-        self._control.push(body)
+        self._control.push(body, newest_of=Progress if isinstance(message, Progress) else None)
         self._handshake.sent(message)
         self._control.heartbeats = self._handshake.epoch > 0
 
     def _say(self, credit: Credit) -> None:
-        self._control.push(encode(credit), bounded=False)
+        if credit.limit == 0:  # which is heard in any case, and before what may come of the blob later
+            self._control.withdraw(credit.blob)
+        self._control.push(encode(credit), newest_of=credit.blob if credit.limit else None, bounded=False)
 
     def _close_after_farewell(self) -> None:
         farewell = self._handshake.farewell

@@ -162,7 +162,7 @@ class LinkMonitor:
         self.matrix.keep(members.keys())
         self._prober.keep(members.keys())
         self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
-        if any(_is_busy(peer.session, self._is_probed(peer)) for peer in here.values()):
+        if any(_is_busy(peer.session, self._is_probed(peer), now) for peer in here.values()):
             self._prober.busy(now)
         connections = now - self._looked_at >= LOOK_S
         self._looked_at = now if connections else self._looked_at
@@ -310,11 +310,11 @@ async def reaches(address: str, only: str | None) -> bool | None:
     return True
 
 
-def _is_busy(session: Session, probed: bool) -> bool:
+def _is_busy(session: Session, probed: bool, now: float) -> bool:
     """Whether a transfer of this session waits, other than a probe."""
     if session.live_in_flight:
         return True
-    return not probed and (session.background_in_flight > 0 or session.background_waits or session.meter.busy)
+    return not probed and (session.background_in_flight > 0 or session.background_waits(now) or session.meter.busy)
 
 
 def _blob(running: Running) -> BlobId:

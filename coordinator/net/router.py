@@ -427,7 +427,7 @@ class SessionRouter:
         if background or peer.background_bytes:
             self._egress.background(peer.number, background, moved=background != peer.background_bytes, now=now)
         peer.arrived_bytes, peer.live_bytes, peer.background_bytes = arrived, live, background
-        if session.background_waits:
+        if session.background_waits(now):
             self._background.setdefault(peer.number, peer)
 
     def _send_background(self, now: float) -> None:
@@ -446,7 +446,7 @@ class SessionRouter:
 
     def _send_background_of(self, peer: Peer, now: float) -> bool:
         """Send one chunk, if it may leave now. Returns whether it did."""
-        if not peer.session.background_waits:
+        if not peer.session.background_waits(now):
             self._background.pop(peer.number, None)
         elif peer.number in self._background and self._egress.allows(peer.number, now) and not self._is_held_up(peer):
             self._background.move_to_end(peer.number)

@@ -285,6 +285,9 @@ class Peers:
         for route in peer.routes.values():
             self._lanes.pop(route, None)
 
+    def _early_share(self) -> int:
+        return self._limits.early_pool_bytes // max(1, len(self._peers))
+
     def _join(self, route: Route, peer: Peer) -> Peer:
         del self._tokens[peer.token]  # a token joins one route
         number = max(peer.routes) + 1
@@ -294,7 +297,7 @@ class Peers:
         return peer
 
     def _begin(self, route: Route, owner: NodeId | None, who: str, address: str | None, now: float) -> Lane:
-        session = Session(Role.COORDINATOR, now, limits=self._limits, timing=self._timing)
+        session = Session(Role.COORDINATOR, now, limits=self._limits, timing=self._timing, share=self._early_share)
         session.traffic.curve = owner is not None
         token, counted_as = self._new_token(), address or who
         peer = Peer(self._next, session, owner, who, counted_as, token, {0: route})

@@ -8,7 +8,7 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import blob_digest
 from farloop.wire.events import MessageReceived
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Message, Offer, Role, Welcome
+from farloop.wire.messages import PROTOCOL_VERSIONS, Message, Offer, Role, Welcome
 from farloop.wire.session import Session, State
 
 WELCOME = Welcome(
@@ -46,7 +46,9 @@ def messages(session: Session) -> list[Message]:
     return [event.message for event in session.events() if isinstance(event, MessageReceived)]
 
 
-def opened(limits: Limits | None = None, timing: Timing | None = None, *, protocol: int = 1) -> tuple[Session, Session]:
+def opened(
+    limits: Limits | None = None, timing: Timing | None = None, *, protocol: int = PROTOCOL_VERSIONS[1]
+) -> tuple[Session, Session]:
     """A node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say."""
     node, coordinator = (Session(role, 0.0, limits=limits, timing=timing) for role in (Role.NODE, Role.COORDINATOR))
     node.send(PLAIN_HELLO, 0.0)

@@ -50,7 +50,7 @@ def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> N
 @pytest.mark.parametrize(
     ("changes", "reason", "detail"),
     [
-        ({"protocol_min": NEWEST + 1, "protocol_max": NEWEST + 3}, Reason.PROTOCOL_VERSION, "speaks 5 to 7"),
+        ({"protocol_min": NEWEST + 1, "protocol_max": NEWEST + 3}, Reason.PROTOCOL_VERSION, "speaks 6 to 8"),
         ({"protocol_min": 0, "protocol_max": OLDEST - 1}, Reason.PROTOCOL_VERSION, "speaks 0 to 0"),
         ({"fingerprint": "0123456789abcdef"}, Reason.WRONG_RUN, "wants run 0123456789abcdef"),
         ({"layout": "0123456789abcdef"}, Reason.WRONG_LAYOUT, "layout is 0123456789abcdef"),

@@ -12,6 +12,7 @@ After an intended change of behaviour, write the lines again and say in the comm
 PYTHONPATH=tests/cases python tests/unit/golden/test_decisions.py
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,12 @@ def calm(method: str, *faults: CrashAtWrite | CrashCoordinator) -> Scenario:
     return Scenario(terms=terms_of(method, steps=24, min_nodes=2), faults=faults, num_samples=50, patience_s=120.0)
 
 
+def older(method: str) -> Scenario:
+    """The same with nodes of version 4 of the protocol."""
+    scenario = calm(method)
+    return dataclasses.replace(scenario, nodes=tuple(dataclasses.replace(n, protocol=4) for n in scenario.nodes))
+
+
 def varied(method: str) -> Scenario:
     """Terms that the other runs leave at simple values: a learning rate that changes, weight decay, a share kept."""
     lr = LearningRate(peak=0.03, minimum=0.002, warmup_steps=5)
@@ -60,13 +67,14 @@ def varied(method: str) -> Scenario:
 SCENARIOS: dict[str, Scenario] = {
     **{f"calm-{method}": calm(method) for method in METHODS},
     **{f"varied-{method}": varied(method) for method in METHODS},
+    **{f"older-{method}": older(method) for method in ("streaming", "async")},
     "crash-at-write-9": calm("streaming", CrashAtWrite(write=9, durable=False)),
     "crash-after-write-9": calm("streaming", CrashAtWrite(write=9, durable=True)),
     **{f"random-{seed}": random_scenario(seed, faults=seed % 6) for seed in range(40)},
     **{f"parted-{seed}": parted_scenario(seed, faults=seed % 6) for seed in range(10)},
     **{f"restored-{seed}": restored_scenario(seed) for seed in (22, 39, 49, 66, 96, 109, 119, 128, 182, 217)},
 }
-DEFAULT = [name for number, name in enumerate(SCENARIOS) if number < 16 or number % 4 == 0]
+DEFAULT = [name for number, name in enumerate(SCENARIOS) if number < 18 or number % 4 == 0]
 """The runs that are compared in the default suite; the others are marked slow."""
 
 

@@ -200,7 +200,8 @@ def test_a_run_over_lanes_that_are_often_full_ends_with_the_same_anchors_everywh
 ) -> None:
     """Nothing is lost or sent out of order, or the run would stall."""
     sent = results_of(monkeypatch, VirtualRouterSocket, "send")
-    outcome = outcome_of(dataclasses.replace(USUAL, lane_buffer_s=lane_buffer_s))
+    long = terms_of("streaming", steps=40, min_nodes=2)  # enough for who joins late
+    outcome = outcome_of(dataclasses.replace(USUAL, terms=long, lane_buffer_s=lane_buffer_s))
     assert Sent.FULL in sent
     assert all(node[-1].anchor_digests == outcome.anchor_digests for node in outcome.nodes.values())
 

@@ -12,7 +12,7 @@ from farloop.algo.spec import BlobId, BlobKind, Revision
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, parse_control
-from farloop.wire.limits import AHEAD_FRAMES, INITIAL_CREDIT, Limits, Timing
+from farloop.wire.limits import AHEAD_FRAMES, INITIAL_CREDIT, SMALLEST_CHUNK, Limits, Timing
 from farloop.wire.messages import (
     Credit,
     Fetch,
@@ -102,6 +102,35 @@ def test_messages_that_wait_are_bounded_by_number_and_by_bytes(limits: dict[str,
     control.outgoing(0.0)
     control.acknowledge(3, 0.0)
     control.push(bytes(1000))  # one is always accepted
+
+
+def test_of_what_is_replaced_only_the_newest_waits() -> None:
+    """A Credit has the place of the one before, anything else its own."""
+    control = pushed(*[b"x"] * AHEAD_FRAMES)
+    for body, newest_of, bounded in [
+        (b"credit 1", "credit", False), (b"report 1", "report", True), (b"other", None, True),
+        (b"credit 2", "credit", False), (b"report 2", "report", True), (b"other", None, True),
+    ]:  # fmt: skip
+        control.push(body, newest_of=newest_of, bounded=bounded)
+        control.check()
+    control.acknowledge(AHEAD_FRAMES, 0.0)
+    assert [body for _, body in control.outgoing(0.0)] == [b"credit 2", b"other", b"report 2", b"other"]
+    control.push(b"credit 3", newest_of="credit", bounded=False)
+    assert control.outgoing(0.0) == [(AHEAD_FRAMES + 4, b"credit 3")], "what was transmitted is not replaced"
+    assert numbers(control.outgoing(0.0)) == [] and not control.idle
+
+
+def test_many_messages_at_once_are_acknowledged_at_once() -> None:
+    """Credits of a fast link would wait a quarter of a second for room among the frames in flight."""
+    control = stream()
+    control.heartbeats = True
+    for seq in range(AHEAD_FRAMES // 4 - 1):
+        control.accept(seq, Fetch(fragment=0), 10, 0.5)
+    assert control.next_timer() == 0.75
+    control.accept(AHEAD_FRAMES // 4 - 1, Fetch(fragment=0), 10, 0.6)
+    assert control.outgoing(0.6) == [(0, HEARTBEAT)]
+    control.accept(AHEAD_FRAMES // 4, Fetch(fragment=0), 10, 0.7)
+    assert control.next_timer() == pytest.approx(0.95)
 
 
 def test_messages_are_delivered_in_order_once() -> None:
@@ -384,23 +413,31 @@ def test_illegal_local_use_changes_nothing() -> None:
     assert node.state is coordinator.state is State.OPEN
 
 
-def test_an_offered_blob_arrives_and_is_reported_sent() -> None:
-    node, coordinator = opened()
+EARLY = pytest.mark.parametrize(("protocol", "early_frames"), [(4, 0), (5, 1)])
+"""Chunks of an offered blob that leave before its Credit."""
+
+
+@EARLY
+def test_an_offered_blob_arrives_and_is_reported_sent(protocol: int, early_frames: int) -> None:
+    node, coordinator = opened(protocol=protocol)
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     assert messages(coordinator) == [OFFER]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == 0
+    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == early_frames
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
     carry(node, coordinator, 0.1)
     assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
     assert node.events() == [BlobSent(blob=DELTA)]
 
 
-def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_bytes() -> None:
-    node, coordinator = opened()
+@pytest.mark.parametrize(("protocol", "early"), [(4, INITIAL_CREDIT), (5, len(DATA))])
+def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_bytes(
+    protocol: int, early: int
+) -> None:
+    node, coordinator = opened(protocol=protocol)
     coordinator.push_blob(UPDATE, BytesSource(DATA))
     carry(node, coordinator, 0.0)
-    assert INITIAL_CREDIT < coordinator.traffic.sent_blobs[BlobKind.UPDATE].bytes < INITIAL_CREDIT + 1000
+    assert early < coordinator.traffic.sent_blobs[BlobKind.UPDATE].bytes < early + 1000
     node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
     carry(node, coordinator, 0.1)
     assert node.events() == [BlobReceived(blob=UPDATE, data=bytearray(DATA))]
@@ -408,6 +445,20 @@ def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_
     assert node.traffic.stray.frames == 0
     assert coordinator.traffic.bytes_sent == node.traffic.bytes_received > len(DATA)
     assert node.traffic.bytes_sent == coordinator.traffic.bytes_received
+
+
+def test_a_blob_that_is_declined_and_taken_after_all_is_declined_first() -> None:
+    node, coordinator = opened()
+    for n in range(AHEAD_FRAMES):
+        node.send(Fetch(fragment=n), 0.0)
+    node.outgoing(0.0)
+    node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
+    node.cancel(UPDATE)
+    node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
+    coordinator.push_blob(UPDATE, BytesSource(DATA))
+    node.handle_timer(2.0)
+    carry(node, coordinator, 2.0)
+    assert BlobDeclined(blob=UPDATE) in coordinator.events()
 
 
 def test_a_declined_blob_is_given_up() -> None:
@@ -418,9 +469,10 @@ def test_a_declined_blob_is_given_up() -> None:
     assert coordinator.events() == [BlobDeclined(blob=UPDATE)]
 
 
+@EARLY
 @pytest.mark.parametrize("verdict", [Stored(blob=DELTA), Outcome(blob=DELTA, reason=Reason.LATE, detail="")])
-def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome) -> None:
-    node, coordinator = opened()
+def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome, protocol: int, early_frames: int) -> None:
+    node, coordinator = opened(protocol=protocol)
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     coordinator.send(verdict, 0.0)
@@ -428,7 +480,7 @@ def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome) -> None:
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
     carry(node, coordinator, 0.0)
     assert messages(node) == [verdict]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == 0
+    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == early_frames
 
 
 def test_control_never_waits_for_bulk() -> None:
@@ -437,7 +489,7 @@ def test_control_never_waits_for_bulk() -> None:
     coordinator.send(Finished(), 0.0)
     assert [lane for lane, _ in coordinator.outgoing(0.0, max_chunks=0)] == [0]
     assert [lane for lane, _ in coordinator.outgoing(0.0, max_chunks=1)] == [1]
-    assert [lane for lane, _ in coordinator.outgoing(0.0)] == [1]
+    assert {lane for lane, _ in coordinator.outgoing(0.0)} == {1}
 
 
 def test_chunks_take_turns_over_the_open_lanes() -> None:
@@ -542,8 +594,9 @@ def test_a_closed_session_says_it_once_and_is_deaf() -> None:
         node.send(Ready(), 0.0)
 
 
-def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke() -> None:
-    node, coordinator = opened()
+@EARLY
+def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke(protocol: int, early_frames: int) -> None:
+    node, coordinator = opened(protocol=protocol)
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     reassembly = coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
@@ -554,18 +607,19 @@ def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke() -> None:
     held = reassembly.received
     assert 0 < held < len(DATA)
 
-    node, coordinator = opened()
+    node, coordinator = opened(protocol=protocol)
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     coordinator.events()
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, reassembly, 0.0)
     carry(node, coordinator, 0.0)
     assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].bytes < len(DATA) - held + 1000
+    assert node.traffic.sent_blobs[BlobKind.DELTA].bytes < len(DATA) - held + early_frames * SMALLEST_CHUNK + 1000
 
 
-def test_forbidden_frames_change_nothing() -> None:
-    node, coordinator = opened()
+@pytest.mark.parametrize(("protocol", "limit"), [(4, INITIAL_CREDIT), (5, len(DATA))])
+def test_forbidden_frames_change_nothing(protocol: int, limit: int) -> None:
+    node, coordinator = opened(protocol=protocol)
     run, epoch = parse(node.lane_hello())
     reassembly = coordinator.expect(DELTA, len(DATA), 0, None, 0.0)
     coordinator.outgoing(0.0)
@@ -585,7 +639,7 @@ def test_forbidden_frames_change_nothing() -> None:
         control(Finished()),
         control(Ready(), seq=0),
         bulk(0, epoch + 1),
-        bulk(INITIAL_CREDIT),
+        bulk(limit),
         (1, control(Ready())[1]),
         (0, bulk(0)[1]),
         (0, [b""]),

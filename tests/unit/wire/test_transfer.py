@@ -5,6 +5,7 @@ unacknowledged bytes are bounded by the window) and W (events per blob).
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -17,11 +18,22 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Reassembly, blob_digest, blob_key
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
-from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
+from farloop.wire.limits import (
+    EARLY_BYTES,
+    EARLY_FRAMES,
+    INITIAL_CREDIT,
+    INITIAL_FLIGHT,
+    LEAST_FLIGHT,
+    SMALLEST_CHUNK,
+    THIN_CHUNK,
+    Limits,
+    Timing,
+)
+from farloop.wire.link_measurement import Noise
 from farloop.wire.messages import Credit
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
-from farloop.wire.transfer import Incoming, Outgoing, Pace, Transfers
+from farloop.wire.transfer import Flight, Incoming, Outgoing, Transfers
 
 # --- Blobs
 
@@ -114,7 +126,7 @@ HALF = INITIAL_CREDIT // 2
 
 
 def outgoing(size: int, limit: int = 0) -> Outgoing:
-    return Outgoing(update(), BytesSource(bytes(size)), limit, Pace(TIMING))
+    return Outgoing(update(), BytesSource(bytes(size)), limit, Flight(TIMING))
 
 
 def chunks(out: Outgoing, chunk_bytes: int, now: float) -> list[tuple[int, int]]:
@@ -160,41 +172,148 @@ def test_without_progress_it_goes_back_to_what_is_acknowledged_ever_more_patient
     assert out.deadline() - now == 2.0
 
 
-def test_the_time_out_follows_the_pace_and_the_bytes_in_flight() -> None:
-    pace = Pace(TIMING)
-    assert pace.timeout_s(1) == 2.0
-    assert pace.timeout_s(INITIAL_CREDIT) == 16.0, "nothing is known yet: the slowest link is assumed"
+def carried(flight: Flight, num_bytes: int, seconds: float, *, now: float = 0.0) -> None:
+    """A blob of one chunk that alone was in flight, and arrived."""
+    out = Outgoing(update(), BytesSource(bytes(num_bytes)), num_bytes, flight)
+    out.credit(0, num_bytes, now)
+    assert chunks(out, num_bytes, now) == [(0, num_bytes)]
+    out.credit(num_bytes, num_bytes, now + seconds)
+
+
+def test_the_time_out_follows_the_rate_and_the_bytes_in_flight() -> None:
+    flight = Flight(TIMING)
+    assert flight.timeout_s(1) == 2.0
+    assert flight.timeout_s(INITIAL_CREDIT) == 16.0, "nothing is known yet: the slowest link is assumed"
+    assert flight.timeout_s(1 << 30) == 120.0
     for _ in range(20):
-        pace.measured(num_bytes=INITIAL_CREDIT, seconds=0.5)
-    assert pace.timeout_s(INITIAL_CREDIT) == 2.0
-    assert 7.9 < pace.timeout_s(8 * INITIAL_CREDIT) < 8.1
+        carried(flight, INITIAL_CREDIT, 0.5)
+    assert flight.timeout_s(INITIAL_CREDIT) == 2.0
+    assert 7.9 < flight.timeout_s(8 * INITIAL_CREDIT) < 8.1
     for _ in range(20):
-        pace.measured(num_bytes=10, seconds=5.0)
-    assert pace.timeout_s(INITIAL_CREDIT) == 16.0, "a small blob's round trip does not make the link slow"
+        carried(flight, 10, 5.0)
+    assert flight.timeout_s(INITIAL_CREDIT) == 16.0, "a small blob's round trip does not make the link slow"
 
 
 def test_a_chunk_is_timed_from_its_leaving_to_its_acknowledgement() -> None:
-    pace = Pace(TIMING)
-    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, pace)
+    flight = Flight(TIMING)
+    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, flight)
     out.credit(0, 1 << 20, 0.0)
-    assert out.next_chunk(1 << 19, 1 << 19, 0.0) is not None
+    assert out.next_chunk(1 << 19, 0, 0.0) is not None
     out.credit(1 << 18, 1 << 20, 0.5)
-    assert pace.timeout_s(1 << 20) == 32.0, "half a chunk is none"
+    assert flight.timeout_s(1 << 20) == 32.0, "half a chunk is none"
     out.credit(1 << 19, 1 << 20, 1.0)
-    mean = ((64 << 10) + (1 << 20)) / 2
-    assert pace.timeout_s(1 << 20) == 2 * (1 << 20) / mean
+    mean = ((64 << 10) + (1 << 19)) / 2
+    assert flight.timeout_s(1 << 20) == 2 * (1 << 20) / mean
+    assert flight.bytes_per_s == 1 << 19
 
 
 def test_the_acknowledgement_of_bytes_that_were_sent_twice_measures_nothing() -> None:
-    pace = Pace(TIMING)
-    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, pace)
+    flight = Flight(TIMING)
+    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, flight)
     out.credit(0, 1 << 20, 0.0)
     chunks(out, 1 << 18, 0.0)
     out.rewind()
     chunks(out, 1 << 18, 9.0)
     out.credit(1 << 20, 1 << 20, 9.1)
     assert out.done
-    assert pace.timeout_s(1 << 20) == 32.0
+    assert flight.timeout_s(1 << 20) == 32.0 and flight.bytes_per_s == 0.0
+
+
+def test_bytes_that_an_earlier_session_brought_are_no_sample() -> None:
+    flight = Flight(TIMING)
+    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 1 << 20, flight)
+    assert out.next_chunk(1000, 0, 0.0) is not None
+    out.credit(1 << 19, 1 << 20, 0.1)
+    assert flight.bytes_per_s == pytest.approx(10_000)
+    assert out.in_flight == 0 and out.next_chunk(1000, 0, 0.2) == (1 << 19, memoryview(bytes(1000)))
+
+
+def test_what_has_arrived_beyond_a_gap_is_not_in_flight_and_may_be_sent_again() -> None:
+    out = outgoing(100)
+    out.credit(0, 100, 0.0)
+    chunks(out, 50, 0.0)
+    out.credit(0, 100, 1.0, arrived=50)
+    assert (out.in_flight, out.unacknowledged) == (50, 100)
+    out.credit(0, 100, 1.0, arrived=1000)
+    assert (out.in_flight, out.unacknowledged) == (0, 100), "no more than was sent"
+    out.rewind()
+    assert chunks(out, 50, 3.0) == [(0, 50), (50, 50)]
+
+
+# --- The flight window
+
+
+def saturate(flight: Flight, bytes_per_s: float, rtt_s: float, seconds: float, now: float = 0.0) -> None:
+    """Send without end over an ideal link."""
+    out, end, free_at = Outgoing(update(), Noise(1 << 40), 1 << 40, flight), now + seconds, now
+    out.credit(0, 1 << 40, now)
+    credits: deque[tuple[float, int]] = deque()
+    while now < end:
+        while out.in_flight + THIN_CHUNK <= flight.window(EARLY_BYTES, now):
+            assert out.next_chunk(THIN_CHUNK, out.in_flight, now) is not None
+            free_at = max(free_at, now) + THIN_CHUNK / bytes_per_s
+            credits.append((free_at + rtt_s, out.sent))
+        now, received = credits.popleft()
+        out.credit(received, 1 << 40, now)
+
+
+def test_the_window_grows_from_its_least_to_twice_the_product_of_rate_and_round_trip() -> None:
+    """Though it limits the samples that it is reckoned from."""
+    flight = Flight(TIMING)
+    assert flight.window(EARLY_BYTES, 0.0) == INITIAL_FLIGHT, "nothing is known yet"
+    saturate(flight, 1e6, 0.1, 5.0)
+    assert flight.window(EARLY_BYTES, 0.0) <= LEAST_FLIGHT
+    saturate(flight, 125e6, 0.1, 2.0, now=5.0)
+    assert flight.window(EARLY_BYTES, 0.0) == pytest.approx(25e6, rel=0.05)
+
+
+def test_the_window_falls_back_after_the_link_has_become_slow() -> None:
+    flight = Flight(TIMING)
+    saturate(flight, 125e6, 0.1, 2.0)
+    saturate(flight, 1.25e6, 0.1, 100.0, now=2.0)
+    assert flight.window(EARLY_BYTES, 0.0) == LEAST_FLIGHT
+
+
+def test_a_link_that_is_never_idle_does_not_double_its_window_each_minute() -> None:
+    """The window's own queue makes every round trip longer."""
+    flight = Flight(TIMING)
+    saturate(flight, 25e6, 0.1, 600.0)
+    assert flight.window(EARLY_BYTES, 0.0) <= 2.2 * 25e6 * 0.1
+
+
+def test_a_round_trip_that_has_become_longer_is_noticed() -> None:
+    flight = Flight(TIMING)
+    saturate(flight, 2.5e6, 0.05, 10.0)
+    saturate(flight, 2.5e6, 0.5, 100.0, now=10.0)
+    assert flight.window(EARLY_BYTES, 0.0) == pytest.approx(2 * 2.5e6 * 0.5, rel=0.2)
+
+
+def test_small_blobs_now_and_then_do_not_make_the_link_slow() -> None:
+    flight = Flight(TIMING)
+    saturate(flight, 25e6, 0.1, 2.0)
+    known = flight.window(EARLY_BYTES, 0.0)
+    for n in range(20):
+        now = 10.0 + n
+        out = Outgoing(update(), BytesSource(bytes(1000)), 1000, flight)
+        out.credit(0, 1000, now)
+        chunks(out, 1000, now)
+        flight.ran_dry(now)
+        out.credit(1000, 1000, now + 0.1)
+    assert flight.window(EARLY_BYTES, 0.0) == pytest.approx(known, rel=0.05)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "window"), [(500e3, 500e3), (125e3, 2 * THIN_CHUNK), (12e3, 2 * THIN_CHUNK)])
+def test_on_a_thin_link_the_window_holds_a_second_and_no_less_than_two_chunks(bytes_per_s: float, window: int) -> None:
+    flight = Flight(TIMING)
+    saturate(flight, bytes_per_s, 0.05, 2000.0)
+    assert flight.window(EARLY_BYTES, 0.0) <= 1.3 * window
+
+
+def test_a_receiver_that_keeps_much_reports_in_larger_pieces_and_the_window_holds_several() -> None:
+    """On a fast link of hardly any round trip the product is less than a receiver reports at a time."""
+    flight = Flight(TIMING)
+    saturate(flight, 1e9, 1e-4, 0.1)
+    assert flight.window(256 << 20, 0.0) == 16 << 20 > 2 * flight.product
 
 
 def test_before_the_first_credit_nothing_is_sent_twice() -> None:
@@ -212,16 +331,17 @@ def feed(incoming: Incoming, num_bytes: int) -> None:
 
 
 def incoming(size: int, limits: Limits = LIMITS) -> tuple[Incoming, Credit]:
-    """A blob to come, and the first credit for it."""
-    found = Incoming(update(), Reassembly(size, 0), limits, TIMING, 0.0)
-    return found, found.first_credit()
+    """A blob to come from a peer of version 4, and the first credit for it."""
+    window = max(limits.window_bytes, 2 * (limits.chunk_bytes or 0))
+    found = Incoming(update(), Reassembly(size, 0), 0.0, window, limits.max_window_bytes, TIMING)
+    return found, found.credit(0.0)
 
 
 def renewed(coming: Incoming, num_bytes: int, now: float) -> tuple[int, int] | None:
     """(received, limit) of the credit that follows so many bytes; None: there is none yet."""
     reassembly = coming.reassembly
     reassembly.add(reassembly.received, memoryview(bytes(num_bytes)))
-    credit = coming.renewed_credit(now)
+    credit = coming.renewed_credit(now, worth=HALF)
     return credit and (credit.received, credit.limit)
 
 
@@ -230,7 +350,7 @@ def test_credit_is_renewed_at_each_half_window_and_at_the_end() -> None:
     assert (first.received, first.limit) == (0, INITIAL_CREDIT)
     assert renewed(coming, HALF - 1, 60.0) is None
     assert renewed(coming, 1, 60.0) == (HALF, HALF + INITIAL_CREDIT)
-    assert coming.renewed_credit(60.0) is None
+    assert coming.renewed_credit(60.0, worth=HALF) is None
     assert renewed(coming, 3 * HALF - 1, 120.0) is not None
     assert renewed(coming, 1, 120.0) == (2 * INITIAL_CREDIT, 2 * INITIAL_CREDIT)
 
@@ -264,12 +384,13 @@ def frame(blob: BlobId, offset: int, chunk: bytes) -> BulkFrame:
 class End:
     """Transfers, and what they let out."""
 
-    def __init__(self, *, idle_s: float | None = None, **limits: int) -> None:
+    def __init__(self, *, protocol: int = 5, idle_s: float | None = None, **limits: int) -> None:
         self.events: list[SessionEvent] = []
         self.credits: list[Credit] = []
         self.traffic = Traffic()
         told = (self.events.append, self.credits.append)
         self.transfers = Transfers(Limits(**limits), Timing(), self.traffic, *told, idle_s)
+        self.transfers.agreed(protocol, 0)
 
     def accept(self, chunk: BulkFrame, now: float = 0.0) -> None:
         self.transfers.admit(chunk)
@@ -295,8 +416,8 @@ def test_blobs_take_turns_by_chunk() -> None:
     assert end.sent() == [(1, 0, 400), (2, 0, 400), (1, 400, 400), (2, 400, 400), (1, 800, 200), (2, 800, 200)]
 
 
-def test_an_offered_blob_waits_for_credit_and_ends_when_all_has_arrived() -> None:
-    end = End(chunk_bytes=400)
+def test_before_version_5_an_offered_blob_waits_for_credit_and_ends_when_all_has_arrived() -> None:
+    end = End(protocol=4, chunk_bytes=400)
     end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
     assert end.sent() == []
     end.transfers.credited(Credit(blob=update(1), received=0, limit=500), 0.0)
@@ -309,14 +430,62 @@ def test_an_offered_blob_waits_for_credit_and_ends_when_all_has_arrived() -> Non
     assert end.transfers.next_timer() is None
 
 
-def test_pushed_blobs_together_send_no_more_ahead_than_a_receiver_keeps() -> None:
+def test_of_offered_blobs_a_chunk_leaves_before_credit_and_later_what_fills_the_link() -> None:
+    """They may be declined: then these bytes were for nothing."""
+    end, source = End(), BytesSource(bytes(10 << 20))
+    for seq in (1, 2):
+        end.transfers.begin(delta(seq), source, pushed=False)
+    assert end.sent() == [(0, 0, SMALLEST_CHUNK)]
+    end.transfers.credited(Credit(blob=delta(1), received=0, limit=10 << 20), 0.0)
+    end.sent()
+    end.transfers.credited(Credit(blob=delta(1), received=2 << 20, limit=10 << 20), 1.0)
+    assert end.transfers.bytes_per_s == 2 << 20
+    end.transfers.cancel(delta(1))
+    assert sum(length for _, _, length in end.sent()) == (4 << 20) - SMALLEST_CHUNK, "two round trips"
+
+
+def test_a_background_blob_waits_for_credit() -> None:
     end = End()
+    end.transfers.begin(delta(1), BytesSource(DATA), pushed=False, background=True)
+    assert end.sent() == []
+
+
+def test_before_version_5_pushed_blobs_send_no_more_than_their_initial_credit() -> None:
+    end = End(protocol=4)
+    source = BytesSource(bytes(2 * INITIAL_CREDIT))
+    for version in range(2):
+        end.transfers.begin(update(version), source, pushed=True)
+    assert sum(length for version, _, length in end.sent() if version == 0) == INITIAL_CREDIT
+    end.transfers.credited(Credit(blob=update(0), received=0, limit=2 * INITIAL_CREDIT), 0.0)
+    assert sum(length for version, _, length in end.sent() if version == 0) == INITIAL_CREDIT
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_blobs_without_credit_together_send_no_more_than_their_receiver_keeps(protocol: int) -> None:
+    end = End(protocol=protocol)
     source = BytesSource(bytes(2 * INITIAL_CREDIT))
     for version in range(20):
         end.transfers.begin(update(version), source, pushed=True)
     assert sum(length for _, _, length in end.sent()) == EARLY_BYTES
-    end.transfers.credited(Credit(blob=update(0), received=0, limit=2 * INITIAL_CREDIT), 0.0)
-    assert sum(length for version, _, length in end.sent() if version == 0) == 3 * INITIAL_CREDIT // 2
+
+
+def test_a_receiver_tells_what_it_keeps_and_the_sender_keeps_to_it() -> None:
+    end = End()
+    end.transfers.credited(Credit(blob=update(99), received=0, limit=5, early=6 << 20), 0.0)
+    for version in range(20):
+        end.transfers.begin(update(version), BytesSource(bytes(1 << 20)), pushed=True)
+    assert sum(length for _, _, length in end.sent()) == 6 << 20
+    end.transfers.credited(Credit(blob=update(0), received=1 << 20, limit=1 << 20, early=5 << 20), 0.0)
+    assert end.sent() == [], "5 MiB are on their way"
+
+
+def test_no_more_is_in_flight_than_the_window_whatever_credit_allows() -> None:
+    end = End()
+    end.transfers.begin(update(1), BytesSource(bytes(20 << 20)), pushed=True)
+    end.transfers.credited(Credit(blob=update(1), received=0, limit=20 << 20), 0.0)
+    assert sum(length for _, _, length in end.sent()) == INITIAL_FLIGHT
+    end.transfers.credited(Credit(blob=update(1), received=0, limit=20 << 20, arrived=1 << 20), 1.0)
+    assert sum(length for _, _, length in end.sent()) == 1 << 20, "what arrived beyond a gap makes room"
 
 
 def test_a_declined_blob_ends_and_credit_for_an_unknown_one_is_passed_over() -> None:
@@ -361,8 +530,8 @@ def test_a_blob_that_is_not_what_was_announced_is_corrupt_and_forgotten() -> Non
     assert reassembly.received == 0
 
 
-def test_a_chunk_beyond_the_credit_is_a_remote_error() -> None:
-    end = End()
+def test_before_version_5_a_chunk_beyond_the_credit_is_a_remote_error() -> None:
+    end = End(protocol=4)
     end.transfers.expect(update(1), 10 * INITIAL_CREDIT, 0, None, 0.0)
     end.accept(frame(update(1), INITIAL_CREDIT - 1, b"x"))
     with pytest.raises(RemoteProtocolError):
@@ -392,8 +561,8 @@ def test_early_chunks_beyond_the_announced_size_are_dropped() -> None:
     end.transfers.check()
 
 
-def test_early_chunks_are_bounded_in_bytes_and_number() -> None:
-    end = End()
+def test_before_version_5_early_chunks_are_of_the_first_bytes_of_a_blob() -> None:
+    end = End(protocol=4)
     for version in range(EARLY_BYTES // INITIAL_CREDIT + 2):
         end.accept(frame(update(version), 0, bytes(INITIAL_CREDIT)))
     for version in range(EARLY_FRAMES + 2):
@@ -441,6 +610,72 @@ def test_a_cancelled_blob_is_declined_and_its_late_chunks_dropped() -> None:
     end.transfers.check()
 
 
+def test_early_chunks_are_bounded_in_bytes_and_number_and_the_newest_are_kept() -> None:
+    end, chunk = End(), 1 << 20
+    for version in range(6):
+        end.accept(frame(update(version), 0, bytes(chunk)))
+    for version in range(6):
+        end.transfers.expect(update(version), 2 * chunk, 0, None, 0.0)
+    assert [credit.received for credit in end.credits] == [0, 0, *[chunk] * 4]
+    for version in range(100, 102 + EARLY_FRAMES):
+        end.accept(frame(update(version), 0, b"x"))
+    for version in (101, 102):
+        end.transfers.expect(update(version), 2, 0, None, 0.0)
+    assert [credit.received for credit in end.credits[6:]] == [0, 1]
+
+
+def test_early_chunks_of_a_cancelled_blob_are_dropped() -> None:
+    end = End()
+    end.accept(frame(update(1), 0, DATA[:400]))
+    end.transfers.cancel(update(1))
+    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
+    assert [credit.received for credit in end.credits] == [0, 0]
+
+
+def test_what_a_receiver_keeps_follows_the_rate_at_which_it_receives() -> None:
+    end, size = End(early_pool_bytes=10 << 20), 64 << 20
+    end.transfers.expect(update(1), size, 0, None, 0.0)
+    for n in range(8):
+        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.1 * n)
+    assert end.credits[-1].early == 0, "what every peer assumes"
+    for n in range(8, 16):
+        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.8 + 0.05 * (n - 8))
+    assert end.transfers.early_bytes == pytest.approx(5 << 20, rel=0.01)
+    assert end.credits[-1].early == end.transfers.early_bytes
+    for n in range(16, 32):
+        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 1.25 + 0.01 * (n - 16))
+    assert end.credits[-1].early == end.transfers.early_bytes == 10 << 20, "its share is the most"
+
+
+def test_a_credit_reports_256_kib_or_what_has_waited_a_quarter_of_a_second() -> None:
+    end = End()
+    end.transfers.expect(update(1), 1 << 20, 0, None, 0.0)
+    end.credits.clear()
+    end.accept(frame(update(1), 0, bytes(200 << 10)), 0.1)
+    assert end.credits == [] and end.transfers.next_timer() == 0.25
+    end.accept(frame(update(1), 200 << 10, bytes(56 << 10)), 0.2)
+    assert [credit.received for credit in end.credits] == [256 << 10] and end.transfers.next_timer() is None
+    end.accept(frame(update(1), 300 << 10, bytes(1000)), 0.3)
+    end.transfers.handle_timer(0.45)
+    assert [(c.received, c.arrived) for c in end.credits[1:]] == [(256 << 10, (256 << 10) + 1000)]
+    end.accept(frame(update(1), 256 << 10, bytes(1000)), 0.9)
+    assert end.credits[-1].received == (256 << 10) + 1000, "on a thin link each chunk"
+
+
+def test_many_blobs_at_once_are_reported_in_smaller_pieces() -> None:
+    """The windows are the session's: many blobs of less than is worth a Credit could fill them."""
+    end = End(early_pool_bytes=64 << 20)
+    for version in range(8):
+        end.transfers.expect(update(version), 64 << 20, 0, None, 0.0)
+    end.accept(frame(update(0), 0, bytes(4 << 20)), 0.0)
+    for n in range(1, 8):
+        end.accept(frame(update(0), n << 22, bytes(4 << 20)), 0.05 * n)
+    assert end.transfers.early_bytes > 16 << 20
+    end.credits.clear()
+    end.accept(frame(update(1), 0, bytes(256 << 10)), 0.36)
+    assert end.credits[-1].received == 256 << 10
+
+
 def test_cancelling_what_is_sent_tells_nobody() -> None:
     end = End()
     end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
@@ -451,15 +686,15 @@ def test_cancelling_what_is_sent_tells_nobody() -> None:
 
 def test_a_background_blob_has_its_turn_when_no_other_has_credit() -> None:
     """R: a joiner's snapshot never delays an update of its own session."""
-    end = End(chunk_bytes=400)
+    end = End(protocol=4, chunk_bytes=400)
     end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
     end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
     end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
-    assert not end.transfers.background_waits
+    assert not end.transfers.background_waits(0.0)
     assert end.sent(4) == [(2, 0, 400), (2, 400, 400), (2, 800, 200), (9, 0, 400)]
-    assert end.transfers.background_waits
+    assert end.transfers.background_waits(0.0)
     end.transfers.credited(Credit(blob=update(1), received=0, limit=400), 0.0)
-    assert not end.transfers.background_waits
+    assert not end.transfers.background_waits(0.0)
     assert end.sent() == [(1, 0, 400), (9, 400, 400), (9, 800, 200)]
 
 
