@@ -197,9 +197,8 @@ class Observer(executor.Observer):
                     {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
                 )
                 why = node["reason"] or doing(node)
-                if seen == "ready" and (
-                    late := {name for window in machine.windows.values() for name in window.missing}
-                ):
+                late = {name for window in machine.windows.values() for name in window.missing}
+                if seen == "ready" and late:
                     why += f" with a commit, for which {', '.join(map(named, sorted(late)))} must train or stall"
                 _log.info("node name=%s state=%s reason=%r", named(node["name"]), seen, why)
                 if stalled:

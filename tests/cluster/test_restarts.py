@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DEADLINE_S = 300.0
 HANGING_LOOP = Path(loopback.__file__).with_name("hanging_loop.py")
+STRUCK_LOOP = Path(loopback.__file__).with_name("struck_loop.py")
 
 
 def pids_of(agent: Daemon) -> dict[int, int]:
@@ -74,11 +75,11 @@ def test_no_rank_survives_its_agent(new_run: NewRun) -> None:
         time.sleep(0.05)
 
 
-def start_loop(run: Run, how: str, restarts: int = 1) -> Daemon:
+def start_loop(run: Run, *how: str, restarts: int = 1, loop: Path = HANGING_LOOP) -> Daemon:
     """A script of two ranks, under torchrun itself."""
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts))
     torchrun = ("-m", "torch.distributed.run", *options)
-    return run.start("many", *torchrun, str(HANGING_LOOP), how, run.address)
+    return run.start("many", *torchrun, str(loop), *how, run.address)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,23 @@ def test_a_rank_that_cannot_join_is_named_by_those_that_wait_for_it(new_run: New
     many = start_loop(run, how, restarts=0)
     assert run.until_ended(many, DEADLINE_S) == 1
     assert "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here" in many.said, many.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["encode", "merge"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_the_middle_of_a_fragment_costs_one_window_at_most(
+    new_run: NewRun, point: str, rank: int
+) -> None:
+    """T4. Steps that no delta holds are done again: alone in its run, a node does them besides the run's own."""
+    run = own_run(new_run, steps=40, method="streaming", h=10, tau=2, nodes=1)
+    run.start_coordinator()
+    many = start_loop(run, point, str(rank), loop=STRUCK_LOOP)
+    status = run.until_done(many, timeout_s=DEADLINE_S)
+    assert_all_agree(run, status, "many")
+    assert (run.folder / "struck").exists() and node_of(status, "many")["incarnation"] == 2
+    steps = (run.folder / "steps").read_text().split()
+    assert 40 <= len(steps) <= 50, steps
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
