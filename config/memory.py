@@ -11,9 +11,8 @@ from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.downloads import MOST_BYTES
-from farloop.coordinator.executor import MOST_RESULT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
+from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
 from farloop.node.library import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named

@@ -4,6 +4,7 @@ A pure job: buffers and blobs in, new buffers and one blob out; nothing is chang
 commit that cannot be made durable leaves no trace. The decoded update is canonical: it is what every anchor gets.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,8 @@ from farloop.quant.kernels.interface import OuterStep
 from farloop.quant.norm import norm_sq, tensor_norms
 from farloop.quant.registry import codec_named
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
@@ -53,12 +56,55 @@ class Buffers:
         missing = {name: torch.zeros_like(self.anchor) for name in names if name not in self.outer}
         return replace(self, outer={**self.outer, **missing}) if missing else self
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.anchor, self.target, *self.outer.values()]
+
     def outer_digest(self, digest: Callable[[Tensor, int], int] = digest) -> int | None:
         """Digest over the optimizer's state; None without one."""
         if not self.outer:
             return None
         numel = self.anchor.numel()
         return combine(digest(self.outer[name], i * numel) for i, name in enumerate(sorted(self.outer)))
+
+
+class Pool:
+    """Tensors that nobody reads any more, for the commits to come. Any thread.
+
+    To fill pages that are new to the process costs more than the arithmetic on them, and seconds where the system has
+    to clear pages of 2 MiB first.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._tensors, self._lock = most_bytes, list[Tensor](), threading.Lock()
+
+    def empty(self, numel: int) -> Tensor:
+        """A tensor with any content, fp32 [numel]. Where it is made, what is kept leaves it room within the limit."""
+        with self._lock:
+            for k, tensor in enumerate(self._tensors):
+                if tensor.numel() == numel:
+                    return self._tensors.pop(k)
+            self._free_down_to(max(0, self._most_bytes - FP32_BYTES * numel))
+        return torch.empty(numel)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return self.empty(tensor.numel()).copy_(tensor)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Nobody else may have a tensor that is given. The oldest are dropped beyond the limit."""
+        with self._lock:
+            self._tensors += tensors
+            self._free_down_to(self._most_bytes)
+
+    def _held(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def _free_down_to(self, num_bytes: int) -> None:
+        while self._tensors and self._held() > num_bytes:
+            del self._tensors[0]
+
+
+NO_POOL = Pool(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +152,7 @@ def merge(
     codecs_up: Sequence[str],
     named: Sequence[tuple[int, int]],
     rule: str = "mean",
+    pool: Pool = NO_POOL,
 ) -> Tensor:
     """One delta of many, fp32 [numel], summed in the given order.
 
@@ -135,7 +182,7 @@ def merge(
             header, payload = parse_blob(blob, expect, scratch=scratch)
             header.codec.decode_add_(payload, total, weight, fragment, seed=header.seed)
         return total
-    total = torch.empty(fragment.numel)
+    total = pool.empty(fragment.numel)
     parsed = [parse_blob(blob, expect) for (blob, _), expect in zip(inputs, expected, strict=True)]
     codecs[0].sum_into(
         [payload for _, payload in parsed],
@@ -203,10 +250,10 @@ def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffer
     return _advanced(buffers, delta, step, terms, _gap(buffers, step))
 
 
-def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: float) -> Buffers:
+def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: float, pool: Pool = NO_POOL) -> Buffers:
     delta = _scaled(delta, step)
-    target = buffers.target.clone()
-    outer = {name: tensor.clone() for name, tensor in buffers.outer.items()}
+    target = pool.copy(buffers.target)
+    outer = {name: pool.copy(tensor) for name, tensor in buffers.outer.items()}
     if method_named(terms.method).outer == "adamw":
         adamw_step_(
             target,
@@ -231,7 +278,7 @@ def _gap(buffers: Buffers, step: Step) -> float:
 
 
 @torch.no_grad()
-def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down: str) -> Result:
+def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down: str, pool: Pool = NO_POOL) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
     Raises NonFiniteError: the sum or the step left what fp32 holds."""
     codec, buffers = codec_named(codec_down), buffers.ready_for(terms)
@@ -240,11 +287,12 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
     known = known and not restarts(step.outer, step.version)
     if not known or not isinstance(codec, BlockCodec) or (fast := fast_path(codec.kernel_key(), delta.device)) is None:
         gap = _gap(buffers, step)
-        return replace(publish(_advanced(buffers, delta, step, terms, gap), step, codec_down, delta), gap=gap)
+        stepped = _advanced(buffers, delta, step, terms, gap, pool)
+        return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
     header, update = _header(codec, step), bytearray(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
-    new_target, new_anchor = torch.empty_like(delta), torch.empty_like(delta)
-    new_momentum = None if momentum is None else torch.empty_like(delta)
+    new_target, new_anchor = pool.empty(delta.numel()), pool.empty(delta.numel())
+    new_momentum = None if momentum is None else pool.empty(delta.numel())
     outer_step = OuterStep(
         delta=_scaled(delta, step),
         target=buffers.target,
@@ -267,14 +315,14 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
 
 
 @torch.no_grad()
-def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor) -> Result:
+def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor, pool: Pool = NO_POOL) -> Result:
     """Encode target − anchor, and apply the decoded update to the anchor."""
     codec, fragment = codec_named(codec_down), step.fragment
     header, update = _header(codec, step), bytearray(blob_bytes(codec, fragment))
     difference = stepped.target - stepped.anchor
     codec.encode_into(difference, as_tensor(update)[HEADER_BYTES:], fragment, seed=header.seed)
     update = seal(header, update)
-    anchor = stepped.anchor.clone()
+    anchor = pool.copy(stepped.anchor)
     apply_update_(anchor, update, step, codec_down)
     after = Buffers(version=step.version, anchor=anchor, target=stepped.target, outer=stepped.outer)
     return _result(after, update, delta)

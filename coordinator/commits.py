@@ -15,7 +15,7 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, WindowTerms
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.coordinator import aggregator
-from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.aggregator import NO_POOL, Buffers, Pool, Result, Step
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.quant.bit_rates import measure
@@ -148,11 +148,13 @@ def _rule(record: WindowCommitted, terms: Terms) -> str:
     return "mean" if record.flush else method_named(terms.method).merge
 
 
-def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs) -> Tensor:
+def _merged(
+    ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs, pool: Pool = NO_POOL
+) -> Tensor:
     rule = _rule(record, codecs.terms)
     if rule in ROBUST_RULES and ROBUST_RULES[rule].weighted:
         rule = "mean"  # the weights are another's to find, or are in the record
-    return aggregator.merge(inputs, step, codecs.up, _named(ledger, record), rule)
+    return aggregator.merge(inputs, step, codecs.up, _named(ledger, record), rule, pool)
 
 
 def apart(record: WindowCommitted) -> list[BlobId]:
@@ -190,24 +192,32 @@ def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) 
 
 
 def compute(
-    ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray] = ()
+    ledger: Ledger,
+    buffers: Buffers,
+    draft: WindowCommitted,
+    inputs: Inputs,
+    others: Sequence[bytes | bytearray] = (),
+    pool: Pool = NO_POOL,
 ) -> Result:
-    """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`.
+    """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`;
+    new tensors come from the pool.
     Raises NonFiniteError: finite deltas added up to more than fp32 holds."""
     codecs = codecs_of(ledger, draft)
     step = step_of(ledger, draft, codecs.terms)
     if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
-        update = aggregator.publish(buffers, step, codecs.down, zeros(1))
+        update = aggregator.publish(buffers, step, codecs.down, zeros(1), pool)
         return replace(update, chosen=as_chosen(codecs.terms, ledger.windows[draft.fragment]))
     weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
-    delta = _merged(ledger, inputs, step, draft, codecs)
-    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down)
+    delta = _merged(ledger, inputs, step, draft, codecs, pool)
+    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
     result = replace(result, weights=weights, cosines=directions)
     # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
     following = ledger.terms_of(draft.fragment, draft.version + 1)
-    return replace(result, chosen=next_codecs(following, delta, step.fragment))
+    result = replace(result, chosen=next_codecs(following, delta, step.fragment))
+    pool.give([delta])
+    return result
 
 
 def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | None:

@@ -29,7 +29,7 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
-from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.store import MOST_RESULT_BYTES, Store
 from farloop.coordinator.uploads import AnchorUploads, DeltaUploads
 from farloop.quant.errors import NonFiniteError
 from farloop.runtime.ports import Action, Clock, Timer, Worker
@@ -41,7 +41,6 @@ from farloop.wire.session import Session, State
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between two looks at the clock, the sessions and the stragglers
-MOST_RESULT_BYTES = 256 << 20  # of new buffers that are computed or made durable at a time, beyond one commit's
 JUMP_S = 1.2  # after a look that comes this late the process has stood still: its deadlines are put off
 
 
@@ -438,7 +437,8 @@ class CoordinatorExecutor:
 
         def compute() -> Result:
             began = self._clock.now()
-            result = commits.compute(ledger, self._store.buffers[draft.fragment], draft, addends, apart)
+            buffers, pool = self._store.buffers[draft.fragment], self._store.pool
+            result = commits.compute(ledger, buffers, draft, addends, apart, pool)
             return dataclasses.replace(result, seconds=self._clock.now() - began)
 
         def computed(result: Result) -> None:

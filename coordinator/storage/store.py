@@ -16,7 +16,7 @@ from torch import Tensor
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator.aggregator import Buffers, Result
+from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import NoRoom, StateLocked, StateMismatch
@@ -49,6 +49,8 @@ TAIL_RATIO = 6
 """A tail is long with this many times the bytes of a snapshot: snapshots are a seventh of what is written."""
 TAIL_S = 30.0  # and if repeating it takes this long
 
+MOST_RESULT_BYTES = 256 << 20
+"""Of new buffers that are computed or made durable at a time, beyond one commit's. As many are kept for later ones."""
 _LARGE_BYTES = 16 << 20  # of an anchor: below that nothing much is kept
 _RETRY_S = 1.0  # between two tries to open a file while none can be opened
 _LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
@@ -66,7 +68,8 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A snapshot to be saved. Commits replace a fragment's buffers and change none, so these stay as they are."""
+    """A snapshot to be saved. Commits replace a fragment's buffers and change none, so these stay as they are: they are
+    lent, and never used again for others."""
 
     fragment: int
     buffers: Buffers
@@ -96,6 +99,9 @@ class Store:
         self._claimed = 0  # the epoch of an adoption that is not durable yet
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two good snapshots of each fragment."""
+        self._lent = set(range(len(buffers)))  # fragments whose present buffers others may have, too
+        sizes = [sum(tensor.nbytes for tensor in (each.anchor, *each.tensors)) for each in buffers]
+        self.pool = Pool(max(MOST_RESULT_BYTES, *sizes))  # with the sum of the deltas
         self._tails = [_Tail() for _ in buffers]
         self._saving: Cut | None = None
         self._saved_in: dict[int, int] = {}  # by fragment, the segment in which its last snapshot was taken
@@ -242,7 +248,7 @@ class Store:
         record = commits.completed(draft, result)
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self.sync()
-        self.buffers[record.fragment] = self._place(result.buffers)
+        self._swap(record.fragment, result.buffers)
         if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
             trim_heap()  # of the first buffers, which another thread made
         self._lengthen(record.fragment, record.version, result.seconds)
@@ -330,6 +336,7 @@ class Store:
         self.sync()
         for fragment, buffers in brought.items():
             self.buffers[fragment] = self._place(buffers)
+            self._lent.add(fragment)
             self._save_now(self._cut(fragment))
         _log.warning(
             "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
@@ -362,6 +369,7 @@ class Store:
         snapshots.export(path, self.named_anchors(), metadata, self._files)
 
     def cut(self) -> StateCopy:
+        self._lent |= set(range(len(self.buffers)))
         return StateCopy.of(self.ledger.saved(), self.buffers)
 
     def close(self) -> None:
@@ -370,6 +378,17 @@ class Store:
     def _take(self, entry: Entry) -> None:
         self._attachments.take(entry)
         self.ledger.apply(entry.record)
+
+    def _swap(self, fragment: int, computed: Buffers) -> None:
+        """Let a commit's buffers take the place of the fragment's; what nobody reads any more goes to the pool."""
+        old, placed = self.buffers[fragment], self._place(computed)
+        self.buffers[fragment] = placed
+        if placed is not computed:
+            self.pool.give(computed.tensors)
+        elif fragment not in self._lent:
+            kept = {tensor.data_ptr() for tensor in placed.tensors}  # a commit need not change all of them
+            self.pool.give([tensor for tensor in old.tensors if tensor.data_ptr() not in kept])
+        self._lent.discard(fragment)
 
     def _lengthen(self, fragment: int, version: int, seconds: float = 0.0) -> None:
         tail = self._tails[fragment]
@@ -390,6 +409,7 @@ class Store:
     def _cut(self, fragment: int) -> Cut:
         self.require_ours()
         tail, self._tails[fragment] = self._tails[fragment], _Tail()
+        self._lent.add(fragment)
         buffers, segment = self.buffers[fragment], self._journal.segment
         self._saving = Cut(fragment=fragment, buffers=buffers, segment=segment, tail=tail)
         return self._saving

@@ -121,7 +121,7 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = (), *, snapsho
     )
     reserved = store.reserve(fragment, terms.codec_down)
     addends = [(data, 0.5) for data in inputs.values()]
-    result = commits.compute(store.ledger, store.buffers[fragment], draft, addends)
+    result = commits.compute(store.ledger, store.buffers[fragment], draft, addends, pool=store.pool)
     record = store.commit(draft, result, reserved)
     if snapshots:
         store.take_snapshots()

@@ -21,7 +21,7 @@ def test_nodes_ride_through_a_coordinator_that_dies_again_and_again(new_run: New
     moments: dict[str, Callable[[Status], bool]] = {
         "a window has b's delta and waits for a's": lambda status: half_open(status, "b"),
         "every fragment has three versions": lambda status: min(status["versions"]) >= 3,
-        "nine windows are through a snapshot": lambda status: min(status["versions"]) >= 9,
+        "nine windows are through": lambda status: min(status["versions"]) >= 9,
     }
     for epoch, (moment, condition) in enumerate(moments.items(), start=2):
         before = run.until(moment, condition)

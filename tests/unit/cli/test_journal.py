@@ -18,9 +18,9 @@ from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.record_text import KINDS
 from farloop.coordinator.storage.segment import segment_paths
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.storage.store import Store
 
-ROUNDS = SNAPSHOT_EVERY + 2
+ROUNDS = stored_runs.SNAPSHOT_EVERY + 2
 
 DECISION = {
     "event": "decision", "t": 754.0, "epoch": 1, "fragment": 0, "version": ROUNDS, "round": ROUNDS, "final": False,
@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
+        patch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", stored_runs.SNAPSHOT_EVERY)
         spec = RunSpec(identity=identity, terms=plain_terms(h=10, tau=2, mix=0.5))
         store = stored_runs.begun(tmp_path_factory.mktemp("run") / "state", spec)
         stored_runs.run_rounds(store, ROUNDS)

@@ -21,7 +21,7 @@ from farloop.algo.methods import METHODS
 from farloop.algo.outer_optimizers import OuterKind, state_names
 from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.aggregator import Buffers, Pool
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, StateLocked, StateMismatch
@@ -340,6 +340,44 @@ def test_an_update_that_is_being_sent_keeps_its_segment(small: Store) -> None:
     del source
     run_rounds(small, SNAPSHOT_EVERY)
     assert min(segment_paths(small.directory)) > segment
+
+
+# --- Memory that is used again
+
+
+def test_commits_take_turns_with_buffers_that_nobody_reads_and_leave_those_alone_that_others_have(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot or a copy that is being written keeps what it was cut from."""
+    made: list[int] = []
+    new = torch.empty
+
+    def noted(*size: Any, **how: Any) -> torch.Tensor:
+        if not how:  # as the pool asks
+            made.append(size[0])
+        return new(*size, **how)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    run_rounds(store, 2)
+    made.clear()
+    run_rounds(store, SNAPSHOT_EVERY - 3)
+    assert not made, "nothing new, from the third round on"
+    cut = store.cut()
+    before = [image(buffers) for buffers in cut.buffers]
+    run_rounds(store, 3 * SNAPSHOT_EVERY)
+    assert [image(buffers) for buffers in cut.buffers] == before
+    assert 0 < len(made) <= 3 * 2 * 4, "one set of buffers for each that was lent"
+    restarted(store).close()
+
+
+def test_a_pool_keeps_no_more_than_it_may_and_frees_as_much_as_it_has_to_make() -> None:
+    pool = Pool(100 * 4)
+    small, large, other = torch.empty(30), torch.empty(60), torch.empty(40)
+    pool.give([small, large])
+    assert pool.empty(60) is large
+    pool.give([large, other])  # 130 elements: the oldest goes
+    assert pool.empty(40) is other and pool.empty(30) is not small
+    assert pool.empty(50).numel() == 50 and pool.empty(60) is not large, "both together were too much"
 
 
 # --- What others take from it

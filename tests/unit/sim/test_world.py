@@ -118,8 +118,9 @@ def test_a_world_that_notes_nothing_comes_to_the_same() -> None:
         assert host.actor.sent == [(send.position, send.fragment) for send in start.diary.sends]
 
 
-def test_the_disk_of_a_long_run_is_no_larger() -> None:
+def test_the_disk_of_a_long_run_is_no_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are pruned and old snapshots deleted."""
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 8)
     sizes = []
     for steps in (150, 300):
         played = World(Scenario(terms=terms_of("streaming", steps=steps), frugal=True))
