@@ -580,7 +580,7 @@ def join(
         watch = HangWatch(cluster, hang_timeout_s)
         state = _counted(folder, cluster)
         if state is not None:
-            config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
+            config = dataclasses.replace(config, inventory=_told(config.inventory, cluster), kept=folder / "link.json")
             driver = Driver(
                 node_id,
                 LinkThread(config),

@@ -21,6 +21,7 @@ from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
+from farloop.wire.transfer import LinkKnown
 
 # --- Traffic
 
@@ -277,6 +278,8 @@ class NodeLink:
         timing: Timing,
         inventory: Inventory = NOTHING,
         encrypted: bool = False,
+        known: LinkKnown | None = None,
+        keep: Callable[[LinkKnown], None] = lambda known: None,
         check: bool = False,
     ) -> None:
         """
@@ -289,11 +292,13 @@ class NodeLink:
             timing: of a session.
             inventory: what the node tells of its machine.
             encrypted: whether connections are, for the count of bytes.
+            known: what is known of the link from earlier.
+            keep: called with what is known when it has changed.
             check: assert the session's invariants after every change.
         """
         self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
         self._limits, self._timing, self._inventory = limits, timing, inventory
-        self._encrypted, self._check = encrypted, check
+        self._encrypted, self._known, self._keep, self._check = encrypted, known, keep, check
         self._hello: Callable[[], msg.Hello]
         self._deliver: Callable[[wire_ev.SessionEvent], None]
         self._session: Session | None = None
@@ -356,7 +361,7 @@ class NodeLink:
         if self._over:
             return connection.close()
         now = self._clock.now()
-        session = Session(Role.NODE, now, limits=self._limits, timing=self._timing)
+        session = Session(Role.NODE, now, limits=self._limits, timing=self._timing, known=self._known)
         session.traffic.curve = self._encrypted
         session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
         self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)
@@ -460,6 +465,7 @@ class NodeLink:
     def _end(self, session: Session, connection: Connection) -> None:
         """The session is closed. One last frame may acknowledge the coordinator's Leave."""
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
+        self._look(session)
         self._downloads.session_over()
         self._uploads.session_over()
         self._probing = Probing()
@@ -522,6 +528,9 @@ class NodeLink:
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
                     self._downloads.ended(session, blob, now)
+                    self._look(session)
+                case wire_ev.BlobSent():
+                    self._look(session)
                 case wire_ev.MessageReceived(message=msg.Stored()):
                     self._misunderstood = 0
                 case wire_ev.SessionClosed(reason=reason, detail=detail):
@@ -531,6 +540,14 @@ class NodeLink:
             self._deliver(event)
         self._uploads.go_on(session)
         self._report(session, now)
+
+    def _look(self, session: Session) -> None:
+        """Keep what is known of the link, if it has changed by more than measurements do."""
+        old, new = self._known or LinkKnown(), session.known
+        pairs = zip(dataclasses.astuple(old), dataclasses.astuple(new), strict=True)
+        if any(not 0.7 * before <= after <= 1.4 * before for before, after in pairs):
+            self._known = new
+            self._keep(new)
 
     def _ended(self, session: Session, reason: Reason, detail: str) -> None:
         self._ended_by = detail or reason.sentence

@@ -5,6 +5,10 @@ A socket dials once: when its connection breaks the session ends with it, and `n
 
 import asyncio
 import contextlib
+import dataclasses
+import json
+import logging
+import math
 import random
 import re
 import socket
@@ -33,6 +37,9 @@ from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.reasons import Reason
 from farloop.wire.session import State
+from farloop.wire.transfer import LinkKnown
+
+_log = logging.getLogger(__name__)
 
 # --- Settings
 
@@ -51,6 +58,8 @@ class LinkConfig:
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
     inventory: Inventory = NOTHING
     """What it tells of its machine."""
+    kept: Path | None = None
+    """File for what is known of the link, so that the first blobs of the next start fill it."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -382,6 +391,8 @@ class LinkThread:
             timing=config.timing,
             inventory=config.inventory,
             encrypted=config.key is not None,
+            known=None if config.kept is None else read_known(config.kept, config.coordinator),
+            keep=self._keep,
         )
         link.start(self._hello, self._deliver)
         await self._closing.wait()
@@ -389,11 +400,41 @@ class LinkThread:
             link.close()
         await self._dialer.finish(self._linger_s)
 
+    def _keep(self, known: LinkKnown) -> None:
+        if self._config.kept is not None:
+            write_known(self._config.kept, self._config.coordinator, known)
+
     def _fail(self, error: Exception) -> None:
         """An error of the link itself: the thread runs until `close`, since others may still call."""
         if not self._failed:
             self._failed = True
             self._deliver(LinkFailed(error))
+
+
+def read_known(path: Path, coordinator: str) -> LinkKnown | None:
+    """What the file tells of the link to this coordinator; None for nothing."""
+    try:
+        kept = json.loads(path.read_text())
+        if kept.pop("coordinator") == coordinator:
+            known = LinkKnown(**kept)
+            if all(isinstance(number, float) and 0.0 <= number < math.inf for number in kept.values()):
+                return known
+            raise ValueError(f"{known}")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("link not known path=%s reason=%r: it is measured anew", path, str(error))
+    return None
+
+
+def write_known(path: Path, coordinator: str, known: LinkKnown) -> None:
+    """Keep it for the next start. A file that cannot be written costs no more than that."""
+    try:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"coordinator": coordinator, **dataclasses.asdict(known)}))
+        new.replace(path)
+    except OSError as error:
+        _log.warning("link not kept path=%s reason=%r", path, str(error))
 
 
 def new_key_pair() -> tuple[bytes, bytes]:

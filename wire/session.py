@@ -35,7 +35,7 @@ from farloop.wire.messages import (
 from farloop.wire.meter import Meter
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.traffic import Traffic
-from farloop.wire.transfer import Transfers
+from farloop.wire.transfer import LinkKnown, Transfers
 
 # --- Handshake: which end may send what, and every change of a session's state
 #
@@ -362,6 +362,7 @@ class Session:
         limits: bounds on memory and sizes.
         timing: intervals.
         share: the most bytes that it keeps of blobs that are not expected yet; the whole pool of `limits` if None.
+        known: what an earlier session saw of the link.
     """
 
     def __init__(
@@ -372,6 +373,7 @@ class Session:
         limits: Limits | None = None,
         timing: Timing | None = None,
         share: Callable[[], int] | None = None,
+        known: LinkKnown | None = None,
     ) -> None:
         self.traffic = Traffic()
         self._limits = limits or Limits()
@@ -389,6 +391,8 @@ class Session:
             idle_s=None if patient else self._timing.blob_idle_s,
             stall_s=None if patient else self._timing.stall_s,
             share=share,
+            known=known,
+            now=now,
         )
         self._peer_early = 0  # what the peer's Hello says
         self._lanes: list[int] = []  # bulk lanes that can be sent on, in the order of their turns
@@ -422,6 +426,11 @@ class Session:
     def protocol(self) -> int:
         """The version that both ends speak; 0 before the session is open."""
         return self._handshake.protocol
+
+    @property
+    def known(self) -> LinkKnown:
+        """What it has seen of the link, for the next session to begin with."""
+        return self._transfers.known
 
     @property
     def meter(self) -> Meter:

@@ -56,6 +56,15 @@ class _Mark:
     early: bool  # whether it had no credit: its acknowledgement waits for more than the link
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkKnown:
+    """What a session has seen of its link, for the next one to begin with. 0: nothing."""
+
+    bytes_per_s: float = 0.0  # of what was sent
+    round_trip_s: float = 0.0
+    arriving_bytes_per_s: float = 0.0  # of what was received
+
+
 class Flight:
     """What the link carries, and so how much may be in flight: bytes that were sent and have not arrived.
 
@@ -65,7 +74,8 @@ class Flight:
     all bytes in flight need.
     """
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timing, known: LinkKnown | None = None, now: float = 0.0) -> None:
+        """`known` sets the first window, never a time-out: the link may have become slow."""
         self._rto_s = timing.rto_s
         self._usual_bytes_per_s: float = _SLOWEST_LINK_BYTES_PER_S
         self._rates: deque[float] = deque(maxlen=_RATES)
@@ -76,6 +86,9 @@ class Flight:
         self._dry_at = float("-inf")  # when there was last nothing to send
         self._known = False  # whether a sample was limited by the link or the window, not by what there was to send
         self.arrived = 0  # bytes of all blobs, as the peer told
+        if known is not None and known.bytes_per_s > 0.0 and known.round_trip_s > 0.0:
+            self._rates.append(known.bytes_per_s)
+            self._round_trip_s, self._round_trip_at, self._known = known.round_trip_s, now, True
 
     @property
     def bytes_per_s(self) -> float:
@@ -83,9 +96,14 @@ class Flight:
         return max(self._rates, default=0.0)
 
     @property
+    def round_trip_s(self) -> float:
+        """The shortest; 0 before the first sample."""
+        return self._round_trip_s
+
+    @property
     def product(self) -> int:
         """Bytes that fill the link for two round trips; 0 before the first sample."""
-        return int(2 * self.bytes_per_s * self._round_trip_s)
+        return int(2 * self.bytes_per_s * self.round_trip_s)
 
     def window(self, peer_early: int, now: float) -> int:
         """Bytes that may be in flight. A receiver that keeps many `peer_early` bytes reports them in larger pieces."""
@@ -313,17 +331,20 @@ class Transfers:
         idle_s: float | None = None,
         stall_s: float | None = None,
         share: Callable[[], int] | None = None,
+        known: LinkKnown | None = None,
+        now: float = 0.0,
     ) -> None:
         """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever.
         `stall_s`: how long the peer may take nothing of what is sent to it; None: for ever.
-        `share`: the most bytes to keep of blobs that are not expected yet; None: the whole pool."""
+        `share`: the most bytes to keep of blobs that are not expected yet; None: the whole pool.
+        `known`: what an earlier session saw of the link."""
         self._limits, self._idle_s, self._stall_s = limits, idle_s, stall_s
         self._timing = timing
         self._traffic = traffic
         self._emit = emit
         self._say = say
         self._windowed = True  # whether the session has the windows of version 5; see `agreed`
-        self._flight = Flight(timing)
+        self._flight = Flight(timing, known, now)
         self._peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
         self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()  # in the order of their turns
         self._incoming: dict[bytes, Incoming] = {}
@@ -334,6 +355,8 @@ class Transfers:
         self._probe_key = b""  # of the last probe that was expected
         self._share = share or (lambda: limits.early_pool_bytes)
         self._arrivals = _HighestRate()
+        if known is not None:
+            self._arrivals.bytes_per_s = known.arriving_bytes_per_s
         self._tells_early = False  # whether each Credit tells what is kept: from the first other number on
         self._waits_since: float | None = None
         """When the peer last took something, or was first waited for; None while nothing waits for it."""
@@ -373,6 +396,14 @@ class Transfers:
     def bytes_per_s(self) -> float:
         """How fast blobs have lately been acknowledged, at best; 0 before the first was."""
         return self._flight.bytes_per_s
+
+    @property
+    def known(self) -> LinkKnown:
+        """What was seen of the link."""
+        flight, arriving = self._flight, self._arrivals.bytes_per_s
+        return LinkKnown(
+            bytes_per_s=flight.bytes_per_s, round_trip_s=flight.round_trip_s, arriving_bytes_per_s=arriving
+        )
 
     @property
     def live_in_flight(self) -> int:

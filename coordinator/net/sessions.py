@@ -16,6 +16,7 @@ from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, LaneHello, Refused, Role, decode, encode
 from farloop.wire.reasons import Reason, RemoteProtocolError
 from farloop.wire.session import Session
+from farloop.wire.transfer import LinkKnown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,9 @@ UNLIMITED: Final = RateLimits(
 )
 """For runs without hostile peers, such as simulations. The number of sessions stays bounded."""
 
-_MAX_BUCKETS: Final = 4096  # beyond it, the bucket that was used longest ago is dropped, and counts as full again
+_MAX_BUCKETS: Final = 4096
+"""Beyond it, the bucket that was used longest ago is dropped, and counts as full again; and so is what is known of a
+link."""
 
 
 class Bucket:
@@ -210,6 +213,7 @@ class Peers:
         self._descriptors: Counter[int] = Counter()
         """How many sessions use the connection with this descriptor: one, or for a moment its successor, too."""
         self._next = 1
+        self._known: OrderedDict[str, LinkKnown] = OrderedDict()  # what the last session of each saw of its link
 
     def __iter__(self) -> Iterator[Peer]:
         """As of now: sessions may end during the iteration."""
@@ -279,6 +283,10 @@ class Peers:
     def forget(self, peer: Peer) -> None:
         if self._peers.pop(peer.number, None) is None:
             return
+        self._known[peer.who] = peer.session.known
+        self._known.move_to_end(peer.who)
+        if len(self._known) > _MAX_BUCKETS:
+            self._known.popitem(last=False)
         self.rates.ended(peer.counted_as)
         self._descriptors -= Counter(peer.descriptors)
         self._tokens.pop(peer.token, None)
@@ -297,7 +305,14 @@ class Peers:
         return peer
 
     def _begin(self, route: Route, owner: NodeId | None, who: str, address: str | None, now: float) -> Lane:
-        session = Session(Role.COORDINATOR, now, limits=self._limits, timing=self._timing, share=self._early_share)
+        session = Session(
+            Role.COORDINATOR,
+            now,
+            limits=self._limits,
+            timing=self._timing,
+            share=self._early_share,
+            known=self._known.get(who),
+        )
         session.traffic.curve = owner is not None
         token, counted_as = self._new_token(), address or who
         peer = Peer(self._next, session, owner, who, counted_as, token, {0: route})

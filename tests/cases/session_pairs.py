@@ -1,6 +1,7 @@
 """A node's and a coordinator's session over a perfect pipe."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from plain_runs import PLAIN_HELLO, plain_spec
 
@@ -10,6 +11,7 @@ from farloop.wire.events import MessageReceived
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import PROTOCOL_VERSIONS, Message, Offer, Role, Welcome
 from farloop.wire.session import Session, State
+from farloop.wire.transfer import LinkKnown
 
 WELCOME = Welcome(
     protocol=1, epoch=3, spec=plain_spec(), lane_token=b"one-time token", versions=(0,), windows=(), rounds=()
@@ -47,10 +49,17 @@ def messages(session: Session) -> list[Message]:
 
 
 def opened(
-    limits: Limits | None = None, timing: Timing | None = None, *, protocol: int = PROTOCOL_VERSIONS[1]
+    limits: Limits | None = None,
+    timing: Timing | None = None,
+    *,
+    protocol: int = PROTOCOL_VERSIONS[1],
+    known: Sequence[LinkKnown | None] = (None, None),
 ) -> tuple[Session, Session]:
-    """A node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say."""
-    node, coordinator = (Session(role, 0.0, limits=limits, timing=timing) for role in (Role.NODE, Role.COORDINATOR))
+    """A node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say. `known`: of either's link."""
+    node, coordinator = (
+        Session(role, 0.0, limits=limits, timing=timing, known=seen)
+        for role, seen in zip((Role.NODE, Role.COORDINATOR), known, strict=True)
+    )
     node.send(PLAIN_HELLO, 0.0)
     for lane, parts in node.outgoing(0.0):
         coordinator.receive(lane, parts, 0.0)

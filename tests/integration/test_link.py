@@ -29,7 +29,7 @@ from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.node.errors import LinkFailed
-from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair
+from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_known
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -159,6 +159,22 @@ def wait_for(events: "queue.SimpleQueue[_T]", kind: type, timeout_s: float = 15.
         inner = event.message if isinstance(event, wire_ev.MessageReceived) else event
         if isinstance(inner, kind):
             return event
+
+
+def test_a_node_that_is_started_again_knows_its_link(endpoint: str, tmp_path: Path) -> None:
+    config = LinkConfig(coordinator=endpoint, kept=tmp_path / "link.json")
+    with station(endpoint), linked(config) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        data = bytearray(1_000_000)
+        blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
+        link.send_blob(msg.Offer(blob=blob, size=len(data), digest=blob_digest(data)), data)
+        wait_for(delivered, wire_ev.BlobSent)
+    known = read_known(tmp_path / "link.json", endpoint)
+    assert known is not None and known.bytes_per_s > 0.0 and known.round_trip_s > 0.0
+    with station(endpoint), linked(config) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        assert link._link is not None and link._link._session is not None
+        assert link._link._session.known == known
 
 
 def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:

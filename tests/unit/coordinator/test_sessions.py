@@ -11,8 +11,10 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits, Unread
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Fetch, Leave, Message, Ready, encode
+from farloop.wire.messages import Fetch, Leave, Message, Ready, Role, encode
 from farloop.wire.reasons import Reason
+from farloop.wire.session import Session
+from farloop.wire.transfer import LinkKnown
 
 A, B = NodeId("a"), NodeId("b")
 LIMITS = RateLimits()
@@ -97,6 +99,16 @@ def test_of_one_owners_sessions_the_oldest_makes_room(door: Door) -> None:
     assert door.peers.too_many_of(second) == []
     assert door.peers.too_many_of(door.greeted(A)) == [first]
     assert door.peers.too_many_of(door.greeted(B)) == []
+
+
+def test_the_next_session_of_a_node_begins_with_what_the_last_one_saw_of_its_link(door: Door) -> None:
+    known = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1e12)
+    peer = door.greeted(A)
+    peer.session = Session(Role.COORDINATOR, 0.0, known=known)
+    door.peers.forget(peer)
+    first, second = door.greeted(A), door.greeted(B)
+    assert first.session.known == known and second.session.known == LinkKnown()
+    assert first.session._transfers.early_bytes == 1 << 29, "and with a share of what all may keep"
 
 
 def test_what_is_over_leaves_nothing_behind(door: Door) -> None:

@@ -14,13 +14,14 @@ from plain_runs import plain_hello, plain_spec
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.node.errors import BadAddress
 from farloop.node.link import LOOK_S, Downloads, Probing, Traffic, Uploads, moved_by
-from farloop.node.zmq_dealer import LinkConfig, split_address
+from farloop.node.zmq_dealer import LinkConfig, read_known, split_address, write_known
 from farloop.wire.blobs import BlobSource, Reassembly
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.link_measurement import DIGEST, Noise, Sink
 from farloop.wire.messages import BytesByKind, Connection, Message, Observed, Offer, Probe, Role, Seen, Welcome
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
 from farloop.wire.session import Session, State
+from farloop.wire.transfer import LinkKnown
 
 
 class Limited:
@@ -360,6 +361,35 @@ def test_anything_else_is_one_line_that_shows_how_it_looks(address: str) -> None
     with pytest.raises(BadAddress, match=r"tcp://host:port, as tcp://10\.0\.0\.5:7700, not ") as caught:
         split_address(address)
     assert repr(address) in str(caught.value) and caught.value.exit_code == 2
+
+
+KNOWN = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1.5e6)
+
+
+def test_what_is_known_of_a_link_is_kept_for_the_coordinator_that_it_leads_to(tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    assert read_known(path, "tcp://a:1") is None
+    write_known(path, "tcp://a:1", KNOWN)
+    assert read_known(path, "tcp://a:1") == KNOWN and read_known(path, "tcp://b:1") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", '{"coordinator": "tcp://a:1", "rate": 1.0}',
+        '{"coordinator": "tcp://a:1", "bytes_per_s": NaN, "round_trip_s": 0.1, "arriving_bytes_per_s": 0.0}',
+        '{"coordinator": "tcp://a:1", "bytes_per_s": "1", "round_trip_s": 0.1, "arriving_bytes_per_s": 0.0}',
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_a_link_is_told_and_costs_nothing_but_a_slower_start(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(text)
+    assert read_known(path, "tcp://a:1") is None
+    assert "link not known" in caplog.text
+    write_known(tmp_path / "no" / "folder.json", "tcp://a:1", KNOWN)
+    assert "link not kept" in caplog.text
 
 
 @pytest.mark.parametrize("keys", [{"key": Path("k")}, {"server_key": Path("s")}])
