@@ -1,7 +1,7 @@
 """The ranks of one node: rank 0 owns the link and decides, and what it decides reaches every rank at the same step.
 
-Inside the cluster everything is torch.distributed (started by torchrun); farloop adds one small broadcast a step, and
-the merged weights of a fragment at the steps where one is merged.
+Inside the cluster everything is torch.distributed (started by torchrun); farloop adds one small broadcast for a stretch
+of steps in which nothing is due, and the merged weights of a fragment at the steps where one is merged.
 """
 
 import ctypes
@@ -134,19 +134,25 @@ class Cluster:
         data = self._share_bytes(pack(spec) if spec else b"")
         return validate(RunSpec, unpack(data))
 
-    def share_decision(self, decision: Decision | None) -> Decision:
-        """Send rank 0's decision to all ranks."""
+    def share_decisions(self, decisions: Sequence[Decision]) -> list[Decision]:
+        """Send rank 0's decisions on the next steps, at least one, to all ranks."""
         if self.alone:
-            assert decision is not None
-            return decision
-        plain = []
-        if decision:
-            lists = [list(decision.merged), list(decision.samples), list(decision.ahead)]
-            plain = [decision.running, decision.lr, decision.position, *lists]
-        running, lr, position, merged, samples, ahead = unpack(self._share_bytes(pack(plain)))
-        return Decision(
-            running=running, lr=lr, merged=tuple(merged), samples=tuple(samples), ahead=tuple(ahead), position=position
-        )
+            return list(decisions)
+        plain = [
+            [one.running, one.lr, one.position, list(one.merged), list(one.samples), list(one.ahead)]
+            for one in decisions
+        ]
+        return [
+            Decision(
+                running=running,
+                lr=lr,
+                merged=tuple(merged),
+                samples=tuple(samples),
+                ahead=tuple(ahead),
+                position=position,
+            )
+            for running, lr, position, merged, samples, ahead in unpack(self._share_bytes(pack(plain)))
+        ]
 
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank agrees; the same answer on all ranks."""

@@ -27,6 +27,8 @@ _WAITS_FOR_START = (
     "A node whose loop is dead, but not its process, holds that up for 30 s or ten of its steps, or 5 minutes before "
     "its first step: end that process"
 )
+AHEAD_S = 1.0  # for how long decisions are made at once: for that long nothing that comes is looked at
+MOST_STEPS = 64
 WAIT_S = 0.2  # longest wait for an event before the node looks whether a report is due
 
 
@@ -46,8 +48,10 @@ class Driver:
         save_every: int = 0,
         *,
         can_evaluate: bool = True,
+        alone: bool = True,
     ) -> None:
-        """Begins to dial."""
+        """Begins to dial. `alone`: the node has no other ranks, so nothing need be decided for several steps."""
+        self._alone, self._decided, self._decided_at = alone, 0, 0.0
         self.link = link
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while training waits here
         self.failed = False  # an error has ended training, and the coordinator was told
@@ -77,8 +81,8 @@ class Driver:
                 raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
         return self.executor.machine.spec
 
-    def wait_for_start(self) -> Decision:
-        """Block until training begins, or the run is over."""
+    def wait_for_start(self) -> list[Decision]:
+        """Block until training begins, or the run is over. Returns what to do in the next steps, at least one."""
         with self.failure_told():
             tell_at = time.monotonic() + START_S
             while not self.executor.settle():
@@ -86,13 +90,19 @@ class Driver:
                 if time.monotonic() >= tell_at and self.executor.machine.stage == "ready":
                     tell_at = time.monotonic() + AGAIN_S
                     _log.warning(_WAITS_FOR_START)
-            return self.executor.decision()
+            return self.executor.decisions(1)
 
-    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
-        """What to do after an inner step; blocks where the method says that training waits."""
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> list[Decision]:
+        """What to do after the last step that is decided; blocks where the method says that training waits."""
         with self.failure_told():
             self.executor.step_done(tokens, loss, stepped=stepped)
             return self._decide()
+
+    def between_steps(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        """After a step whose next one is decided already."""
+        with self.failure_told():
+            self.executor.step_done(tokens, loss, stepped=stepped)
+            self.executor.go_on()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the outcome of what was sent, then say good-bye; False when that took too long."""
@@ -117,10 +127,14 @@ class Driver:
         self.link.close()
         self._worker.close()
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> list[Decision]:
+        step_s = (time.monotonic() - self._decided_at) / max(1, self._decided)
         while not self.executor.settle():
             self._wait()
-        return self.executor.decision()
+        most = max(1, min(MOST_STEPS, int(AHEAD_S / step_s))) if self._decided and not self._alone else 1
+        decisions = self.executor.decisions(most)
+        self._decided_at, self._decided = time.monotonic(), len(decisions)
+        return decisions
 
     def _wait(self) -> None:
         """Wait for an event, or until a report may be due."""

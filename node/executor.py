@@ -194,20 +194,36 @@ class NodeExecutor:
         return False
 
     def decision(self) -> Decision:
-        """The next action after `settle` returned True. Takes the samples of the next step."""
-        spec, running = self.machine.spec, self.machine.running
+        """What to do in the next step after `settle` returned True. Takes its samples."""
+        return self.decisions(1)[0]
+
+    def decisions(self, most: int) -> list[Decision]:
+        """As `decision` for several steps, at most so many: nothing is due before the end of the last of them."""
+        spec, machine = self.machine.spec, self.machine
         assert spec is not None
-        samples: tuple[int, ...] = ()
-        ahead: tuple[int, ...] = ()
-        if running and self.machine.takes_samples:
-            samples = tuple(self.samples.take(spec.terms.inner.batch_sequences))
-            ahead = tuple(self.samples.peek(self.look_ahead * spec.terms.inner.batch_sequences))
+        steps, running = 1, machine.running
+        if most > 1 and not spec.terms.inner.control_variates:  # those correct the weights of all ranks at every step
+            steps = min(most, machine.quiet_steps)
+        positions: list[int] = []
+        batch = 0
+        if running and machine.takes_samples:
+            batch = spec.terms.inner.batch_sequences
+            steps = min(steps, self.samples.remaining // batch)
+            positions = self.samples.take(steps * batch) + self.samples.peek(self.look_ahead * batch)
         merged, self._merged = tuple(dict.fromkeys(self._merged)), []
         self._count_as("training" if running else None)
         self._counts_time = self._counts_time and running
-        lr = self.machine.lr if running else 0.0
-        position = self.machine.position
-        return Decision(running=running, lr=lr, merged=merged, samples=samples, ahead=ahead, position=position)
+        return [
+            Decision(
+                running=running,
+                lr=machine.lr_after(k) if running else 0.0,
+                merged=() if k else merged,
+                samples=tuple(positions[k * batch : (k + 1) * batch]),
+                ahead=tuple(positions[(k + 1) * batch : (k + 1 + self.look_ahead) * batch]),
+                position=machine.schedule.position_after(k),
+            )
+            for k in range(steps)
+        ]
 
     def step_done(self, tokens: int, loss: float | None, *, stepped: bool = True) -> None:
         """An inner step is over; call `settle` next. `stepped`: False if it was skipped because its gradient was not
@@ -221,6 +237,11 @@ class NodeExecutor:
         else:
             self._reports.skipped_steps += 1
         self._handle(ev.StepDone(tokens=tokens))
+
+    def go_on(self) -> None:
+        """After an inner step whose next one is decided already: take no event."""
+        self.report_if_due()
+        self._count_as("training")
 
     def request_drain(self) -> None:
         """Finish what is in progress, then leave. From any thread, or a signal handler."""
@@ -298,9 +319,15 @@ class NodeExecutor:
                 item()
 
     def _handle(self, event: ev.Event) -> None:
-        commands = self.machine.handle(event)
+        machine, quiet, ahead = self.machine, 0, (0.0, 0.0)
+        if self._check and isinstance(event, ev.StepDone):
+            quiet, ahead = machine.quiet_steps, (machine.lr_after(1), machine.schedule.position_after(1))
+        commands = machine.handle(event)
         if self._check:
-            self.machine.check()
+            machine.check()
+        if quiet > 1:
+            assert not commands and machine.waiting is None and machine.quiet_steps == quiet - 1, "nothing was due"
+            assert (machine.lr, machine.position) == ahead
         self._saw(event)
         for command in commands:
             self._saw(command)

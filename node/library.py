@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,17 @@ from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
-from farloop.node.shards import ModelParts, Shards, Weights, check_codecs, elsewhere, is_sharded, is_spread, reshard
+from farloop.node.shards import (
+    ModelParts,
+    Shards,
+    Weights,
+    check_codecs,
+    elsewhere,
+    is_on_all,
+    is_sharded,
+    is_spread,
+    reshard,
+)
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
@@ -145,12 +156,13 @@ class Node:
             rate=rate,
             clip=clip,
             scaler=scaler,
-            all_agree=cluster.all_agree,
+            all_agree=bool if wraps or is_on_all(parameters.values(), cluster.size) else cluster.all_agree,
         )
         self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
         self._notes = 0  # since the optimizer's last step
         self._decision = Decision(running=False, lr=0.0)
+        self._decided = deque[Decision]()  # of the steps after the next one
         self._left = self._told_of_end = False
         self.asked_to_leave = False
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
@@ -273,8 +285,13 @@ class Node:
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
-        self._enter(EXCHANGING)
-        self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else None)
+        if self._decided:
+            if self._driver is not None:
+                self._driver.between_steps(tokens, loss, stepped=stepped)
+            self._decision = self._decided.popleft()
+        else:
+            self._enter(EXCHANGING)
+            self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else ())
         if self._watch is not None:
             self._watch.stepped()
 
@@ -366,7 +383,7 @@ class Node:
                 replica.moments = self._moments
             if evaluate is not None and replica is not None:
                 executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: self._evaluated(evaluate)))
-        self._decide(self._driver.wait_for_start() if self._driver is not None else None)
+        self._decide(self._driver.wait_for_start() if self._driver is not None else ())
         if self._moments is not None and not self._weights.sharded:
             self._moments.share(self.cluster)
         if self._hook and self._optimizer is not None:
@@ -375,9 +392,11 @@ class Node:
                 self._optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
             ]
 
-    def _decide(self, decision: Decision | None) -> None:
+    def _decide(self, decisions: Sequence[Decision]) -> None:
+        """Go on as rank 0 says, which alone has the `decisions`."""
         self._catch_up()
-        self._decision = self.cluster.share_decision(decision)
+        self._decision, *following = self.cluster.share_decisions(decisions)
+        self._decided.extend(following)
         if not self._weights.sharded:
             self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
 
@@ -592,6 +611,7 @@ def join(
                 files,
                 save_every_rounds,
                 can_evaluate=evaluate is not None,
+                alone=cluster.alone,
             )
             driver.on_wait = partial(watch.enter, WAITING)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None

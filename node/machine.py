@@ -86,7 +86,29 @@ class NodeMachine:
     @property
     def lr(self) -> float:
         """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
-        return self.schedule.lr(self._round_terms, self.inner_steps)
+        return self.lr_after(0)
+
+    def lr_after(self, ahead: int) -> float:
+        """Learning rate of the inner step after `ahead` others of this round."""
+        return self.schedule.lr_after(ahead, self._round_terms, self.inner_steps)
+
+    @property
+    def quiet_steps(self) -> int:
+        """Inner steps up to the first after which something may be due; 1 or more, in the same round.
+
+        Before it only an event can make something due, and an event may as well come later.
+        """
+        if not self.running or self.schedule.plan is None:
+            return 1
+        steps = self.schedule.steps_to_turn()
+        for state in self.fragments:
+            if state.lost or state.snapshot is not None or self.inner_steps <= state.joined_at:
+                return 1
+            if state.merge_at is not None:
+                steps = min(steps, state.merge_at - self.inner_steps)
+            if state.last is not None and not state.last.merged:
+                steps = min(steps, state.last.sent_at + state.last.tau - self.inner_steps)
+        return max(1, steps)
 
     @property
     def waiting(self) -> str | None:

@@ -91,14 +91,28 @@ class SendSchedule:
     @property
     def position(self) -> float:
         """Schedule position of the next inner step."""
+        return self.position_after(0)
+
+    def position_after(self, ahead: int) -> float:
+        """Schedule position of the inner step after `ahead` others of this round."""
         if self.start_round is None:
             return 0.0
-        return self.reached if self.plan is None else schedule.position_in(self.plan, self._node, self.step)
+        return self.reached if self.plan is None else schedule.position_in(self.plan, self._node, self.step + ahead)
 
-    def lr(self, terms: Terms, inner_steps: int) -> float:
-        """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
-        ramp = 1.0 if not (self.start_round or self.start_slot) else min(1.0, (inner_steps + 1) / RAMP_STEPS)
-        return ramp * schedule.learning_rate(terms, self.position)
+    def lr_after(self, ahead: int, terms: Terms, inner_steps: int) -> float:
+        """Learning rate of the inner step after `ahead` others of this round: the schedule's, ramped for a late
+        joiner."""
+        ramp = 1.0
+        if self.start_round or self.start_slot:
+            ramp = min(1.0, (inner_steps + ahead + 1) / RAMP_STEPS)
+        return ramp * schedule.learning_rate(terms, self.position_after(ahead))
+
+    def steps_to_turn(self) -> int:
+        """Inner steps to the next turn of any slot; the last one's is the round's end."""
+        assert self.plan is not None
+        steps = self.plan.steps_of(self._node)
+        turns = (schedule.due_step(slot, self._slots, steps) for slot in range(self._slots))
+        return min(turn for turn in turns if turn > self.step) - self.step
 
     def overlap(self, tau: int) -> int:
         """τ in steps of this node, which take longer if it does fewer per round. If it does fewer still in the next

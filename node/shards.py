@@ -47,6 +47,11 @@ def is_sharded(module: nn.Module) -> bool:
     return any(map(is_dtensor, module.parameters()))
 
 
+def is_on_all(parameters: Iterable[Tensor], ranks: int) -> bool:
+    """Whether each is a DTensor over all ranks of the node: then all know the norm of all gradients."""
+    return all(is_dtensor(each) and each.device_mesh.size() == ranks for each in parameters)  # type: ignore[attr-defined]
+
+
 def is_spread(cluster: Cluster, tensors: Iterable[Tensor]) -> bool:
     """Whether a rank lacks any part of these tensors: of DTensors, or of those that are `elsewhere`. The same answer on
     all ranks, which all call this."""

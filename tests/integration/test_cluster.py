@@ -102,18 +102,17 @@ def test_the_spec_the_decisions_and_the_merged_weights_of_rank_0_reach_every_ran
             Decision(running=True, lr=1e-4, position=1.5),
             Decision(running=False, lr=0.0),
         ]
-        same_decisions, mine = True, []
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(cluster.rank)
             # Not contiguous, as with channels-last weights.
             module[2].weight.data = module[2].weight.data.t().contiguous().t()
         before = {name: parameter.clone() for name, parameter in parameters.items()}
-        for decision in decided:
-            shared = cluster.share_decision(decision if cluster.leads else None)
-            same_decisions = same_decisions and shared == decision
-            mine.append(cluster.mine(shared.samples))
-            cluster.share_weights(layout, shared.merged, parameters)
+        shared = cluster.share_decisions(decided if cluster.leads else ())
+        same_decisions = shared == decided
+        mine = [cluster.mine(decision.samples) for decision in shared]
+        for decision in shared:
+            cluster.share_weights(layout, decision.merged, parameters)
         changed = [name for name, parameter in parameters.items() if not torch.equal(parameter, before[name])]
         tell(same_spec=same_spec, same_decisions=same_decisions, mine=mine, changed=changed,
              weights=module[2].weight.tolist(), merged=[slot.name for slot in layout.fragments[1].tensors])

@@ -403,6 +403,34 @@ def test_weights_below_fp32_without_masters_are_warned_of(
     assert any("without fp32 masters" in record.message for record in caplog.records) == warned
 
 
+@pytest.mark.parametrize(("most", "granted", "decided"), [(64, 16, 3), (2, 16, 2), (1, 16, 1), (64, 8, 2)])
+def test_steps_in_which_nothing_is_due_are_decided_at_once(
+    tmp_path: Path, most: int, granted: int, decided: int
+) -> None:
+    """Up to the merge, to the samples that are granted, and to what is asked for; one after the other they are the
+    same. The first step of a node is decided alone: what comes before it is merged at once."""
+    terms = {"steps": 20, "h": 5, "tau": 3, "batch_sequences": 4, "sequence_tokens": 3}
+    plays = [Play(tmp_path / name, num_samples=1000, **terms) for name in ("at-once", "each")]
+    for play in plays:
+        play.welcome()
+        assert not play.executor.settle()
+        play.start(lease=Lease(start=0, count=20 + granted))
+        assert play.executor.settle() and len(play.executor.decisions(most)) == 1
+        play.executor.look_ahead = 1
+        assert play.step()
+        for ahead in play.executor.decisions(64) and range(4):
+            assert play.step(), ahead
+        assert play.executor.machine.fragments[0].last is not None, "the delta was sent"
+    at_once, each = plays
+    told = at_once.executor.decisions(most)
+    assert len(told) == decided
+    assert told[0] == each.executor.decision()
+    for decision in told[1:]:
+        at_once.executor.step_done(10, 1.0)
+        at_once.executor.go_on()
+        assert each.step() and decision == each.executor.decision()
+
+
 # --- the driver, with its worker's thread
 
 
@@ -416,7 +444,7 @@ def test_the_driver_blocks_training_until_the_update_is_merged(tmp_path: Path) -
     """The offer leaves from the worker's thread, while the training thread waits for the commit."""
     play = driven(tmp_path)
     play.link.on_offer = play.commit
-    decision = play.driver.after_step(10, 1.0)
+    (decision,) = play.driver.after_step(10, 1.0)
     assert decision.running and decision.merged == (0,)
     play.driver.close()
 
@@ -427,15 +455,40 @@ def test_the_driver_says_what_a_node_that_is_ready_waits_for(
     monkeypatch.setattr(driver_module, "START_S", 0.0)
     play = Play(tmp_path, driven=True).welcome()
     threading.Timer(0.3, play.start).start()
-    assert play.driver.wait_for_start().running
+    assert play.driver.wait_for_start()[0].running
     assert caplog.text.count("waiting for the start: ") == 1
+    play.driver.close()
+
+
+def test_the_driver_of_several_ranks_decides_ahead_by_the_duration_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No longer than a second: what comes in between waits for that long. A node of one process has no need to."""
+    play, now = Play(tmp_path, driven=True, steps=200, h=100), [0.0]
+    monkeypatch.setattr("farloop.node.driver.time.monotonic", lambda: now[0])
+    play.begin()
+
+    def after(seconds: float, steps: int) -> int:
+        for step in range(steps):
+            now[0] += seconds
+            if step + 1 == steps:
+                return len(play.driver.after_step(10, 1.0))
+            play.driver.between_steps(10, 1.0, stepped=True)
+        raise AssertionError
+
+    assert (after(0.3, 1), after(0.3, 1)) == (1, 1), "alone"
+    play.driver._alone = False
+    assert after(0.3, 1) == 3
+    assert after(0.01, 3) == 64
+    assert after(0.1, 64) == 10
+    assert after(2.0, 10) == 1
     play.driver.close()
 
 
 def test_the_driver_leaves_at_its_deadline_and_says_that_the_outcome_is_missing(tmp_path: Path) -> None:
     play = driven(tmp_path)
     play.link.on_offer = play.executor.request_drain
-    assert not play.driver.after_step(10, 1.0).running
+    assert not play.driver.after_step(10, 1.0)[0].running
     assert not play.driver.drain(0.05)
     (leave,) = play.link.of(msg.Leave)
     assert isinstance(leave, msg.Leave) and leave.detail == "without the outcome of what it had sent"

@@ -40,19 +40,27 @@ class Notes:
         self.executor: Any = SimpleNamespace(machine=None, replica=None, attach=lambda *given: None)
         self.steps: list[tuple[int, float | None, bool]] = []
         self.failed, self.drained = False, list[float]()
+        self.asked, self.at_once = 0, 1
 
     def drain(self, timeout_s: float) -> None:
         self.drained.append(timeout_s)
 
-    def wait_for_start(self) -> Decision:
-        return Decision(running=True, lr=RATE)
+    def wait_for_start(self) -> list[Decision]:
+        return [Decision(running=True, lr=RATE)]
+
+    def save_moments(self) -> None:
+        """As the driver's."""
 
     def close(self) -> None:
         """As the driver's."""
 
-    def after_step(self, tokens: int, loss: float | None, *, stepped: bool) -> Decision:
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool) -> list[Decision]:
         self.steps.append((tokens, loss, stepped))
-        return Decision(running=True, lr=RATE / 2 ** len(self.steps))
+        self.asked += 1
+        return [Decision(running=True, lr=RATE / 2 ** (len(self.steps) + k)) for k in range(self.at_once)]
+
+    def between_steps(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        self.steps.append((tokens, loss, stepped))
 
 
 class Loop:
@@ -126,6 +134,18 @@ def plain(module: nn.Module) -> Optimizer:
 
 
 # --- the learning rate
+
+
+def test_what_is_decided_for_several_steps_is_asked_for_once() -> None:
+    loop = Loop(plain)
+    loop.notes.at_once = 3
+    rates = []
+    for _ in range(7):
+        loop.step(1.0)
+        rates += loop.rates[:1]
+    assert rates == [RATE / 2**k for k in range(7)], "each step has its own rate"
+    assert loop.notes.steps == [(8, 1.0, True)] * 7, "each step is counted"
+    assert loop.notes.asked == 3
 
 
 def test_the_run_s_rate_is_what_is_stepped_with_at_every_step() -> None:
