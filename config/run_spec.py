@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farloop.algo.fragments import partition, plain_name, trainable_tensors
+from farloop.algo.fragments import partition, plain_name, trainable_tensors, view
 from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.sample_order import arrivals
 from farloop.algo.schedule import num_rounds
-from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.spec import Fragment, Identity, RunSpec
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
@@ -239,7 +240,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
     check(terms, layout)
     check_codecs(terms)
     held = not any(tensor.is_meta for tensor in tensors.values())
-    digests = tuple(digest(first_anchor(fragment, tensors)) if held else 0 for fragment in layout.fragments)
+    digests = tuple(_first_digest(fragment, tensors) if held else 0 for fragment in layout.fragments)
     del tensors
     evaluation, corpus_digest, samples = None, OWN, 0
     _check_phases(terms, data, brings_data=given)
@@ -271,6 +272,15 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
         notes=notes,
         evaluation=evaluation,
     )
+
+
+def _first_digest(fragment: Fragment, tensors: Mapping[str, Tensor]) -> int:
+    """Of the anchor of version 0. Raises ValueError: a weight is no finite number."""
+    anchor = first_anchor(fragment, tensors)
+    if not all(map(math.isfinite, torch.aminmax(anchor))):
+        broken = (slot for slot in fragment.tensors if not view(anchor, slot).isfinite().all())
+        raise ValueError(f"the first weights have NaN or Inf in {next(broken).name!r}: begin from other weights")
+    return digest(anchor)
 
 
 def _own_evaluation(config: RunConfig) -> str:
@@ -354,7 +364,7 @@ def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) 
         if config.model.startswith(HF):
             return _weights_of_hf(config, text := config_text(config.model), vocabulary, weights=weights), text
         if config.init is not None:
-            return _tensors_in(config.init), OWN
+            return _weights(config.init, _tensors_in(config.init)), OWN
         if is_factory(config.model):
             return factory_weights(config.model, config.seed, vocabulary), OWN
     except ModelError as error:
@@ -388,7 +398,7 @@ def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bo
         if name not in held or tuple(held[name].shape) != shape:
             found = f"has shape {tuple(held[name].shape)}" if name in held else "is missing"
             raise ValueError(f"[run] init: {config.init}: the model's {name!r} of shape {shape} {found}")
-    return {name: held[name] for name in wanted}
+    return _weights(config.init, {name: held[name] for name in wanted})
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
@@ -418,6 +428,17 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
         first = next((other for other in tensors if "embed" in other or other.endswith("wte.weight")), name)
         if first != name and torch.equal(tensors[first], tensors[name]):
             del tensors[name]
+    return tensors
+
+
+def _weights(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `path`. Raises ValueError for one that is not in floating point."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"[run] init: {path}: {name!r} is {str(tensor.dtype).removeprefix('torch.')}, and weights in floating "
+                "point are wanted: save those that are trained, without buffers and not quantised"
+            )
     return tensors
 
 

@@ -122,7 +122,7 @@ class InnerStep:
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
         """`_rates`: of the groups, as they were set last. Another one there is the work of a scheduler."""
         self._at_join, self._scheduler_seen = list[float](), False
-        self._skipped_in_a_row, self._begun = 0, False
+        self._skipped_in_a_row = 0
         if optimizer is None:
             if rate == "own" or clip == "own" or scaler is not None:
                 raise LoopError(
@@ -144,8 +144,7 @@ class InnerStep:
     def prepare(self, rate: float) -> None:
         """Set the run's `rate`, unless the loop has its own. Raises as `take`."""
         self._check_parameters()
-        if self._optimizer is not None and not self._begun:
-            self._begun = True
+        if self._optimizer is not None:
             _check_steps(self._optimizer, self._module, self._parameters)
         if self._optimizer is not None and self._rate == "run":
             self._set_rates(self._optimizer, rate)

@@ -706,6 +706,9 @@ def _check_parameters(module: nn.Module) -> None:
             raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
         if parameter.is_complex() and parameter.requires_grad:
             raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
+        sizes = {stride: size for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1}
+        if 0 in sizes and parameter.requires_grad:
+            raise LoopError(f"parameter {name!r} is expanded, its elements share memory: make it from tensor.clone()")
 
 
 def _check_clip(cluster: Cluster, absent: Mapping[str, nn.Parameter]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from farloop.algo.methods import method_named
 from farloop.algo.schedule import num_rounds
@@ -111,6 +112,21 @@ def test_with_init_the_coordinator_grants_samples_of_the_data_that_are_named(tmp
     assert named == dataclasses.replace(bare, data="mine-1", num_samples=77)
     mixture = (Share(path=text, weight=1.0), Share(path=text_of(tmp_path, "b.txt", "w"), weight=1.0))
     assert identity_of(DataConfig(mixture=mixture), **more).data == load_mixture(mixture).digest
+
+
+@pytest.mark.parametrize(
+    ("weights", "line"),
+    [
+        (torch.tensor([[1.0, 2.0], [torch.nan, 4.0]]), "the first weights have NaN or Inf in 'weight'"),
+        (torch.tensor([[1.0, torch.inf]]), "the first weights have NaN or Inf in 'weight'"),
+        (torch.ones(2, 2, dtype=torch.int8), "'weight' is int8, and weights in floating point are wanted"),
+        (torch.ones(2, 2, dtype=torch.complex64), "'weight' is complex64, and weights in floating point are wanted"),
+    ],
+)
+def test_weights_that_nobody_can_train_are_refused_before_the_run(tmp_path: Path, weights: Tensor, line: str) -> None:
+    save_file({"bias": torch.zeros(4), "weight": weights}, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=line):
+        identity_of(DataConfig(), init=tmp_path / "own.safetensors", method="diloco")
 
 
 def test_a_built_in_model_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Node, _check_clip, _check_parameters, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.node.shards import ModelParts
 from farloop.wire.limits import Timing
 
@@ -255,9 +255,19 @@ def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() ->
         loop.step(1.0)
 
 
+def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
+    module = two_layers()
+    _check_parameters(module)
+    module.register_parameter("shared", nn.Parameter(torch.ones(1, 3).expand(3, 3)))
+    with pytest.raises(LoopError, match=r"parameter 'shared' is expanded, .*: make it from tensor\.clone\(\)$"):
+        _check_parameters(module)
+
+
 def test_a_layer_that_was_replaced_after_join_is_refused() -> None:
-    for hook in (False, True):
+    for hook, steps in ((False, 0), (True, 0), (False, 2)):
         loop = Loop(plain, hook=hook)
+        for _ in range(steps):
+            loop.step(1.0)
         cast(nn.Sequential, loop.module)[0] = nn.Linear(2, 1, bias=False)
         with pytest.raises(LoopError, match=r"^parameter '0.weight' is another one than at join: .* before join"):
             loop.optimizer.step() if hook else loop.step(1.0)
