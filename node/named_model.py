@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from farloop.algo.fragments import plain_name, trainable_tensors
 from farloop.algo.spec import Identity
 from farloop.node.model import PRESETS, build, from_json
+
+_log = logging.getLogger(__name__)
 
 HF: Final = "hf:"
 """Before a folder, the name of a downloaded model, or (in a run's identity) the text of a config.json."""
@@ -136,7 +139,7 @@ def model_folder(name: str) -> Path:
 
 def has_weights(folder: Path) -> bool:
     """Whether the folder holds weights that can be read: safetensors files. Raises ModelError for others."""
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return True
     if others := sorted(
         path.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
@@ -193,7 +196,7 @@ def _config(text: str) -> Any:
     try:
         config = known[kind].from_dict(values)
     except (ValueError, TypeError, LookupError, AttributeError, hub.errors.StrictDataclassError) as error:
-        raise ModelError(f"the config.json of a {kind} model cannot be used: {error}") from error
+        raise ModelError(f"the config.json of a {kind} model cannot be used: {_one_line(error)}") from error
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{kind} is no causal language model, as transformers {transformers.__version__} has it")
     config.use_cache = False  # training has none
@@ -206,7 +209,9 @@ def _made(config: Any) -> nn.Module:
     try:
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError) as error:
-        raise ModelError(f"the {config.model_type} model of this config.json cannot be built: {error}") from error
+        raise ModelError(
+            f"the {config.model_type} model of this config.json cannot be built: {_one_line(error)}"
+        ) from error
     return module.train()
 
 
@@ -248,13 +253,25 @@ def hf_weights(text: str, folder: Path | None, seed: int) -> dict[str, Tensor]:
             ignore_mismatched_sizes=True,  # told below, by name
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the weights in {folder} cannot be read: {_one_line(error)}") from error
     for problem, names in (("lack", report["missing_keys"]), ("have another shape of", report["mismatched_keys"])):
         if names:
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
             raise ModelError(f"the weights in {folder} {problem} {first!r}, and {len(names) - 1} more")
-    return _named(module)
+    if more := sorted(map(str, report["unexpected_keys"])):
+        _log.warning("the weights in %s have %d tensors that the model has not, as %r", folder, len(more), more[0])
+    weights = _named(module)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as kept:
+            for name in weights.keys() & set(kept.keys()):
+                if "F" not in (dtype := kept.get_slice(name).get_dtype()):
+                    raise ModelError(f"{file} has {name!r} as {dtype}: weights in floating point are wanted")
+    return weights
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) + (" is missing" if isinstance(error, LookupError) else "")
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:

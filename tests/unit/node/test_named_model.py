@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farloop.algo.fragments import trainable_tensors
@@ -125,8 +126,6 @@ def test_init_gives_the_weights_of_a_named_model_as_a_file_or_a_folder(tmp_path:
 
 
 def test_an_output_layer_that_repeats_the_embedding_is_a_second_name(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     rows = torch.randn(300, 32)
     tensors = {"lm_head.weight": rows.clone(), "model.embed_tokens.weight": rows, "model.layers.0.w": torch.ones(8, 8)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -154,6 +153,33 @@ def test_a_config_that_cannot_be_trained_is_refused_in_one_line(
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=line):
         plan(folder(tmp_path / "model", **values))
+
+
+def test_weights_that_are_not_whole_or_no_floating_point_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A download that was interrupted has the index before the files: without them a model of the seed would begin."""
+    transformers = pytest.importorskip("transformers")
+    name = folder(tmp_path / "model")
+    saved = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    saved.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    tensors = load_file(files[0])
+    save_file({key: tensor.to(torch.int8) for key, tensor in tensors.items()}, files[0], {"format": "pt"})
+    with pytest.raises(ValueError, match=r"as I8: weights in floating point are wanted$"):
+        plan(name)
+    save_file({**tensors, "model.layers.9.w": torch.ones(2)}, files[0], {"format": "pt"})
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["model.layers.9.w"] = files[0].name
+    index.write_text(json.dumps(told))
+    plan(name)
+    assert "1 tensors that the model has not, as 'model.layers.9.w'" in caplog.text
+    for count in (1, len(files)):
+        for file in files[-count:]:
+            file.unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"the weights in .*model cannot be read: .*-of-.*\.safetensors$"):
+            plan(name)
 
 
 def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
