@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farloop.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows, settled
-from farloop.bench.memory import free_port
+from farloop.bench.processes import free_port, started
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
@@ -203,15 +203,10 @@ def _coordinator(out: Path, scale: Scale, environ: Mapping[str, str]) -> Iterato
     }  # fmt: skip
     coordinator = {"state_dir": "state", "bind": address, "http": "", "probe_bytes": 0}
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
-    command, alone = [sys.executable, "-m", "farloop.cli.main", "coordinator", "run.toml"], {"CUDA_VISIBLE_DEVICES": ""}
-    with (out / "coordinator.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=out, stdout=log, stderr=log, env={**environ, **alone})
-    try:
+    words, alone = ["-m", "farloop.cli.main", "coordinator", "run.toml"], {"CUDA_VISIBLE_DEVICES": ""}
+    with started("coordinator", words, out, {**environ, **alone}) as process:
         _wait_for(address, process, out / "coordinator.log")
         yield address
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _wait_for(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -5,12 +5,8 @@ Both have loaded the same code, and both peaks count from when the model and its
 """
 
 import ctypes
-import os
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farloop.config.exit_codes import CommandError
+from farloop.bench.processes import free_port, run_together
 from farloop.config.memory import JOINS, memory_of
 from farloop.config.settings import load_run, planned
 from farloop.config.sources import dump_toml
@@ -26,9 +22,6 @@ from farloop.node.library import join
 from farloop.node.model import PRESETS, build
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.quant.kernels.dispatch import warm
-
-PATIENCE_S = 1800.0  # for the whole run: the model is large for CPUs
-_POLL_S = 0.1
 
 _RUN: Mapping[str, object] = {
     "name": "memory",
@@ -88,42 +81,14 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Pe
         "coordinator": sum(memory.coordinator_ram.values()) - memory.coordinator_ram[JOINS],
         "node": sum(memory.node_host.values()) + sum(memory.node_device.values()),
     }
-    peaks = _peaks(out, {**environ, "CUDA_VISIBLE_DEVICES": ""})
+    words = {"coordinator": "run.toml", "node": "node.toml"}
+    commands = {who: ["-m", "farloop.cli.main", who, file] for who, file in words.items()}
+    peaks = run_together(commands, out, {**environ, "CUDA_VISIBLE_DEVICES": ""})
     parameters = spec.identity.layout.num_parameters
     coordinator, trained = (
         Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told
     )
     return coordinator, trained
-
-
-def _peaks(out: Path, environ: Mapping[str, str]) -> dict[str, int]:
-    """Run both to the end; the largest resident memory of each."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    peaks: dict[str, int] = {}
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        for who, file in (("coordinator", "run.toml"), ("node", "node.toml")):
-            command = [sys.executable, "-m", "farloop.cli.main", who, str(out / file)]
-            with (out / f"{who}.log").open("wb") as log:
-                running[who] = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
-        while len(peaks) < len(running):
-            for who in running.keys() - peaks.keys():
-                pid, status, used = os.wait4(running[who].pid, os.WNOHANG)
-                if not pid:
-                    continue
-                running[who].returncode = os.waitstatus_to_exitcode(status)
-                if running[who].returncode:
-                    raise CommandError(f"the {who} ended with {running[who].returncode}: see {out / f'{who}.log'}")
-                peaks[who] = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            if time.monotonic() > deadline:
-                raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")
-            time.sleep(_POLL_S)
-    finally:
-        for process in running.values():
-            if process.returncode is None:
-                process.kill()
-                process.wait()
-    return peaks
 
 
 # --- The ranks of a loop
@@ -171,7 +136,7 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
         together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         names = [f"{way}-{rank}" for rank in range(ranks)]
         words = {name: ["-m", "farloop.bench.memory", model, where, name, str(ranks)] for name in names}
-        _run_all(out, {**environ, **together}, {**daemon, **words})
+        run_together({**daemon, **words}, out, {**environ, **together}, of_ranks=True)
         peaks[way] = [int((out / name).read_text()) for name in names]
     return [
         RankPeak(
@@ -183,31 +148,6 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
         )
         for rank, alone in enumerate(peaks["loop"])
     ]
-
-
-def _run_all(out: Path, environ: Mapping[str, str], commands: Mapping[str, Sequence[str]]) -> None:
-    """Run all together to their ends; a name ends in its rank."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        for name, words in commands.items():
-            rank = name.rpartition("-")[2]
-            variables = {**environ, "RANK": rank, "LOCAL_RANK": rank} if rank.isdigit() else environ
-            with (out / f"{name}.log").open("wb") as log:
-                command = [sys.executable, *words]
-                running[name] = subprocess.Popen(command, cwd=out, stdout=log, stderr=log, env=variables)
-        while any(process.poll() is None for process in running.values()):
-            for name, process in running.items():
-                if process.poll():
-                    raise CommandError(f"{name} ended with {process.returncode}: see {out / f'{name}.log'}")
-            if time.monotonic() > deadline:
-                raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")
-            time.sleep(_POLL_S)
-    finally:
-        for process in running.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def _rank(model: str, address: str, path: str, ranks: int) -> None:
@@ -251,13 +191,6 @@ def status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) << 10
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def free_port() -> int:
-    """Of this machine's loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

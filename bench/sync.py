@@ -7,9 +7,6 @@ from the moment at which the last node has taken its step until the last node ha
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,10 +14,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from farloop.bench.memory import free_port
+from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_nodes import PEERS, weights
 from farloop.bench.sync_trace import Marks, Trace, trace_of
-from farloop.config.exit_codes import CommandError
 from farloop.config.sources import dump_toml
 
 
@@ -35,7 +31,6 @@ class Emulated:
 
 
 WARM_UP = 2  # rounds that are not counted
-PATIENCE_S = 1800.0  # for one system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,23 +176,7 @@ def _run(
         **daemons,
         **{name: ["-m", "farloop.bench.sync_nodes", f"{name}.json", *words] for name, words in nodes.items()},
     }
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        for name, words in commands.items():
-            with (out / f"{name}.log").open("wb") as log:
-                command = [sys.executable, *words]
-                running[name] = subprocess.Popen(command, cwd=out, stdout=log, stderr=log, env=environ)
-        for name, process in running.items():
-            if process.wait(max(0.0, deadline - time.monotonic())):
-                raise CommandError(f"{name} ended with exit code {process.returncode}: see {out / f'{name}.log'}")
-    except subprocess.TimeoutExpired:
-        raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}") from None
-    finally:
-        for process in running.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    run_together(commands, out, environ)
     told = [json.loads((out / f"{name}.json").read_text()) for name in nodes]
     times = zip(*(each["rounds"] for each in told), strict=True)
     seconds = [max(done for _, done in of_round) - max(begun for begun, _ in of_round) for of_round in times]

@@ -134,11 +134,11 @@ def trace_of(marks: Mapping[str, Sequence[Mark]], first: int) -> Trace:
         seconds = [ends[name] - ends[before] for ends in rounds.values()]
         mean = statistics.fmean(seconds)
         stages.append(Stage(name=STAGES[name], s_median=statistics.median(seconds), s_mean=mean, s_max=max(seconds)))
-    spent = {name: _cpu_per_round(of_process, first) for name, of_process in marks.items()}
+    spent = {name: cpu_per_round(of_process, first) for name, of_process in marks.items()}
     return Trace(stages=stages, cpu_s_per_round=spent)
 
 
-def _cpu_per_round(marks: Sequence[Mark], first: int) -> float:
+def cpu_per_round(marks: Sequence[Mark], first: int) -> float:
     """From the first mark of the first round to that of the last."""
     begins = {mark.version: mark.cpu for mark in reversed(marks) if mark.version >= first}
     begun, ended = min(begins), max(begins)

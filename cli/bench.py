@@ -367,6 +367,59 @@ def sync(
 
 
 @bench_app.command()
+def coordinator(
+    nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes.")] = "2,8,32,128",
+    parameters: Annotated[float, typer.Option(min=256, help="Of the model, e.g. 1e6.")] = 1e6,
+    codec: Annotated[str, typer.Option(help="Codec of both directions.")] = "q4",
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Rounds of each number of nodes, after two that do not count.")
+    ] = 8,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the nodes.", show_default="all cores")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path(
+        "out/coordinator"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a coordinator costs for each number of nodes.
+
+    Coordinator and sessions are real, over the loopback of this machine. Nodes have no model: each
+    offers a made-up delta in every round. Printed are the bytes of deltas and updates a second over
+    all links, the time from the close of a window until the last node heard of its commit and until
+    the last had its update, and the coordinator's processor time and peak memory.
+
+    The nodes run on the same machine and slow the coordinator: the processor time tells most.
+
+    Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
+    """
+    from farloop.bench.coordinator import measure
+    from farloop.bench.machine import machine, source_commit
+    from farloop.quant.registry import codec_named
+
+    counts = _sizes(nodes, least=1)
+    codec_named(codec)
+    if out.exists() and any(out.iterdir()):
+        raise CommandError(f"--out: {out} is not empty; name another folder")
+    make_output_folder(out)
+    rows = measure(counts, int(parameters), codec, rounds, processes or os.cpu_count() or 1, out.resolve(), os.environ)
+    if as_json:
+        told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
+        typer.echo(json.dumps(told, indent=1))
+        return
+    typer.echo(
+        f"{'nodes':>5}  {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
+    )
+    for row in rows:
+        told_s, held_s = ((row.told_s_p50, row.told_s_p99), (row.held_s_p50, row.held_s_p99))
+        times = "  ".join(f"{1e3 * p50:6.0f}, {1e3 * p99:5.0f} ms" for p50, p99 in (told_s, held_s))
+        typer.echo(
+            f"{row.nodes:5}  {row.round_s_median:6.2f} s  {row.gb_per_s:6.3f}  {times}  "
+            f"{1e3 * row.cpu_s_per_commit_and_node:7.2f} ms  {size_text(row.peak_bytes)}"
+        )
+
+
+@bench_app.command()
 def routing(
     nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes to plan for.")] = "20,64,256,512",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(
@@ -465,10 +518,10 @@ def lines(findings: "Findings") -> list[str]:
     return text
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(text: str, least: int = 12) -> list[int]:
     words: list[Any] = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() and int(word) >= 12 for word in words):
-        raise CommandError(f"--nodes is a list of numbers of at least 12, as 20,256, not {text!r}")
+    if not words or not all(word.isdecimal() and int(word) >= least for word in words):
+        raise CommandError(f"--nodes is a list of numbers of at least {least}, as 20,256, not {text!r}")
     return [int(word) for word in words]
 
 

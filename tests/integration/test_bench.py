@@ -150,3 +150,14 @@ def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "gpu", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 2 and "no CUDA device: nothing was measured" in result.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
+    words = ["bench", "coordinator", "--nodes", "1,3", "--parameters", "5000", "--rounds", "2", "--processes", "2"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["nodes"] for row in rows] == [1, 3]
+    for row in rows:
+        assert 0 < row["told_s_p50"] <= row["told_s_p99"] and row["told_s_p50"] <= row["held_s_p50"]
+        assert row["gb_per_s"] > 0 and row["cpu_s_per_commit_and_node"] > 0 and row["peak_bytes"] > 1 << 20
