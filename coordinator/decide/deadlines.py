@@ -137,7 +137,7 @@ class Deadlines:
         found = [
             (window, node)
             for window in self._heads(windows)
-            for node, since, allowed in self._awaited(window)
+            for node, since, allowed in self._awaited(window, now)
             if since + allowed <= now
         ]
         return found if self._drops else []
@@ -160,20 +160,21 @@ class Deadlines:
         )
 
     def timers(self, windows: Mapping[int, Window], now: float) -> list[float]:
+        heads = self._heads(windows)
         times = [
             since + share * allowed
-            for window in self._heads(windows)
-            for _, since, allowed in self._awaited(window)
+            for window in heads
+            for _, since, allowed in self._awaited(window, now)
             for share in (ALARM_SHARE, 1.0)
         ]
-        return [at for at in times if at > now]
+        return [at for at in (*times, *map(self._looked_at, heads)) if at > now]
 
     def alarm(self, windows: Mapping[int, Window], now: float) -> str | None:
         """An alarm that nothing is committed, since when, and which nodes owe what; None in normal operation."""
         late = [
             (window, node)
             for window in self._heads(windows)
-            for node, since, allowed in self._awaited(window)
+            for node, since, allowed in self._awaited(window, now)
             if since + ALARM_SHARE * allowed <= now
         ]
         stands = [
@@ -197,17 +198,23 @@ class Deadlines:
 
     def allowed_s(self, window: Window, node: NodeId) -> float:
         """Seconds that a node has for its delta of this window."""
+        return self._allowed_s(window, node, {})
+
+    # --- how
+
+    def _allowed_s(self, window: Window, node: NodeId, first: dict[int, float]) -> float:
+        """As `allowed_s`; `first` keeps what `_first_s` said of so many steps."""
         steps = self._steps(window.terms.round, node)
         pace = self._paces.get(node)
         if pace is None or pace.usual_s is None:
-            allowed = self._first_s(window, steps)
+            if steps not in first:
+                first[steps] = self._first_s(window, steps)
+            allowed = first[steps]
         else:
             usual = min(pace.usual_s, _MOST * self._middle_s)
             allowed = max(FLOOR_S, MULTIPLE * usual * _longer(steps, pace.steps))
         member = self._run.members.get(node)
         return allowed * (SLOW_TASKS if member is not None and member.evaluates else 1.0)
-
-    # --- how
 
     def _heads(self, windows: Mapping[int, Window]) -> list[Window]:
         """The windows that are due first; nodes wait for their commit before they serve later ones. None while a window
@@ -225,9 +232,19 @@ class Deadlines:
             return 0
         return plan.start + schedule.due_in(terms, layout.fragments[terms.fragment], layout.slots, plan.length)
 
-    def _awaited(self, window: Window) -> list[tuple[NodeId, float, float]]:
-        """(node, since when, seconds allowed) of the nodes that the window waits for."""
-        return [(node, self._since(window, node), self.allowed_s(window, node)) for node in sorted(window.missing)]
+    def _looked_at(self, window: Window) -> float:
+        """No node of the window is late, nor half of any deadline over, before this. Until then nothing is reckoned:
+        that is done at every event, for every node."""
+        return max(window.opened_at, self._moved_at) + ALARM_SHARE * FLOOR_S
+
+    def _awaited(self, window: Window, now: float) -> list[tuple[NodeId, float, float]]:
+        """(node, since when, seconds allowed) of the nodes that the window waits for; none before `_looked_at`."""
+        if now < self._looked_at(window):
+            return []
+        first = dict[int, float]()  # by steps: it is the same for all nodes without measurements
+        return [
+            (node, self._since(window, node), self._allowed_s(window, node, first)) for node in sorted(window.missing)
+        ]
 
     def _since(self, window: Window, node: NodeId) -> float:
         member = self._run.members.get(node)

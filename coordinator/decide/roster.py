@@ -62,6 +62,7 @@ class Member:
     _measured: tuple[float, int] = (0.0, 0)
     """(seconds without waiting, inner steps) of the report at which the next speed measurement begins, after the first
     step."""
+    seconds_per_step: float | None = None  # recent, without waiting; None if unknown
     _most_steps: int = 0  # most inner steps reported: a smaller count is no progress
     _stepped: tuple[float, int] | None = None  # the same for `_step_s`
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))  # recent seconds per inner step
@@ -80,11 +81,6 @@ class Member:
         return is_in(fragment, self.holds)
 
     @property
-    def seconds_per_step(self) -> float | None:
-        """Recent seconds per inner step without waiting; None if unknown."""
-        return median(self._step_s) if self._step_s else None
-
-    @property
     def stalled(self) -> bool:
         return self.session is not None and self.absent
 
@@ -93,8 +89,9 @@ class Member:
         """When it stalls without progress; None if it need not make any."""
         if self.session is None or not self.counts:
             return None
-        limit = max(STALL_S, STALL_STEPS * median(self._step_s) if self._step_s else 0.0)
-        return self.progress_at + limit * (1.0 if self._step_s and not self.evaluates else SLOW_TASKS)
+        usual = self.seconds_per_step
+        limit = max(STALL_S, STALL_STEPS * (usual or 0.0))
+        return self.progress_at + limit * (1.0 if usual is not None and not self.evaluates else SLOW_TASKS)
 
     def connect(self, session: int, hello: Hello, now: float) -> None:
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
@@ -128,6 +125,7 @@ class Member:
         since, had = self._stepped or (seconds, steps)
         if steps > had and seconds > since:
             self._step_s.append((seconds - since) / (steps - had))
+            self.seconds_per_step = median(self._step_s)
         if self._stepped is None or steps > had:
             self._stepped = seconds, steps
         since, had = self._measured

@@ -18,7 +18,7 @@ from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
-from farloop.coordinator.decide.deadlines import FIRST_S
+from farloop.coordinator.decide.deadlines import ALARM_SHARE, FIRST_S, FLOOR_S
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import Evaluations
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
@@ -26,6 +26,7 @@ from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 STALLS_AT = 100.0 + STALL_S * SLOW_TASKS
+LOOK_S = ALARM_SHARE * FLOOR_S
 """When a node that was started at 100 s, and says nothing of a first step, is one that has stalled."""
 
 
@@ -425,7 +426,7 @@ def test_a_failed_commit_is_tried_again_as_it_was_decided(spec: RunSpec) -> None
     run.play("b offers 1")
     assert run.pass_time(RETRY_S - 0.1) == [] and run.pass_time(0.1) == [commit]
     run.durable()
-    assert not run.alarms and run.machine.next_timer() == STALLS_AT
+    assert not run.alarms and run.pass_time(LOOK_S) == [] and run.machine.next_timer() == STALLS_AT
 
 
 def test_a_delta_that_claims_what_cannot_be_true_is_not_waited_for(spec: RunSpec) -> None:
@@ -445,7 +446,8 @@ def test_a_node_that_leaves_says_what_it_holds(spec: RunSpec) -> None:
     held = msg.AnchorRef(fragment=0, version=0, digest=100)
     run.say(B, msg.Leave(reason=Reason.DRAINED, anchors=(held,)))
     assert (run.machine.members[B].stage, run.machine.members[B].anchors) == ("left", (held,))
-    assert run.machine.next_timer() == STALLS_AT, "of a"
+    assert run.machine.next_timer() == 100.0 + LOOK_S, "deadlines are reckoned from then on"
+    assert run.pass_time(LOOK_S) == [] and run.machine.next_timer() == STALLS_AT, "of a"
 
 
 def test_when_the_clock_jumps_deadlines_move(spec: RunSpec) -> None:
