@@ -95,12 +95,8 @@ class SnapshotService:
             return False
         waiting = {b: n for b, n in session.unacknowledged(BlobKind.UPDATE).items() if b.fragment == fragment}
         if len(waiting) < MOST_UPDATES and sum(waiting.values()) + committed.size <= 2 * snapshot_bytes:
-            try:
-                session.push_blob(update_id(committed), source())
-            except LimitReached:
-                pass
-            else:
-                return False
+            session.push_blob(update_id(committed), source())
+            return False
         for blob in waiting:
             session.cancel(blob)
         self._asked.setdefault(number, OrderedDict())[fragment] = version  # behind one that is on its way, if any

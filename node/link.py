@@ -16,7 +16,7 @@ from farloop.wire.blobs import BytesSource, Reassembly
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Offer, Probe, Role, Seen
+from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Probe, Role, Seen
 from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
@@ -209,44 +209,6 @@ class Downloads:
             del self._partial[blob]
 
 
-# --- Uploads
-
-
-class Uploads:
-    """Deltas that wait to be offered, over all sessions."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[BlobId, tuple[Offer, bytearray]] = OrderedDict()  # in the order in which they came
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def offer(self, session: Session, offer: Offer, data: bytearray) -> None:
-        """Offer a delta, now or as soon as the session takes more. A newer one of its fragment takes its place."""
-        for blob in [b for b in self._waiting if b.fragment == offer.blob.fragment and b.seq < offer.blob.seq]:
-            del self._waiting[blob]
-        self._waiting[offer.blob] = (offer, data)
-        self.go_on(session)
-
-    def go_on(self, session: Session) -> None:
-        """Offer what waits, as far as the session takes it. To be called after each of its events."""
-        while self._waiting and session.state is State.OPEN:
-            blob, (offer, data) = next(iter(self._waiting.items()))
-            try:
-                session.send_blob(offer, BytesSource(data))
-            except LimitReached:
-                return
-            except AlreadyUnderWay as error:  # offered twice, by a reconnection and by its encoder
-                _log.debug("duplicate offer reason=%s", error)
-            except LocalProtocolError as error:
-                _log.warning("delta not offered blob=%s reason=%r", blob, str(error))
-            del self._waiting[blob]
-
-    def session_over(self) -> None:
-        """Drop everything: what matters is offered again after the next Welcome."""
-        self._waiting.clear()
-
-
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
 
@@ -305,7 +267,7 @@ class NodeLink:
         self._connection: Connection | None = None
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
-        self._downloads, self._uploads, self._probing = Downloads(), Uploads(), Probing()
+        self._downloads, self._probing = Downloads(), Probing()
         self._bulk = self._bulk_opened = False
         """Whether a bulk lane was asked for, as it is once the session is open, and whether it takes frames."""
         self._bad_frames: dict[int, int] = {}  # in a row, of each lane
@@ -347,9 +309,21 @@ class NodeLink:
 
     def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
         """Offer a delta; dropped where no session is open: it is offered again after the next Welcome."""
-        if self._session is not None and self._session.state is State.OPEN:
-            self._uploads.offer(self._session, offer, data)
-            self._advance()
+        session = self._session
+        if session is None or session.state is not State.OPEN:
+            return
+        for blob in session.waiting:  # a newer delta of a fragment takes the place of one that was not offered yet
+            if (blob.kind, blob.fragment) == (offer.blob.kind, offer.blob.fragment) and blob.seq < offer.blob.seq:
+                session.cancel(blob)
+        try:
+            session.send_blob(offer, BytesSource(data))
+        except AlreadyUnderWay as error:  # offered twice, by a reconnection and by its encoder
+            _log.debug("duplicate offer reason=%s", error)
+        except LimitReached as error:
+            self._behind(session, error)
+        except LocalProtocolError as error:
+            _log.warning("delta not offered blob=%s reason=%r", offer.blob, str(error))
+        self._advance()
 
     # --- dialing
 
@@ -403,6 +377,8 @@ class NodeLink:
             _log.warning("bad frame lane=%d reason=%r", lane, str(error))
             if self._bad_frames[lane] >= BAD_FRAMES:
                 self._session.close(Reason.MALFORMED, str(error))
+        except LimitReached as error:
+            self._behind(self._session, error)
         else:
             self._bad_frames[lane] = 0
         self._advance()
@@ -467,7 +443,6 @@ class NodeLink:
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
         self._look(session)
         self._downloads.session_over()
-        self._uploads.session_over()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
         if self._timer is not None:
@@ -495,9 +470,12 @@ class NodeLink:
             session.send(message, self._clock.now())
             self._over = self._over or isinstance(message, msg.Leave)
         except LimitReached as error:  # a message that is lost would be missed: the next session derives it again
-            session.close(Reason.BEHIND, f"the coordinator takes no messages: {error}")
+            self._behind(session, error)
         except LocalProtocolError as error:
             _log.warning("not sent message=%s reason=%r", type(message).__name__, str(error))
+
+    def _behind(self, session: Session, error: LimitReached) -> None:
+        session.close(Reason.BEHIND, f"the coordinator takes no messages: {error}")
 
     # --- events of the session
 
@@ -538,7 +516,6 @@ class NodeLink:
                 case _:
                     pass
             self._deliver(event)
-        self._uploads.go_on(session)
         self._report(session, now)
 
     def _look(self, session: Session) -> None:

@@ -7,7 +7,7 @@ EARLY_BYTES = 4 << 20
 """Bytes of all blobs without a Credit that may be sent, until the receiver tells another number: what it keeps of
 chunks whose blob it does not expect yet. Part of the protocol."""
 
-EARLY_FRAMES = 1024  # ... and as many frames.
+EARLY_FRAMES = 4096  # ... and as many frames: more than an honest sender makes of a whole pool
 
 EARLY_S = 0.25
 """A receiver keeps so many seconds of the highest rate that it has seen: the round trip of a first Credit."""
@@ -42,10 +42,9 @@ class Limits:
     window_bytes: int = INITIAL_CREDIT
     """Credit beyond the received prefix that a peer older than version 5 gets at first; never less than two chunks."""
     max_window_bytes: int = 32 << 20  # ... and at most: 1 Gbit/s over 250 ms.
-    max_blobs: int = 256  # blobs in transfer at once, each way, but for those that are pushed at the sender
+    max_blobs: int = 256  # blobs expected at once
+    max_active: int = 64  # blobs offered at once, and blobs pushed at once; the others wait for one of them to end
     max_ahead_bytes: int = 4 << 20  # control frames kept that overtook one still missing
-    max_pushed_blobs: int = 1024
-    """Blobs pushed at once. Their receiver may take fewer at a time, and asks for the others when some have come."""
     max_queued_messages: int = 4096
     """Messages accepted from the application and not yet acknowledged; twice as many with the session's own."""
     max_queued_bytes: int = 16 << 20  # ... and their bytes. One message is always accepted.

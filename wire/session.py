@@ -459,7 +459,7 @@ class Session:
         return self._transfers.background_in_flight
 
     def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
-        """Blobs of this kind that are being sent, with the bytes of each that have not arrived."""
+        """Blobs of this kind that are being sent, or wait, with the bytes of each that have not arrived."""
         return self._transfers.unacknowledged(kind)
 
     @property
@@ -472,34 +472,41 @@ class Session:
         return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits(now)
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
-        """Send the Offer; the bytes follow as the peer's Credit allows: those of a `background` blob when no other has
-        any, and `outgoing` is asked for them.
+        """Send the Offer, and the bytes as the session's windows and the peer's Credit allow: those of a `background`
+        blob when no other has any, and `outgoing` is asked for them. Any number may be given: what is too many at once
+        waits in order.
 
         Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as messages.
 
         Raises:
-            AlreadyUnderWay, LimitReached: being sent already; too many blobs or messages at once.
+            AlreadyUnderWay: being sent already, or waiting.
+            LimitReached: the peer leaves too many messages unacknowledged.
             LocalProtocolError: not open, or `source` has another size than offered.
         """
         if source.size != offer.size:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")
-        self._transfers.check_room(offer.blob)
-        self._queue(offer)
-        self._transfers.begin(offer.blob, source, pushed=False, background=background)
+        self._handshake.check_open()
+        self._transfers.queue(offer.blob, source, offer, background=background)
+        self._begin_blobs()
 
     def push_blob(self, blob: BlobId, source: BlobSource) -> None:
         """Send a blob whose size and digest the application itself announces (Committed).
 
-        Bytes leave at once, within the initial credit, and go on with the peer's Credit. Ends in BlobSent or
-        BlobDeclined.
+        Bytes leave at once, within the early window, and go on with the peer's Credit. Any number may be given: what is
+        too many at once waits in order. Ends in BlobSent or BlobDeclined.
 
         Raises:
-            AlreadyUnderWay, LimitReached: being sent already; too many blobs at once.
+            AlreadyUnderWay: being sent already, or waiting.
             LocalProtocolError: not open.
         """
         self._handshake.check_open()
-        self._transfers.check_room(blob, pushed=True)
-        self._transfers.begin(blob, source, pushed=True)
+        self._transfers.queue(blob, source)
+        self._begin_blobs()
+
+    @property
+    def waiting(self) -> list[BlobId]:
+        """Blobs to be sent that wait for others to end."""
+        return self._transfers.waiting
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send an announced blob. Ends in BlobReceived or BlobCorrupt.
@@ -522,6 +529,7 @@ class Session:
         """
         self._handshake.check_open()
         self._transfers.cancel(blob)
+        self._begin_blobs()
 
     def speak(self) -> None:
         """Have something to send now, if only a heartbeat: some links notice a broken connection by that alone."""
@@ -675,7 +683,7 @@ class Session:
         self._control.heartbeats = self._handshake.epoch > 0
         if isinstance(message, Credit):
             self._transfers.credited(message, now)
-            return
+            return self._begin_blobs()
         if isinstance(message, Echo):
             if self.state is State.OPEN:
                 self._queue(Echoed(number=message.number))
@@ -686,6 +694,7 @@ class Session:
             return
         if isinstance(message, Stored | Outcome):
             self._transfers.forget_outgoing(message.blob)
+            self._begin_blobs()
         self._events.append(MessageReceived(message=message))
         if isinstance(message, Leave | Refused):
             self._last_ack_due = isinstance(message, Leave)
@@ -703,6 +712,10 @@ class Session:
         self._control.push(body, newest_of=Progress if isinstance(message, Progress) else None)
         self._handshake.sent(message)
         self._control.heartbeats = self._handshake.epoch > 0
+
+    def _begin_blobs(self) -> None:
+        if self.state is State.OPEN:
+            self._transfers.begin_next(self._queue)
 
     def _say(self, credit: Credit) -> None:
         if credit.limit == 0:  # which is heard in any case, and before what may come of the blob later

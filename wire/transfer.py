@@ -21,7 +21,7 @@ from farloop.wire.limits import (
     Limits,
     Timing,
 )
-from farloop.wire.messages import WINDOWS_SINCE, Credit
+from farloop.wire.messages import WINDOWS_SINCE, Credit, Offer
 from farloop.wire.meter import Meter
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
@@ -318,6 +318,15 @@ PROBE_WINDOW_S = 0.5
 """As `Timing.window_s`, of a probe: what is on its way of one, live bytes must wait for. Above all but satellites'."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A blob that waits for others to end."""
+
+    source: BlobSource
+    offer: Offer | None  # None where the application announces it
+    background: bool
+
+
 class Transfers:
     """Blobs in both directions. What follows leaves through `emit` (to the application) and `say` (a Credit)."""
 
@@ -347,6 +356,9 @@ class Transfers:
         self._flight = Flight(timing, known, now)
         self._peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
         self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()  # in the order of their turns
+        self._queued: dict[bool, OrderedDict[BlobId, _Queued]] = {False: OrderedDict(), True: OrderedDict()}
+        """Blobs to be sent after those, by whether they are pushed: these must not keep a snapshot from being offered
+        that is to replace them."""
         self._incoming: dict[bytes, Incoming] = {}
         self._early: deque[tuple[BulkFrame, int]] = deque()
         """Chunks that overtook the announcement of their blob, with their bytes on the wire; oldest first."""
@@ -379,18 +391,38 @@ class Transfers:
         self._tells_early = self._tells_early or self.early_bytes != EARLY_BYTES
         return self.early_bytes if self._tells_early and self._windowed else 0
 
-    def check_room(self, blob: BlobId, *, pushed: bool = False) -> None:
-        """Raise AlreadyUnderWay or LimitReached if `blob` cannot be sent now."""
-        if blob in self._outgoing:
+    def queue(self, blob: BlobId, source: BlobSource, offer: Offer | None = None, *, background: bool = False) -> None:
+        """Send `blob` when it is its turn (`begin_next`). Without an `offer` it is pushed.
+
+        Raises:
+            AlreadyUnderWay: it is being sent already, or waits.
+        """
+        if blob in self._outgoing or any(blob in queued for queued in self._queued.values()):
             raise AlreadyUnderWay(f"{blob} is being sent already")
-        sending = sum(outgoing.pushed == pushed for outgoing in self._outgoing.values())
-        if sending >= (self._limits.max_pushed_blobs if pushed else self._limits.max_blobs):
-            raise LimitReached(f"{sending} blobs are being sent")
+        self._queued[offer is None][blob] = _Queued(source, offer, background)
+
+    def begin_next(self, announce: Callable[[Offer], None]) -> None:
+        """Begin with the blobs that wait, as many as there may be at once; `announce` those that are offered."""
+        for pushed, queued in self._queued.items():
+            active = sum(outgoing.pushed == pushed for outgoing in self._outgoing.values())
+            while queued and active < self._limits.max_active:
+                blob, found = next(iter(queued.items()))
+                if found.offer is not None:
+                    announce(found.offer)
+                del queued[blob]
+                self.begin(blob, found.source, pushed=pushed, background=found.background)
+                active += 1
+
+    @property
+    def waiting(self) -> list[BlobId]:
+        """Blobs that wait for others to end."""
+        return [blob for queued in self._queued.values() for blob in queued]
 
     def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
-        """Blobs of this kind that are being sent, with the bytes of each that have not arrived."""
-        sending = ((blob, outgoing) for blob, outgoing in self._outgoing.items() if blob.kind is kind)
-        return {blob: outgoing.source.size - outgoing.acked for blob, outgoing in sending}
+        """Blobs of this kind that are being sent, or wait, with the bytes of each that have not arrived."""
+        waiting = [(blob, found.source.size) for queued in self._queued.values() for blob, found in queued.items()]
+        sending = [(blob, outgoing.source.size - outgoing.acked) for blob, outgoing in self._outgoing.items()]
+        return {blob: num_bytes for blob, num_bytes in sending + waiting if blob.kind is kind}
 
     @property
     def bytes_per_s(self) -> float:
@@ -457,7 +489,7 @@ class Transfers:
 
     def cancel(self, blob: BlobId) -> None:
         """Stop sending it; or else stop, or refuse, to receive it, of which the peer hears."""
-        if self._outgoing.pop(blob, None) is not None:
+        if self._drop(blob):
             return
         key = blob_key(blob)
         incoming = self._no_more(key)
@@ -466,7 +498,12 @@ class Transfers:
 
     def forget_outgoing(self, blob: BlobId) -> None:
         """The peer has decided about this blob: send no more of it."""
-        self._outgoing.pop(blob, None)
+        self._drop(blob)
+
+    def _drop(self, blob: BlobId) -> bool:
+        """Send no more of a blob; whether it was being sent, or waited."""
+        waited = [queued.pop(blob, None) for queued in self._queued.values()]
+        return self._outgoing.pop(blob, None) is not None or any(waited)
 
     def credited(self, credit: Credit, now: float) -> None:
         """A Credit of the peer; of an unknown blob it is one that crossed our end of it."""
@@ -619,7 +656,6 @@ class Transfers:
             incoming.reassembly.check()
             assert incoming.reassembly.received <= incoming.limit
             assert not incoming.reassembly.complete
-        assert len(self._outgoing) <= self._limits.max_pushed_blobs + self._limits.max_blobs
         assert len(self._incoming) <= self._limits.max_blobs
         assert self._early_bytes == sum(len(frame.chunk) for frame, _ in self._early)
         assert len(self._early) <= EARLY_FRAMES

@@ -45,7 +45,7 @@ def test_a_joiner_behind_a_thin_link_stops_nobody_and_takes_part_once_its_link_a
     """`LocalProtocolError: 256 blobs are being sent` ended the coordinator, again after every start."""
     store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=100_000, h=2, nodes=2))
     caplog.set_level("INFO", "farloop.coordinator.downloads")
-    with tiny_run.serving(tmp_path / "state", store, limits=Limits(max_blobs=FEW, max_pushed_blobs=FEW)) as coordinator:
+    with tiny_run.serving(tmp_path / "state", store, limits=Limits(max_blobs=FEW, max_active=FEW)) as coordinator:
         here = coordinator.link.endpoint
         relay = Relay(target_host="127.0.0.1", target_port=int(here.rpartition(":")[2]), link=THIN)
         thread = RelayThread(relay)

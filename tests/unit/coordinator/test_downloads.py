@@ -8,7 +8,6 @@ from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator.downloads import MOST_UPDATES, EncodedSnapshot, SnapshotRequest, SnapshotService
 from farloop.wire.blobs import BlobSource, BytesSource
 from farloop.wire.messages import Committed
-from farloop.wire.reasons import LimitReached
 
 SIZE = 100
 """Of every snapshot."""
@@ -169,16 +168,13 @@ def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st
 class Slow:
     """A session that takes nothing: what is pushed at it stays."""
 
-    def __init__(self, most: int = 1000) -> None:
+    def __init__(self) -> None:
         self.queued: dict[BlobId, int] = {}
-        self.most = most
 
     def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
         return {blob: size for blob, size in self.queued.items() if blob.kind is kind}
 
     def push_blob(self, blob: BlobId, source: BlobSource) -> None:
-        if len(self.queued) >= self.most:
-            raise LimitReached("no more at once")
         self.queued[blob] = source.size
 
     def cancel(self, blob: BlobId) -> None:
@@ -201,19 +197,10 @@ def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place(serving:
     assert not serving.pushed(session, 0, 1001) and len(session.queued) == 1, "and updates follow it again"
 
 
-@pytest.mark.parametrize(
-    ("most", "pushes", "dropped"),
-    [
-        (1000, [(0, 1, SIZE), (0, 2, SIZE), (0, 3, SIZE)], [False, False, True]),  # more bytes than two snapshots
-        (5, [(fragment, 1, 10) for fragment in range(7)], [False] * 5 + [True] * 2),  # no more at once
-    ],
-)
-def test_what_is_too_much_is_dropped(
-    serving: Serving, most: int, pushes: list[tuple[int, int, int]], dropped: list[bool]
-) -> None:
-    session = Slow(most)
-    assert [serving.pushed(session, *push) for push in pushes] == dropped
-    assert len(session.queued) == (0 if most == 1000 else 5)
+def test_more_bytes_than_two_snapshots_are_dropped(serving: Serving) -> None:
+    session = Slow()
+    assert [serving.pushed(session, 0, version, SIZE) for version in (1, 2, 3)] == [False, False, True]
+    assert session.queued == {}
 
 
 def test_a_snapshot_has_what_was_committed_before_it_and_the_rest_is_pushed(serving: Serving) -> None:

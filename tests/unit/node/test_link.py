@@ -13,10 +13,11 @@ from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.node.errors import BadAddress
-from farloop.node.link import LOOK_S, Downloads, Probing, Traffic, Uploads, moved_by
+from farloop.node.link import LOOK_S, Downloads, NodeLink, Probing, Traffic, moved_by
 from farloop.node.zmq_dealer import LinkConfig, read_known, split_address, write_known
-from farloop.wire.blobs import BlobSource, Reassembly
+from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
+from farloop.wire.limits import Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink
 from farloop.wire.messages import BytesByKind, Connection, Message, Observed, Offer, Probe, Role, Seen, Welcome
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
@@ -25,14 +26,13 @@ from farloop.wire.transfer import LinkKnown
 
 
 class Limited:
-    """A session of which only `expect`, `cancel` and `send_blob` are used; it takes so many blobs at once."""
+    """A session of which only `expect` and `cancel` are used; it takes so many blobs at once."""
 
     state = State.OPEN
 
     def __init__(self, most: int = 256) -> None:
         self.most = most
         self.under_way: dict[BlobId, Reassembly | None] = {}
-        self.offered: list[int] = []
 
     def cancel(self, blob: BlobId) -> None:
         del self.under_way[blob]
@@ -40,10 +40,6 @@ class Limited:
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         self._begin(blob, reassembly)
         return reassembly or Reassembly(size, digest)
-
-    def send_blob(self, offer: Offer, source: BlobSource) -> None:
-        self._begin(offer.blob, None)
-        self.offered.append(offer.blob.seq)
 
     def _begin(self, blob: BlobId, reassembly: Reassembly | None) -> None:
         if blob in self.under_way:
@@ -150,38 +146,60 @@ def test_what_waits_and_a_snapshot_holds_is_never_asked_for() -> None:
 
 def delta(seq: int, fragment: int = 0) -> Offer:
     blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=0, node=NodeId("a"), incarnation=1, seq=seq)
-    return Offer(blob=blob, size=1, digest=0)
+    return Offer(blob=blob, size=1, digest=blob_digest(bytes(1)))
 
 
-def offered(most: int, *offers: Offer) -> tuple[Uploads, Limited]:
-    uploads, session = Uploads(), Limited(most)
-    for offer in offers:
-        uploads.offer(cast(Session, session), offer, bytearray(1))
-    return uploads, session
+def linked(session: Session) -> NodeLink:
+    """The link of a node in this session, without a connection."""
+    link = NodeLink(cast(Any, None), cast(Any, None), max, coordinator="here", limits=Limits(), timing=Timing())
+    link._session = session
+    return link
 
 
-def test_the_257th_delta_is_offered_when_another_has_ended() -> None:
-    uploads, session = offered(256, *(delta(seq, seq) for seq in range(300)))
-    assert len(session.offered) == 256 and len(uploads) == 44
-    while session.under_way:
-        session.cancel(next(iter(session.under_way)))
-        uploads.go_on(cast(Session, session))
-    assert session.offered == list(range(300)) and len(uploads) == 0
+def test_300_fragments_at_once_go_up_and_come_down() -> None:
+    """Of both, one more than were sent at once came in the next session, if ever."""
+    node, coordinator = opened()
+    link, downloads = linked(node), Downloads()
+    arrived: set[BlobId] = set()
+    for n in range(300):
+        link.send_blob(delta(n, n), bytearray(1))
+        coordinator.push_blob(update(1, n), BytesSource(b"x"))
+        downloads.announced(node, update(1, n), 1, blob_digest(b"x"), 0.0)
+
+    def each() -> None:
+        for event in coordinator.events():
+            match event:
+                case MessageReceived(message=Offer(blob=blob, size=size, digest=digest)):
+                    coordinator.expect(blob, size, digest, None, 0.0)
+                case BlobReceived(blob=blob):
+                    arrived.add(blob)
+        for event in node.events():
+            if isinstance(event, BlobReceived):
+                arrived.add(event.blob)
+                downloads.ended(node, event.blob, 0.0)
+
+    carry(node, coordinator, each=each)
+    assert arrived == {delta(n, n).blob for n in range(300)} | {update(1, n) for n in range(300)}
+    assert node.waiting == coordinator.waiting == [] and len(downloads) == 0
 
 
 def test_a_delta_that_is_offered_twice_is_sent_once() -> None:
-    uploads, session = offered(256, delta(1), delta(1))
-    assert session.offered == [1] and len(uploads) == 0
+    node, coordinator = opened()
+    link = linked(node)
+    for _ in range(2):
+        link.send_blob(delta(1), bytearray(1))
+    carry(node, coordinator)
+    assert messages(coordinator) == [delta(1)]
 
 
-def test_a_newer_delta_of_a_fragment_takes_the_place_of_one_that_waits_until_the_session_ends() -> None:
-    uploads, session = offered(1, delta(1), delta(2, 1), delta(3, 1))
-    session.under_way.clear()
-    uploads.go_on(cast(Session, session))
-    assert session.offered == [1, 3]
-    uploads, _ = offered(0, delta(1))
-    uploads.session_over()
-    assert len(uploads) == 0
+def test_a_newer_delta_of_a_fragment_takes_the_place_of_one_that_waits() -> None:
+    node, _ = opened()
+    link = linked(node)
+    for n in range(64):
+        link.send_blob(delta(n, 100 + n), bytearray(1))
+    for offer in (delta(100, 0), delta(101, 1), delta(102, 0)):
+        link.send_blob(offer, bytearray(1))
+    assert [blob.seq for blob in node.waiting] == [101, 102]
 
 
 # --- measurement

@@ -291,7 +291,8 @@ def test_terms_that_only_the_lost_history_had_are_gone_and_others_can_take_their
     assert outcome.revisions.newest == other
     encoded = [(when, what.codec) for when, _, what in outcome.tape if isinstance(what, node_ev.Encode)]
     assert {codec for when, codec in encoded if when > max(began)} == {"q4", "bf16"}
-    assert {record.round.length for record in outcome.records if isinstance(record, rec.RoundFixed)} == {4, 5}
+    lengths = {record.round.length for record in outcome.records if isinstance(record, rec.RoundFixed)}
+    assert {4, 5} <= lengths and 6 not in lengths  # the last round has what is left
 
 
 def revision_of(what: object) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_pairs import delta, update
+from session_pairs import delta, offer_of, update
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Reassembly, blob_digest, blob_key
@@ -30,7 +30,7 @@ from farloop.wire.limits import (
     Timing,
 )
 from farloop.wire.link_measurement import Noise
-from farloop.wire.messages import Credit
+from farloop.wire.messages import Credit, Offer
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Flight, Incoming, Outgoing, Transfers
@@ -744,15 +744,11 @@ def test_a_blob_of_no_size_or_beyond_the_limit_is_not_expected(size: int) -> Non
 
 def test_a_limit_that_is_reached_is_told_from_a_blob_that_is_under_way() -> None:
     """Whoever takes one for the other drops what it should send, or keeps what it should not."""
-    end = End(max_blobs=1, max_pushed_blobs=1)
-    end.transfers.check_room(delta(1))
-    end.transfers.begin(delta(1), BytesSource(DATA), pushed=False)
+    end = End(max_blobs=1)
     end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
     end.transfers.expect(update(7), 1000, 0, None, 0.0)
     refused: list[tuple[type[Exception], Callable[[], object]]] = [
-        (AlreadyUnderWay, lambda: end.transfers.check_room(delta(1))),
-        (LimitReached, lambda: end.transfers.check_room(delta(2))),
-        (LimitReached, lambda: end.transfers.check_room(update(2), pushed=True)),
+        (AlreadyUnderWay, lambda: end.transfers.queue(update(1), BytesSource(DATA))),
         (AlreadyUnderWay, lambda: end.transfers.expect(update(7), 1000, 0, None, 0.0)),
         (LimitReached, lambda: end.transfers.expect(update(8), 1000, 0, None, 0.0)),
     ]
@@ -762,10 +758,36 @@ def test_a_limit_that_is_reached_is_told_from_a_blob_that_is_under_way() -> None
     assert len(end.credits) == 1
 
 
-def test_what_is_pushed_leaves_room_for_what_is_offered() -> None:
+def test_what_is_too_many_at_once_waits_in_order_and_what_is_pushed_leaves_room_for_what_is_offered() -> None:
     """A snapshot is what ends a queue of updates: they must not keep it from being offered."""
-    end = End(max_blobs=1, max_pushed_blobs=300)
-    for version in range(300):
-        end.transfers.begin(update(version), BytesSource(DATA), pushed=True)
-    end.transfers.check_room(delta(1))
+    end, announced = End(max_active=2), list[BlobId]()
+
+    def begin_next() -> None:
+        end.transfers.begin_next(lambda offer: announced.append(offer.blob))
+
+    for n in range(300):
+        end.transfers.queue(update(n), BytesSource(DATA))
+    for n in range(4):
+        end.transfers.queue(delta(n), BytesSource(DATA), offer_of(delta(n), DATA))
+    begin_next()
     assert sum(end.transfers.unacknowledged(BlobKind.UPDATE).values()) == 300 * len(DATA)
+    assert len(end.transfers.waiting) == 300 and announced == [delta(0), delta(1)]
+    with pytest.raises(AlreadyUnderWay):
+        end.transfers.queue(delta(2), BytesSource(DATA), offer_of(delta(2), DATA))
+    end.transfers.cancel(delta(2))
+    end.transfers.credited(Credit(blob=delta(0), received=0, limit=0), 0.0)
+    end.transfers.forget_outgoing(delta(1))
+    begin_next()
+    assert announced == [delta(0), delta(1), delta(3)] and end.credits == []
+
+
+def test_a_blob_that_cannot_be_announced_still_waits() -> None:
+    end = End()
+    end.transfers.queue(delta(1), BytesSource(DATA), offer_of(delta(1), DATA))
+
+    def full(offer: Offer) -> None:
+        raise LimitReached("too many messages")
+
+    with pytest.raises(LimitReached):
+        end.transfers.begin_next(full)
+    assert end.transfers.waiting == [delta(1)] and end.sent() == []
