@@ -47,6 +47,7 @@ class Driver:
         files: AnchorFiles | None = None,
         save_every: int = 0,
         *,
+        adapt_tau: bool = False,
         can_evaluate: bool = True,
         alone: bool = True,
     ) -> None:
@@ -67,6 +68,7 @@ class Driver:
             fingerprint=fingerprint,
             device=device,
             tau=tau,
+            adapt_tau=adapt_tau,
             holds=holds,
             files=files,
             save_every=save_every,

@@ -21,6 +21,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapChosen:
+    """Another overlap, in inner steps, from the next send on."""
+
+    tau: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
     """A control message of the coordinator."""
 
@@ -61,7 +68,9 @@ class DrainRequested:
     """Finish what is in progress, then leave."""
 
 
-Event = StepDone | Received | BlobArrived | Disconnected | DeltaEncoded | AnchorMismatch | DrainRequested
+Event = (
+    StepDone | OverlapChosen | Received | BlobArrived | Disconnected | DeltaEncoded | AnchorMismatch | DrainRequested
+)
 
 # --- Commands
 

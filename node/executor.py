@@ -25,7 +25,7 @@ from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
 from farloop.node.replica import OwnDelta, Replica, replica_of
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
-from farloop.node.send_schedule import LeaseCursor
+from farloop.node.send_schedule import LeaseCursor, OverlapChooser
 from farloop.node.shards import Weights
 from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.runtime.ports import Worker
@@ -90,6 +90,7 @@ class NodeExecutor:
         fingerprint: str | None = None,
         device: str = "",
         tau: int | None = None,
+        adapt_tau: bool = False,
         holds: Part = None,
         files: AnchorFiles | None = None,
         save_every: int = 0,
@@ -109,6 +110,7 @@ class NodeExecutor:
             fingerprint: of the run that is wanted; None takes any.
             device: what the node trains on, for the coordinator's displays.
             tau: the node's own overlap; the run's unless given.
+            adapt_tau: choose the overlap by how long deltas and updates take.
             holds: the node's part of the model; all of it unless given.
             files: where anchors are saved, if anywhere.
             save_every: updates of a fragment between two saved anchors of it.
@@ -126,6 +128,7 @@ class NodeExecutor:
         """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
         self._check, self._saw = check, saw
+        self._adapts, self._overlap = adapt_tau, OverlapChooser(1)
         self._stages = StageLog()
         self._reports = Reports(
             self.machine, self.account, self.samples, state, device, fingerprint, can_evaluate=can_evaluate
@@ -158,6 +161,7 @@ class NodeExecutor:
             self._files = None
         self.replica.files = self._files
         run, sizes = run_of(spec, self.machine.history), {i: part.numel for i, part in self.replica.own.items()}
+        self._overlap = OverlapChooser(spec.identity.layout.slots)
         self._residuals = Residuals(run, sizes, self._state.folder, self._in_worker)
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
@@ -236,6 +240,10 @@ class NodeExecutor:
             self._variates.stepped(self.machine.lr)
         else:
             self._reports.skipped_steps += 1
+        if self._adapts:
+            step_s = self.account.seconds("training", self._now()) / (self.machine.inner_steps + 1)
+            if (tau := self._overlap.choose(step_s)) is not None and tau != self.machine.tau:
+                self._handle(ev.OverlapChosen(tau=tau))
         self._handle(ev.StepDone(tokens=tokens))
 
     def go_on(self) -> None:
@@ -307,6 +315,7 @@ class NodeExecutor:
                 self._handle(ev.DeltaEncoded(offer=offer, offered=item.at_once))
             case (
                 ev.StepDone()
+                | ev.OverlapChosen()
                 | ev.Received()
                 | ev.BlobArrived()
                 | ev.Disconnected()
@@ -335,6 +344,15 @@ class NodeExecutor:
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
         """In the link's thread."""
+        match event:
+            case wire_ev.MessageReceived(message=msg.Stored(blob=blob)):
+                self._overlap.stored(blob.fragment, self._now())
+            case wire_ev.MessageReceived(message=msg.Committed(fragment=fragment)):
+                self._overlap.told(fragment, self._now())
+            case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.UPDATE, fragment=fragment)):
+                self._overlap.came(fragment, self._now())
+            case _:
+                pass
         if isinstance(event, wire_ev.MessageReceived):
             self._reports.announced.heard(event.message)
             if isinstance(event.message, msg.Start):
@@ -404,6 +422,7 @@ class NodeExecutor:
         """Take the delta now; the worker encodes it while training goes on."""
         assert self.replica is not None and self._residuals is not None and self._variates is not None
         self._variates.sent(command)
+        self._overlap.sent(command.blob.fragment, self._now())
         replica, epoch, step = self.replica, self.machine.epoch, self.machine.inner_steps
         residual = self._residuals.for_delta(command.blob, command.codec, replica.device)
         if (packed := pack_at_once(replica, command, epoch, step, residual)) is not None:

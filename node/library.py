@@ -482,6 +482,7 @@ def join(
     http_names: str | None = None,
     link: LinkConfig | None = None,
     tau: int | None = None,
+    adapt_tau: bool = False,
     holds: Sequence[int] | None = None,
     timeout_s: float | None = None,
     rate: Whose = "run",
@@ -521,6 +522,8 @@ def join(
         http_names: host names under which these pages may be asked for, besides addresses and private names (security).
         link: limits and timing of the link; address and keys are taken from the arguments above.
         tau: inner steps between a send and its merge on this node; the run's unless given.
+        adapt_tau: choose it again at every send: the shortest with which no update comes late because of this node's
+            link, as far as the run's rounds have room for it. It begins with `tau`.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
             has the parameters of these stages alone, under the names that they have in the whole model. A node without
             stage 0 is granted no samples: its `Node.samples` is empty.
@@ -610,6 +613,7 @@ def join(
                 part,
                 files,
                 save_every_rounds,
+                adapt_tau=adapt_tau,
                 can_evaluate=evaluate is not None,
                 alone=cluster.alone,
             )
@@ -618,7 +622,7 @@ def join(
         spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
             _check_batch(spec, cluster, part)
-            _check_tau(spec, tau)
+            _check_tau(spec, 0 if adapt_tau and tau is None else tau)
             if evaluate is None and spec.identity.evaluation_set != "none":
                 _log.info("this node is not asked for the loss, which the run measures: it has no join(evaluate=…)")
             module = bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)

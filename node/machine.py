@@ -168,6 +168,8 @@ class NodeMachine:
         match event:
             case ev.StepDone(tokens=tokens):
                 self._step_done(tokens)
+            case ev.OverlapChosen(tau=tau):
+                self.tau = tau
             case ev.Received(message=message):
                 self._received(message)
             case ev.BlobArrived(blob=blob):

@@ -1,5 +1,6 @@
 """A node's position in the run's rounds and in the samples it was granted, and when a fragment is due to be sent."""
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Final, Literal
@@ -196,6 +197,49 @@ class SendSchedule:
 
     def _due_step(self, window: WindowTerms, fragment: Fragment, plan: RoundPlan) -> int:
         return schedule.due_in(window, fragment, self._slots, plan.steps_of(self._node))
+
+
+# --- The overlap that a node's own link needs
+
+
+class OverlapChooser:
+    """Finds the shortest overlap with which no update comes late because of this node's link or the coordinator's work.
+
+    That is the time up, from the send to the coordinator's acknowledgement; the least time from there to an announced
+    commit, which other nodes may hold up; and the time down. Times are monotonic seconds, and those of the last two
+    rounds count. One thread calls `sent` and `choose`, another one the rest.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """`slots`: of the run's layout."""
+        self._sent: dict[int, float] = {}  # by fragment, the last time
+        self._stored: dict[int, float] = {}
+        self._told: dict[int, float] = {}
+        self._up, self._commit, self._down = (deque[float](maxlen=2 * slots) for _ in range(3))
+
+    def sent(self, fragment: int, now: float) -> None:
+        self._stored.pop(fragment, None)
+        self._sent[fragment] = now
+
+    def stored(self, fragment: int, now: float) -> None:
+        if (begun := self._sent.pop(fragment, None)) is not None:
+            self._up.append(now - begun)
+            self._stored[fragment] = now
+
+    def told(self, fragment: int, now: float) -> None:
+        self._told[fragment] = now
+        if (begun := self._stored.pop(fragment, None)) is not None:
+            self._commit.append(now - begun)
+
+    def came(self, fragment: int, now: float) -> None:
+        if (begun := self._told.pop(fragment, None)) is not None:
+            self._down.append(now - begun)
+
+    def choose(self, step_s: float) -> int | None:
+        """In inner steps, 1 or more, with one to spare; None before anything is known."""
+        if not (self._up and self._commit and self._down) or step_s <= 0.0:
+            return None
+        return math.ceil((max(self._up) + min(self._commit) + max(self._down)) / step_s) + 1
 
 
 # --- Samples: taken in the order of the grants, each once

@@ -99,6 +99,9 @@ class NodeConfig:
     """CPU threads per process; 0: torch decides."""
     tau: int | None = None
     """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
+    adapt_tau: bool = False
+    """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
+    far as the run's rounds have room for it. It begins with `tau`."""
     site: str = ""
     """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
     address: str = ""
@@ -143,6 +146,7 @@ def train(
         http_names=config.http_names,
         link=link_of(config, environ or {}),
         tau=config.tau,
+        adapt_tau=config.adapt_tau,
         anchors="device" if config.anchors == "device" else "host",
         save_every_rounds=config.save_every_rounds,
         save_optimizer=config.save_optimizer,

@@ -101,6 +101,7 @@ def train_stage(
         http_names=config.http_names,
         link=link_of(config, environ or {}),
         tau=config.tau,
+        adapt_tau=config.adapt_tau,
         holds=(number,),
         save_every_rounds=config.save_every_rounds,
         save_optimizer=config.save_optimizer,

@@ -93,7 +93,9 @@ class Worker:
 class Play:
     """An executor with a model of one fragment; its coordinator says what that of a story says, and sends the bytes."""
 
-    def __init__(self, folder: Path, *, num_samples: int = 0, driven: bool = False, **terms: Any) -> None:
+    def __init__(
+        self, folder: Path, *, num_samples: int = 0, driven: bool = False, adapt_tau: bool = False, **terms: Any
+    ) -> None:
         self.module = nn.Linear(3, 2)
         layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
         self.fragment = layout.fragments[0]
@@ -118,6 +120,7 @@ class Play:
                 state=state,
                 files=AnchorFiles(folder, at_once),
                 save_every=2,
+                adapt_tau=adapt_tau,
                 check=True,
             )
 
@@ -168,7 +171,7 @@ class Play:
         self.worker.run()
         return self.executor.settle()
 
-    def commit(self, *, anchor_digest: int | None = None) -> None:
+    def commit(self, *, anchor_digest: int | None = None, down_s: float = 0.0) -> None:
         """The open window becomes a version, whose update adds 1 to every weight, as q4 has it."""
         values, coder = torch.zeros(self.fragment.numel), codec_named("q4")
         for slot in self.fragment.tensors:
@@ -176,6 +179,7 @@ class Play:
         self.anchor += coder.decode(coder.encode(values, self.fragment), self.fragment)
         told = self.story.commit(anchor_digest=digest(self.anchor) if anchor_digest is None else anchor_digest)
         self.tell(told)
+        self.now += down_s
         self.send(msg.update_id(told), values, base=told.version - 1, codec="q4")
 
     @property
@@ -429,6 +433,27 @@ def test_steps_in_which_nothing_is_due_are_decided_at_once(
         at_once.executor.step_done(10, 1.0)
         at_once.executor.go_on()
         assert each.step() and decision == each.executor.decision()
+
+
+def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> None:
+    """A delta takes 3 s up, the update 2 s down, and the commit 1 s; 40 steps take 46 s. One step is to spare."""
+    play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
+    machine = play.executor.machine
+
+    def steps_until(sent: bool) -> None:
+        while bool(machine.fragments[0].sent) != sent:
+            play.now += 1.0
+            assert play.step() and play.executor.decision().running
+
+    for expected in (2, 7):
+        steps_until(sent=True)
+        (delta,) = machine.fragments[0].sent
+        assert delta.tau == expected
+        play.now += 3.0
+        play.tell(msg.Stored(blob=delta.blob))
+        play.now += 1.0
+        play.commit(down_s=2.0)
+        steps_until(sent=False)
 
 
 # --- the driver, with its worker's thread

@@ -12,7 +12,7 @@ from plain_runs import plain_terms
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import Fragment, RoundPlan, WindowTerms
 from farloop.node.fragment_set import FragmentSet, FragmentState, PendingDelta
-from farloop.node.send_schedule import SendSchedule
+from farloop.node.send_schedule import OverlapChooser, SendSchedule
 from farloop.wire.messages import Committed
 
 TERMS = plain_terms(
@@ -184,3 +184,29 @@ def test_the_newest_round_is_that_of_the_last_slot_s_newest_window() -> None:
     last.terms_of[8] = window(8, 7)
     assert FragmentSet([first, last]).newest_round(2) == 7
     assert FragmentSet([first]).newest_round(2) == 0
+
+
+# --- the overlap that a link needs
+
+
+def test_the_overlap_covers_both_ways_and_the_least_commit() -> None:
+    """What other nodes hold up is not this node's to wait for, and what is two rounds old no longer counts."""
+    chooser = OverlapChooser(slots=2)
+    assert chooser.choose(1.0) is None, "nothing is known"
+
+    def turn(fragment: int, now: float, up: float, commit: float, down: float) -> None:
+        chooser.sent(fragment, now)
+        chooser.stored(fragment, now + up)
+        chooser.told(fragment, now + up + commit)
+        chooser.came(fragment, now + up + commit + down)
+
+    turn(0, 100.0, up=3.0, commit=20.0, down=2.0)
+    assert chooser.choose(1.0) == 26
+    turn(1, 200.0, up=1.0, commit=0.5, down=4.0)
+    assert chooser.choose(1.0) == 9 and chooser.choose(0.1) == 76 and chooser.choose(0.0) is None
+    for now in (300.0, 400.0, 500.0, 600.0):
+        turn(0, now, up=0.1, commit=0.1, down=0.1)
+    assert chooser.choose(1.0) == 2
+    chooser.came(1, 700.0)  # of a commit that this node heard of in a session before
+    chooser.stored(1, 700.0)
+    assert chooser.choose(1.0) == 2
