@@ -41,7 +41,7 @@ from farloop.node.library import Node
 from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
 from farloop.quant.registry import warm_for
-from farloop.runtime.system import trim_heap
+from farloop.runtime.system import keep_freed_blocks, trim_heap
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ def run_coordinator(
     descriptors.raise_limit(spare=descriptors.SPARE)
     plan = planned(file)
     trim_heap()
+    keep_freed_blocks()
     if file.coordinator.copy_to:
         _can_copy(file.coordinator.copy_to)
     if restore_from:
@@ -358,6 +359,7 @@ def run_node(file: NodeFile) -> ExitCode:
         KeyboardInterrupt: a signal before training, or the second one.
     """
     descriptors.raise_limit()
+    keep_freed_blocks()
     config, pipeline = file.node, file.pipeline
     _interrupt_on_signals()
     encrypted = str(config.key is not None).lower()

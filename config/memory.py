@@ -11,6 +11,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.downloads import MOST_BYTES
+from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
 from farloop.node.library import SAVE_EVERY_ROUNDS
@@ -83,6 +84,7 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "one window: new buffers": results,
         "a snapshot that is being written": (2 + outer) * FP32 * largest.numel,
         "payloads in flight": nodes * one_up + one_down,
+        "newest updates": min(MOST_RECENT_BYTES, down),
         JOINS: min(FP32 * parameters, max(MOST_BYTES, FP32 * largest.numel)),
     }
     state, a_round = (2 + outer) * FP32 * parameters, nodes * up + down

@@ -94,6 +94,22 @@ def remove_abandoned(folder: Path, pattern: str) -> None:
             os.close(descriptor)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+
+
+def keep_freed_blocks() -> None:
+    """Keep freed blocks of up to 32 MiB, which is the most that glibc allows, for the next ones: up to 256 MiB at the
+    top of a heap.
+
+    Otherwise it gives the memory of a payload back with every round, and the next one waits for new pages: 7 ms for
+    13 MB, in place of 0.6.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if tune is not None:
+        tune(_M_MMAP_THRESHOLD, 32 << 20)
+        tune(_M_TRIM_THRESHOLD, 256 << 20)
+
+
 def trim_heap() -> None:
     """Return memory that was freed to the system.
 

@@ -38,17 +38,22 @@ from farloop.quant.errors import BadBlob
 # session the rest of what it is sending.
 
 
-class UpdateSource:
-    """An update's bytes, read from the journal while they are sent; kept until released."""
+MOST_RECENT_BYTES = 256 << 20  # of updates that are kept in memory as well: the newest ones
 
-    def __init__(self, journal: Journal, attachment: Attachment) -> None:
-        self._journal, self.attachment = journal, attachment
+
+class UpdateSource:
+    """An update's bytes, from memory or read from the journal while they are sent; kept until released."""
+
+    def __init__(self, journal: Journal, attachment: Attachment, data: bytes | bytearray | None) -> None:
+        self._journal, self.attachment, self._data = journal, attachment, data
 
     @property
     def size(self) -> int:
         return self.attachment.size
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
+        if self._data is not None:
+            return memoryview(self._data)[offset : offset + num_bytes]
         return memoryview(self._journal.read(self.attachment, offset, num_bytes))
 
 
@@ -58,6 +63,9 @@ class Attachments:
     def __init__(self) -> None:
         self._inputs: dict[BlobId, Attachment] = {}
         self._updates: dict[tuple[int, int], Attachment] = {}
+        self._recent: dict[
+            int, tuple[int, bytes | bytearray]
+        ] = {}  # by fragment, version and bytes of its newest update
         self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}  # the inputs of each commit in `_updates`
         self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
         """By fragment and version, anchors from nodes that were adopted or may be."""
@@ -102,9 +110,18 @@ class Attachments:
     def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
         """A reader of an update, which stays in the journal while the reader exists."""
         with self._lock:
-            source = UpdateSource(journal, self._updates[fragment, version])
+            newest, data = self._recent.get(fragment, (-1, None))
+            source = UpdateSource(journal, self._updates[fragment, version], data if newest == version else None)
             self._sources.add(source)
         return source
+
+    def remember(self, fragment: int, version: int, update: bytes | bytearray) -> None:
+        """Keep the newest update of a fragment in memory: all nodes are about to get it."""
+        with self._lock:
+            self._recent.pop(fragment, None)
+            self._recent[fragment] = version, update
+            while sum(len(data) for _, data in self._recent.values()) > MOST_RECENT_BYTES:
+                del self._recent[next(iter(self._recent))]
 
     def forget(self, ledger: Ledger, restart_from: Sequence[int]) -> int:
         """Drop places that are no longer needed. Returns the first segment that is.

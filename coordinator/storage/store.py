@@ -249,6 +249,7 @@ class Store:
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self.sync()
         self._swap(record.fragment, result.buffers)
+        self._attachments.remember(record.fragment, record.version, result.update)
         if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
             trim_heap()  # of the first buffers, which another thread made
         self._lengthen(record.fragment, record.version, result.seconds)

@@ -310,6 +310,23 @@ def test_all_that_the_ledger_remembers_can_be_read(small: Store) -> None:
         small.update_source(0, small.ledger.versions[0] - HISTORY_VERSIONS - 1)  # and no more than that
 
 
+def test_the_newest_update_is_read_from_memory_and_no_more_than_fits(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_rounds(store, 2)
+    told = {key: known.digest for key, known in store.ledger.commits.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "read", lambda *what: b"the file's")
+        for key, digest_of_bytes in told.items():
+            source = store.update_source(*key)
+            data = bytearray(source.read(0, source.size))
+            assert blob_digest(data) == digest_of_bytes if key[1] == 2 else data == b"the file's"
+    monkeypatch.setattr("farloop.coordinator.storage.recovery.MOST_RECENT_BYTES", 500)
+    run_rounds(store, 1)  # the update of fragment 1 pushes out that of fragment 0
+    monkeypatch.setattr(Journal, "read", lambda *what: b"the file's")
+    assert [bytes(store.update_source(f, 3).read(0, 10)) == b"the file's" for f in (0, 1)] == [True, False]
+
+
 def test_an_undecided_delta_keeps_its_segment(small: Store) -> None:
     """P: however long its window is held."""
     run_rounds(small, 2 * SNAPSHOT_EVERY)
