@@ -73,7 +73,7 @@ def build_data(
         raise CommandError("--tokenizer and --train-tokenizer: give one of them")
     if end_token is not None and tokenizer is None:
         raise CommandError("--end-token is a token of --tokenizer, which is missing")
-    made = out.with_suffix(".tokenizer.json")
+    made = out.parent / f"{out.stem}.tokenizer.json"
     for path, instead in ((out, ""), *([(made, f"; use it with --tokenizer {made}")] if train is not None else [])):
         if path.is_dir() or (path.exists() and not force):
             replace = "it is a folder" if path.is_dir() else f"or --force to replace it{instead}"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import IO, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ from farloop.node.shards import (
     is_spread,
     reshard,
 )
-from farloop.node.state_dir import NodeState
+from farloop.node.state_dir import NodeState, reserve
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
 from farloop.wire.bounds import MOST_TOKENS
@@ -168,6 +168,7 @@ class Node:
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
         self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
         self._watch = watch
+        self._reserved: IO[str] | None = None  # the state folder, on rank 0
         self._handlers: dict[int, Any] = {}  # of signals, as they were before `drain_on`
 
     @property
@@ -358,6 +359,8 @@ class Node:
             self._driver.close()
         if self._files is not None:
             self._files.close()
+        if self._reserved is not None:
+            self._reserved.close()
         self.cluster.close()
 
     def __enter__(self) -> Self:
@@ -597,9 +600,10 @@ def join(
     folder = state_dir or Path(".farloop") / name
     files = AnchorFiles(folder / "anchors") if save_every_rounds else None
     cluster = Cluster.from_torchrun(data)
-    driver, endpoint, watch = None, None, None
+    driver, endpoint, watch, reserved = None, None, None, None
     try:
         watch = HangWatch(cluster, hang_timeout_s)
+        reserved = reserve(folder, name) if cluster.leads else None
         state = _counted(folder, cluster)
         if state is not None:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster), kept=folder / "link.json")
@@ -667,7 +671,7 @@ def join(
                 save_optimizer=save_optimizer,
                 watch=watch,
             )
-        node.endpoint = endpoint
+        node.endpoint, node._reserved = endpoint, reserved
         if driver is not None:
             warm_for(spec.terms)
         watch.on_ask = node.request_drain
@@ -684,6 +688,8 @@ def join(
             files.close()
         if watch is not None:
             watch.stop()
+        if reserved is not None:
+            reserved.close()
         cluster.close()
         if first is not None:
             raise first from error

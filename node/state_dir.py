@@ -1,13 +1,16 @@
 """What survives a restart of a node: start counter, epoch, residuals."""
 
+import errno
 import json
 import logging
 import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +21,7 @@ from farloop.algo.error_feedback import Command, Forget, Load, Persist, Residual
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.node.errors import StateUnusable
 from farloop.quant.registry import codec_named
+from farloop.runtime.system import hold
 
 # --- Start counter and epoch
 
@@ -80,6 +84,8 @@ class NodeState:
             temporary.replace(self.path)
             sync_folder(self.path.parent)  # an incarnation that comes twice would give two deltas one id
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise _unusable(self.path, error) from error
 
 
@@ -92,8 +98,42 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def reserve(folder: Path, name: str) -> IO[str] | None:
+    """Keep nodes of other names out of the folder until what is returned is closed. None: an earlier process of this
+    node still has it, and will be replaced; or the file system knows no locks.
+
+    Raises StateUnusable: it is that of another node that runs, or cannot be used.
+    """
+    path = folder / "node.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        hold(file.fileno())
+        file.truncate(0)
+        print(name, file=file, flush=True)
+    except BlockingIOError:
+        file.seek(0)
+        other = file.read().strip()
+        file.close()
+        if other and other != name:
+            raise StateUnusable(
+                f"{folder} is the state folder of the node {other!r}, which is running: give every node another "
+                "state_dir"
+            ) from None
+        return None
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
 def _unusable(path: Path, error: Exception) -> StateUnusable:
-    return StateUnusable(f"cannot use the node's state {path}: {error}; choose another state_dir")
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    mend = "free space there, or choose another state_dir" if full else "choose another state_dir"
+    return StateUnusable(f"cannot use the node's state {path}: {error}; {mend}")
 
 
 # --- Residuals: what the codec lost of this node's deltas

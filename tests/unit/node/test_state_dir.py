@@ -11,7 +11,7 @@ from node_story import delta
 from safetensors.torch import load_file, save_file
 
 from farloop.node.errors import StateUnusable
-from farloop.node.state_dir import NodeState, Residuals
+from farloop.node.state_dir import NodeState, Residuals, reserve
 from farloop.quant import registry
 from farloop.quant.codec import Traits
 from farloop.quant.formats.q4 import Q4, Q4Codec
@@ -41,6 +41,20 @@ def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: 
         memory.see_epoch(9)
     monkeypatch.undo()
     assert NodeState.claim(tmp_path).epoch == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["node.json"]
+
+
+def test_a_folder_is_kept_from_nodes_of_other_names_as_long_as_its_own_runs(tmp_path: Path) -> None:
+    first = reserve(tmp_path / "state", "a")
+    assert first is not None and reserve(tmp_path / "state", "a") is None, "the next start takes over"
+    with pytest.raises(StateUnusable, match="is the state folder of the node 'a', which is running"):
+        reserve(tmp_path / "state", "b")
+    first.close()
+    renamed = reserve(tmp_path / "state", "b")
+    assert renamed is not None
+    with pytest.raises(StateUnusable, match="'b'"):
+        reserve(tmp_path / "state", "a")
+    renamed.close()
 
 
 @pytest.mark.parametrize(
