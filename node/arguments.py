@@ -172,8 +172,8 @@ def setting(argument: str, given: Any) -> Any:
 
 def check_seconds(call: str, timeout_s: float, argument: str = "timeout_s") -> None:
     """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
-    if not timeout_s >= 0.0:  # also if it is nan
-        raise ValueError(f"{call}({argument}={timeout_s:g}): 0 seconds or more are wanted, as 60.0")
+    if not isinstance(timeout_s, int | float) or not timeout_s >= 0.0:  # also if it is nan
+        raise ValueError(f"{call}({argument}={timeout_s!r}): 0 seconds or more are wanted, as 60.0")
 
 
 def number_of(argument: str, given: object) -> float:

@@ -258,10 +258,13 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mappin
 
 def _check_steps(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises LoopError: since `join` the optimizer or the model got other parameters, which nobody exchanges."""
-    exchanged = set(map(id, parameters.values()))
+    exchanged = {id(parameter) for parameter in parameters.values()}
+    memory = {parameter.data_ptr() for parameter in parameters.values()}  # a tie may be another object
     sharded = any(map(is_dtensor, parameters.values()))  # FSDP may still have whole parameters in the module's place
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in exchanged and not sharded:
+        if not parameter.requires_grad or id(parameter) in exchanged or sharded:
+            continue
+        if parameter.data_ptr() == 0 or parameter.data_ptr() not in memory:
             raise LoopError(
                 f"parameter {name!r} is another one than at join: build, shard and prepare the model before join, not "
                 "after"

@@ -207,7 +207,11 @@ class Node:
         """This rank's parts of the batches after the next one, from the second step on that asks for as many.
 
         At most `steps` of them, as far as samples are granted. After a broken session other samples may come instead.
+
+        Raises ValueError: `steps` is no whole number, or negative.
         """
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"samples_ahead({steps!r}): a whole number of steps is wanted, 0 or more")
         if self.executor is not None:
             self.executor.look_ahead = steps
         batch, ahead = self.spec.terms.inner.batch_sequences, self._decision.ahead
@@ -413,7 +417,10 @@ class Node:
 
     def _evaluated(self, evaluate: Callable[[nn.Module], float]) -> float:
         self._enter(EVALUATING)
+        modes = [(part, part.training) for part in self.module.modules()]
         loss = evaluate(self.module)
+        for part, training in modes:  # a forgotten train() would turn dropout off for the rest of the run
+            part.training = training
         self._enter(EXCHANGING)
         return loss
 

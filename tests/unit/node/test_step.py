@@ -255,6 +255,32 @@ def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() ->
         loop.step(1.0)
 
 
+def test_a_tie_by_memory_is_stepped_through_both_of_its_names() -> None:
+    module = two_layers()
+    module.register_parameter("again", nn.Parameter(next(module.parameters()).data))
+    loop = Loop(plain, module=module)
+    assert loop.step(1.0) and loop.step(1.0)
+
+
+def test_an_evaluation_leaves_the_modes_of_all_layers_as_they_were() -> None:
+    loop = Loop(plain)
+    cast(nn.Sequential, loop.module)[0].eval()
+    modes = [part.training for part in loop.module.modules()]
+
+    def evaluate(module: nn.Module) -> float:
+        assert not any(part.training for part in module.eval().modules())
+        return 1.0
+
+    assert loop.node._evaluated(evaluate) == 1.0
+    assert [part.training for part in loop.module.modules()] == modes == [True, False, True]
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, "2", None])
+def test_a_number_of_steps_ahead_that_is_none_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"samples_ahead\(.*\): a whole number of steps is wanted, 0 or more"):
+        Loop(plain).node.samples_ahead(given)
+
+
 def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
     module = two_layers()
     _check_parameters(module)
