@@ -131,7 +131,7 @@ class ZmqDialer:
             (zmq.IMMEDIATE, 1),
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 8),
-            (zmq.RCVHWM, 64),
+            (zmq.RCVHWM, 4),  # messages, not bytes: each may have 4 MiB
             (zmq.RECONNECT_IVL, -1),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.CONNECT_TIMEOUT, 5000),

@@ -67,11 +67,12 @@ class Reassembly:
         self.data = bytearray(size)
         self._islands: list[tuple[int, int]] = []
         """Ranges [start, end) beyond the prefix: ascending, neither overlapping nor touching."""
+        self._island_bytes = 0
 
     @property
     def arrived(self) -> int:
         """Bytes that have arrived, those beyond a gap included."""
-        return self.received + sum(end - start for start, end in self._islands)
+        return self.received + self._island_bytes
 
     @property
     def complete(self) -> bool:
@@ -91,7 +92,7 @@ class Reassembly:
 
     def clear(self) -> None:
         """Forget all bytes."""
-        self.received = 0
+        self.received = self._island_bytes = 0
         self._islands.clear()
 
     def verify(self) -> bool:
@@ -105,6 +106,7 @@ class Reassembly:
         for start, end in self._islands:
             assert edge < start < end <= self.size
             edge = end
+        assert self._island_bytes == sum(end - start for start, end in self._islands)
 
     def _join(self, start: int, end: int) -> None:
         """Merge [start, end) with every range that it overlaps or touches, the prefix included."""
@@ -113,7 +115,10 @@ class Reassembly:
         while last < len(self._islands) and self._islands[last][0] <= end:
             start, end = min(start, self._islands[last][0]), max(end, self._islands[last][1])
             last += 1
-        self._islands[first:last] = [(start, end)]
+        self._island_bytes -= sum(there - here for here, there in self._islands[first:last])
         if start <= self.received:
             self.received = end
-            del self._islands[0]
+            del self._islands[first:last]
+        else:
+            self._islands[first:last] = [(start, end)]
+            self._island_bytes += end - start

@@ -109,7 +109,7 @@ class Flight:
         """Bytes that may be in flight. A receiver that keeps many `peer_early` bytes reports them in larger pieces."""
         if not self._known:
             return max(self.product, INITIAL_FLIGHT)
-        floor = int(min(max(LEAST_FLIGHT, peer_early // 16), self.bytes_per_s * _FLOOR_S))
+        floor = int(min(max(LEAST_FLIGHT, peer_early // 4), self.bytes_per_s * _FLOOR_S))
         if now - self._round_trip_at > _DRAIN_S:
             self._drained = max(self.product * 3 // 8, floor // 2, THIN_CHUNK)
             return self._drained

@@ -126,7 +126,7 @@ class ZmqRouter:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.LINGER, 200),
             (zmq.SNDHWM, 64),
-            (zmq.RCVHWM, 64),
+            (zmq.RCVHWM, 4),  # messages, not bytes: each may have 4 MiB
             (zmq.BACKLOG, BACKLOG),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.MAXMSGSIZE, max_frame_bytes),

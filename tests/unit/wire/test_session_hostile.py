@@ -17,11 +17,11 @@ from plain_runs import PLAIN_HELLO
 from session_pairs import WELCOME, delta, offer_of, opened, update
 
 from farloop.algo.spec import BlobId
-from farloop.wire.blobs import BytesSource, blob_digest
+from farloop.wire.blobs import MAX_ISLANDS, BytesSource, blob_digest, blob_key
 from farloop.wire.events import BlobReceived, BlobSent, MessageReceived, SessionEvent
-from farloop.wire.frames import Buffer
-from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Committed, Fetch, Message, Offer, Role
+from farloop.wire.frames import Buffer, BulkFrame, ControlFrame
+from farloop.wire.limits import AHEAD_FRAMES, EARLY_BYTES, EARLY_FRAMES, Limits, Timing
+from farloop.wire.messages import Committed, Credit, Fetch, Message, Offer, Role, pack
 from farloop.wire.reasons import RemoteProtocolError
 from farloop.wire.session import Session, State
 
@@ -262,3 +262,75 @@ def test_a_session_opens_through_bad_weather() -> None:
         world.run(partial(world.has_heard, Role.NODE))
         assert node.state is coordinator.state is State.OPEN
         assert world.received == {Role.NODE: [WELCOME], Role.COORDINATOR: [PLAIN_HELLO]}
+
+
+# --- a peer that means ill: what it can make the other end hold
+
+
+def bulk(session: Session, blob: BlobId, offset: int, chunk: bytes) -> Parts:
+    handshake = session._handshake
+    frame = BulkFrame(
+        run=handshake.run, epoch=handshake.epoch, key=blob_key(blob), offset=offset, chunk=memoryview(chunk)
+    )
+    return frame.parts()
+
+
+def test_chunks_of_100_000_blobs_that_nobody_expects_are_held_within_the_early_window() -> None:
+    node, coordinator = opened()
+    for seq in range(100_000):
+        coordinator.receive(1, bulk(node, delta(seq), 0, bytes(200)), 0.0)
+    held = coordinator._transfers
+    held.check()
+    assert held._early_bytes <= EARLY_BYTES and len(held._early) <= EARLY_FRAMES
+    assert coordinator.outgoing(0.0) == [] and coordinator.traffic.stray.frames == 100_000
+
+
+def test_all_that_a_peer_can_have_held_is_bounded() -> None:
+    """E, 4 MiB of control frames ahead, and the blobs that are expected: they were allocated when that was decided."""
+    node, coordinator = opened()
+    expected = coordinator.expect(delta(0), 8 << 20, 0, None, 0.0)
+    coordinator.outgoing(0.0)
+    for seq in range(1, 40):
+        coordinator.receive(1, bulk(node, delta(seq), seq << 17, bytes(1 << 18)), 0.0)
+    for n in range(3000):
+        coordinator.receive(1, bulk(node, delta(0), 2 * n + 1, b"x"), 0.0)
+    body = pack([9999, False, {"unknown": bytes(100_000)}])
+    handshake = node._handshake
+    for seq in range(2, AHEAD_FRAMES):
+        frame = ControlFrame(run=handshake.run, epoch=handshake.epoch, seq=seq, ack=0, body=body)
+        coordinator.receive(0, frame.parts(), 0.0)
+    coordinator.check()
+    assert 3 << 20 < coordinator._control._ahead_bytes <= 4 << 20
+    assert expected.arrived == MAX_ISLANDS and len(expected.data) == 8 << 20
+    assert coordinator._transfers._early_bytes <= EARLY_BYTES
+
+
+def test_a_peer_that_never_gives_credit_is_sent_no_more_than_the_early_window() -> None:
+    _, coordinator = opened()
+    for version in range(100):
+        coordinator.push_blob(update(version), BytesSource(bytes(1 << 20)))
+    sent = 0
+    while frames := coordinator.outgoing(0.0):
+        sent += sum(len(parts[1]) for lane, parts in frames if lane)
+    assert sent == EARLY_BYTES
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"received": 0, "limit": 1 << 60, "arrived": 1 << 60, "early": 1 << 60},
+        {"received": 1 << 60, "limit": 1 << 60},
+        {"received": -1, "limit": -1, "arrived": -1, "early": -1},
+    ],
+)
+def test_a_peer_that_claims_more_than_was_sent_to_it_gets_each_byte_once(claims: dict[str, int]) -> None:
+    """And what it claims to have taken, it has to do without."""
+    _, coordinator = opened()
+    coordinator.push_blob(update(), BytesSource(bytes(20 << 20)))
+    sent = 0
+    for n in range(200):
+        for lane, parts in coordinator.outgoing(0.01 * n):
+            sent += len(parts[1]) if lane else 0
+        coordinator._transfers.credited(Credit(blob=update(), **claims), 0.01 * n)
+        coordinator.check()
+    assert sent <= 20 << 20
