@@ -1,6 +1,7 @@
 """Writes that survive a power cut, as far as one process can show it: order of calls, and what a failure leaves."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +81,63 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with opened(path) as fd:
             files.write_all(fd, path, (b"abc", b"", memoryview(bytearray(b"defgh")), b"i"), 2)
         assert path.read_bytes() == b"\0\0abcdefghi"
+
+
+@pytest.mark.parametrize("how", ["direct", "no flag", "no write", "half a write", "odd write"])
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12_345])
+def test_large_parts_are_written_past_the_page_cache_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, how: str
+) -> None:
+    """From any place in memory to any place in a file, also where the file system cannot do it."""
+    pwrite, setfl, direct = os.pwrite, fcntl.fcntl, list[int]()
+
+    def write(fd: int, data: memoryview, at: int) -> int:
+        if how == "no write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        size = {"half a write": 8192, "odd write": 5000}.get(how, len(data))
+        direct.append(pwrite(fd, data[:size] if how != "odd write" else data[:4096], at))
+        return min(size, len(data))
+
+    def flag(fd: int, what: int, value: int = 0) -> int:
+        if how == "no flag" and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return setfl(fd, what, value)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(fcntl, "fcntl", flag)
+    large = os.urandom(files.DIRECT_BYTES + 5 * 4096 + 77)
+    parts = [b"header", memoryview(bytearray(large))[3:], b"between", large, b"", b"end"]
+    expected = b"".join(bytes(part) for part in parts)
+    file = DISK.create(tmp_path / "file")
+    file.allocate(0, offset + len(expected) + 100)
+    file.write([b"x" * offset], 0)
+    file.write(parts, offset)
+    file.write([b"behind"], offset + len(expected))
+    file.sync()
+    found = (tmp_path / "file").read_bytes()
+    assert found[: offset + len(expected) + 6] == b"x" * offset + expected + b"behind"
+    assert not any(found[offset + len(expected) + 6 :]), "nor anything beyond"
+    file.close()
+    assert bool(direct) == (how in ("direct", "half a write", "odd write")) or not has_direct_writes(tmp_path)
+
+
+def has_direct_writes(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_direct_write_that_the_disk_refuses_is_storage_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = DISK.create(tmp_path / "file")
+    monkeypatch.setattr(os, "pwrite", refuse(errno.EIO))
+    if has_direct_writes(tmp_path):
+        with pytest.raises(StorageFailed, match="write: "):
+            file.write([bytes(files.DIRECT_BYTES * 2)], 0)
+    file.close()
 
 
 def test_allocated_room_reads_as_zeros_and_has_blocks(tmp_path: Path) -> None:
