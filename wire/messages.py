@@ -585,7 +585,17 @@ def unpack(data: bytes | memoryview) -> Any:
 def encode(message: Message) -> bytes:
     """A message as bytes."""
     cls = type(message)
-    return pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
+    if cls is not Committed:
+        return pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
+    # One goes to all nodes, and names all of them: it is encoded once.
+    last, data = _last_commit[0]
+    if last is not message:
+        data = pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
+        _last_commit[0] = message, data
+    return data
+
+
+_last_commit: list[tuple[Message | None, bytes]] = [(None, b"")]
 
 
 def decode(data: bytes | memoryview) -> Message | None:

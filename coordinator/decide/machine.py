@@ -341,6 +341,8 @@ class CoordinatorMachine:
     def _forget_the_gone(self) -> None:
         """End the alarms of nodes that left or did not come back in time. One that comes back raises them again."""
         self._rollback.pass_time(self._run.now)
+        if not (self._damaged or self.alarms):
+            return
         awaited = set(self.awaited)
         for node in self._damaged.keys() - awaited:
             self._note_damage(node, set())

@@ -391,10 +391,9 @@ class Membership:
                 self._leave(member, member.reason)
 
     def deadlines(self) -> list[float]:
-        waits = (
-            [at for m in self.members.values() for at in (m.stalls_at, m.expires_at)] if self._ledger.windows else []
-        )
-        return [at for at in (*(m.gone_at for m in self.members.values()), *waits) if at is not None]
+        members = self.members.values()
+        waits = [*(m.stalls_at for m in members), *(m.expires_at for m in members)] if self._ledger.windows else []
+        return [at for at in (*(m.gone_at for m in members), *waits) if at is not None]
 
     def clock_jumped(self, seconds: float) -> None:
         for member in self.members.values():

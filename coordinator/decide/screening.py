@@ -101,12 +101,21 @@ class Screening:
         if ours.admission.screen == "off":
             return []
         rate, apart = rate_of(ours, rounds[terms.round]), self.in_quarantine(nodes)
-        peers = [offer for offer in offers if offer.blob.node not in apart]
+        lengths = {offer.blob: _length(offer, rate) for offer in offers}
+        peers = [
+            (offer.blob.node, length)
+            for offer in offers
+            if offer.blob.node not in apart and (length := lengths[offer.blob]) is not None
+        ]
+        usual, usual_for = self._usual(terms.fragment), dict[tuple[int, float], list[float]]()
         refusals = []
         for number, offer in enumerate(offers):
-            found = self._known_numbers(offer, offers[:number]) or self._too_long(
-                offer, peers, rate, ours.admission.norm_band
-            )
+            found = self._known_numbers(offer, offers[:number])
+            if found is None and (work := lengths[offer.blob]) is not None:
+                key = (work.steps, work.rate)  # most nodes do the same work
+                if key not in usual_for:
+                    usual_for[key] = sorted(length.as_long_as(work) for length in usual)
+                found = _too_long(offer, work, peers, usual_for[key], ours.admission.norm_band)
             if found is None and offer.blob.node in apart:
                 why = f"{Reason.QUARANTINED.sentence} ({apart[offer.blob.node]})"
                 found = rec.Refusal(blob=offer.blob, reason=Reason.QUARANTINED, detail=why, strikes=False)
@@ -131,31 +140,6 @@ class Screening:
         if whose is None or not self.spec.identity.num_samples:
             return None
         return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
-
-    def _too_long(self, offer: Offer, offers: Sequence[Offer], rate: float, band: float) -> rec.Refusal | None:
-        """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window.
-
-        So a change that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to
-        tell which is wrong, the longest is left out without a strike.
-        """
-        work = _length(offer, rate)
-        if work is None:
-            return None
-        usual = [length.as_long_as(work) for length in self._usual(offer.blob.fragment)]
-        theirs = [_length(other, rate) for other in offers if other.blob.node != offer.blob.node]
-        peers = [length.as_long_as(work) for length in theirs if length is not None]
-        known = len(usual) >= ENOUGH
-        if known:
-            allowed = max([median(usual), *([median_low(peers)] if peers else [])])
-        elif others := usual + peers:
-            few = len(others) < WITNESSES
-            allowed, band = max(others) if few else median(others), FIRST * band
-        else:
-            return None
-        if work.norm <= band * allowed:
-            return None
-        detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
-        return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
 
     def _usual(self, fragment: int) -> list[_Length]:
         seen = self.seen.get(fragment, [])
@@ -297,3 +281,26 @@ def measured(offer: Offer, norm_sq: float | None) -> Offer:
         return offer
     contribution: Contribution = dataclasses.replace(offer.contributors[0], norm_sq=norm_sq)
     return dataclasses.replace(offer, contributors=(contribution,))
+
+
+def _too_long(
+    offer: Offer, work: _Length, lengths: Sequence[tuple[NodeId, _Length]], usual: Sequence[float], band: float
+) -> rec.Refusal | None:
+    """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window.
+
+    So a change that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to tell
+    which is wrong, the longest is left out without a strike.
+    """
+    peers = [length.as_long_as(work) for node, length in lengths if node != offer.blob.node]
+    known = len(usual) >= ENOUGH
+    if known:
+        allowed = max([median(usual), *([median_low(peers)] if peers else [])])
+    elif others := [*usual, *peers]:
+        few = len(others) < WITNESSES
+        allowed, band = max(others) if few else median(others), FIRST * band
+    else:
+        return None
+    if work.norm <= band * allowed:
+        return None
+    detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
+    return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
