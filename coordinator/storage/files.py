@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import json
 import mmap
 import os
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
@@ -181,6 +182,11 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
 
 _T = TypeVar("_T")
 
+_SAFETENSORS: Final = {
+    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"
+}  # fmt: skip
+"""How the format calls them. The larger come first in a file, so that each is aligned."""
+
 Identity = tuple[int, int, int, int]
 """Device, inode, bytes and time of the last change of a file: another file or another content has another."""
 
@@ -282,7 +288,7 @@ class Files(ABC):
 
     @abstractmethod
     def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        """A safetensors file. Raises SafetensorError, too."""
+        """A safetensors file of contiguous tensors on the CPU."""
 
     @abstractmethod
     def require_free(self, path: Path, num_bytes: int) -> None:
@@ -485,10 +491,22 @@ class OsFiles(Files):
         _with_descriptor(path, partial(path.write_bytes, data))
 
     def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        _with_descriptor(path, path.touch)
-        mode = path.stat().st_mode
-        save_file(tensors, path, metadata=metadata)
-        path.chmod(mode)  # the library makes a private file of its own; this one is like any other
+        # The library would write through the page cache, and hold up what the journal waits for.
+        header, parts, at = dict[str, object](__metadata__=metadata), list[Bytes](), 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+            dtype, ends = _SAFETENSORS[tensor.dtype], [at, at + tensor.nbytes]
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": ends}
+            at += tensor.nbytes
+            if tensor.nbytes:
+                parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with _Opened(OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))) as file:
+            try:
+                file.write([len(text).to_bytes(8, "little"), text, *parts], 0)
+            except StorageFailed as error:
+                raise error.__cause__ or error from None
 
     def require_free(self, path: Path, num_bytes: int) -> None:
         require_free(path, num_bytes)

@@ -200,17 +200,9 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], fil
     with files.replacing(path) as temporary:
         try:
             files.write_tensors(temporary, tensors, metadata)
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
             # Others write to the disk, too: that there was room before is no promise. Nothing has taken `path`'s place.
-            raise no_room(path, _code(error), nbytes) or StorageFailed(path, f"write: {error}") from error
-
-
-def _code(error: SafetensorError | OSError) -> int | None:
-    """The error's number, which the library gives in its text only."""
-    if isinstance(error, OSError):
-        return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+            raise no_room(path, error.errno, nbytes) or StorageFailed(path, f"write: {error}") from error
 
 
 def _saveable(tensor: Tensor) -> Tensor:
