@@ -209,7 +209,7 @@ def memory(
     model: Annotated[str, typer.Option(help="A built-in model, or hf:FOLDER.")] = "base",
     ranks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
+        typer.Option(min=1, max=64, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/memory"),
     as_json: AsJson = False,
@@ -277,7 +277,7 @@ def gpu(
     from farloop.bench.gpu import markdown, measure
     from farloop.bench.machine import machine, source_commit
 
-    if out.exists() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
     found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
@@ -290,8 +290,8 @@ def gpu(
 
 @bench_app.command()
 def sync(
-    parameters: Annotated[float, typer.Option(min=25, help="Of the model, e.g. 25e6.")] = 25e6,
-    nodes: Annotated[int, typer.Option(min=2, help="Nodes, one process each.")] = 2,
+    parameters: Annotated[float, typer.Option(min=25, max=1e11, help="Of the model, e.g. 25e6.")] = 25e6,
+    nodes: Annotated[int, typer.Option(min=2, max=256, help="Nodes, one process each.")] = 2,
     codec: Annotated[
         list[str] | None, typer.Option(show_default="q4", help="Codec of both directions; repeatable.")
     ] = None,
@@ -339,7 +339,7 @@ def sync(
         links = [None, *map(emulated, link or [])]
     except LinkError as error:
         raise CommandError(f"--link: {error}") from error
-    if out.exists() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
     rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
@@ -399,7 +399,7 @@ def coordinator(
 
     counts = _sizes(nodes, least=1)
     codec_named(codec)
-    if out.exists() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
     rows = measure(counts, int(parameters), codec, rounds, processes or os.cpu_count() or 1, out.resolve(), os.environ)

@@ -122,7 +122,7 @@ def evaluate(
         loss = chosen.loss(named.module.to(torch.device(device)), EVALUATION_BATCH, named.loss)
     except ModelError as error:
         raise CommandError(str(error)) from error
-    except RuntimeError as error:  # torch's, for a device that is not there or too small
+    except (RuntimeError, AssertionError) as error:  # torch's, for a device that is not there or too small
         raise CommandError(f"--device {device}: {str(error).splitlines()[0]}") from error
     same = evaluation_name(chosen) == identity.evaluation_set
     if as_json:

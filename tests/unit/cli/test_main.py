@@ -158,6 +158,7 @@ def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: 
     "words",
     [
         "bench codecs --out {taken}",
+        "bench sync --out {taken}",
         "bench routing --out {taken}/new",
         "bench quality --out {taken}",
         "simulate bandwidth --plot {taken}/x.svg",
