@@ -174,7 +174,8 @@ class LinkMonitor:
                 if session.protocol >= SINCE[Probe] and session.state is State.OPEN:
                     self._echo(peer, session, now)
         self._count(here)
-        self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
+        numbers = {peer.number for peer in here.values()}
+        self._echoed_at = {number: at for number, at in self._echoed_at.items() if number in numbers}
         self._go_on(now)
         self._begin(here, now)
 
