@@ -351,6 +351,8 @@ class NodeExecutor:
                 self._overlap.told(fragment, self._now())
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.UPDATE, fragment=fragment)):
                 self._overlap.came(fragment, self._now())
+            case wire_ev.SessionClosed():
+                self._overlap.cut()
             case _:
                 pass
         if isinstance(event, wire_ev.MessageReceived):

@@ -235,6 +235,10 @@ class OverlapChooser:
         if (begun := self._told.pop(fragment, None)) is not None:
             self._down.append(now - begun)
 
+    def cut(self) -> None:
+        """The session is over: what was on its way tells nothing of the link."""
+        self._sent, self._stored, self._told = {}, {}, {}
+
     def choose(self, step_s: float) -> int | None:
         """In inner steps, 1 or more, with one to spare; None before anything is known."""
         if not (self._up and self._commit and self._down) or step_s <= 0.0:

@@ -207,6 +207,8 @@ def test_the_overlap_covers_both_ways_and_the_least_commit() -> None:
     for now in (300.0, 400.0, 500.0, 600.0):
         turn(0, now, up=0.1, commit=0.1, down=0.1)
     assert chooser.choose(1.0) == 2
-    chooser.came(1, 700.0)  # of a commit that this node heard of in a session before
-    chooser.stored(1, 700.0)
-    assert chooser.choose(1.0) == 2
+    chooser.sent(0, 700.0)
+    chooser.cut()
+    chooser.stored(0, 800.0)
+    chooser.came(1, 900.0)
+    assert chooser.choose(1.0) == 2, "an outage says nothing of the link"
