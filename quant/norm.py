@@ -7,7 +7,8 @@ from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec
-from farloop.quant.kernels.dispatch import fast_tile_sums
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.dispatch import fast_path, fast_tile_sums
 
 NORM_TILE = 4096  # elements of one partial sum; a power of two that divides `TILE`
 
@@ -20,6 +21,12 @@ def norm_sq(x: Tensor) -> float:
 def payload_norm_sq(codec: Codec, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> float:
     """`norm_sq` of what a valid payload decodes to, without decoding all of it at once."""
     total = 0.0
+    if isinstance(codec, BlockCodec) and (fast := fast_path(codec.kernel_key(), payload.device)) is not None:
+        sums = fast.tile_sums(payload, fragment.numel)
+        if sums is not None:
+            for partial in sums:
+                total += partial
+            return total
     for tile in codec.decoded_tiles(payload, fragment, seed=seed):
         total = _add_tiles(total, tile)
     return total

@@ -85,6 +85,11 @@ class BlockKernels(ABC):
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
         """acc (+)= Σ fl(weight · decoded), payload after payload, acc fp32 [numel]; `overwrite` begins at +0."""
 
+    def tile_sums(self, payload: Tensor, numel: int) -> list[float] | None:
+        """Sums of squares of what a payload decodes to, one for each 4096 elements, as `norm.py` defines them; None:
+        decode it, and sum that."""
+        return None
+
     @abstractmethod
     def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
         """out = the decoded elements [start, start + len(out)) of a fragment of `numel`, every bit of them."""

@@ -22,8 +22,10 @@ from farloop.quant.kernels.cpu.loops import (
     LOCAL_FP16,
     LOCAL_FP32,
     NO_LOCAL,
+    NORM_TILE,
     OVERWRITE,
     BlockLoops,
+    sum_of_squares,
 )
 from farloop.quant.kernels.cpu.primitives import (
     INFINITY,
@@ -31,6 +33,7 @@ from farloop.quant.kernels.cpu.primitives import (
     Kernel,
     Number,
     addresses_at,
+    after,
     bits,
     doubles_at,
     floats_at,
@@ -125,6 +128,21 @@ class CpuKernels(BlockKernels):
 
         self._run(run, payloads, [acc], numel=numel, start=start, encodes=False, written=0)
 
+    def tile_sums(self, payload: Tensor, numel: int) -> list[float]:
+        assert payload.numel() == self.layout.payload_bytes(numel)
+        scales, codes = self.layout.parts(numel, 0, 0)
+        whole, missing = numel // TILE, -numel % TILE
+        partials = np.empty(whole, dtype=np.float64)
+        loop, address = self.loops.norm.compiled(), payload.data_ptr()
+        how = (address + scales.start, address + codes.start, partials.ctypes.data)
+        on_parts(lambda first, last: loop(*how, first, last), num_blocks=whole, block=TILE)
+        sums: list[float] = partials.tolist()
+        if missing:
+            rest = torch.empty(numel - whole * TILE)
+            self.decode_into(payload, rest, numel=numel, start=whole * TILE)
+            sums += tile_sums(rest)
+        return sums
+
     def _run(
         self,
         run: Callable[[Places, list[int], int, int], int],
@@ -189,29 +207,19 @@ def _padded(part: Tensor, length: int) -> Tensor:
 # --- Sums of squares, as `norm.py` defines them
 
 
-TILE = 4096
+TILE = NORM_TILE
 
 _TILE = np.uint64(TILE)
-_HALF = np.uint64(TILE // 2)
 _ONE = np.uint64(1)
 
 
 def partial_sums(x_address: Number, partials_address: Number, begin: Number, end: Number) -> Number:
-    # Tiles [begin, end). The upper half is added to the lower one elementwise, so LLVM makes vector code of it.
+    # Tiles [begin, end).
     x = floats_at(x_address)
     partials = doubles_at(partials_address)
     sums = stack_doubles()
     for tile in range(begin, end):
-        first = tile * _TILE
-        for i in range(_HALF):
-            low, high = np.float64(x[first + i]), np.float64(x[first + _HALF + i])
-            sums[i] = low * low + high * high
-        width = _HALF >> _ONE
-        while width > 0:
-            for i in range(width):
-                sums[i] = sums[i] + sums[width + i]
-            width = width >> _ONE
-        partials[tile] = sums[0]
+        partials[tile] = sum_of_squares(after(x, tile * _TILE), sums)
     return np.int64(-1)
 
 

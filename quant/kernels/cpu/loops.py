@@ -25,12 +25,15 @@ from farloop.quant.kernels.cpu.primitives import (
     bytes_at,
     cast_to_bf16,
     cast_to_fp16,
+    doubles_at,
     floats_at,
     from_fp16,
     from_scale,
     halves_at,
     inlined,
+    stack_doubles,
     stack_floats,
+    stack_tile,
     stack_words,
 )
 from farloop.quant.packing import Layout
@@ -57,6 +60,7 @@ _ENCODE = (
     "uint64, uint64, uint64, uint64, uint32, int64, "  # scales, codes, steps and their stride, seed, mode
     "uint64, uint64, uint64)"  # place, begin, end
 )
+_NORM = "int64(uint64, uint64, uint64, uint64, uint64)"
 _ADD = "int64(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64)"
 _OUTER = (
     "int64(uint64, uint64, uint64, uint64, float32, float32, "  # delta, target, momentum, anchor, lr, mu
@@ -71,10 +75,29 @@ class BlockLoops:
 
     encode: Kernel
     add: Kernel
+    norm: Kernel
     outer: Kernel
 
     def __iter__(self) -> Iterator[Kernel]:
-        yield from (self.encode, self.add, self.outer)
+        yield from (self.encode, self.add, self.norm, self.outer)
+
+
+NORM_TILE = 4096  # elements of one sum of squares
+_HALF_TILE, _ONE = np.uint64(NORM_TILE // 2), np.uint64(1)
+
+
+@inlined
+def sum_of_squares(x: Numbers, sums: Numbers) -> Number:
+    """Of x[0 … 4095], fp64. The upper half is added to the lower one elementwise, so LLVM makes vector code of it."""
+    for i in range(_HALF_TILE):
+        low, high = np.float64(x[i]), np.float64(x[_HALF_TILE + i])
+        sums[i] = low * low + high * high
+    width = _HALF_TILE >> _ONE
+    while width > 0:
+        for i in range(width):
+            sums[i] = sums[i] + sums[width + i]
+        width = width >> _ONE
+    return sums[0]
 
 
 @inlined
@@ -122,6 +145,7 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
     SCALE_BYTES = np.uint64(layout.scale_bytes(BLOCK))
     CODE_BYTES = np.uint64(layout.code_bytes(BLOCK))
     TILE = np.uint64(_TILE_BYTES // (4 * BLOCK))
+    NORM_BLOCKS = np.uint64(NORM_TILE // BLOCK)
 
     def encode(
         x_address: Number,
@@ -200,6 +224,22 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                             acc[first + i] = acc[first + i] + weight * decoded[i]
         return np.int64(-1)
 
+    def norm(
+        scales_address: Number, codes_address: Number, partials_address: Number, begin: Number, end: Number
+    ) -> Number:
+        # Tiles [begin, end) of a payload: the decoded numbers never leave the cache.
+        scales = bytes_at(scales_address)
+        codes = bytes_at(codes_address)
+        partials = doubles_at(partials_address)
+        x = stack_tile()
+        sums = stack_doubles()
+        for tile in range(begin, end):
+            for k in range(NORM_BLOCKS):
+                b = tile * NORM_BLOCKS + k
+                read(after(x, k * B), after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES))
+            partials[tile] = sum_of_squares(x, sums)
+        return np.int64(-1)
+
     def outer(
         delta_address: Number,
         target_address: Number,
@@ -266,5 +306,6 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
     return BlockLoops(
         encode=Kernel(f"{name}_encode", _ENCODE, encode),
         add=Kernel(f"{name}_add", _ADD, add),
+        norm=Kernel(f"{name}_norm", _NORM, norm),
         outer=Kernel(f"{name}_outer", _OUTER, outer),
     )
