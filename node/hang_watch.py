@@ -141,7 +141,7 @@ class HangWatch:
             return None
         with suppress(RuntimeError):  # the store is gone with its host
             if lost_another(error):
-                return self._failed_rank()
+                return self._failed_rank() or self._left_rank()
             told = [self._rank, f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
             self._store.compare_set("failed", "", pack(told))
         return None
@@ -149,6 +149,13 @@ class HangWatch:
     def _failed_rank(self) -> RankFailed | None:
         """The first rank that has told of an error."""
         return RankFailed(*unpack(self._store.get("failed"))) if self._store.check(["failed"]) else None
+
+    def _left_rank(self) -> RankFailed | None:
+        for rank, data in enumerate(self._store.multi_get([str(rank) for rank in range(self._size)])):
+            if unpack(bytes(data))[1] == LEFT:
+                why = f"it has left, and rank {self._rank} goes on: let all ranks take the same steps, then leave"
+                return RankFailed(rank, why, 1)
+        return None
 
     def stop(self) -> None:
         """The rank leaves. More than once is harmless."""

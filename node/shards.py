@@ -62,6 +62,13 @@ def elsewhere(cluster: Cluster, tensors: Mapping[str, Tensor]) -> dict[str, nn.P
     """What other ranks have and this one has not, as where the loop has cut the model into stages of a pipeline: by
     name, of the whole shape, without memory. All ranks call this."""
     told = cluster.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()])
+    for rank, of_rank in enumerate(told):
+        for name, _, dtype in of_rank:
+            if name in tensors and (here := str(tensors[name].dtype)) != dtype:
+                raise LoopError(
+                    f"parameter {name!r} is {dtype} on rank {rank} and {here} on rank {cluster.rank}: give join the "
+                    "same model on all ranks"
+                )
     return {
         name: nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta"), False)
         for of_rank in told

@@ -100,13 +100,21 @@ def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: s
     assert node_of(status, "many")["incarnation"] == 2
 
 
-@pytest.mark.parametrize("how", ["fails", pytest.param("fails-in-own-group", marks=pytest.mark.slow)])
-def test_a_rank_that_cannot_join_is_named_by_those_that_wait_for_it(new_run: NewRun, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("fails", "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here"),
+        pytest.param("fails-in-own-group", "FileNotFoundError: no base.safetensors here", marks=pytest.mark.slow),
+        ("differs", "parameter 'inward.weight' is torch.bfloat16 on rank 1 and torch.float32 on rank 0"),
+        ("leaves", "rank 1 of this node has failed: it has left, and rank 0 goes on"),
+    ],
+)
+def test_a_rank_that_others_wait_for_in_vain_is_named(new_run: NewRun, how: str, line: str) -> None:
     run = own_run(new_run, steps=40, method="diloco", h=10, nodes=1)
     run.start_coordinator()
     many = start_loop(run, how, restarts=0)
     assert run.until_ended(many, DEADLINE_S) == 1
-    assert "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here" in many.said, many.said
+    assert line in many.said, many.said
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """A user's own loop over several ranks, one of which hangs once: `hanging_loop.py HOW tcp://HOST:PORT`.
 
 HOW is `sleeps` (rank 1 never comes to its step), `stops` (SIGSTOP of rank 0 by itself), `fails` (rank 1 cannot build
-its model, and its process stays), `fails-in-own-group` (the same, and the process group stays) or `goes` (it only
-trains). A file HOW in the working folder keeps the ranks of the next start from hanging again.
+its model, and its process stays), `fails-in-own-group` (the same, and the process group stays), `differs` (its
+model is of another type), `leaves` (rank 1 leaves after 20 steps) or `goes` (it only trains). A file HOW in the
+working folder keeps the ranks of the next start from hanging again.
 """
 
 import os
@@ -29,7 +30,7 @@ def main(how: str, coordinator: str) -> None:
     def model(spec: RunSpec) -> nn.Module:
         if how.startswith("fails") and os.environ["RANK"] == "1":
             raise FileNotFoundError("no base.safetensors here")
-        return Model(WIDTH)
+        return Model(WIDTH).bfloat16() if how == "differs" and os.environ["RANK"] == "1" else Model(WIDTH)
 
     try:
         node = join(coordinator, model, name="many", hang_timeout_s=3.0)
@@ -38,7 +39,7 @@ def main(how: str, coordinator: str) -> None:
         raise
     with node:
         rank, steps = node.cluster.rank, 0
-        while node.running:
+        while node.running and not (how == "leaves" and rank == 1 and steps == 20):
             x = torch.randn(8, 16)
             loss = nn.functional.mse_loss(node.model(x), 2 * x)
             if steps == 20 and rank == {"sleeps": 1, "stops": 0}.get(how) and not before.exists():
