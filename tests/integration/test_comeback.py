@@ -39,7 +39,7 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
 
 
 def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: NewRun) -> None:
-    run = new_run(steps=150, **PACED)
+    run = new_run(steps=450, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
     for start in (2, 3):
         since = run.until("its work is merged", lambda status: min(status["versions"]) >= 1)["versions"]
