@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farloop.quant.kernels.cpu.loops import largest_magnitude as largest_of
 from farloop.quant.kernels.cpu.primitives import (
     INFINITY,
     MAGNITUDE,
@@ -72,6 +73,13 @@ def fill_group(values: Numbers, length: Number) -> Number:
     for i in range(length, groups << _GROUP_BITS):
         values[i] = _LEAST
     return groups
+
+
+@inlined
+def take_magnitudes(magnitudes: Numbers, x: Numbers, count: Number) -> None:
+    """Those of fp32 [count], as bits, int32."""
+    for i in range(count):
+        magnitudes[i] = np.int32(bits(x[i]) & MAGNITUDE)
 
 
 # --- topk
@@ -152,11 +160,9 @@ def topk_chunks(
             first = start + (chunk // across) * (_SIDE * columns) + (chunk % across) * _SIDE
             pitch = columns
             for row in range(_SIDE):
-                for i in range(_SIDE):
-                    magnitudes[row * _SIDE + i] = np.int32(bits(x[first + row * columns + i]) & MAGNITUDE)
+                take_magnitudes(after(magnitudes, row * _SIDE), after(x, first + row * columns), _SIDE)
         else:
-            for i in range(length):
-                magnitudes[i] = np.int32(bits(x[first + i]) & MAGNITUDE)
+            take_magnitudes(magnitudes, after(x, first), length)
         largest = np.int32(0)
         for i in range(length):
             largest = max(largest, magnitudes[i])
@@ -339,11 +345,8 @@ _SIGN_BIT, _CELL_BITS = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 
 def largest_bits(x_address: Number, length: Number, begin: Number, end: Number) -> Number:
     # Of the magnitudes of pieces [begin, end); the last one may be shorter.
-    x = floats_at(x_address)
-    largest = np.int32(0)
-    for i in range(begin * _PIECE, min(end * _PIECE, length)):
-        largest = max(largest, np.int32(bits(x[i]) & MAGNITUDE))
-    return np.int64(largest)
+    first = begin * _PIECE
+    return np.int64(largest_of(after(floats_at(x_address), first), min(end * _PIECE, length) - first))
 
 
 def count_in_pieces(
@@ -378,8 +381,7 @@ def collect(
     for piece in range(begin, end):
         start = piece * _PIECE
         count = min(_PIECE, length - start)
-        for i in range(count):
-            magnitudes[i] = np.int32(bits(x[start + i]) & MAGNITUDE)
+        take_magnitudes(magnitudes, after(x, start), count)
         found, between = firsts[piece], betweens[piece]
         for group in range(fill_group(magnitudes, count)):
             values = after(magnitudes, _GROUP * group)
@@ -677,6 +679,13 @@ _QUARTER = np.uint64(16)
 _noise, _codes = stack_array(128, "uint32"), stack_array(_TERNARY_LENGTH, "uint8")
 
 
+@inlined
+def throw_some(codes: Numbers, x: Numbers, count: Number, scale: Number, random: Numbers) -> None:
+    for i in range(count):
+        chosen = np.int32(abs(x[i]) / scale > uniform(random[i]))
+        codes[i] = np.uint8(chosen << np.int32(x[i] < np.float32(0.0)))
+
+
 def throw(
     x_address: Number,
     count: Number,
@@ -696,15 +705,9 @@ def throw(
         random_words(noise, _HALF_WORDS, element + first, seed)
         groups = min(_FOUR, count - four * _FOUR)
         if groups == _FOUR:
-            for i in range(_TERNARY):
-                v = x[first + i]
-                chosen = np.int32(abs(v) / scale > uniform(halves[i]))
-                codes[i] = np.uint8(chosen << np.int32(v < np.float32(0.0)))
+            throw_some(codes, after(x, first), _TERNARY, scale, halves)  # a constant number of them: faster
         else:
-            for i in range(groups * _GROUP):
-                v = x[first + i]
-                chosen = np.int32(abs(v) / scale > uniform(halves[i]))
-                codes[i] = np.uint8(chosen << np.int32(v < np.float32(0.0)))
+            throw_some(codes, after(x, first), groups * _GROUP, scale, halves)
         for group in range(groups):
             code, packed = after(codes, group * _GROUP), after(out, (four * _FOUR + group) * _QUARTER)
             for i in range(_QUARTER):
