@@ -49,6 +49,10 @@ class Fragment:
     stage: int = field(default=0, metadata=LATER)
     """Of a pipeline, that it lies in: the unit in which nodes hold less than the whole model (fragments and stages)."""
 
+    def tensor_at(self, element: int) -> str:
+        """Name of the tensor that an element belongs to; padding belongs to the tensor before it."""
+        return next((t.name for t in reversed(self.tensors) if t.offset <= element), self.tensors[0].name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

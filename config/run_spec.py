@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farloop.algo.fragments import partition, plain_name, trainable_tensors, view
+from farloop.algo.fragments import partition, plain_name, trainable_tensors
 from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.sample_order import arrivals
@@ -48,7 +47,8 @@ from farloop.node.named_model import (
 )
 from farloop.node.trainer import evaluation_name
 from farloop.quant.codec_checks import check_codecs
-from farloop.quant.digest import digest
+from farloop.quant.digest import finite_digest
+from farloop.quant.errors import NonFiniteError
 from farloop.quant.registry import downlink_spelling
 from farloop.wire.keys import check_name
 
@@ -276,11 +276,11 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
 
 def _first_digest(fragment: Fragment, tensors: Mapping[str, Tensor]) -> int:
     """Of the anchor of version 0. Raises ValueError: a weight is no finite number."""
-    anchor = first_anchor(fragment, tensors)
-    if not all(map(math.isfinite, torch.aminmax(anchor))):
-        broken = (slot for slot in fragment.tensors if not view(anchor, slot).isfinite().all())
-        raise ValueError(f"the first weights have NaN or Inf in {next(broken).name!r}: begin from other weights")
-    return digest(anchor)
+    try:
+        return finite_digest(first_anchor(fragment, tensors))
+    except NonFiniteError as error:
+        name = fragment.tensor_at(error.index)
+        raise ValueError(f"the first weights have NaN or Inf in {name!r}: begin from other weights") from None
 
 
 def _own_evaluation(config: RunConfig) -> str:

@@ -75,7 +75,7 @@ def pack_at_once(
     try:
         return packed if replica.pack(command.blob.fragment, codec, packed.payload, packed.header.seed) else None
     except NonFiniteError as error:
-        raise NonFiniteDelta(replica.tensor_at(command.blob.fragment, error.index), inner_step) from error
+        raise NonFiniteDelta(packed.header.fragment.tensor_at(error.index), inner_step) from error
 
 
 def encode_delta(
@@ -110,7 +110,7 @@ def encode_delta(
         if device.type != "cpu":
             packed.payload.copy_(payload)
     except NonFiniteError as error:
-        raise NonFiniteDelta(replica.tensor_at(fragment.index, error.index), inner_step) from error
+        raise NonFiniteDelta(fragment.tensor_at(error.index), inner_step) from error
     finally:
         replica.give_back(delta)
     return finish(dataclasses.replace(packed, residual_ratio=ratio))

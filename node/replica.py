@@ -261,7 +261,7 @@ class Replica:
         del delta  # not given back: parts differ in size, and each would keep a buffer
         told = self.weights.gather([bad, *squares])
         if wrong := [place for place, *_ in told if place >= 0]:
-            raise NonFiniteDelta(self.tensor_at(index, min(wrong)), inner_step)
+            raise NonFiniteDelta(self.layout.fragments[index].tensor_at(min(wrong)), inner_step)
         lost, taken = (sum(each[place] for each in told) for place in (1, 2))
         return self.weights.collect(index, codec, payload.cpu()), (lost, taken)
 
@@ -497,10 +497,6 @@ class Replica:
         self._changes = {index: count + 1 for index, count in self._changes.items()}
         self._starts.clear()
         self.drifts.clear()
-
-    def tensor_at(self, index: int, element: int) -> str:
-        tensors = self.layout.fragments[index].tensors
-        return next((t.name for t in reversed(tensors) if t.offset <= element), tensors[0].name)
 
     def parsed(self, index: int, version: int, base: int, codec: str, epoch: int, blob: bytes | bytearray) -> Sent:
         """A blob of a fragment. Raises BadBlob."""

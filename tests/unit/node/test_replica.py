@@ -157,9 +157,9 @@ def test_the_buffer_of_a_delta_is_used_again_once_given_back() -> None:
 def test_an_element_of_a_flat_fragment_is_named_after_its_parameter() -> None:
     """So that a NaN can be told by name; padding counts to the tensor before it."""
     replica = anchored(Tied())
-    index = with_tensor(replica, "blocks.1")
-    assert {replica.tensor_at(index, place) for place in (0, 24, 255)} == {"blocks.1.weight"}
-    assert replica.tensor_at(index, 256) == "blocks.1.bias"
+    fragment = replica.layout.fragments[with_tensor(replica, "blocks.1")]
+    assert {fragment.tensor_at(place) for place in (0, 24, 255)} == {"blocks.1.weight"}
+    assert fragment.tensor_at(256) == "blocks.1.bias"
 
 
 # --- anchors
