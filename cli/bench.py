@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from farloop.bench.codecs import CodecReport, Plan, Watch
     from farloop.bench.comparison import Report
+    from farloop.bench.coordinator import Row as NodesRow
     from farloop.bench.pipeline import Processes
     from farloop.bench.quality_spec import Grid
     from farloop.bench.routing import Findings
+    from farloop.bench.sync import Row
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
@@ -277,9 +279,7 @@ def gpu(
     from farloop.bench.gpu import markdown, measure
     from farloop.bench.machine import machine, source_commit
 
-    if out.is_dir() and any(out.iterdir()):
-        raise CommandError(f"--out: {out} is not empty; name another folder")
-    make_output_folder(out)
+    _make_empty_folder(out)
     found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
     if as_json:
         told = {"machine": machine(), "commit": source_commit(), "found": dataclasses.asdict(found)}
@@ -315,7 +315,6 @@ def sync(
 
     Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
-    from farloop.bench.machine import machine, source_commit
     from farloop.bench.sync import Emulated, measure
     from farloop.chaos.relay import Link, LinkError, Relay, RelayThread
     from farloop.quant.registry import codec_named
@@ -339,14 +338,10 @@ def sync(
         links = [None, *map(emulated, link or [])]
     except LinkError as error:
         raise CommandError(f"--link: {error}") from error
-    if out.is_dir() and any(out.iterdir()):
-        raise CommandError(f"--out: {out} is not empty; name another folder")
-    make_output_folder(out)
+    _make_empty_folder(out)
     rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
     if as_json:
-        told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
-        typer.echo(json.dumps(told, indent=1))
-        return
+        return _echo_rows(rows)
     floor = rows[0].s_per_round_median
     for row in rows:
         against = f"{row.s_per_round_median / floor:5.1f} x gloo"
@@ -394,19 +389,14 @@ def coordinator(
     Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
     """
     from farloop.bench.coordinator import measure
-    from farloop.bench.machine import machine, source_commit
     from farloop.quant.registry import codec_named
 
     counts = _sizes(nodes, least=1)
     codec_named(codec)
-    if out.is_dir() and any(out.iterdir()):
-        raise CommandError(f"--out: {out} is not empty; name another folder")
-    make_output_folder(out)
+    _make_empty_folder(out)
     rows = measure(counts, int(parameters), codec, rounds, processes or os.cpu_count() or 1, out.resolve(), os.environ)
     if as_json:
-        told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
-        typer.echo(json.dumps(told, indent=1))
-        return
+        return _echo_rows(rows)
     typer.echo(
         f"{'nodes':>5}  {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
     )
@@ -516,6 +506,21 @@ def lines(findings: "Findings") -> list[str]:
         f"paths {slow.path_old_s:.1f} → {slow.path_new_s:.1f} s"
     )
     return text
+
+
+def _make_empty_folder(out: Path) -> None:
+    """Of `--out`. Raises CommandError: it has something in it already, or no file can be written there."""
+    if out.is_dir() and any(out.iterdir()):
+        raise CommandError(f"--out: {out} is not empty; name another folder")
+    make_output_folder(out)
+
+
+def _echo_rows(rows: Sequence["Row | NodesRow"]) -> None:
+    """As JSON, with the machine and the commit that they were measured on."""
+    from farloop.bench.machine import machine, source_commit
+
+    told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
+    typer.echo(json.dumps(told, indent=1))
 
 
 def _sizes(text: str, least: int = 12) -> list[int]:
