@@ -344,6 +344,16 @@ class NodeExecutor:
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
         """In the link's thread."""
+        if self._adapts:
+            self._time_link(event)
+        if isinstance(event, wire_ev.MessageReceived):
+            self._reports.announced.heard(event.message)
+            if isinstance(event.message, msg.Start):
+                self._reports.starts_in(event.message.round.index)
+        self._inbox.put(event)
+
+    def _time_link(self, event: wire_ev.SessionEvent | Exception) -> None:
+        """Note what the chosen overlap follows from."""
         match event:
             case wire_ev.MessageReceived(message=msg.Stored(blob=blob)):
                 self._overlap.stored(blob.fragment, self._now())
@@ -355,11 +365,6 @@ class NodeExecutor:
                 self._overlap.cut()
             case _:
                 pass
-        if isinstance(event, wire_ev.MessageReceived):
-            self._reports.announced.heard(event.message)
-            if isinstance(event.message, msg.Start):
-                self._reports.starts_in(event.message.round.index)
-        self._inbox.put(event)
 
     # --- commands
 

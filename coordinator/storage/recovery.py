@@ -63,9 +63,8 @@ class Attachments:
     def __init__(self) -> None:
         self._inputs: dict[BlobId, Attachment] = {}
         self._updates: dict[tuple[int, int], Attachment] = {}
-        self._recent: dict[
-            int, tuple[int, bytes | bytearray]
-        ] = {}  # by fragment, version and bytes of its newest update
+        self._recent: dict[int, tuple[int, bytes | bytearray]] = {}
+        """By fragment, version and bytes of its newest update."""
         self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}  # the inputs of each commit in `_updates`
         self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
         """By fragment and version, anchors from nodes that were adopted or may be."""
