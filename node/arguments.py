@@ -25,9 +25,9 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((nn.Module,), f"a torch.nn.Module, a list of such, {_OF_THE_SPEC}"),
     "optimizer": ((Optimizer,), "a torch.optim.Optimizer, a function (module, spec) that builds one, or None"),
     "name": ((str,), "this node's name, as 'oslo'"),
-    "key": ((Path,), "a pathlib.Path, or None"),
-    "server_key": ((Path,), "a pathlib.Path, or None"),
-    "state_dir": ((Path,), "a pathlib.Path, or None"),
+    "key": ((Path, str), "a path, or None"),
+    "server_key": ((Path, str), "a path, or None"),
+    "state_dir": ((Path, str), "a path, or None"),
     "fingerprint": ((str,), "16 hex digits in a str, or None"),
     "evaluate": ((), "a function of the module that returns its loss, or None"),
     "http": ((str,), "'host:port', or '' for no pages"),
@@ -158,13 +158,14 @@ def setting(argument: str, given: Any) -> Any:
     if (near := variable.replace("__", "_", 1)) in os.environ:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
-        value = _FROM_ENVIRONMENT[argument](text)
+        given = text
         if argument in _CHECKS:
             try:
                 _CHECKS[argument](text)
             except ValueError as error:
                 raise LoopError(f"{variable}: {error}") from None
-        return value.expanduser() if isinstance(value, Path) else value
+    if isinstance(given, str) and _FROM_ENVIRONMENT[argument] is Path:
+        return Path(given).expanduser()
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")
     return given

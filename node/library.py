@@ -483,9 +483,9 @@ def join(
     optimizer: Optimizer | OptimizerOf | None = None,
     *,
     name: str | None = None,
-    key: Path | None = None,
-    server_key: Path | None = None,
-    state_dir: Path | None = None,
+    key: Path | str | None = None,
+    server_key: Path | str | None = None,
+    state_dir: Path | str | None = None,
     fingerprint: str | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     http: str | None = None,
@@ -579,8 +579,8 @@ def join(
             raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
     check_variables()
     coordinator, name = setting("coordinator", coordinator), setting("name", name)
-    key, server_key = setting("key", key), setting("server_key", server_key)
-    state_dir, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
+    own_key, their_key = setting("key", key), setting("server_key", server_key)
+    state, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
     http, http_names = setting("http", http) or "", setting("http_names", http_names) or ""
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
         model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
@@ -602,9 +602,9 @@ def join(
         check_fingerprint(fingerprint)
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
-        link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
+        link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=own_key, server_key=their_key
     )
-    folder = state_dir or Path(".farloop") / name
+    folder: Path = state or Path(".farloop") / name
     files = AnchorFiles(folder / "anchors") if save_every_rounds else None
     cluster = Cluster.from_torchrun(data)
     driver, endpoint, watch, reserved = None, None, None, None

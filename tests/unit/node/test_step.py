@@ -524,6 +524,9 @@ def test_what_differs_between_machines_comes_from_the_environment(
     with pytest.raises(Unreachable):
         join(None, nn.Linear(1, 1), state_dir=tmp_path / "b", timeout_s=0.0)
     assert (tmp_path / "b").is_dir(), "an argument comes first"
+    with pytest.raises(Unreachable):
+        join(None, nn.Linear(1, 1), state_dir=str(tmp_path / "c"), timeout_s=0.0)
+    assert (tmp_path / "c").is_dir(), "a path may be a str"
     monkeypatch.delenv("FARLOOP_NODE__NAME")
     with pytest.raises(LoopError, match=r"^join got no name: give name=…, .* or set FARLOOP_NODE__NAME$"):
         join(None, nn.Linear(1, 1), timeout_s=0.0)
