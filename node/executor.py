@@ -115,7 +115,7 @@ class NodeExecutor:
             files: where anchors are saved, if anywhere.
             save_every: updates of a fragment between two saved anchors of it.
             can_evaluate: whether `evaluate` will be set.
-            check: assert the machine's invariants after every event.
+            check: assert the machine's invariants after every event, and that steps lead to nothing where it says so.
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
         self.machine = NodeMachine(name=name, incarnation=state.incarnation, epoch=state.epoch, tau=tau, holds=holds)
@@ -206,8 +206,9 @@ class NodeExecutor:
         spec, machine = self.machine.spec, self.machine
         assert spec is not None
         steps, running = 1, machine.running
+        quiet = machine.quiet_steps if self._check else machine.foresee()
         if most > 1 and not spec.terms.inner.control_variates:  # those correct the weights of all ranks at every step
-            steps = min(most, machine.quiet_steps)
+            steps = min(most, quiet)
         positions: list[int] = []
         batch = 0
         if running and machine.takes_samples:

@@ -66,6 +66,7 @@ class NodeMachine:
         self.skipped_turns = 0  # turns at which a fragment was due but had too many undecided deltas
         self._seq = 0
         self._sessions = 0
+        self._quiet_steps = 0  # as of the last event; 0 where nobody asked
         self._commands: list[ev.Command] = []
 
     # --- Read by the executor
@@ -110,10 +111,17 @@ class NodeMachine:
                 steps = min(steps, state.last.sent_at + state.last.tau - self.inner_steps)
         return max(1, steps)
 
+    def foresee(self) -> int:
+        """As `quiet_steps`, and remembered: up to the next event, those steps are handled without a look at every
+        fragment."""
+        if self.running and not self._quiet_steps:
+            self._quiet_steps = self.quiet_steps
+        return self._quiet_steps or 1
+
     @property
     def waiting(self) -> str | None:
         """What training waits for, in words; None if it may continue."""
-        if self.ended:
+        if self.ended or self._quiet_steps:
             return None
         if self.stage == "joining":
             return "the first snapshot" if self.connected else "the coordinator"
@@ -165,6 +173,11 @@ class NodeMachine:
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Take one event; return what is to be done, in order."""
+        if isinstance(event, ev.StepDone) and self._quiet_steps > 1:
+            self._quiet_steps -= 1
+            self._count_step(event.tokens)
+            return []
+        self._quiet_steps = 0
         match event:
             case ev.StepDone(tokens=tokens):
                 self._step_done(tokens)
@@ -308,10 +321,13 @@ class NodeMachine:
 
     # --- an inner step
 
-    def _step_done(self, tokens: int) -> None:
+    def _count_step(self, tokens: int) -> None:
         self.inner_steps += 1
         self.schedule.step_done()
         self.tokens += tokens
+
+    def _step_done(self, tokens: int) -> None:
+        self._count_step(tokens)
         if self.stage != "training":
             return
         terms = self._round_terms

@@ -24,6 +24,7 @@ from farloop.node.driver import Driver
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
+from farloop.node.send_schedule import SendSchedule
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
 from farloop.quant.blob import BlobHeader, pack_blob
@@ -94,7 +95,14 @@ class Play:
     """An executor with a model of one fragment; its coordinator says what that of a story says, and sends the bytes."""
 
     def __init__(
-        self, folder: Path, *, num_samples: int = 0, driven: bool = False, adapt_tau: bool = False, **terms: Any
+        self,
+        folder: Path,
+        *,
+        num_samples: int = 0,
+        driven: bool = False,
+        adapt_tau: bool = False,
+        check: bool = True,
+        **terms: Any,
     ) -> None:
         self.module = nn.Linear(3, 2)
         layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
@@ -121,7 +129,7 @@ class Play:
                 files=AnchorFiles(folder, at_once),
                 save_every=2,
                 adapt_tau=adapt_tau,
-                check=True,
+                check=check,
             )
 
     def tell(self, message: msg.Message) -> None:
@@ -433,6 +441,31 @@ def test_steps_in_which_nothing_is_due_are_decided_at_once(
         at_once.executor.step_done(10, 1.0)
         at_once.executor.go_on()
         assert each.step() and decision == each.executor.decision()
+
+
+def test_a_step_in_which_nothing_is_due_looks_at_no_fragment_and_changes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One play decides as users' nodes do, the other looks at every fragment after every step."""
+    looked: list[int] = []
+    is_due = SendSchedule.is_due
+    monkeypatch.setattr(SendSchedule, "is_due", lambda self, *told: looked.append(self.step) or is_due(self, *told))
+
+    def saw(check: bool) -> list[object]:
+        torch.manual_seed(0)
+        play = Play(tmp_path / str(check), check=check, steps=20, h=10, tau=3)
+        play.begin()
+        seen: list[object] = []
+        for step in range(20):
+            if step == 11:
+                play.commit()
+            seen.append((play.step(), play.executor.decision(), play.module.weight.flatten().tolist()))
+        return [*seen, play.link.offers, play.executor.machine.versions]
+
+    looked_always, of_all = saw(True), looked.copy()
+    looked.clear()
+    assert saw(False) == looked_always
+    assert len(of_all) >= 20 and len(looked) < 8
 
 
 def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> None:
