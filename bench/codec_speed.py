@@ -22,7 +22,8 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.spec import Fragment, RoundPlan, TensorSlot
 from farloop.bench.codec_peers import Peer, quiet
 from farloop.bench.codec_quality import SIZE
-from farloop.bench.memory import forget_peak, status_bytes
+from farloop.bench.memory import forget_peak
+from farloop.bench.processes import status_bytes
 from farloop.coordinator.aggregator import Step, merge
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec, flat

@@ -5,7 +5,6 @@ script is a dry run of a tiny model, whose numbers say nothing; so the first run
 """
 
 import contextlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -14,18 +13,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
 
 from farloop.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows, settled
-from farloop.bench.processes import free_port, started
+from farloop.bench.loop import FIRST, Loop, coordinator
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
-from farloop.node.model import GPT, PRESETS, ModelConfig, build
+from farloop.node.model import PRESETS, ModelConfig, build
 from farloop.quant.registry import codec_named
 
 BILLION = ModelConfig(layers=20, dim=2048, heads=16, hidden=5632, context=1024)  # 1.03 · 10⁹ parameters
@@ -85,37 +81,14 @@ def measure(device: str, out: Path, environ: Mapping[str, str], say: Callable[[s
     found.codecs = settled([row for name in CODECS for row in codec_rows(bench, codec_named(name), OPS)])
     del bench
     say("first weights, and a coordinator")
-    save_file({name: parameter.detach() for name, parameter in module.named_parameters()}, out / "first.safetensors")
-    with _coordinator(out, scale, environ) as address:
-        _trained(Loop(module, torch.device(device), scale), address, out, found, say)
+    loop = Timed(module, torch.device(device), scale.sequences, scale.tokens)
+    with coordinator(loop, out, scale.h, scale.h * (scale.rounds + 20), environ) as port:
+        _trained(loop, scale, f"tcp://127.0.0.1:{port}", out, found, say)
     return found
 
 
-class Loop:
-    """A training loop as anybody has one."""
-
-    def __init__(self, module: GPT, device: torch.device, scale: Scale) -> None:
-        self.module, self.device, self.scale = module.to(device), device, scale
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        generator = torch.Generator().manual_seed(0)
-        shape = (scale.sequences, scale.tokens + 1)
-        self.batch = torch.randint(256, shape, generator=generator).to(device)
-        self.mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-    def loss(self, model: Callable[..., Any]) -> Tensor:
-        with self.mixed:
-            logits = model(self.batch[:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), self.batch[:, 1:].flatten())
-
-    def step(self, node: Node | None = None, model: Callable[..., Any] | None = None) -> None:
-        """One inner step, without a word to the host about the loss."""
-        torch.autograd.backward(self.loss(self.module if model is None else model))
-        if node is not None:
-            node.step()
-            return
-        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+class Timed(Loop):
+    """The loop, and what is measured of it."""
 
     def seconds(self, count: int, node: Node | None = None) -> float:
         """Of a step, mean; to the end of what the device does for them."""
@@ -148,14 +121,14 @@ class Loop:
             torch.cuda.synchronize(self.device)
 
 
-def _trained(loop: Loop, address: str, out: Path, found: Found, say: Callable[[str], None]) -> None:
-    h, rounds = loop.scale.h, loop.scale.rounds
+def _trained(loop: Timed, scale: Scale, address: str, out: Path, found: Found, say: Callable[[str], None]) -> None:
+    h, rounds = scale.h, scale.rounds
     say("the loop without farloop")
     loop.seconds(max(3, h // 3))
     loop.forget_peak()
     found.plain_step_s, before = loop.seconds(h * rounds), loop.peak()
     found.plain_waits = loop.waits(h)
-    loop.module.load_state_dict(load_file(out / "first.safetensors"))
+    loop.module.load_state_dict(load_file(out / FIRST))
     say("the loop with farloop")
     with join(address, loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", timeout_s=60.0) as node:
         largest = max(fragment.numel for fragment in node.spec.identity.layout.fragments)
@@ -191,35 +164,6 @@ def _counted_waits(device: torch.device) -> Iterator[Callable[[], int]]:
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def _coordinator(out: Path, scale: Scale, environ: Mapping[str, str]) -> Iterator[str]:
-    """Its address, while it runs."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    run = {
-        "name": "gpu", "nodes": 1, "steps": scale.h * (scale.rounds + 20), "h": scale.h, "init": "first.safetensors",
-        "batch_sequences": scale.sequences, "sequence_tokens": scale.tokens,
-    }  # fmt: skip
-    coordinator = {"state_dir": "state", "bind": address, "http": "", "probe_bytes": 0}
-    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
-    words, alone = ["-m", "farloop.cli.main", "coordinator", "run.toml"], {"CUDA_VISIBLE_DEVICES": ""}
-    with started("coordinator", words, out, {**environ, **alone}) as process:
-        _wait_for(address, process, out / "coordinator.log")
-        yield address
-
-
-def _wait_for(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until it listens, for it writes its first snapshots before. Raises CommandError."""
-    host, port = address.removeprefix("tcp://").split(":")
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise CommandError(f"the coordinator ended with exit code {process.returncode}: see {log}")
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
-            return
-        time.sleep(0.2)
-    raise CommandError(f"the coordinator does not listen after {_PATIENCE_S:g} s: see {log}")
 
 
 def _tested(device: str, environ: Mapping[str, str]) -> str:

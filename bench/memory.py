@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farloop.bench.processes import free_port, run_together
+from farloop.bench.processes import free_port, run_together, status_bytes
+from farloop.config.exit_codes import CommandError
 from farloop.config.memory import JOINS, memory_of
 from farloop.config.settings import load_run, planned
 from farloop.config.sources import dump_toml
@@ -63,8 +64,10 @@ class Peak:
 def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Peak]:
     """Peaks of the coordinator and of the node of a short run. Files and logs are in `out`; `environ` is theirs.
 
-    Raises CommandError: a process failed, or took too long.
+    Raises CommandError: a process failed, or took too long, or this is not Linux.
     """
+    if not status_bytes("VmHWM"):
+        raise CommandError("only Linux tells the peak memory of a process (/proc/self/status): run this there")
     port = free_port()
     run: dict[str, dict[str, object]] = {
         "run": {**_RUN, "model": model},
@@ -183,14 +186,6 @@ def forget_peak() -> None:
     """Let this process's recorded peak (VmHWM) begin at what it holds now. Linux alone can."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def status_bytes(field: str) -> int:
-    """A field of this process's /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Processes of one measurement: each in the folder of the measurement, with a log of its own there."""
 
-import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from farloop.config.exit_codes import CommandError
@@ -33,12 +32,14 @@ def started(
 def run_together(
     commands: Mapping[str, Sequence[str]], out: Path, environ: Mapping[str, str], *, of_ranks: bool = False
 ) -> dict[str, int]:
-    """Run all to their ends, each as `started` does; the largest resident memory of each, in bytes.
+    """Run all to their ends, each as `started` does; the largest resident memory of each, in bytes, 0 where the system
+    does not tell. It is what was last seen while they ran: what the kernel tells of a process that has ended includes
+    what its parent held when it was started.
 
     `of_ranks`: a name that ends in -NUMBER is the rank of that number, in its environment. Raises CommandError: a
     process failed, or took too long.
     """
-    peaks: dict[str, int] = {}
+    peaks, seen = dict[str, int](), dict.fromkeys(commands, 0)
     deadline = time.monotonic() + PATIENCE_S
     with ExitStack() as stack:
         running = {}
@@ -48,13 +49,12 @@ def run_together(
             running[name] = stack.enter_context(started(name, words, out, {**environ, **own}))
         while len(peaks) < len(running):
             for name in running.keys() - peaks.keys():
-                pid, status, used = os.wait4(running[name].pid, os.WNOHANG)
-                if not pid:
+                seen[name] = max(seen[name], status_bytes("VmHWM", str(running[name].pid)))
+                if (code := running[name].poll()) is None:
                     continue
-                running[name].returncode = code = os.waitstatus_to_exitcode(status)
                 if code:
                     raise CommandError(f"{name} ended with exit code {code}: see {out / f'{name}.log'}")
-                peaks[name] = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+                peaks[name] = seen[name]
             if time.monotonic() > deadline:
                 raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")
             time.sleep(_POLL_S)
@@ -66,3 +66,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def status_bytes(field: str, process: str = "self") -> int:
+    """A field of its /proc/PROCESS/status; 0 where that does not tell: not on Linux, or the process has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) << 10
+    return 0

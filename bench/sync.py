@@ -18,6 +18,7 @@ from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_nodes import PEERS, weights
 from farloop.bench.sync_trace import Marks, Trace, trace_of
 from farloop.config.sources import dump_toml
+from farloop.monitoring.units import size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +182,25 @@ def _run(
     times = zip(*(each["rounds"] for each in told), strict=True)
     seconds = [max(done for _, done in of_round) - max(begun for begun, _ in of_round) for of_round in times]
     return _Ran(seconds=seconds[WARM_UP:], ends=[each["end"] for each in told])
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A line for each row, and below it the stages of its trace. The first row is gloo's."""
+    floor, lines = rows[0].s_per_round_median, list[str]()
+    for row in rows:
+        against = f"{row.s_per_round_median / floor:5.1f} x gloo"
+        if row.s_floor is not None:
+            against = f"{row.s_per_round_median / row.s_floor:.2f} x its bytes over {row.link}"
+        lines.append(
+            f"{row.system:<8} {row.codec:<8} {row.s_per_round_median:7.3f} s a round (median; {row.s_per_round_min:.3f}"
+            f" to {row.s_per_round_max:.3f}), {against}, "
+            f"{size_text(row.bytes_per_round)}{'' if row.bit_equal else '; the nodes ended with different weights'}"
+        )
+        if row.trace is not None:
+            lines.append(f"  {'ms: mean, median, most':>64}")
+            for stage in row.trace.stages:
+                times = (1000 * seconds for seconds in (stage.s_mean, stage.s_median, stage.s_max))
+                lines.append(f"  {stage.name:<40}" + "".join(f"{ms:8.1f}" for ms in times))
+            spent = ", ".join(f"{who} {1000 * seconds:.0f}" for who, seconds in row.trace.cpu_s_per_round.items())
+            lines.append(f"  processor time of a round, ms: {spent}")
+    return "\n".join(lines)

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from farloop.bench.codecs import CodecReport, Plan, Watch
     from farloop.bench.comparison import Report
     from farloop.bench.coordinator import Row as NodesRow
+    from farloop.bench.loop import Row as LoopRow
     from farloop.bench.pipeline import Processes
     from farloop.bench.quality_spec import Grid
     from farloop.bench.routing import Findings
-    from farloop.bench.sync import Row
+    from farloop.bench.sync import Emulated, Row
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
@@ -289,6 +290,44 @@ def gpu(
 
 
 @bench_app.command()
+def loop(
+    model: Annotated[str, typer.Option(help="A built-in model: nano, micro, tiny, small or base.")] = "small",
+    h: Annotated[int, typer.Option(min=2, help="Inner steps between two exchanges of a fragment.")] = 30,
+    turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
+    link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/loop"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
+
+    The time of the training thread, in which one core computes, is split: it ran, it was ready but
+    no core was free, or it slept, mostly for Python's interpreter lock. Needs Linux. The
+    coordinator and an emulated link run on this machine too: leave them a core.
+
+    Example: farloop bench loop --h 5 --link 50mbit/50ms
+    """
+    from farloop.bench.loop import measure, text
+    from farloop.node.model import PRESETS
+
+    if model not in PRESETS:
+        raise CommandError(f"--model {model!r}: there are {', '.join(PRESETS)}")
+    emulated = _emulated(link) if link else None
+
+    @contextmanager
+    def port_of(port: int) -> Iterator[int]:
+        with emulated.ports(port, 1) if emulated is not None else nullcontext([port]) as (at,):
+            yield at
+
+    _make_empty_folder(out)
+    rows = measure(
+        PRESETS[model], h, turns, out.resolve(), os.environ, port_of, lambda what: typer.echo(what, err=True)
+    )
+    if as_json:
+        return _echo_rows(rows)
+    typer.echo(text(rows))
+
+
+@bench_app.command()
 def sync(
     parameters: Annotated[float, typer.Option(min=25, max=1e11, help="Of the model, e.g. 25e6.")] = 25e6,
     nodes: Annotated[int, typer.Option(min=2, max=256, help="Nodes, one process each.")] = 2,
@@ -315,50 +354,18 @@ def sync(
 
     Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
-    from farloop.bench.sync import Emulated, measure
-    from farloop.chaos.relay import Link, LinkError, Relay, RelayThread
+    from farloop.bench.sync import measure, text
     from farloop.quant.registry import codec_named
 
     codecs = codec or ["q4"]
     for name in codecs:
         codec_named(name)
-
-    def emulated(name: str) -> Emulated:
-        parsed = Link.parse(name)
-
-        @contextmanager
-        def ports(port: int, count: int) -> Iterator[list[int]]:
-            relays = [Relay(target_host="127.0.0.1", target_port=port, link=parsed) for _ in range(count)]
-            with RelayThread(*relays):
-                yield [relay.port for relay in relays]
-
-        return Emulated(name=name, bytes_per_s=parsed.bytes_per_s, ports=ports)
-
-    try:
-        links = [None, *map(emulated, link or [])]
-    except LinkError as error:
-        raise CommandError(f"--link: {error}") from error
+    links = [None, *map(_emulated, link or [])]
     _make_empty_folder(out)
     rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
     if as_json:
         return _echo_rows(rows)
-    floor = rows[0].s_per_round_median
-    for row in rows:
-        against = f"{row.s_per_round_median / floor:5.1f} x gloo"
-        if row.s_floor is not None:
-            against = f"{row.s_per_round_median / row.s_floor:.2f} x its bytes over {row.link}"
-        typer.echo(
-            f"{row.system:<8} {row.codec:<8} {row.s_per_round_median:7.3f} s a round (median; {row.s_per_round_min:.3f}"
-            f" to {row.s_per_round_max:.3f}), {against}, "
-            f"{size_text(row.bytes_per_round)}{'' if row.bit_equal else '; the nodes ended with different weights'}"
-        )
-        if row.trace is not None:
-            typer.echo(f"  {'ms: mean, median, most':>64}")
-            for stage in row.trace.stages:
-                times = (1000 * seconds for seconds in (stage.s_mean, stage.s_median, stage.s_max))
-                typer.echo(f"  {stage.name:<40}" + "".join(f"{ms:8.1f}" for ms in times))
-            spent = ", ".join(f"{who} {1000 * seconds:.0f}" for who, seconds in row.trace.cpu_s_per_round.items())
-            typer.echo(f"  processor time of a round, ms: {spent}")
+    typer.echo(text(rows))
 
 
 @bench_app.command()
@@ -515,7 +522,26 @@ def _make_empty_folder(out: Path) -> None:
     make_output_folder(out)
 
 
-def _echo_rows(rows: Sequence["Row | NodesRow"]) -> None:
+def _emulated(name: str) -> "Emulated":
+    """A link as `--link` names it."""
+    from farloop.bench.sync import Emulated
+    from farloop.chaos.relay import Link, LinkError, Relay, RelayThread
+
+    try:
+        parsed = Link.parse(name)
+    except LinkError as error:
+        raise CommandError(f"--link: {error}") from error
+
+    @contextmanager
+    def ports(port: int, count: int) -> Iterator[list[int]]:
+        relays = [Relay(target_host="127.0.0.1", target_port=port, link=parsed) for _ in range(count)]
+        with RelayThread(*relays):
+            yield [relay.port for relay in relays]
+
+    return Emulated(name=name, bytes_per_s=parsed.bytes_per_s, ports=ports)
+
+
+def _echo_rows(rows: Sequence["Row | NodesRow | LoopRow"]) -> None:
     """As JSON, with the machine and the commit that they were measured on."""
     from farloop.bench.machine import machine, source_commit
 

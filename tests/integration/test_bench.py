@@ -1,12 +1,14 @@
-"""`farloop bench quality`, `sync` and `gpu` as a person calls them, with processes of their own."""
+"""`farloop bench quality`, `sync`, `loop` and `gpu` as a person calls them, with processes of their own."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from farloop.bench.processes import run_together
 from farloop.bench.sync_trace import STAGES
 from farloop.cli.main import app
 
@@ -91,6 +93,12 @@ def test_an_option_of_grids_is_refused_for_pairs(tmp_path: Path) -> None:
     assert "--tune is for a grid, not for pairs" in result.stderr
 
 
+def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it(tmp_path: Path) -> None:
+    held = b"." * (600 << 20)
+    waits = {"held": ["-c", "import time; time.sleep(1.0)"]}
+    assert run_together(waits, tmp_path, os.environ)["held"] < len(held) // 4
+
+
 @pytest.mark.timeout(600)
 def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: Path) -> None:
     """In a model as small as this one nearly all of it is the process itself."""
@@ -131,6 +139,24 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
 def test_a_link_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "sync", "--link", "fast", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 2 and "'fast' is not a link: write rate/round-trip time" in result.output
+
+
+def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> None:
+    words = ["bench", "loop", "--model", "nano", "--h", "12", "--turns", "2", "--link", "100mbit/10ms"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["loop"], row["steps"]) for row in rows] == [("alone", 24), ("farloop", 24)]
+    alone, exchanging = rows
+    assert 0.0 == alone["bytes_per_s"] < exchanging["bytes_per_s"]
+    for row in rows:
+        for spent in (row["compute"], row["update"]):
+            assert spent["core"] > 0.0 and spent["queue"] >= 0.0 and spent["core"] < 1.5 * spent["wall"]
+
+
+def test_a_loop_is_measured_with_a_model_that_there_is(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "loop", "--model", "huge", "--out", str(tmp_path)], prog_name="farloop")
+    assert result.exit_code == 2 and "--model 'huge'" in result.stderr and "nano, micro, tiny" in result.stderr
 
 
 @pytest.mark.timeout(600)
