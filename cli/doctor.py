@@ -42,6 +42,7 @@ from farloop.node.errors import CorpusError
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
 from farloop.node.token_file import BYTES
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
+from farloop.wire.lanes import MOST_LANES
 from farloop.wire.machine_info import RDMA, Inventory, Nic
 
 Level = Literal["ok", "warn", "fail"]
@@ -178,7 +179,10 @@ def buffers(found: Limits, way: Way) -> list[Finding]:
 def _congestion(found: Limits, rtt_s: float) -> Finding:
     if found.congestion == "bbr" or rtt_s < LONG_S:
         return ok("congestion", found.congestion)
-    detail = f"{found.congestion} over {1000 * rtt_s:.0f} ms: one lost packet in a thousand costs most of the rate"
+    detail = (
+        f"{found.congestion} over {1000 * rtt_s:.0f} ms: one lost packet in a thousand costs most of the rate, and "
+        f"up to {MOST_LANES} lanes give back a part of it"
+    )
     fix = (
         'choose bbr: [node] congestion = "bbr"'
         if "bbr" in found.allowed

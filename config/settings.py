@@ -54,6 +54,7 @@ from farloop.node.trainer import NodeConfig
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
+from farloop.wire.lanes import MOST_LANES
 
 _PATHS = tuple[Path, ...]
 _SHARES_OF_DATA = tuple[Share, ...]
@@ -350,6 +351,10 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     if not 0.0 <= settings.section("node")["hang_timeout"] < math.inf:
         raise settings.error("node", "hang_timeout", "0 seconds or more are wanted, as 60")
+    lanes = settings.section("node")["lanes"]
+    if not 0 <= lanes <= MOST_LANES:
+        nearest_one = min(max(lanes, 0), MOST_LANES)
+        raise settings.error("node", "lanes", f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {nearest_one}")
     settings.check("node", "hosts", check_hosts)
     settings.check("node", "rendezvous", parse_host_port)
     node = settings.section("node")

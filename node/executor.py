@@ -68,6 +68,10 @@ class Link(Protocol):
     def moved(self) -> Traffic:
         """All bytes so far."""
 
+    @property
+    def num_lanes(self) -> int:
+        """Connections that carry blobs now."""
+
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open."""
 
@@ -630,7 +634,9 @@ class NodeExecutor:
             self._was_isolated = isolated
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
         connected = self.machine.connected
-        self.metrics.saw(progress, versions=versions, connected=connected, alone=bool(isolated))
+        self.metrics.saw(
+            progress, versions=versions, connected=connected, alone=bool(isolated), lanes=self.link.num_lanes
+        )
         self.metrics.spent(self.account.all_seconds(now), self._worker.seconds)
         self.link.send(progress)
         self._reports.reported(now)

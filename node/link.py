@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from farloop.algo.spec import BlobId, BlobKind
@@ -13,15 +14,16 @@ from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Timer
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.lanes import lanes_needed
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Probe, Role, Seen
 from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
-from farloop.wire.transfer import LinkKnown
 
 # --- Traffic
 
@@ -218,8 +220,11 @@ BAD_SESSIONS = 8
 """This many sessions in a row that end because one end does not understand the other, without a delta of this node
 being stored in between, end the node: the next one would end the same way."""
 
-CHUNKS_AHEAD = 4  # chunks handed to the connection at a time: the session cannot take back what is queued there
-CONTROL, BULK = 0, 1  # the lanes of a session
+CHUNKS_AHEAD = 4  # chunks handed to a lane at a time: the session cannot take back what is queued there
+CONTROL = 0  # the lane of a session that carries no blobs
+
+REVISE_S = 60.0  # the number of lanes changes at most this often
+REOPEN_S = (1.0, 60.0)  # first and longest pause before a lane that was lost is opened again; it doubles
 
 
 class NodeLink:
@@ -240,6 +245,7 @@ class NodeLink:
         timing: Timing,
         inventory: Inventory = NOTHING,
         encrypted: bool = False,
+        lanes: int = 1,
         known: LinkKnown | None = None,
         keep: Callable[[LinkKnown], None] = lambda known: None,
         check: bool = False,
@@ -254,6 +260,7 @@ class NodeLink:
             timing: of a session.
             inventory: what the node tells of its machine.
             encrypted: whether connections are, for the count of bytes.
+            lanes: connections that carry blobs; 0: as many as the link is measured to need.
             known: what is known of the link from earlier.
             keep: called with what is known when it has changed.
             check: assert the session's invariants after every change.
@@ -268,8 +275,13 @@ class NodeLink:
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
         self._downloads, self._probing = Downloads(), Probing()
-        self._bulk = self._bulk_opened = False
-        """Whether a bulk lane was asked for, as it is once the session is open, and whether it takes frames."""
+        self._fixed_lanes, self._wanted_lanes = lanes, max(1, lanes)
+        self._revised_at = float("-inf")  # when the number of lanes last changed
+        self._bulk = False  # whether bulk lanes were asked for, as they are once the session is open
+        self._greeting: set[int] = set()  # bulk lanes that are being opened
+        self._bulk_open: set[int] = set()  # ... and those that take frames
+        self._lost_lanes: dict[int, int] = {}  # bulk lane → how often in a row it was lost
+        self._reopens: dict[int, Timer] = {}  # ... and when it is opened again
         self._bad_frames: dict[int, int] = {}  # in a row, of each lane
         self._timer: tuple[float, Timer] | None = None  # the session's next one, and when it is due
         self._advancing = False
@@ -300,6 +312,11 @@ class NodeLink:
     def moved(self) -> Traffic:
         past, session = self._traffic
         return past + moved_by(session) if session is not None and session.traffic.connections else past
+
+    @property
+    def num_lanes(self) -> int:
+        """Bulk lanes that are open."""
+        return len(self._bulk_open)
 
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open: the next handshake tells all that matters. So is one that
@@ -339,7 +356,7 @@ class NodeLink:
         session.traffic.curve = self._encrypted
         session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
         self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)
-        self._bulk, self._bulk_opened, self._bad_frames, self._failed = False, False, {}, False
+        self._bulk, self._bad_frames, self._failed = False, {}, False
         connection.listen(self)
         self._advance()
 
@@ -384,21 +401,36 @@ class NodeLink:
         self._advance()
 
     def on_ready(self, lane: int) -> None:
-        """The lane has sent all it was given; of the bulk lane, its greeting first."""
+        """The lane has sent all it was given; of a bulk lane, its greeting first."""
         assert self._session is not None
-        if lane == BULK and not self._bulk_opened and self._session.state is State.OPEN:
-            self._bulk_opened = True
+        if lane in self._greeting and self._session.state is State.OPEN:
+            self._greeting.remove(lane)
+            self._bulk_open.add(lane)
             self._session.lane_opened(lane)
         self._advance()
 
-    def on_lost(self, why: str, *, key_refused: bool = False) -> None:
+    def on_lost(self, lane: int, why: str, *, key_refused: bool = False) -> None:
+        """A session goes on without one of its bulk lanes, if there is another, and opens it again."""
         assert self._session is not None
+        self._greeting.discard(lane)
+        self._bulk_open.discard(lane)
         if key_refused:
             self._over = True
             detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
             refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
             self._deliver(wire_ev.MessageReceived(message=refused))
+        elif lane != CONTROL and self._bulk_open:
+            self._session.lane_lost(lane)
+            times = self._lost_lanes[lane] = self._lost_lanes.get(lane, 0) + 1
+            pause_s = min(REOPEN_S[1], REOPEN_S[0] * 2.0 ** min(times - 1, 10)) * self._uniform(0.5, 1.5)
+            _log.info("lane lost lane=%d why=%r again_in=%.1fs", lane, why, pause_s)
+            self._reopens[lane] = self._clock.call_later(pause_s, partial(self._reopen, lane))
+            return self._advance()
         self._session.close(Reason.CLOSED, why)
+        self._advance()
+
+    def _reopen(self, lane: int) -> None:
+        del self._reopens[lane]
         self._advance()
 
     # --- what the session wants
@@ -426,17 +458,40 @@ class NodeLink:
     def _exchange(self, session: Session, connection: Connection) -> bool:
         """Take the session's events, and send what its lanes take; whether anything was sent."""
         self._emit(session)
-        if session.state is State.OPEN and not self._bulk:
-            self._bulk = True
-            connection.open_lane(BULK, session.lane_hello())
+        if session.state is State.OPEN:
+            self._open_lanes(session, connection)
         if session.state is State.CLOSED or not connection.is_ready(CONTROL):
             return False
-        chunks = CHUNKS_AHEAD if self._bulk_opened and connection.is_ready(BULK) else 0
-        frames = session.outgoing(self._clock.now(), max_chunks=chunks)
-        for lane in (CONTROL, BULK):
+        full = [lane for lane in self._bulk_open if not connection.is_ready(lane)]
+        chunks = CHUNKS_AHEAD * (len(self._bulk_open) - len(full))
+        frames = session.outgoing(self._clock.now(), max_chunks=chunks, full=full)
+        for lane in sorted({to for to, _ in frames}):
             if batch := [parts for to, parts in frames if to == lane]:
                 connection.send(lane, batch)
         return bool(frames)
+
+    def _open_lanes(self, session: Session, connection: Connection) -> None:
+        """Open the lanes that are wanted and not there. Those there are stay until the session ends."""
+        if not self._bulk:
+            self._bulk = True
+            self._choose_lanes(session, None)
+        for lane in range(1, min(self._wanted_lanes, session.max_lanes) + 1):
+            if lane not in self._bulk_open and lane not in self._greeting and lane not in self._reopens:
+                self._greeting.add(lane)
+                connection.open_lane(lane, session.lane_hello(lane))
+
+    def _choose_lanes(self, session: Session, kernel: ConnectionFacts | None) -> None:
+        """Another number at most once a minute, from what the session has seen. Half as many more are worth opening;
+        and half are enough if so few are needed when a session begins."""
+        known, now = session.known, self._clock.now()
+        rate = max(known.bytes_per_s, known.arriving_bytes_per_s)
+        if self._fixed_lanes or rate == 0.0 or now - self._revised_at < REVISE_S:
+            return
+        needed, before = lanes_needed(rate, known.round_trip_s, kernel), self._wanted_lanes
+        if needed >= 1.5 * before or (not self._bulk_open and needed <= before / 2):
+            mbit = rate * 8 / 1e6
+            _log.info("lanes=%d were=%d mbit=%.0f rtt_s=%.3f", needed, before, mbit, known.round_trip_s)
+            self._wanted_lanes, self._revised_at = needed, now
 
     def _end(self, session: Session, connection: Connection) -> None:
         """The session is closed. One last frame may acknowledge the coordinator's Leave."""
@@ -445,9 +500,12 @@ class NodeLink:
         self._downloads.session_over()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
-        if self._timer is not None:
-            self._timer[1].cancel()
-            self._timer = None
+        for timer in (self._timer and self._timer[1], *self._reopens.values()):
+            if timer is not None:
+                timer.cancel()
+        self._timer = None
+        for forgotten in (self._greeting, self._bulk_open, self._lost_lanes, self._reopens):
+            forgotten.clear()
         self._dial_again(opened=self._bulk)
 
     def _arm(self, session: Session) -> None:
@@ -550,7 +608,9 @@ class NodeLink:
         reports = [self._probing.look(session)]
         if self._connection is not None and self._probing.is_due(now):
             kernel = self._connection.kernel()
-            reports.append(self._probing.connection(session, None if kernel is None else parse(*kernel), now))
+            facts = None if kernel is None else parse(*kernel)
+            reports.append(self._probing.connection(session, facts, now))
+            self._choose_lanes(session, facts)
         for report in reports:
             if report is not None:
                 self._send(report)

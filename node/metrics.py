@@ -32,7 +32,7 @@ class Metrics(Collector):
         self._node = node
         self._clock = clock
         self._seen_at: float | None = None
-        self._seen: tuple[Progress, Mapping[int, int], bool, bool] | None = None
+        self._seen: tuple[Progress, Mapping[int, int], bool, bool, int] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self.mismatches = 0  # anchors that did not have their digest; a snapshot replaces each
@@ -42,10 +42,18 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def saw(self, progress: Progress, *, versions: Mapping[int, int], connected: bool, alone: bool = False) -> None:
+    def saw(
+        self,
+        progress: Progress,
+        *,
+        versions: Mapping[int, int],
+        connected: bool,
+        alone: bool = False,
+        lanes: int = 0,
+    ) -> None:
         """Take the node's report, the version of every held anchor by fragment (−1: none yet), whether a session is
-        open, and whether the node trains alone."""
-        self._seen = progress, dict(versions), connected, alone
+        open, whether the node trains alone, and how many connections carry blobs."""
+        self._seen = progress, dict(versions), connected, alone, lanes
         self._seen_at = self._clock()
 
     def spent(self, seconds: Mapping[Activity, float], codec_s: float) -> None:
@@ -84,8 +92,9 @@ class Metrics(Collector):
         """All metrics, as of the last report; none before it."""
         if self._seen is None:
             return
-        progress, versions, connected, alone = self._seen
+        progress, versions, connected, alone, lanes = self._seen
         yield self._gauge("connected", "1 while a session with the coordinator is open.", float(connected))
+        yield self._gauge("lanes", "Connections to the coordinator that carry deltas and updates.", float(lanes))
         yield self._gauge("alone", "1 while it trains without the coordinator, or without the others.", float(alone))
         yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
         yield self._gauge("tokens_per_second", "Tokens trained on per second.", progress.tokens_per_s)

@@ -110,6 +110,8 @@ class NodeConfig:
     """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
     congestion: str = ""
     """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
+    lanes: int = 0
+    """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
 
 
 def train(
@@ -170,7 +172,7 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
     """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
     seen = look_around(environ, OperatorLabels.of(config.site, config.address, config.nics))
-    return LinkConfig(coordinator=config.coordinator, congestion=config.congestion, inventory=seen)
+    return LinkConfig(coordinator=config.coordinator, congestion=config.congestion, lanes=config.lanes, inventory=seen)
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, host_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
-from farloop.node.link import BULK, CONTROL, NodeLink, Traffic
+from farloop.node.link import CONTROL, NodeLink, Traffic
 from farloop.runtime import ports
 from farloop.runtime.ports import Buffer
 from farloop.runtime.system import LoopClock
@@ -35,9 +35,9 @@ from farloop.wire.keys import load_public, load_secret
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason
 from farloop.wire.session import State
-from farloop.wire.transfer import LinkKnown
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class LinkConfig:
     """The coordinator's public key file; goes with `key`."""
     congestion: str = ""
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
+    lanes: int = 0
+    """Connections that carry blobs; 0: as many as the link is measured to need."""
     inventory: Inventory = NOTHING
     """What it tells of its machine."""
     kept: Path | None = None
@@ -175,9 +177,11 @@ class ZmqDialer:
 class _Lane:
     """One DEALER. Frames leave in a task of their own: a full or unconnected socket holds up nothing but its lane."""
 
+    number: int
     socket: zmq.asyncio.Socket
     monitor: zmq.asyncio.Socket
     ready: bool  # whether nothing is on its way into the socket
+    lost: bool = False
     connection: tuple[int, str] | None = None
     """File descriptor of its connection when that opened, and the host at the other end. It may be another socket's by
     now (`monitoring/tcp_connection.py`)."""
@@ -198,18 +202,20 @@ class ZmqConnection:
         self._open(CONTROL, ready=True)
 
     def open_lane(self, lane: int, greeting: Sequence[Buffer]) -> None:
-        self._open(lane, ready=False)
-        self._spawn(partial(self._send, lane, [greeting]), f"greet-{lane}")
+        opened = self._open(lane, ready=False)
+        self._spawn(opened, partial(self._send, opened, [greeting]), f"greet-{lane}")
 
     def is_ready(self, lane: int) -> bool:
         return self._lanes[lane].ready
 
     def send(self, lane: int, frames: Sequence[Sequence[Buffer]]) -> None:
-        self._lanes[lane].ready = False
-        self._spawn(partial(self._send, lane, frames), f"send-{lane}")
+        found = self._lanes[lane]
+        found.ready = False
+        self._spawn(found, partial(self._send, found, frames), f"send-{lane}")
 
     def kernel(self) -> tuple[bytes, str] | None:
-        lane = self._lanes.get(BULK)
+        bulk = [lane for lane in self._lanes.values() if lane.number > CONTROL and lane.connection and not lane.lost]
+        lane = min(bulk, key=lambda lane: lane.number, default=None)
         if lane is None or lane.connection is None:
             return None
         return tcp_info(*lane.connection, INFO_BYTES), congestion_of(*lane.connection)
@@ -232,48 +238,58 @@ class ZmqConnection:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._context.destroy(linger=200)
 
-    def _open(self, number: int, *, ready: bool) -> None:
+    def _open(self, number: int, *, ready: bool) -> _Lane:
         dealer = self._dialer.socket(self._context)
         monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
         assert isinstance(monitor, zmq.asyncio.Socket)
-        lane = self._lanes[number] = _Lane(dealer, monitor, ready)
+        lane = self._lanes[number] = _Lane(number, dealer, monitor, ready)
         dealer.connect(self._dialer.address)
-        self._spawn(partial(self._watch, lane, number), f"watch-{number}")
-        self._spawn(partial(self._read, lane, number), f"read-{number}")
+        self._spawn(lane, partial(self._watch, lane), f"watch-{number}")
+        self._spawn(lane, partial(self._read, lane), f"read-{number}")
+        return lane
 
-    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
-        task = self._dialer.spawn(self._guarded(work), name)
+    def _spawn(self, lane: _Lane, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
+        task = self._dialer.spawn(self._guarded(lane, work), name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _guarded(self, lane: _Lane, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
             await work()
         except zmq.ZMQError as error:
-            if not self._closed:
-                self._listener.on_lost(f"ZeroMQ: {error}")
+            self._lost(lane, f"ZeroMQ: {error}")
+
+    def _lost(self, lane: _Lane, why: str, *, key_refused: bool = False) -> None:
+        """Once: closing its sockets makes all that waits for them fail."""
+        if self._closed or lane.lost:
+            return
+        lane.lost = True
+        if lane.number > CONTROL:
+            lane.socket.disable_monitor()
+            lane.monitor.close(linger=0)
+            lane.socket.close(linger=0)
+        self._listener.on_lost(lane.number, why, key_refused=key_refused)
 
     # --- tasks of one lane
 
-    async def _send(self, number: int, frames: Sequence[Sequence[Buffer]]) -> None:
-        lane = self._lanes[number]
+    async def _send(self, lane: _Lane, frames: Sequence[Sequence[Buffer]]) -> None:
         for parts in frames:
             await lane.socket.send_multipart(parts, copy=False)
         lane.ready = True
-        if not self._closed:
-            self._listener.on_ready(number)
+        if not self._closed and not lane.lost:
+            self._listener.on_ready(lane.number)
 
-    async def _read(self, lane: _Lane, number: int) -> None:
-        while not self._closed:
+    async def _read(self, lane: _Lane) -> None:
+        while not self._closed and not lane.lost:
             frames = await lane.socket.recv_multipart(copy=False)
-            if not self._closed:
-                self._listener.on_frame(number, [frame.buffer for frame in frames])
+            if not self._closed and not lane.lost:
+                self._listener.on_frame(lane.number, [frame.buffer for frame in frames])
 
-    async def _watch(self, lane: _Lane, number: int) -> None:
+    async def _watch(self, lane: _Lane) -> None:
         """Report when the lane's connection is made, and when it ends or the key is refused."""
         why = "cannot connect: is the coordinator running, and its port open from here?"
         key_refused = False
-        while not self._closed:
+        while not self._closed and not lane.lost:
             told = await recv_monitor_message(lane.monitor)
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
@@ -284,14 +300,13 @@ class ZmqConnection:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     why = "the connection ended"
                     if not self._closed:
-                        self._listener.on_connected(number)
+                        self._listener.on_connected(lane.number)
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     why, key_refused = Reason.WRONG_KEY.sentence, True
                     break
                 case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
                     break
-        if not self._closed:
-            self._listener.on_lost(why, key_refused=key_refused)
+        self._lost(lane, why, key_refused=key_refused)
 
 
 class LinkThread:
@@ -334,6 +349,11 @@ class LinkThread:
     def moved(self) -> Traffic:
         """All bytes so far."""
         return Traffic() if self._link is None else self._link.moved
+
+    @property
+    def num_lanes(self) -> int:
+        """Connections that carry blobs now."""
+        return 0 if self._link is None else self._link.num_lanes
 
     def send(self, message: msg.Message) -> None:
         self._call(lambda link: link.send(message))
@@ -391,6 +411,7 @@ class LinkThread:
             timing=config.timing,
             inventory=config.inventory,
             encrypted=config.key is not None,
+            lanes=config.lanes,
             known=None if config.kept is None else read_known(config.kept, config.coordinator),
             keep=self._keep,
         )

@@ -61,8 +61,8 @@ class ConnectionListener(Protocol):
     def on_ready(self, lane: int) -> None:
         """The lane has sent what it was given, and takes more."""
 
-    def on_lost(self, why: str, *, key_refused: bool = False) -> None:
-        """The connection failed, or could not be made."""
+    def on_lost(self, lane: int, why: str, *, key_refused: bool = False) -> None:
+        """The lane's connection failed, or could not be made."""
 
 
 class Connection(Protocol):
@@ -72,7 +72,7 @@ class Connection(Protocol):
         """Report to `listener` from now on. Called once."""
 
     def open_lane(self, lane: int, greeting: Sequence[Buffer]) -> None:
-        """Open another lane, whose first frame is `greeting`; `on_ready` tells when that has left."""
+        """Open another lane, or one that was lost. Its first frame is `greeting`; `on_ready` tells when that left."""
 
     def is_ready(self, lane: int) -> bool:
         """Whether the lane takes frames now."""
@@ -81,7 +81,7 @@ class Connection(Protocol):
         """Send frames on a lane that is ready. It is ready again after `on_ready`."""
 
     def kernel(self) -> tuple[bytes, str] | None:
-        """TCP_INFO and congestion control of the connection that carries blobs; None where there is none."""
+        """TCP_INFO and congestion control of the first connection that carries blobs; None where there is none."""
 
     def close(self, last: Sequence[Sequence[Buffer]] = ()) -> None:
         """Send these frames on lane 0 if they can leave at once, and end all lanes."""

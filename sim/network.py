@@ -257,7 +257,7 @@ class NodeEnd:
 
     def _lost(self) -> None:
         if not self._closed:
-            self._listener.on_lost("the connection ended")
+            self._listener.on_lost(0, "the connection ended")
 
 
 @dataclass(frozen=True, slots=True)

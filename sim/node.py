@@ -66,6 +66,10 @@ class SimulatedLink:
         return self._link.moved
 
     @property
+    def num_lanes(self) -> int:
+        return self._link.num_lanes
+
+    @property
     def flushed(self) -> bool:
         """Whether a Leave was acknowledged, or there is no session."""
         return self._link.state in (None, State.CLOSED)

@@ -1,6 +1,7 @@
 """Blobs: keys, sources of bytes, and reassembly."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import Protocol
 
 import xxhash
@@ -52,6 +53,59 @@ class BytesSource:
         return self._view[offset : offset + num_bytes]
 
 
+class Ranges:
+    """Separate ranges [start, end) of a blob: ascending, neither overlapping nor touching."""
+
+    def __init__(self, *ranges: tuple[int, int]) -> None:
+        self._ranges = list(ranges)
+        self.num_bytes = sum(end - start for start, end in ranges)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._ranges)
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    @property
+    def first(self) -> tuple[int, int] | None:
+        return self._ranges[0] if self._ranges else None
+
+    def add(self, start: int, end: int) -> tuple[int, int]:
+        """Merge [start, end) with every range that it overlaps or touches; the range that it is part of now."""
+        first = last = bisect_left(self._ranges, start, key=lambda there: there[1])
+        while last < len(self._ranges) and self._ranges[last][0] <= end:
+            start, end = min(start, self._ranges[last][0]), max(end, self._ranges[last][1])
+            last += 1
+        self._put(first, last, (start, end))
+        return start, end
+
+    def remove(self, start: int, end: int) -> None:
+        """Take out all bytes of [start, end) that are there."""
+        first = last = bisect_right(self._ranges, start, key=lambda there: there[1])
+        left: list[tuple[int, int]] = []
+        while last < len(self._ranges) and self._ranges[last][0] < end:
+            here, there = self._ranges[last]
+            left += [part for part in ((here, min(start, there)), (max(end, here), there)) if part[0] < part[1]]
+            last += 1
+        self._put(first, last, *left)
+
+    def clear(self) -> None:
+        self._ranges.clear()
+        self.num_bytes = 0
+
+    def check(self) -> None:
+        edge = -1
+        for start, end in self._ranges:
+            assert edge < start < end
+            edge = end
+        assert self.num_bytes == sum(end - start for start, end in self._ranges)
+
+    def _put(self, first: int, last: int, *ranges: tuple[int, int]) -> None:
+        self.num_bytes += sum(end - start for start, end in ranges)
+        self.num_bytes -= sum(end - start for start, end in self._ranges[first:last])
+        self._ranges[first:last] = ranges
+
+
 class Reassembly:
     """One blob on its way in: a buffer that takes any range, in any order, any number of times.
 
@@ -65,14 +119,13 @@ class Reassembly:
         self.received = 0
         """Bytes that have arrived without a gap."""
         self.data = bytearray(size)
-        self._islands: list[tuple[int, int]] = []
-        """Ranges [start, end) beyond the prefix: ascending, neither overlapping nor touching."""
-        self._island_bytes = 0
+        self.islands = Ranges()
+        """What has arrived beyond the prefix."""
 
     @property
     def arrived(self) -> int:
         """Bytes that have arrived, those beyond a gap included."""
-        return self.received + self._island_bytes
+        return self.received + self.islands.num_bytes
 
     @property
     def complete(self) -> bool:
@@ -85,40 +138,28 @@ class Reassembly:
         start, end = max(offset, self.received), offset + len(chunk)
         if start >= end:
             return
-        if start > self.received and len(self._islands) >= MAX_ISLANDS:
+        if start > self.received and len(self.islands) >= MAX_ISLANDS:
             return
-        self.data[start:end] = chunk[start - offset :]
-        self._join(start, end)
+        self._keep(start, chunk[start - offset :])
+        start, end = self.islands.add(start, end)
+        if start <= self.received:
+            self.islands.remove(start, end)
+            self.received = end
 
     def clear(self) -> None:
         """Forget all bytes."""
-        self.received = self._island_bytes = 0
-        self._islands.clear()
+        self.received = 0
+        self.islands.clear()
 
     def verify(self) -> bool:
         """Whether the complete buffer has the announced digest."""
         return blob_digest(self.data) == self.digest
 
     def check(self) -> None:
-        assert 0 <= self.received <= self.size == len(self.data)
-        assert len(self._islands) <= MAX_ISLANDS
-        edge = self.received
-        for start, end in self._islands:
-            assert edge < start < end <= self.size
-            edge = end
-        assert self._island_bytes == sum(end - start for start, end in self._islands)
+        assert 0 <= self.received <= self.size
+        assert len(self.islands) <= MAX_ISLANDS
+        self.islands.check()
+        assert all(self.received < start and end <= self.size for start, end in self.islands)
 
-    def _join(self, start: int, end: int) -> None:
-        """Merge [start, end) with every range that it overlaps or touches, the prefix included."""
-        first = bisect_left(self._islands, start, key=lambda island: island[1])
-        last = first
-        while last < len(self._islands) and self._islands[last][0] <= end:
-            start, end = min(start, self._islands[last][0]), max(end, self._islands[last][1])
-            last += 1
-        self._island_bytes -= sum(there - here for here, there in self._islands[first:last])
-        if start <= self.received:
-            self.received = end
-            del self._islands[first:last]
-        else:
-            self._islands[first:last] = [(start, end)]
-            self._island_bytes += end - start
+    def _keep(self, offset: int, chunk: memoryview) -> None:
+        self.data[offset : offset + len(chunk)] = chunk

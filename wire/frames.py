@@ -131,9 +131,10 @@ def parse_bulk(parts: Sequence[Buffer], limits: Limits) -> BulkFrame:
     return BulkFrame(run=run, epoch=epoch, key=key, offset=offset, chunk=chunk)
 
 
-def lane_hello(run: int, epoch: int, token: bytes) -> list[Buffer]:
+def lane_hello(run: int, epoch: int, token: bytes, number: int = 0) -> list[Buffer]:
     """The first frame of a bulk lane, node → coordinator: binds the lane to the session that was given `token`."""
-    return ControlFrame(run=run, epoch=epoch, seq=0, ack=0, body=encode(LaneHello(lane_token=token))).parts()
+    hello = LaneHello(lane_token=token, number=number)
+    return ControlFrame(run=run, epoch=epoch, seq=0, ack=0, body=encode(hello)).parts()
 
 
 def _header(kind: FrameKind, run: int, epoch: int, fields: bytes, body: Buffer) -> bytes:

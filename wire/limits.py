@@ -23,6 +23,7 @@ BAD_FRAMES = 8
 
 THIN_CHUNK = 64 << 10  # of a link that carries less than `LEAST_FLIGHT` in a second: control waits behind it
 SMALLEST_CHUNK = 256 << 10  # of other links: below this, headers and events cost more than they give
+SHARED_CHUNK = 128 << 10  # ... where several lanes share a blob: the last chunk of each ends it
 LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob
 
 INITIAL_FLIGHT = 4 << 20  # bytes in flight before the link is known
@@ -42,6 +43,7 @@ class Limits:
     window_bytes: int = INITIAL_CREDIT
     """Credit beyond the received prefix that a peer older than version 5 gets at first; never less than two chunks."""
     max_window_bytes: int = 32 << 20  # ... and at most: 1 Gbit/s over 250 ms.
+    max_lanes: int = 16  # bulk lanes of a session
     max_blobs: int = 256  # blobs expected at once
     max_active: int = 64  # blobs offered at once, and blobs pushed at once; the others wait for one of them to end
     max_ahead_bytes: int = 4 << 20  # control frames kept that overtook one still missing

@@ -353,7 +353,7 @@ class Welcome(Message):
     epoch: int
     spec: RunSpec
     lane_token: bytes
-    """Binds this session's bulk lanes, once each."""
+    """Binds bulk lanes to this session."""
     versions: tuple[int, ...]
     """Current version of every fragment."""
     windows: tuple[WindowTerms, ...]
@@ -375,6 +375,7 @@ class Welcome(Message):
     """Fragments of which the node reads the anchor that `Hello.saved` names: the updates after that follow, and no
     snapshot comes unless it asks for one (`Fetch`)."""
     early: int = field(default=0, metadata=LATER)  # see `Credit`
+    lanes: int = field(default=0, metadata=LATER)  # the most bulk lanes of this session; 0: one
 
 
 @message(3, Role.COORDINATOR, since=1)
@@ -395,6 +396,9 @@ class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
 
     lane_token: bytes
+    number: int = field(default=0, metadata=LATER)
+    """Which bulk lane of the session it is, from 1; it replaces the one of this number, if there is one. 0: the first,
+    where the session has no others."""
 
 
 @message(5, Role.NODE, since=1)
@@ -446,6 +450,8 @@ class Credit(Message):
     """Bytes that have arrived, those beyond a gap included. 0 where there is no gap."""
     early: int = field(default=0, metadata=LATER)
     """Bytes of all blobs without a Credit that its sender keeps. 0: 4 MiB, until another number was told."""
+    islands: tuple[int, ...] = field(default=(), metadata=LATER)
+    """Start and end of the first ranges beyond a gap, one after the other: they need not be sent again."""
 
 
 @message(9, Role.COORDINATOR, since=1)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -14,6 +14,7 @@ from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import (
     SENT_BY,
     SINCE,
+    WINDOWS_SINCE,
     Credit,
     Echo,
     Echoed,
@@ -33,9 +34,10 @@ from farloop.wire.messages import (
     encode,
 )
 from farloop.wire.meter import Meter
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.traffic import Traffic
-from farloop.wire.transfer import LinkKnown, Transfers
+from farloop.wire.transfer import Transfers
 
 # --- Handshake: which end may send what, and every change of a session's state
 #
@@ -73,6 +75,7 @@ class Handshake:
         self.run = 0  # the run's fingerprint as a number; 0, like `epoch`, until the session is open
         self.epoch = 0
         self.lane_token = b""
+        self.max_lanes = 1  # bulk lanes that the coordinator takes
         self.protocol = 0  # the version that both ends speak; 0 until the session is open
         self.farewell: Leave | Refused | None = None  # the message with which this end leaves
         self._greeted = False  # whether Hello was sent (node) or delivered (coordinator)
@@ -169,6 +172,7 @@ class Handshake:
         self.epoch = welcome.epoch
         self.protocol = welcome.protocol
         self.lane_token = welcome.lane_token
+        self.max_lanes = max(1, welcome.lanes)
 
 
 def run_tag(welcome: Welcome) -> int:
@@ -395,7 +399,7 @@ class Session:
             now=now,
         )
         self._peer_early = 0  # what the peer's Hello says
-        self._lanes: list[int] = []  # bulk lanes that can be sent on, in the order of their turns
+        self._lanes = self._transfers.lanes  # bulk lanes that can be sent on
         self._heard_at = now
         self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
         self._last_ack_due = False  # whether the peer's Leave is still to be acknowledged
@@ -469,7 +473,7 @@ class Session:
 
     def background_waits(self, now: float) -> bool:
         """Whether `outgoing` would have a chunk of a background blob, and of no other."""
-        return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits(now)
+        return self.state is State.OPEN and len(self._lanes) > 0 and self._transfers.background_waits(now)
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
         """Send the Offer, and the bytes as the session's windows and the peer's Credit allow: those of a `background`
@@ -558,10 +562,20 @@ class Session:
         """Bulk lane `lane` ≥ 1 can be sent on: its LaneHello was sent (node) or accepted (coordinator)."""
         if lane < 1 or lane in self._lanes:
             raise LocalProtocolError(f"lane {lane} cannot be opened")
-        self._lanes.append(lane)
+        self._lanes.opened(lane)
 
-    def lane_hello(self) -> list[Buffer]:
-        """The frame with which a node begins a new bulk lane.
+    def lane_lost(self, lane: int) -> None:
+        """The connection of a bulk lane is gone: what was on its way there is sent again, on the other lanes. Whether
+        the session can do without it is for the link to say."""
+        self._transfers.lane_lost(lane)
+
+    @property
+    def max_lanes(self) -> int:
+        """Bulk lanes that the session may have; 1 before it is open."""
+        return min(self._handshake.max_lanes, self._limits.max_lanes)
+
+    def lane_hello(self, number: int = 1) -> list[Buffer]:
+        """The frame with which a node begins bulk lane `number`, or begins it again.
 
         Raises:
             LocalProtocolError: not a node, or not open.
@@ -569,7 +583,8 @@ class Session:
         self._handshake.check_open()
         if self._handshake.role is not Role.NODE:
             raise LocalProtocolError("nodes open lanes")
-        parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token)
+        told = number if self._handshake.max_lanes > 1 else 0
+        parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token, told)
         self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
         return parts
 
@@ -593,8 +608,11 @@ class Session:
         self._events.clear()
         return events
 
-    def outgoing(self, now: float, *, max_chunks: int = 8, background: bool = True) -> list[tuple[int, list[Buffer]]]:
-        """(lane, parts) to transmit now: every control frame that is due, and at most `max_chunks` bulk frames.
+    def outgoing(
+        self, now: float, *, max_chunks: int = 8, background: bool = True, full: Collection[int] = ()
+    ) -> list[tuple[int, list[Buffer]]]:
+        """(lane, parts) to transmit now: every control frame that is due, and at most `max_chunks` bulk frames, none of
+        them on the lanes that are `full`.
 
         Call until it returns nothing. With `max_chunks=0`, while the bulk sockets are full, control still flows. With
         `background=False` blobs of that class wait, for a link that has other things to carry.
@@ -603,8 +621,8 @@ class Session:
             last_ack_due, self._last_ack_due = self._last_ack_due, False
             return [self._control_frame(0, HEARTBEAT)] if last_ack_due else []
         frames = [self._control_frame(seq, body) for seq, body in self._control.outgoing(now)]
-        while max_chunks > 0 and self.state is State.OPEN and self._lanes:
-            chunk = self._transfers.next_chunk(now, background=background)
+        while max_chunks > 0 and self.state is State.OPEN and len(self._lanes) > 0:
+            chunk = self._transfers.next_chunk(now, background=background, full=full)
             if chunk is None:
                 break
             frames.append(self._bulk_frame(*chunk))
@@ -706,6 +724,8 @@ class Session:
             self._transfers.agreed(message.protocol, self._peer_early)
         if isinstance(message, Hello | Welcome):
             message = replace(message, early=self._transfers.told_early())
+        if isinstance(message, Welcome) and message.protocol >= WINDOWS_SINCE and self._limits.max_lanes > 1:
+            message = replace(message, lanes=self._limits.max_lanes)
         body = encode(message)
         if len(body) > self._limits.max_control_bytes:
             raise LocalProtocolError(f"{type(message).__name__} takes {len(body)} bytes")
@@ -733,10 +753,8 @@ class Session:
         self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
         return 0, parts
 
-    def _bulk_frame(self, blob: BlobId, offset: int, chunk: memoryview) -> tuple[int, list[Buffer]]:
+    def _bulk_frame(self, lane: int, blob: BlobId, offset: int, chunk: memoryview) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=offset, chunk=chunk).parts()
         self.traffic.sent_blobs[blob.kind].add(self.traffic.wire_bytes(parts))
-        lane = self._lanes.pop(0)
-        self._lanes.append(lane)
         return lane, parts

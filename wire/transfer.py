@@ -1,21 +1,23 @@
 """Blob transfers in chunks, with credit from the receiver."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
+from farloop.wire.lanes import Lanes
 from farloop.wire.limits import (
     EARLY_BYTES,
     EARLY_FRAMES,
     EARLY_S,
     INITIAL_CREDIT,
-    INITIAL_FLIGHT,
     LARGEST_CHUNK,
     LEAST_FLIGHT,
+    SHARED_CHUNK,
     SMALLEST_CHUNK,
     THIN_CHUNK,
     Limits,
@@ -23,228 +25,14 @@ from farloop.wire.limits import (
 )
 from farloop.wire.messages import WINDOWS_SINCE, Credit, Offer
 from farloop.wire.meter import Meter
+from farloop.wire.outgoing import Flight, LinkKnown, Outgoing
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 
-# --- Flow control: of a session (`Flight`), of a blob's sender (`Outgoing`) and of its receiver (`Incoming`)
+# --- The receiver of a blob
 
 
-_SLOWEST_LINK_BYTES_PER_S = 64 << 10
-"""Assumed before anything is known; a link below half of this (256 kbit/s) is served, but with chunks sent twice."""
-
-_LONGEST_TIMEOUT_S = 120.0  # of a blob at first, however much is in flight
-
-_MOST_DOUBLINGS = 3
-
-_RATES = 10  # the flight window follows the highest of so many rates, each of one round trip or two
-
-_DRAIN_S = 50.0
-"""A shortest round trip that is older than this is measured anew, with less in flight than fills the link: behind a
-window of twice the product every round trip is twice as long, and the window would double each time."""
-
-_FLOOR_S = 1.0  # on a thin link the window holds this much of it: chunks and their Credits are not all there is
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A chunk when it left: its acknowledgement is a sample of the link."""
-
-    end: int  # of the chunk in its blob
-    arrived: int  # bytes of all blobs that had arrived
-    queued: int  # bytes in flight, it included
-    at: float
-    early: bool  # whether it had no credit: its acknowledgement waits for more than the link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkKnown:
-    """What a session has seen of its link, for the next one to begin with. 0: nothing."""
-
-    bytes_per_s: float = 0.0  # of what was sent
-    round_trip_s: float = 0.0
-    arriving_bytes_per_s: float = 0.0  # of what was received
-
-
-class Flight:
-    """What the link carries, and so how much may be in flight: bytes that were sent and have not arrived.
-
-    The window is twice the product of rate and round trip, so that samples which it limits itself double it. A blob's
-    time-out is reckoned from the same samples. On a thin link a chunk takes seconds, and waits for those of all other
-    blobs; on a lost one the lane closes. So a time-out is the last resort and must not be short: twice the time that
-    all bytes in flight need.
-    """
-
-    def __init__(self, timing: Timing, known: LinkKnown | None = None, now: float = 0.0) -> None:
-        """`known` sets the first window, never a time-out: the link may have become slow."""
-        self._rto_s = timing.rto_s
-        self._usual_bytes_per_s: float = _SLOWEST_LINK_BYTES_PER_S
-        self._rates: deque[float] = deque(maxlen=_RATES)
-        self._rate_at = float("-inf")  # when the last of them was begun
-        self._round_trip_s = 0.0  # the shortest
-        self._round_trip_at = float("-inf")  # when it was measured
-        self._drained = 0  # the last window for measuring it anew
-        self._dry_at = float("-inf")  # when there was last nothing to send
-        self._known = False  # whether a sample was limited by the link or the window, not by what there was to send
-        self.arrived = 0  # bytes of all blobs, as the peer told
-        if known is not None and known.bytes_per_s > 0.0 and known.round_trip_s > 0.0:
-            self._rates.append(known.bytes_per_s)
-            self._round_trip_s, self._round_trip_at, self._known = known.round_trip_s, now, True
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The highest rate of late; 0 before the first sample."""
-        return max(self._rates, default=0.0)
-
-    @property
-    def round_trip_s(self) -> float:
-        """The shortest; 0 before the first sample."""
-        return self._round_trip_s
-
-    @property
-    def product(self) -> int:
-        """Bytes that fill the link for two round trips; 0 before the first sample."""
-        return int(2 * self.bytes_per_s * self.round_trip_s)
-
-    def window(self, peer_early: int, now: float) -> int:
-        """Bytes that may be in flight. A receiver that keeps many `peer_early` bytes reports them in larger pieces."""
-        if not self._known:
-            return max(self.product, INITIAL_FLIGHT)
-        floor = int(min(max(LEAST_FLIGHT, peer_early // 4), self.bytes_per_s * _FLOOR_S))
-        if now - self._round_trip_at > _DRAIN_S:
-            self._drained = max(self.product * 3 // 8, floor // 2, THIN_CHUNK)
-            return self._drained
-        return max(self.product, floor, 2 * THIN_CHUNK)
-
-    def ran_dry(self, now: float) -> None:
-        """There is nothing to send: what is in flight does not show what the link carries."""
-        self._dry_at = now
-
-    def measured(self, mark: _Mark, now: float) -> None:
-        """A chunk was acknowledged."""
-        seconds = max(now - mark.at, 1e-6)
-        usual = mark.queued / max(seconds, 1e-3)
-        self._usual_bytes_per_s = max((self._usual_bytes_per_s + usual) / 2, _SLOWEST_LINK_BYTES_PER_S)
-        drained = mark.at - self._round_trip_at > _DRAIN_S and mark.queued <= self._drained and not mark.early
-        if not self._round_trip_s or seconds <= self._round_trip_s or drained:
-            self._round_trip_s, self._round_trip_at = seconds, now
-        rate = (self.arrived - mark.arrived) / seconds
-        queued = seconds > 2 * self._round_trip_s  # behind more than fills the link
-        limited = not mark.early and (queued or self._dry_at < mark.at)
-        self._known = self._known or limited
-        if not limited and rate <= self.bytes_per_s:
-            return
-        if mark.at >= self._rate_at or now > self._rate_at + 2 * self._round_trip_s:
-            self._rates.append(rate)
-            self._rate_at = now
-        else:
-            self._rates[-1] = max(self._rates[-1], rate)
-
-    def timeout_s(self, num_bytes: int) -> float:
-        """How long to wait for an acknowledgement with `num_bytes` in flight."""
-        return max(self._rto_s, min(2 * num_bytes / self._usual_bytes_per_s, _LONGEST_TIMEOUT_S))
-
-
-class Outgoing:
-    """A blob on its way out: 0 ≤ acked ≤ sent ≤ limit, and everything below `acked` has arrived."""
-
-    def __init__(
-        self,
-        blob: BlobId,
-        source: BlobSource,
-        limit: int,
-        flight: Flight,
-        *,
-        pushed: bool = False,
-        background: bool = False,
-    ) -> None:
-        self.blob = blob
-        self.source = source
-        self.pushed = pushed  # whether it is sent without an Offer
-        self.background = background  # whether it yields to every other blob
-        self.acked = 0
-        self.sent = 0
-        self.limit = min(limit, source.size)
-        self.credited = False
-        """Whether a Credit came. Before, nobody may be expecting this blob: nothing is sent twice."""
-        self._arrived = 0  # bytes that have arrived, those beyond a gap included
-        self._flight = flight
-        self._moved_at = 0.0  # when a chunk last left or an acknowledgement came
-        self._queue_bytes = 0  # bytes of all blobs in flight when the last chunk left: it arrives behind them
-        self._stalls = 0  # rewinds since the last acknowledgement
-        self._rewound_from = 0
-        """Bytes below were sent more than once, or may have been: their acknowledgement measures nothing."""
-        self._marks: deque[_Mark] = deque()  # of chunks that are not acknowledged
-
-    @property
-    def done(self) -> bool:
-        """Whether every byte has arrived."""
-        return self.acked == self.source.size
-
-    @property
-    def early_bytes(self) -> int:
-        """Bytes sent ahead of the first Credit."""
-        return 0 if self.credited else self.sent
-
-    @property
-    def unacknowledged(self) -> int:
-        """Bytes sent and not acknowledged: they may have to be sent again."""
-        return self.sent - self.acked
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes sent that have not arrived."""
-        return max(0, self.sent - self._arrived)
-
-    def next_chunk(self, num_bytes: int, in_flight: int, now: float) -> tuple[int, memoryview] | None:
-        """(offset, bytes) of the next chunk, behind `in_flight` bytes of all blobs; None while there is no credit."""
-        num_bytes = min(num_bytes, self.limit - self.sent)
-        if num_bytes <= 0:
-            return None
-        offset = self.sent
-        chunk = self.source.read(offset, num_bytes)
-        self.sent += num_bytes
-        self._moved_at = now
-        self._queue_bytes = in_flight + num_bytes
-        if offset >= self._rewound_from:
-            self._marks.append(_Mark(self.sent, self._flight.arrived, self._queue_bytes, now, not self.credited))
-        return offset, chunk
-
-    def credit(self, received: int, limit: int, now: float, *, arrived: int = 0) -> None:
-        """The receiver has `received` bytes without a gap, `arrived` in all where that is more, and allows `limit`; a
-        claim beyond the blob is cut short."""
-        received = min(received, self.source.size)
-        if not self.credited:
-            self.credited = True
-            self._moved_at = now
-        arrived = min(max(received, arrived), self.sent)  # the rest came in an earlier session
-        self._flight.arrived += max(0, arrived - self._arrived)
-        self._arrived = max(self._arrived, arrived, received)
-        if received > self.acked:
-            self.acked = received
-            self.sent = max(self.sent, received)
-            self._moved_at = now
-            self._stalls = 0
-            self._measure(now)
-        self.limit = max(self.limit, min(limit, self.source.size), self.sent)
-
-    def deadline(self) -> float:
-        """When to give up waiting for an acknowledgement."""
-        doublings = min(self._stalls, _MOST_DOUBLINGS)
-        return self._moved_at + self._flight.timeout_s(self._queue_bytes) * (1 << doublings)
-
-    def rewind(self) -> None:
-        """Send everything from `acked` again."""
-        self._rewound_from = max(self._rewound_from, self.sent)
-        self.sent = self.acked
-        self._stalls += 1
-        self._marks.clear()
-
-    def _measure(self, now: float) -> None:
-        newest = None
-        while self._marks and self._marks[0].end <= self.acked:
-            newest = self._marks.popleft()
-        if newest is not None:
-            self._flight.measured(newest, now)
+_ISLANDS_TOLD = 128  # of the ranges beyond a gap, with each Credit: about a kilobyte
 
 
 class Incoming:
@@ -275,7 +63,9 @@ class Incoming:
         received, arrived = self.reassembly.received, self.reassembly.arrived
         self._told, self._told_at = arrived, now
         self.limit = min(received + (self._window or self.reassembly.size), self.reassembly.size)
-        return Credit(blob=self.blob, received=received, limit=self.limit, arrived=arrived if arrived > received else 0)
+        islands = tuple(chain.from_iterable(islice(self.reassembly.islands, _ISLANDS_TOLD)))
+        beyond = arrived if islands else 0
+        return Credit(blob=self.blob, received=received, limit=self.limit, arrived=beyond, islands=islands)
 
     def renewed_credit(self, now: float, worth: int) -> Credit | None:
         """A further Credit if one is due: `worth` bytes have arrived since the last one, or all the rest, or some that
@@ -355,6 +145,7 @@ class Transfers:
         self._windowed = True  # whether the session has the windows of version 5; see `agreed`
         self._flight = Flight(timing, known, now)
         self._peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
+        self.lanes = Lanes()
         self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()  # in the order of their turns
         self._queued: dict[bool, OrderedDict[BlobId, _Queued]] = {False: OrderedDict(), True: OrderedDict()}
         """Blobs to be sent after those, by whether they are pushed: these must not keep a snapshot from being offered
@@ -503,7 +294,9 @@ class Transfers:
     def _drop(self, blob: BlobId) -> bool:
         """Send no more of a blob; whether it was being sent, or waited."""
         waited = [queued.pop(blob, None) for queued in self._queued.values()]
-        return self._outgoing.pop(blob, None) is not None or any(waited)
+        if (outgoing := self._outgoing.pop(blob, None)) is not None:
+            outgoing.give_up()
+        return outgoing is not None or any(waited)
 
     def credited(self, credit: Credit, now: float) -> None:
         """A Credit of the peer; of an unknown blob it is one that crossed our end of it."""
@@ -512,11 +305,12 @@ class Transfers:
         if outgoing is None:
             return
         if credit.limit == 0:
-            del self._outgoing[credit.blob]
+            self._drop(credit.blob)
             self._emit(BlobDeclined(blob=credit.blob))
             return
         before, was_credited = outgoing.acked, outgoing.credited
-        outgoing.credit(credit.received, credit.limit, now, arrived=credit.arrived)
+        islands = list(zip(credit.islands[::2], credit.islands[1::2], strict=False))
+        outgoing.credit(credit.received, credit.limit, now, arrived=credit.arrived, islands=islands)
         if outgoing.acked > before or not was_credited:
             self._waits_since = None
         self._traffic.arrived_bytes += outgoing.acked - before
@@ -552,11 +346,20 @@ class Transfers:
         incoming.reassembly.add(frame.offset, frame.chunk)
         if incoming.reassembly.received > before:
             incoming.grew_at = now
-        self._renew(incoming, now)
+        self._renew(incoming, now, THIN_CHUNK if len(frame.chunk) == THIN_CHUNK else SMALLEST_CHUNK)
         self._finish_if_complete(frame.key, incoming)
 
-    def next_chunk(self, now: float, *, background: bool = True) -> tuple[BlobId, int, memoryview] | None:
-        """(blob, offset, bytes) of the chunk whose turn it is, or None while no blob has credit.
+    def lane_lost(self, number: int) -> None:
+        """What was sent on this lane and is not known to have arrived is sent again, before anything else."""
+        if (lane := self.lanes.lost(number)) is not None:
+            for outgoing in self._outgoing.values():
+                outgoing.give_up(lane)
+
+    def next_chunk(
+        self, now: float, *, background: bool = True, full: Collection[int] = ()
+    ) -> tuple[int, BlobId, int, memoryview] | None:
+        """(lane, blob, offset, bytes) of the chunk whose turn it is, or None while no blob has credit, or no lane takes
+        one but those that are `full`.
 
         A background blob has its turn, if at all, when no other has credit.
         """
@@ -566,10 +369,13 @@ class Transfers:
                 self._flight.ran_dry(now)
             return None
         outgoing, num_bytes = found
-        chunk = outgoing.next_chunk(num_bytes, self._in_flight(), now)
+        lane = self.lanes.first(num_bytes, full)
+        if lane is None:
+            return None
+        chunk = outgoing.next_chunk(num_bytes, self._in_flight(), now, lane)
         assert chunk is not None
         self._outgoing.move_to_end(outgoing.blob)
-        return outgoing.blob, *chunk
+        return lane.number, outgoing.blob, *chunk
 
     def _next(self, now: float, *, background: bool) -> tuple[tuple[Outgoing, int] | None, bool]:
         """The blob whose turn it is, with the bytes of its next chunk. Where there is none, whether one is held back at
@@ -581,9 +387,11 @@ class Transfers:
         early = sum(outgoing.early_bytes for outgoing in blobs)
         offered = sum(outgoing.early_bytes for outgoing in blobs if not outgoing.pushed)
         for outgoing in sorted(blobs, key=lambda outgoing: outgoing.background):
-            room = outgoing.limit - outgoing.sent
+            room = outgoing.room
             if not outgoing.credited:
                 room = min(room, self._peer_early - early)
+                if self._windowed and self._flight.known:
+                    room = min(room, max(window - flying - early, chunk_bytes if flying + early == 0 else 0))
                 if self._windowed and not outgoing.pushed:  # it may be declined: no more than fills the time until then
                     room = min(room, max(self._flight.product, chunk_bytes) - offered)
             num_bytes = min(chunk_bytes, room)
@@ -597,13 +405,15 @@ class Transfers:
         return None, held
 
     def _chunk_bytes(self, window: int) -> int:
-        """Of the chunks that leave: a 64th of the flight window, which blobs share by turns."""
+        """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns."""
         if self._limits.chunk_bytes is not None:
             return self._limits.chunk_bytes
         if not self._windowed:
             return SMALLEST_CHUNK
-        least = SMALLEST_CHUNK if window >= LEAST_FLIGHT else THIN_CHUNK
-        return min(max(1 << (window // 64).bit_length() - 1, least), LARGEST_CHUNK)
+        num_lanes = max(1, len(self.lanes))
+        least = (SMALLEST_CHUNK if num_lanes == 1 else SHARED_CHUNK) if window >= LEAST_FLIGHT else THIN_CHUNK
+        share = max(1, window // (64 * num_lanes))
+        return min(max(1 << share.bit_length() - 1, least), LARGEST_CHUNK)
 
     def next_timer(self) -> float | None:
         """When the first blob is to be sent again, or given up."""
@@ -651,7 +461,9 @@ class Transfers:
 
     def check(self) -> None:
         for outgoing in self._outgoing.values():
-            assert 0 <= outgoing.acked <= outgoing.sent <= outgoing.limit <= outgoing.source.size
+            outgoing.check()
+        self.lanes.check()
+        assert self.lanes.in_flight == sum(outgoing.flying for outgoing in self._outgoing.values())
         for incoming in self._incoming.values():
             incoming.reassembly.check()
             assert incoming.reassembly.received <= incoming.limit
@@ -704,10 +516,11 @@ class Transfers:
             self._early_bytes -= sum(len(frame.chunk) for frame, _ in found)
         return found
 
-    def _renew(self, incoming: Incoming, now: float) -> None:
-        """Say how much has arrived of a blob, if that is worth a Credit. The blobs of a session share its windows, so
-        that each has fewer unreported bytes the more there are."""
-        credit = incoming.renewed_credit(now, max(SMALLEST_CHUNK, self.early_bytes // (64 * len(self._incoming))))
+    def _renew(self, incoming: Incoming, now: float, least: int = SMALLEST_CHUNK) -> None:
+        """Say how much has arrived of a blob, if that is worth a Credit: `least` bytes, which are a chunk of a thin
+        link. The blobs of a session share its windows, so that each has fewer unreported bytes the more there are."""
+        shared = self.early_bytes // (64 * len(self._incoming))
+        credit = incoming.renewed_credit(now, max(least, shared))
         if credit is not None:
             self._say_credit(credit)
 

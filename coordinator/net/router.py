@@ -265,8 +265,9 @@ class SessionRouter:
         for peer in self._peers:
             if any(self._backlog(peer, lane) for lane in peer.routes):
                 with self.working_for(peer):
-                    for lane in list(peer.routes):
-                        backlog = self._backlog(peer, lane)
+                    for lane, route in list(peer.routes.items()):
+                        found = self._peers.lane(route)
+                        backlog = found.backlog if found is not None else deque()
                         while backlog and self._try_send(peer, lane, backlog[0]):
                             backlog.popleft()
 
@@ -316,10 +317,10 @@ class SessionRouter:
             if self._socket.send(route, met.answer()) is not Sent.TAKEN:
                 _log.debug("farewell not sent address=%s reason=%s", address, Reason.MALFORMED.name)
             return None
-        peer, descriptor = met if isinstance(met, Peer) else met.peer, sender.descriptor
+        peer, descriptor = met.peer, sender.descriptor
         if descriptor is not None:
-            self._peers.use(peer, descriptor)
-        if isinstance(met, Peer):
+            self._peers.use(met, descriptor)
+        if met.number > 0:
             peer.bulk_descriptor = None if descriptor is None else (descriptor, address)
             self.flush(peer)
             return None
@@ -331,7 +332,7 @@ class SessionRouter:
         self._report(peer)
         session, now = peer.session, self._clock.now()
         while not self._is_held_up(peer):
-            frames = session.outgoing(now, background=False)
+            frames = session.outgoing(now, background=False, full=self._full(peer))
             for lane, parts in frames:
                 self._transmit(peer, lane, parts)
             if not frames or not any(lane > 0 for lane, _ in frames):
@@ -397,20 +398,31 @@ class SessionRouter:
         found = self._peers.lane(peer.routes[lane])
         return found.backlog if found is not None else deque()
 
+    def _full(self, peer: Peer) -> list[int]:
+        """The bulk lanes that take nothing now."""
+        return [lane for lane in peer.routes if lane > 0 and self._backlog(peer, lane)]
+
     def _is_held_up(self, peer: Peer) -> bool:
-        return any(self._backlog(peer, lane) for lane in peer.routes if lane > 0)
+        """Whether all bulk lanes are full."""
+        return 0 < len(self._full(peer)) == len(peer.routes) - 1
 
     def _transmit(self, peer: Peer, lane: int, parts: Sequence[Buffer]) -> None:
+        if lane not in peer.routes:  # lost since the frame was made; its chunk is sent again
+            return
         backlog = self._backlog(peer, lane)
         if backlog or not self._try_send(peer, lane, parts):
             backlog.append(parts)
 
     def _try_send(self, peer: Peer, lane: int, parts: Sequence[Buffer]) -> bool:
-        """False when the lane is full. A lane that is gone ends the session: its node dials again."""
+        """False when the lane is full. A session that has lost control, or its last bulk lane, ends: its node dials
+        again."""
         if peer.session.state is State.CLOSED and lane > 0:
             return True
         sent = self._socket.send(peer.routes[lane], parts)
-        if sent is Sent.GONE:
+        if sent is Sent.GONE and lane > 0 and len(peer.routes) > 2:
+            _log.info("lane lost session=%d lane=%d", peer.number, lane)
+            self._peers.lane_lost(peer, lane)
+        elif sent is Sent.GONE:
             peer.session.close(Reason.CLOSED, "the node's connection is gone")
         return sent is not Sent.FULL
 
@@ -450,7 +462,7 @@ class SessionRouter:
             self._background.pop(peer.number, None)
         elif peer.number in self._background and self._egress.allows(peer.number, now) and not self._is_held_up(peer):
             self._background.move_to_end(peer.number)
-            for lane, parts in peer.session.outgoing(now, max_chunks=1):
+            for lane, parts in peer.session.outgoing(now, max_chunks=1, full=self._full(peer)):
                 self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
                 self._transmit(peer, lane, parts)
             self._measure(peer, now)

@@ -3,7 +3,7 @@
 import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -14,9 +14,9 @@ from farloop.wire import messages as msg
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, LaneHello, Refused, Role, decode, encode
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason, RemoteProtocolError
 from farloop.wire.session import Session
-from farloop.wire.transfer import LinkKnown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,11 @@ class RateLimits:
     sessions_of_a_key: int = 2  # the open session and its successor; the oldest makes room for a third
     sessions_of_an_address: int = 512  # if nodes have no keys
     sessions: int = 1024  # in all
+    lanes: int = 4096
+    """Bulk lanes in all beyond the first of each session: each is a connection. The more of them there are, the fewer a
+    new session is told that it may have."""
+    lanes_of_a_session: RateLimit = RateLimit(per_s=1, burst=64)
+    """Bulk lanes that a session may open, and open again."""
     messages: Mapping[type[msg.Message], RateLimit] = field(
         default_factory=lambda: MappingProxyType(
             {
@@ -68,6 +73,10 @@ UNLIMITED: Final = RateLimits(
 _MAX_BUCKETS: Final = 4096
 """Beyond it, the bucket that was used longest ago is dropped, and counts as full again; and so is what is known of a
 link."""
+
+
+_SHARES: Final = 16
+"""A new session may have this part of the lanes that are left, and the first one in any case."""
 
 
 class Bucket:
@@ -121,6 +130,10 @@ class RateLimiter:
             return None
         return Reason.TOO_OFTEN
 
+    def opens_lane(self, session: int, now: float) -> bool:
+        """Whether a session may open another lane."""
+        return self._take("lane", str(session), self.limits.lanes_of_a_session, now)
+
     def begun(self, counted_as: str) -> None:
         self._sessions[counted_as] += 1
 
@@ -159,6 +172,7 @@ class Lane:
 
     peer: "Peer"
     number: int
+    descriptor: int | None = None  # file descriptor of the connection that its first frame came by
     backlog: deque[Sequence[Buffer]] = field(default_factory=deque)  # frames that the full lane did not take
 
 
@@ -172,11 +186,11 @@ class Peer:
     who: str  # the owner; without keys the name that the greeting claims, and the address
     counted_as: str  # what its session is counted by: the owner, or without keys the address
     token: bytes  # what the first frame of a further lane must hold
-    routes: dict[int, Route]  # lane number → route of the socket
+    routes: dict[int, Route]  # lane number → route of the socket; 0 is control
+    address: str = ""  # where it came from, without keys
+    max_lanes: int = 1  # bulk lanes that it may have
     node: NodeId | None = None
     """The member whose session this is: set once it is accepted, None again when the session is dropped."""
-    descriptors: set[int] = field(default_factory=set)
-    """File descriptors of the connections that its lanes' first frames came by."""
     due: float | None = None  # when its session's next timer is due
     bad_frames: int = 0  # in a row
     parted: bool = False  # whether the end of its session was reported
@@ -184,8 +198,8 @@ class Peer:
     live_bytes: int = 0  # live bytes in flight at the last look
     background_bytes: int = 0  # background bytes in flight at the last look
     bulk_descriptor: tuple[int, str] | None = None
-    """File descriptor and host of the connection that carries its blobs, as of its first frame. The descriptor may
-    belong to another socket by now (`monitoring/tcp_connection.py`)."""
+    """File descriptor and host of the newest connection that carries its blobs, as of its first frame. The descriptor
+    may belong to another socket by now (`monitoring/tcp_connection.py`)."""
 
 
 class Peers:
@@ -212,6 +226,7 @@ class Peers:
         self._tokens: dict[bytes, Peer] = {}
         self._descriptors: Counter[int] = Counter()
         """How many sessions use the connection with this descriptor: one, or for a moment its successor, too."""
+        self._further_lanes = 0  # that open sessions may have beyond the first of each
         self._next = 1
         self._known: OrderedDict[str, LinkKnown] = OrderedDict()  # what the last session of each saw of its link
 
@@ -226,10 +241,10 @@ class Peers:
         """The lane of a session that this route belongs to."""
         return self._lanes.get(route)
 
-    def use(self, peer: Peer, descriptor: int) -> None:
-        """A lane of the session is on the connection with this descriptor."""
-        if descriptor not in peer.descriptors:
-            peer.descriptors.add(descriptor)
+    def use(self, lane: Lane, descriptor: int) -> None:
+        """The lane is on the connection with this descriptor."""
+        if lane.descriptor is None:
+            lane.descriptor = descriptor
             self._descriptors[descriptor] += 1
 
     def is_used(self, descriptor: int) -> bool:
@@ -238,12 +253,13 @@ class Peers:
 
     def meet(
         self, route: Route, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
-    ) -> Lane | Peer | Unread | None:
+    ) -> Lane | Unread | None:
         """The first frame of a route.
 
         Returns:
-            The control lane of a new session, which must yet receive the frame; the session that the route joined; an
-            `Unread` that its sender must be told of; or None: the frame is rejected, and the route forgotten.
+            The control lane of a new session, which must yet receive the frame; the bulk lane of a session that the
+            route became; an `Unread` that its sender must be told of; or None: the frame is rejected, and the route
+            forgotten.
         """
         message, unread = None, None
         try:
@@ -255,11 +271,14 @@ class Peers:
         except RemoteProtocolError:
             pass
         match message:
-            case LaneHello(lane_token=token):
+            case LaneHello(lane_token=token, number=number):
                 peer = self._tokens.get(token)
-                if peer is not None and peer.owner == owner:
-                    return self._join(route, peer)
-                self._turned_away(Reason.MALFORMED, owner or address)
+                if peer is not None and peer.owner == owner and self._may_join(peer, number, address):
+                    if self.rates.opens_lane(peer.number, now):
+                        return self._join(route, peer, number or 1)
+                    self._turned_away(Reason.TOO_OFTEN, owner or address)
+                else:
+                    self._turned_away(Reason.MALFORMED, owner or address)
             case Hello(node=name):
                 who, where = (owner, None) if owner is not None else (name, address)
                 refused = self.rates.greets(who, where, now)
@@ -288,34 +307,53 @@ class Peers:
         if len(self._known) > _MAX_BUCKETS:
             self._known.popitem(last=False)
         self.rates.ended(peer.counted_as)
-        self._descriptors -= Counter(peer.descriptors)
         self._tokens.pop(peer.token, None)
+        self._further_lanes -= peer.max_lanes - 1
         for route in peer.routes.values():
-            self._lanes.pop(route, None)
+            self._forget_lane(route)
+
+    def lane_lost(self, peer: Peer, number: int) -> None:
+        """The connection of a bulk lane is gone; the session goes on without it."""
+        self._forget_lane(peer.routes.pop(number))
+        peer.session.lane_lost(number)
+
+    def _forget_lane(self, route: Route) -> None:
+        lane = self._lanes.pop(route, None)
+        if lane is not None and lane.descriptor is not None:
+            self._descriptors -= Counter([lane.descriptor])
 
     def _early_share(self) -> int:
         return self._limits.early_pool_bytes // max(1, len(self._peers))
 
-    def _join(self, route: Route, peer: Peer) -> Peer:
-        del self._tokens[peer.token]  # a token joins one route
-        number = max(peer.routes) + 1
+    def _may_join(self, peer: Peer, number: int, address: str) -> bool:
+        """Without a number a token is good for one lane, once; and without keys, those who replace a lane, or open
+        further ones, are where the session began."""
+        if number == 0:
+            return 1 not in peer.routes
+        return number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
+
+    def _join(self, route: Route, peer: Peer, number: int) -> Lane:
+        if number in peer.routes:
+            self.lane_lost(peer, number)
         peer.routes[number] = route
-        self._lanes[route] = Lane(peer, number)
+        lane = self._lanes[route] = Lane(peer, number)
         peer.session.lane_opened(number)
-        return peer
+        return lane
 
     def _begin(self, route: Route, owner: NodeId | None, who: str, address: str | None, now: float) -> Lane:
+        max_lanes = min(self._limits.max_lanes, 1 + (self.rates.limits.lanes - self._further_lanes) // _SHARES)
         session = Session(
             Role.COORDINATOR,
             now,
-            limits=self._limits,
+            limits=replace(self._limits, max_lanes=max_lanes),
             timing=self._timing,
             share=self._early_share,
             known=self._known.get(who),
         )
         session.traffic.curve = owner is not None
         token, counted_as = self._new_token(), address or who
-        peer = Peer(self._next, session, owner, who, counted_as, token, {0: route})
+        peer = Peer(self._next, session, owner, who, counted_as, token, {0: route}, address or "", max_lanes)
+        self._further_lanes += max_lanes - 1
         self._next += 1
         self._peers[peer.number] = self._tokens[token] = peer
         self.rates.begun(counted_as)

@@ -10,8 +10,8 @@ from farloop.wire.blobs import blob_digest
 from farloop.wire.events import MessageReceived
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import PROTOCOL_VERSIONS, Message, Offer, Role, Welcome
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.session import Session, State
-from farloop.wire.transfer import LinkKnown
 
 WELCOME = Welcome(
     protocol=1, epoch=3, spec=plain_spec(), lane_token=b"one-time token", versions=(0,), windows=(), rounds=()

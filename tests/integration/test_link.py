@@ -6,10 +6,11 @@ import dataclasses
 import errno
 import logging
 import queue
+import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +29,13 @@ from farloop.algo.spec import (
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
+from farloop.monitoring.tcp_connection import end_of, hang_up
 from farloop.node.errors import LinkFailed
 from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_known
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import blob_digest
+from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
 
@@ -52,11 +54,12 @@ def hello() -> msg.Hello:
 class Station:
     """The coordinator's link in a thread of its own: it welcomes everybody, and expects every blob offered."""
 
-    def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing) -> None:
+    def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing, protocol: int) -> None:
         self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
         self.turned_away: list[tuple[Reason, str]] = []
         self.errors: list[Exception] = []
         self._endpoint, self._key, self._allow, self._timing = endpoint, key, allow, timing
+        self._protocol = protocol
         self._up = threading.Event()
         self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -93,7 +96,13 @@ class Station:
             case wire_ev.MessageReceived(message=msg.Hello()):
                 self._peers.append(peer)
                 welcome = msg.Welcome(
-                    protocol=1, epoch=1, spec=SPEC, lane_token=peer.token, versions=(), windows=(), rounds=()
+                    protocol=self._protocol,
+                    epoch=1,
+                    spec=SPEC,
+                    lane_token=peer.token,
+                    versions=(),
+                    windows=(),
+                    rounds=(),
                 )
                 peer.session.send(welcome, now)
                 self._loop.call_soon(self._link.flush, peer)
@@ -113,6 +122,34 @@ class Station:
 
         self._loop.call_soon_threadsafe(send)
 
+    def push(self, announced: msg.Committed, data: bytes) -> None:
+        """To the newest session."""
+
+        def send() -> None:
+            with self._link.working_for(self._peers[-1]) as session:
+                session.send(announced, time.monotonic())
+                session.push_blob(msg.update_id(announced), BytesSource(data))
+
+        self._loop.call_soon_threadsafe(send)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of blobs of the newest session, both ways."""
+        traffic = self._peers[-1].session.traffic
+        return sum(
+            counted.bytes for counts in (traffic.sent_blobs, traffic.received_blobs) for counted in counts.values()
+        )
+
+    def route(self, number: int) -> object:
+        """Of one lane of the newest session; None where it is not open."""
+        return self._peers[-1].routes.get(number)
+
+    def break_lane(self, number: int) -> None:
+        """Shut down the connection of one lane."""
+        lane = self._link._peers.lane(self.route(number))
+        assert lane is not None and lane.descriptor is not None
+        assert hang_up(lane.descriptor, *end_of(lane.descriptor))
+
     def close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -123,9 +160,13 @@ class Station:
 
 @contextlib.contextmanager
 def station(
-    endpoint: str, key: Path | None = None, allow: Path | None = None, timing: Timing | None = None
+    endpoint: str,
+    key: Path | None = None,
+    allow: Path | None = None,
+    timing: Timing | None = None,
+    protocol: int = 1,
 ) -> Iterator[Station]:
-    there = Station(endpoint, key, allow, timing or Timing())
+    there = Station(endpoint, key, allow, timing or Timing(), protocol)
     try:
         yield there
     finally:
@@ -227,6 +268,45 @@ def test_blobs_travel_on_their_own_lane(endpoint: str) -> None:
         assert wait_for(there.heard, wire_ev.BlobReceived) == wire_ev.BlobReceived(blob=blob, data=data)
         wait_for(delivered, wire_ev.BlobSent)
         assert link.moved.up.total > len(data) and link.moved.state == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15.0
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_blobs_travel_over_several_lanes_and_a_session_outlives_all_but_the_last(endpoint: str, up: bool) -> None:
+    """T: a connection that breaks half-way costs no byte of the blob, and is opened again."""
+    data = bytearray(random.Random(1).randbytes(48 << 20))
+    with station(endpoint, protocol=5) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        until(lambda: link.num_lanes == 4)
+        if up:
+            blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
+            link.send_blob(msg.Offer(blob=blob, size=len(data), digest=blob_digest(data)), data)
+        else:
+            announced = msg.Committed(
+                fragment=0, version=1, size=len(data), digest=blob_digest(data), anchor_digest=0, merged=(), drops=(),
+                next_window=None, rounds=(),
+            )  # fmt: skip
+            blob = msg.update_id(announced)
+            there.push(announced, bytes(data))
+        until(lambda: there.moved > 4 << 20)
+        broken = there.route(1)
+        there.break_lane(1)
+        assert wait_for(there.heard if up else delivered, wire_ev.BlobReceived) == wire_ev.BlobReceived(
+            blob=blob, data=data
+        )
+        assert wait_for(delivered if up else there.heard, wire_ev.BlobSent) == wire_ev.BlobSent(blob=blob)
+        until(lambda: there.route(1) not in (None, broken) and link.num_lanes == 4)
+        for number in (1, 2, 3, 4):
+            there.break_lane(number)
+        closed = wait_for(delivered, wire_ev.SessionClosed)
+        assert isinstance(closed, wire_ev.SessionClosed) and closed.reason is Reason.CLOSED
+        wait_for(delivered, msg.Welcome)
 
 
 def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: str) -> None:

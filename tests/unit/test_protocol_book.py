@@ -16,7 +16,17 @@ BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 PROMISES = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
 
-NAMED = ("Revisions", "Adoption", "Data leases", "What peers claim", "Reasons", "Participation", "Deadlines", "Figures")
+NAMED = (
+    "Revisions",
+    "Lanes",
+    "Adoption",
+    "Data leases",
+    "What peers claim",
+    "Reasons",
+    "Participation",
+    "Deadlines",
+    "Figures",
+)
 """Sections that have a name and no letter."""
 
 INVARIANTS = [

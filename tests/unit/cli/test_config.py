@@ -180,6 +180,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("tau = -1", "[node] tau: the least is 0, not -1"),
         ("fingerprint = 'abc'", "[node] fingerprint: 16 hex digits"),
         ("address = 'here:7800'", "[node] address: tcp://host:port is wanted"),
+        ("lanes = 17", "[node] lanes: 17 is not from 0 to 16; the nearest is 16"),
         ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is not a network card: name=kind/rate is wanted"),
         ("congestion = 'warp9'", "[node] congestion: "),
         ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),

@@ -28,7 +28,7 @@ from farloop.coordinator.net.sessions import Peer, RateLimits
 from farloop.runtime.ports import Action, Route, RouterListener, Sent
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
-from farloop.wire.frames import Buffer, ControlFrame, parse_control
+from farloop.wire.frames import Buffer, ControlFrame, lane_hello, parse_control
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Refused, Role, Welcome, decode
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
@@ -149,7 +149,7 @@ class Hall(VirtualHost):
                 for lane, parts in node.outgoing(now):
                     moved = True
                     self.arrive(name, lane, parts)
-                for lane in (0, 1):
+                for lane in (0, 1, 2):
                     for parts in self.wire.sent.pop(f"{name}{lane}", []):
                         moved = True
                         node.receive(lane, parts, now)
@@ -364,6 +364,35 @@ def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does(hall:
     hall.link.on_writable()
     hall.turn()
     assert hall.sent == [("b", update(1)), ("a", update(1))] and not hall.ends
+
+
+def test_a_session_outlives_a_bulk_lane_but_not_its_last_one(hall: Hall) -> None:
+    """T: what was on its way on the lane that is gone leaves on the other."""
+    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
+    hall.nodes["a"].lane_opened(2)
+    hall.wire.full = {"a1"}
+    with hall.link.working_for(hall.peers["a"]) as session:
+        session.push_blob(update(0), BytesSource(bytes(1 << 20)))
+    assert len(hall.wire.sent["a2"]) == 1 and "a1" not in hall.wire.sent, "one waits for the lane that is full"
+    hall.wire.full, hall.wire.gone = set(), {"a1"}
+    hall.work("a", 1)
+    assert hall.sent[-1] == ("a", update(1)) and not hall.ends
+    assert sorted(hall.peers["a"].routes) == [0, 2]
+    hall.wire.gone = {"a2"}
+    hall.work("a", 2)
+    hall.assert_only_a_ended(Reason.CLOSED)
+
+
+def test_a_lane_that_is_opened_again_takes_the_place_of_the_one_that_was_lost(hall: Hall) -> None:
+    """T: also where its node alone has noticed; the frames that waited for it are not sent to it."""
+    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
+    hall.wire.full = {"a1", "a2"}
+    with hall.link.working_for(hall.peers["a"]) as session:
+        session.push_blob(update(0), BytesSource(bytes(1 << 20)))
+    assert "a2" not in hall.wire.sent
+    hall.link.on_frame("new", lane_hello(1, 1, hall.peers["a"].token, 2), From())
+    assert hall.peers["a"].routes[2] == "new" and len(hall.wire.sent["new"]) == 1 and not hall.ends
+    assert hall.link._peers.lane("a2") is None
 
 
 def test_the_end_of_a_connection_is_noticed_at_once(hall: Hall) -> None:

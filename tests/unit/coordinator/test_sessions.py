@@ -12,9 +12,9 @@ from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimi
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Fetch, Leave, Message, Ready, Role, encode
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
-from farloop.wire.transfer import LinkKnown
 
 A, B = NodeId("a"), NodeId("b")
 LIMITS = RateLimits()
@@ -30,14 +30,21 @@ GREETING = frame(plain_hello())
 class Door:
     """Peers, and whom they turned away."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: RateLimits = LIMITS) -> None:
         self.away: list[tuple[Reason, str]] = []
-        self.peers = Peers(LIMITS, Limits(), Timing(), lambda reason, who: self.away.append((reason, who)))
+        self.peers = Peers(rates, Limits(), Timing(), lambda reason, who: self.away.append((reason, who)))
         self.routes = 0
+        self.where = "there"
 
-    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Peer | Unread | None:
+    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Unread | None:
         self.routes += 1
-        return self.peers.meet(self.routes.to_bytes(5), parts, owner, "there", now)
+        return self.peers.meet(self.routes.to_bytes(5), parts, owner, self.where, now)
+
+    def joins(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Peer | None:
+        """The session whose bulk lane the next route has become."""
+        lane = self.meets(parts, owner, now)
+        assert lane is None or (isinstance(lane, Lane) and lane.number > 0)
+        return None if lane is None else lane.peer
 
     def greeted(self, owner: NodeId | None, now: float = 0.0) -> Peer:
         lane = self.meets(frame(plain_hello(node=owner or A)), owner, now)
@@ -56,10 +63,47 @@ def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner(door:
     assert door.meets(lane_hello(1, 1, bytes(16)), A) is None
     assert door.meets(lane_hello(1, 1, other.token), A) is None
     assert (list(peer.routes), list(other.routes)) == ([0], [0])
-    assert door.meets(lane_hello(1, 1, peer.token), A) is peer
+    assert door.joins(lane_hello(1, 1, peer.token), A) is peer
     assert door.meets(lane_hello(1, 1, peer.token), A) is None
     assert list(peer.routes) == [0, 1]
-    assert door.meets(lane_hello(1, 1, other.token), B) is other, "who tried before has not used it up"
+    assert door.joins(lane_hello(1, 1, other.token), B) is other, "who tried before has not used it up"
+
+
+def test_a_session_has_at_most_16_bulk_lanes_however_many_are_opened(door: Door) -> None:
+    """T: and a lane of a number that is there takes its place, so that a node opens again what it has lost."""
+    peer, other = door.greeted(A), door.greeted(B)
+    for number in range(1, 65):
+        joined = door.joins(lane_hello(1, 1, peer.token, number), A)
+        assert joined is (peer if number <= 16 else None)
+    assert door.away == [(Reason.MALFORMED, A)] * 48
+    assert sorted(peer.routes) == list(range(17))
+    assert door.meets(lane_hello(1, 1, peer.token, 3), B) is None
+    before, routes = peer.routes[3], len(door.peers._lanes)
+    for _ in range(1000):
+        door.meets(lane_hello(1, 1, peer.token, 3), A, 0.0)
+    assert peer.routes[3] != before and door.peers.lane(before) is None
+    assert len(door.peers._lanes) == routes and len(peer.session._lanes) == 16
+    assert door.away[-1] == (Reason.TOO_OFTEN, A), "48 more were taken"
+    assert door.joins(lane_hello(1, 1, other.token, 2), B) is other, "the other node's are its own"
+    assert door.joins(lane_hello(1, 1, peer.token, 3), A, 10.0) is peer
+
+
+def test_all_sessions_share_the_lanes_that_there_may_be() -> None:
+    door = Door(RateLimits(lanes=64))
+    peers = [door.greeted(NodeId(f"n{n}"), 1000.0 * n) for n in range(100)]
+    assert [peer.max_lanes for peer in peers[:6]] == [5, 4, 4, 4, 4, 4]
+    assert peers[-1].max_lanes == 1 and sum(peer.max_lanes - 1 for peer in peers) <= 64
+    for peer in peers:
+        door.peers.forget(peer)
+    assert door.greeted(A, 1e6).max_lanes == 5
+
+
+def test_without_keys_a_token_opens_further_lanes_from_where_its_session_is_alone(door: Door) -> None:
+    peer = door.greeted(None)
+    door.where = "elsewhere"
+    assert door.meets(lane_hello(1, 1, peer.token, 2), None) is None
+    door.where = "there"
+    assert door.joins(lane_hello(1, 1, peer.token, 2), None) is peer
 
 
 @pytest.mark.parametrize(
@@ -113,12 +157,16 @@ def test_the_next_session_of_a_node_begins_with_what_the_last_one_saw_of_its_lin
 
 def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     peer = door.greeted(A)
-    door.meets(lane_hello(1, 1, peer.token), A)
-    door.peers.use(peer, 7)
-    assert door.peers.is_used(7)
+    for number in (1, 2, 2):
+        lane = door.meets(lane_hello(1, 1, peer.token, number), A)
+        assert isinstance(lane, Lane)
+        door.peers.use(lane, 7 + number)
+    assert door.peers.is_used(8) and door.peers.is_used(9)
+    door.peers.lane_lost(peer, 2)
+    assert door.peers.is_used(8) and not door.peers.is_used(9)
     door.peers.forget(peer)
     door.peers.forget(peer)
-    assert not door.peers.is_used(7)
+    assert not door.peers.is_used(8)
     assert len(door.peers) == 0 and not any(door.peers.lane(route) for route in peer.routes.values())
     assert door.meets(lane_hello(1, 1, peer.token), A) is None
 

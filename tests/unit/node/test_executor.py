@@ -41,7 +41,7 @@ class Link:
     def __init__(self) -> None:
         self.sent: list[msg.Message] = []
         self.offers: list[msg.Offer] = []
-        self.moved = Traffic()
+        self.moved, self.num_lanes = Traffic(), 0
         self.on_offer: Callable[[], None] = lambda: None
 
     def start(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from plain_runs import plain_hello, plain_spec
+from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.node.errors import BadAddress
@@ -19,10 +20,10 @@ from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink
-from farloop.wire.messages import BytesByKind, Connection, Message, Observed, Offer, Probe, Role, Seen, Welcome
+from farloop.wire.messages import BytesByKind, Connection, Hello, Message, Observed, Offer, Probe, Role, Seen, Welcome
+from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
 from farloop.wire.session import Session, State
-from farloop.wire.transfer import LinkKnown
 
 
 class Limited:
@@ -416,3 +417,114 @@ def test_half_a_pair_of_keys_is_refused_and_never_means_no_encryption(keys: dict
     LinkConfig(coordinator="tcp://a:1", key=Path("k"), server_key=Path("s"))
     with pytest.raises(ValueError, match="key and server_key go together"):
         LinkConfig(coordinator="tcp://a:1", **keys)
+
+
+# --- lanes
+
+
+class Wires(VirtualHost):
+    """A node's link over connections that carry everything at once, and the coordinator's session behind them."""
+
+    def __init__(self, lanes: int, *, max_lanes: int = 16, known: LinkKnown | None = None) -> None:
+        super().__init__()
+        self.max_lanes = max_lanes
+        self.opened: list[int] = []
+        """Lanes that were asked for, in order."""
+        self.sessions = 0
+        self.told: list[object] = []
+        self.link = NodeLink(
+            self, self.clock, lambda low, high: 1.0, coordinator="there", limits=Limits(), timing=Timing(),
+            lanes=lanes, known=known, check=True,
+        )  # fmt: skip
+        self.link.start(plain_hello, self.told.append)
+        self.run_for(0.01)
+
+    def dial(self, opened: Callable[[Any], None], failed: Callable[[str], None]) -> None:
+        self.sessions += 1
+        self.other = Session(Role.COORDINATOR, self.clock.now(), limits=Limits(max_lanes=self.max_lanes))
+        opened(self)
+
+    def listen(self, listener: Any) -> None:
+        self.listener = listener
+
+    def open_lane(self, lane: int, greeting: Any) -> None:
+        self.opened.append(lane)
+        self.agenda.after(0.0, lambda: self.listener.on_ready(lane))
+
+    def is_ready(self, lane: int) -> bool:
+        return True
+
+    def send(self, lane: int, frames: Any) -> None:
+        for parts in frames:
+            self.other.receive(lane, parts, self.clock.now())
+        if any(isinstance(message, Hello) for message in messages(self.other)):
+            welcome = Welcome(
+                protocol=5, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(), windows=(), rounds=()
+            )
+            self.other.send(welcome, self.clock.now())
+        self.agenda.after(0.0, self._answer)
+
+    def _answer(self) -> None:
+        for lane, parts in self.other.outgoing(self.clock.now()):
+            self.listener.on_frame(lane, parts)
+
+    def kernel(self) -> None:
+        return None
+
+    def close(self, last: Any = ()) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("lanes", "max_lanes", "opened"), [(1, 16, 1), (4, 16, 4), (9, 3, 3), (9, 1, 1), (0, 16, 1)])
+def test_as_many_lanes_are_opened_as_are_wanted_and_the_coordinator_takes(
+    lanes: int, max_lanes: int, opened: int
+) -> None:
+    wires = Wires(lanes, max_lanes=max_lanes)
+    assert wires.opened == list(range(1, opened + 1)) and wires.link.num_lanes == opened
+
+
+def test_a_link_that_is_known_to_be_long_and_fat_begins_with_four_lanes() -> None:
+    known = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1e6)
+    assert Wires(0, known=known).link.num_lanes == 4
+    assert Wires(1, known=known).link.num_lanes == 1, "where a number is set it stands"
+
+
+def test_lanes_are_added_once_the_link_is_known_and_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [LinkKnown(bytes_per_s=1e6, round_trip_s=0.1)]
+    monkeypatch.setattr(Session, "known", property(lambda session: seen[0]))
+    wires = Wires(0)
+    wires.run_for(20.0)
+    assert wires.link.num_lanes == 1, "the first blob shows little of the link"
+    seen[0] = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1)
+    wires.run_for(LOOK_S + 1.5)
+    assert wires.link.num_lanes == 4
+    losing = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=100, segments=100_000, congestion="cubic")
+    monkeypatch.setattr("farloop.node.link.parse", lambda *kernel: losing)
+    monkeypatch.setattr(Wires, "kernel", lambda wires: ())
+    wires.run_for(40.0)
+    assert wires.link.num_lanes == 4
+    wires.run_for(25.0)
+    assert wires.link.num_lanes == 16 and wires.sessions == 1
+
+
+def test_a_lane_that_is_lost_is_opened_again_ever_more_patiently_and_the_session_goes_on() -> None:
+    wires = Wires(3)
+    for pause_s in (1.0, 2.0, 4.0, 8.0):
+        wires.listener.on_lost(2, "on purpose")
+        wires.run_for(pause_s - 0.1)
+        assert wires.link.num_lanes == 2
+        wires.run_for(0.2)
+        assert wires.link.num_lanes == 3 and wires.opened.pop() == 2
+    assert wires.sessions == 1 and wires.opened == [1, 2, 3]
+
+
+def test_a_session_ends_with_control_or_the_last_lane() -> None:
+    for lost in ((0,), (1, 3, 2)):
+        wires = Wires(3)
+        for lane in lost[:-1]:
+            wires.listener.on_lost(lane, "on purpose")
+        assert wires.link.state is State.OPEN
+        wires.listener.on_lost(lost[-1], "on purpose")
+        assert wires.link.state is None and wires.link.num_lanes == 0
+        wires.run_for(5.0)
+        assert wires.sessions == 2 and wires.opened == [1, 2, 3, 1, 2, 3]

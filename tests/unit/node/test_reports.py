@@ -236,7 +236,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(A)
     assert samples(metrics) == {}, "what is not known is not shown"
-    metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True)
+    metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True, lanes=4)
     metrics.mismatches += 1
     metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
     moved = {f"{way} {kind}": 0 for way in ("up", "down") for kind in BytesByKind.__slots__ if kind != "total"}
@@ -250,6 +250,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         "inner_steps_total": 13,
         "tokens_total": 1300,
         "alone": 0,
+        "lanes": 4,
         "anchor_mismatches_total": 1,
         "blocked_seconds_total": 1.5,
         "lost_steps_total": 4,

@@ -11,34 +11,59 @@ import pytest
 from session_pairs import delta, opened
 
 from farloop.algo.spec import BlobId
-from farloop.wire.blobs import BytesSource
+from farloop.wire.blobs import BytesSource, Ranges
 from farloop.wire.events import BlobReceived, MessageReceived
-from farloop.wire.frames import Buffer
+from farloop.wire.frames import Buffer, parse_bulk
+from farloop.wire.limits import Limits
 from farloop.wire.link_measurement import DIGEST, Sink
 from farloop.wire.messages import Committed, Offer, Role, update_id
-from farloop.wire.transfer import LinkKnown
+from farloop.wire.outgoing import LinkKnown
 
 MBIT = 1e6 / 8
 MB = 1_000_000
 
 
 class IdealPipe:
-    """A node and a coordinator. Bulk frames take the pipe's rate, all frames its delay, and none is ever lost."""
+    """A node and a coordinator. Bulk frames take the rate of their lane, all frames the pipe's delay, and none is lost
+    but with its lane."""
 
     def __init__(
-        self, mbit: float, rtt_s: float, *, protocol: int = 5, known: Sequence[LinkKnown | None] = (None, None)
+        self, *lanes_mbit: float, rtt_s: float, protocol: int = 5, known: Sequence[LinkKnown | None] = (None, None)
     ) -> None:
-        self.bytes_per_s, self.delay_s, self.now = mbit * MBIT, rtt_s / 2, 0.0
+        self.lanes = {number: mbit * MBIT for number, mbit in enumerate(lanes_mbit, start=1)}
+        self.delay_s, self.now = rtt_s / 2, 0.0
         node, coordinator = opened(protocol=protocol, known=known)
         self.ends = {Role.NODE: node, Role.COORDINATOR: coordinator}
+        for lane in [*self.lanes][1:]:
+            for end in self.ends.values():
+                end.lane_opened(lane)
         self.received: set[BlobId] = set()
+        self.again = 0
+        """Bytes of blobs that were sent more than once."""
+        self.lost = 0
+        """... of which on a lane that was lost, as its ends knew."""
+        self.dies: tuple[float, int] | None = None
+        """When a lane is lost, and which."""
         self._air: list[tuple[float, int, Role, int, list[Buffer]]] = []
         self._count = 0
-        self._free_at = dict.fromkeys(Role, 0.0)
+        self._free_at: dict[tuple[Role, int], float] = {}
+        self.longest_queue_s = 0.0  # what a further frame would have waited
+        self._seen: dict[tuple[Role, bytes], Ranges] = {}
 
-    def share(self, number: int, num_bytes: int, *, up: bool) -> float:
-        """Carry a blob; the share of the pipe that it filled."""
-        self.now = began = self.now + 1.0  # what the one before left behind is over
+    @property
+    def bytes_per_s(self) -> float:
+        return sum(self.lanes.values())
+
+    def share(self, number: int, num_bytes: int, *, up: bool, at_once: int = 1) -> float:
+        """Carry blobs; the share of the pipe that they filled."""
+        self.now = began = self.now + 1.0  # what those before left behind is over
+        blobs = {self._begin(number + n, num_bytes, up=up) for n in range(at_once)}
+        while not blobs <= self.received:
+            self._turn()
+            assert self.now - began < 100.0, "it never ends"
+        return at_once * num_bytes / self.bytes_per_s / (self.now - began)
+
+    def _begin(self, number: int, num_bytes: int, *, up: bool) -> BlobId:
         source = BytesSource(bytes(num_bytes))
         if up:
             blob = delta(number)
@@ -51,9 +76,7 @@ class IdealPipe:
             blob = update_id(announced)
             self.ends[Role.COORDINATOR].send(announced, self.now)
             self.ends[Role.COORDINATOR].push_blob(blob, source)
-        while blob not in self.received:
-            self._turn()
-        return num_bytes / self.bytes_per_s / (self.now - began)
+        return blob
 
     def _turn(self) -> None:
         for role, other in ((Role.NODE, Role.COORDINATOR), (Role.COORDINATOR, Role.NODE)):
@@ -61,8 +84,15 @@ class IdealPipe:
             while frames := self.ends[role].outgoing(self.now):
                 for lane, parts in frames:
                     self._send(other, lane, parts)
-        timers = [end.next_timer() for end in self.ends.values()]
+        timers = [end.next_timer() for end in self.ends.values()] + [self.dies[0] if self.dies else None]
         self.now = max(self.now, min([time for time in timers if time is not None] + [self._air[0][0]]))
+        if self.dies is not None and self.now >= self.dies[0]:
+            (_, dead), self.dies = self.dies, None
+            self._air = [frame for frame in self._air if frame[3] != dead]
+            heapq.heapify(self._air)
+            for end in self.ends.values():
+                self.lost += end._transfers.lanes._lanes[dead].in_flight
+                end.lane_lost(dead)
         while self._air and self._air[0][0] <= self.now:
             _, _, role, lane, parts = heapq.heappop(self._air)
             self.ends[role].receive(lane, parts, self.now)
@@ -74,7 +104,14 @@ class IdealPipe:
     def _send(self, to: Role, lane: int, parts: list[Buffer]) -> None:
         at = self.now
         if lane:
-            at = self._free_at[to] = max(self.now, self._free_at[to]) + sum(map(len, parts)) / self.bytes_per_s
+            took_s = sum(map(len, parts)) / self.lanes[lane]
+            at = self._free_at[to, lane] = max(self.now, self._free_at.get((to, lane), 0.0)) + took_s
+            self.longest_queue_s = max(self.longest_queue_s, at - self.now)
+            frame = parse_bulk(parts, Limits())
+            seen = self._seen.setdefault((to, frame.key), Ranges())
+            before = seen.num_bytes
+            seen.add(frame.offset, frame.end)
+            self.again += len(frame.chunk) - (seen.num_bytes - before)
         self._count += 1
         heapq.heappush(self._air, (at + self.delay_s, self._count, to, lane, parts))
 
@@ -102,7 +139,7 @@ def test_with_an_older_peer_credit_is_a_window_that_grows(
 ) -> None:
     mbit, rtt_s, num_bytes = link
     for upwards, share in ((True, up), (False, down)):
-        pipe = IdealPipe(mbit, rtt_s, protocol=4)
+        pipe = IdealPipe(mbit, rtt_s=rtt_s, protocol=4)
         shares = [pipe.share(number, num_bytes, up=upwards) for number in (1, 2)]
         assert shares == pytest.approx([share, share], abs=0.02)
 
@@ -117,8 +154,49 @@ def possible(mbit: float, rtt_s: float, num_bytes: int) -> float:
 def test_the_third_blob_of_a_session_and_the_first_of_the_next_fill_the_link(
     mbit: float, rtt_s: float, num_bytes: int, up: bool
 ) -> None:
-    pipe = IdealPipe(mbit, rtt_s)
+    pipe = IdealPipe(mbit, rtt_s=rtt_s)
     shares = [pipe.share(number, num_bytes, up=up) for number in (1, 2, 3)]
     assert shares[-1] > 0.97 * possible(mbit, rtt_s, num_bytes)
-    later = IdealPipe(mbit, rtt_s, known=[end.known for end in pipe.ends.values()])
+    later = IdealPipe(mbit, rtt_s=rtt_s, known=[end.known for end in pipe.ends.values()])
     assert later.share(1, num_bytes, up=up) > 0.97 * possible(mbit, rtt_s, num_bytes), "the next session begins so"
+
+
+UNEQUAL = (320.0, 320.0, 320.0, 40.0)
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("lanes", [UNEQUAL, (250.0,) * 4, (1000.0,), (62.5,) * 16, (900.0, 100.0)])
+def test_lanes_that_are_not_equal_fill_their_links_together(lanes: tuple[float, ...], up: bool) -> None:
+    """Dealt in turn, the chunks of the second blob fill 16 % of the first of these."""
+    pipe = IdealPipe(*lanes, rtt_s=0.1)
+    shares = [pipe.share(number, 256 * MB, up=up) for number in (1, 2)]
+    assert shares[0] > 0.85 * possible(1000, 0.1, 256 * MB)
+    assert shares[1] > 0.95 * possible(1000, 0.1, 256 * MB)
+    assert pipe.again == 0
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("dead", [1, 4])
+@pytest.mark.parametrize("after_s", [0.001, 0.06, 0.5, 0.9])
+def test_a_lane_that_dies_costs_its_own_chunks_and_no_others(dead: int, after_s: float, up: bool) -> None:
+    pipe = IdealPipe(*UNEQUAL, rtt_s=0.1)
+    pipe.share(1, 64 * MB, up=up)
+    pipe.dies = (pipe.now + 1.0 + after_s, dead)
+    left = (pipe.bytes_per_s - pipe.lanes[dead]) / pipe.bytes_per_s
+    assert pipe.share(2, 128 * MB, up=up) > 0.9 * left * possible(1000, 0.1, 128 * MB)
+    assert not any(end.traffic.rewinds for end in pipe.ends.values())
+    assert pipe.again <= pipe.lost < 0.35 * 128 * MB, "the lane's share of the windows, once more"
+    for lane in {1, 2, 3, 4} - {dead, 3}:
+        pipe.dies = (pipe.now + 1.0, lane)
+        pipe.share(10 + lane, 4 * MB, up=up)
+    assert pipe.share(20, 64 * MB, up=up) > 0.9 * pipe.lanes[3] / pipe.bytes_per_s, "the last one carries everything"
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_on_a_thin_link_control_waits_behind_little_of_the_blobs(up: bool) -> None:
+    """Control has a connection of its own, but the same queue at the bottleneck."""
+    pipe = IdealPipe(10, rtt_s=0.04)
+    pipe.share(1, MB, up=up)
+    pipe.longest_queue_s = 0.0
+    assert pipe.share(2, MB, up=up, at_once=4) > 0.9
+    assert pipe.longest_queue_s < 0.6

@@ -502,7 +502,13 @@ def test_chunks_take_turns_over_the_open_lanes() -> None:
 def test_a_new_lane_begins_with_the_token_of_the_welcome() -> None:
     node, coordinator = opened()
     first = node.lane_hello()
-    assert decode(parse_control(first, Limits()).body) == LaneHello(lane_token=WELCOME.lane_token)
+    assert decode(parse_control(first, Limits()).body) == LaneHello(lane_token=WELCOME.lane_token, number=1)
+    assert decode(parse_control(node.lane_hello(7), Limits()).body) == LaneHello(
+        lane_token=WELCOME.lane_token, number=7
+    )
+    older, _ = opened(protocol=4)
+    assert (node.max_lanes, older.max_lanes) == (16, 1)
+    assert decode(parse_control(older.lane_hello(), Limits()).body) == LaneHello(lane_token=WELCOME.lane_token)
     for lane in (0, 1):
         with pytest.raises(RemoteProtocolError):
             coordinator.receive(lane, first, 0.0)

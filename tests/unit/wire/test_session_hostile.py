@@ -57,6 +57,8 @@ class World:
     received: dict[Role, list[Message]] = field(default_factory=lambda: {role: [] for role in Role})
     blobs: dict[BlobId, bytes] = field(default_factory=dict)
     sent: list[BlobId] = field(default_factory=list)
+    deaths: list[tuple[float, int]] = field(default_factory=list)
+    """When a lane's connection is lost, and which; another is opened in its place."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -72,7 +74,14 @@ class World:
                 self._turn(role)
             timers = [self._session(role).next_timer() for role in Role]
             times = [time for time in timers if time is not None] + [frame[0] for frame in self._air[:1]]
-            self.now = max(self.now, min(times))
+            self.now = max(self.now, min(times + [at for at, _ in self.deaths]))
+            for at, lane in [death for death in self.deaths if death[0] <= self.now]:
+                self.deaths.remove((at, lane))
+                self._air = [frame for frame in self._air if frame[3] != lane]
+                heapq.heapify(self._air)
+                for role in Role:
+                    self._session(role).lane_lost(lane)
+                    self._session(role).lane_opened(lane + 10)
             while self._air and self._air[0][0] <= self.now:
                 _, _, role, lane, parts = heapq.heappop(self._air)
                 self._arrive(role, lane, parts)
@@ -226,6 +235,23 @@ def test_everything_arrives_through_the_worst_weather(seed: int) -> None:
     exchange(world, [1_500_000, 1, 400_000], 60)
     assert node.traffic.control_resends and coordinator.traffic.rewinds
     assert coordinator.traffic.control_duplicates and world.refused > 40
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 2**32),
+    WEATHER,
+    st.lists(st.integers(1, 1_000_000), min_size=1, max_size=3),
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 3)), max_size=3, unique_by=lambda death: death[1]),
+)
+def test_everything_arrives_over_several_lanes_whichever_of_them_die(
+    seed: int, weather: Weather, sizes: list[int], deaths: list[tuple[float, int]]
+) -> None:
+    node, coordinator = opened(LIMITS, TIMING)
+    for lane in (2, 3):
+        node.lane_opened(lane)
+        coordinator.lane_opened(lane)
+    exchange(World(seed, weather, node, coordinator, deaths=deaths), sizes, 5)
 
 
 def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_other() -> None:

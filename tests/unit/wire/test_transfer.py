@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from session_pairs import delta, offer_of, update
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Reassembly, blob_digest, blob_key
+from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Ranges, Reassembly, blob_digest, blob_key
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
+from farloop.wire.lanes import Lane
 from farloop.wire.limits import (
     EARLY_BYTES,
     EARLY_FRAMES,
@@ -31,9 +32,10 @@ from farloop.wire.limits import (
 )
 from farloop.wire.link_measurement import Noise
 from farloop.wire.messages import Credit, Offer
+from farloop.wire.outgoing import Flight, Outgoing
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
-from farloop.wire.transfer import Flight, Incoming, Outgoing, Transfers
+from farloop.wire.transfer import Incoming, Transfers
 
 # --- Blobs
 
@@ -81,6 +83,22 @@ def test_any_ranges_in_any_order_with_duplicates_give_the_blob(data: bytes, rng:
     assert reassembly.data == data
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(1, 30)), max_size=40))
+def test_ranges_are_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
+    ranges, there = Ranges(), set[int]()
+    for adds, start, length in steps:
+        span = range(start, start + length)
+        if adds:
+            low, high = ranges.add(start, start + length)
+            there |= set(span)
+            assert low <= start and high >= start + length and there >= set(range(low, high))
+        else:
+            ranges.remove(start, start + length)
+            there -= set(span)
+        ranges.check()
+        assert {n for low, high in ranges for n in range(low, high)} == there
+
+
 @pytest.mark.parametrize(
     ("pieces", "verifies"),
     [
@@ -125,13 +143,16 @@ LIMITS = Limits(window_bytes=INITIAL_CREDIT, max_window_bytes=4 * INITIAL_CREDIT
 HALF = INITIAL_CREDIT // 2
 
 
+LANE = Lane(1)
+
+
 def outgoing(size: int, limit: int = 0) -> Outgoing:
     return Outgoing(update(), BytesSource(bytes(size)), limit, Flight(TIMING))
 
 
 def chunks(out: Outgoing, chunk_bytes: int, now: float) -> list[tuple[int, int]]:
     sent = []
-    while (chunk := out.next_chunk(chunk_bytes, out.in_flight, now)) is not None:
+    while (chunk := out.next_chunk(chunk_bytes, out.in_flight, now, LANE)) is not None:
         sent.append((chunk[0], len(chunk[1])))
     return sent
 
@@ -198,7 +219,7 @@ def test_a_chunk_is_timed_from_its_leaving_to_its_acknowledgement() -> None:
     flight = Flight(TIMING)
     out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, flight)
     out.credit(0, 1 << 20, 0.0)
-    assert out.next_chunk(1 << 19, 0, 0.0) is not None
+    assert out.next_chunk(1 << 19, 0, 0.0, LANE) is not None
     out.credit(1 << 18, 1 << 20, 0.5)
     assert flight.timeout_s(1 << 20) == 32.0, "half a chunk is none"
     out.credit(1 << 19, 1 << 20, 1.0)
@@ -222,10 +243,10 @@ def test_the_acknowledgement_of_bytes_that_were_sent_twice_measures_nothing() ->
 def test_bytes_that_an_earlier_session_brought_are_no_sample() -> None:
     flight = Flight(TIMING)
     out = Outgoing(update(), BytesSource(bytes(1 << 20)), 1 << 20, flight)
-    assert out.next_chunk(1000, 0, 0.0) is not None
+    assert out.next_chunk(1000, 0, 0.0, LANE) is not None
     out.credit(1 << 19, 1 << 20, 0.1)
     assert flight.bytes_per_s == pytest.approx(10_000)
-    assert out.in_flight == 0 and out.next_chunk(1000, 0, 0.2) == (1 << 19, memoryview(bytes(1000)))
+    assert out.in_flight == 0 and out.next_chunk(1000, 0, 0.2, LANE) == (1 << 19, memoryview(bytes(1000)))
 
 
 def test_what_has_arrived_beyond_a_gap_is_not_in_flight_and_may_be_sent_again() -> None:
@@ -240,6 +261,62 @@ def test_what_has_arrived_beyond_a_gap_is_not_in_flight_and_may_be_sent_again() 
     assert chunks(out, 50, 3.0) == [(0, 50), (50, 50)]
 
 
+def test_after_a_time_out_only_what_has_not_arrived_is_sent_again() -> None:
+    out = outgoing(100)
+    out.credit(0, 100, 0.0)
+    assert len(chunks(out, 20, 0.0)) == 5
+    out.credit(10, 100, 1.0, arrived=50, islands=[(20, 40), (60, 80)])
+    assert (out.in_flight, out.flying) == (50, 60), "of the first chunk, a half"
+    out.rewind()
+    assert chunks(out, 20, 3.0) == [(10, 10), (40, 20), (80, 20)]
+    out.credit(20, 100, 3.1, arrived=60, islands=[(20, 40), (60, 80)])
+    out.rewind()
+    out.credit(60, 100, 3.2, arrived=80, islands=[(60, 80), (90, 95)])
+    assert chunks(out, 50, 4.0) == [(80, 10), (95, 5)], "what came late is not sent again"
+
+
+def test_what_an_earlier_session_brought_beyond_a_gap_is_not_sent() -> None:
+    out = outgoing(100)
+    out.credit(30, 100, 0.0, arrived=60, islands=[(40, 50), (80, 100)])
+    assert chunks(out, 100, 0.0) == [(30, 10), (50, 30)]
+
+
+def test_a_receiver_that_told_of_what_it_has_not_gets_all_of_it_after_a_time_out() -> None:
+    out = outgoing(100)
+    out.credit(0, 50, 0.0)
+    out.credit(0, 50, 0.0, islands=[(0, 50), (60, 70), (5, 4), (-3, 7), (90, 1000)])
+    assert chunks(out, 100, 0.0) == [] and out.unacknowledged == 50
+    out.rewind()
+    assert chunks(out, 100, 3.0) == [(0, 50)]
+    out.check()
+
+
+def test_what_was_on_a_lane_that_is_lost_leaves_first_and_nothing_else_is_sent_again() -> None:
+    end = End(chunk_bytes=100)
+    end.transfers.lanes.opened(2)
+    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
+    gone = [chunk for _ in range(6) if (chunk := end.transfers.next_chunk(0.0)) is not None]
+    assert [lane for lane, *_ in gone] == [1, 2, 1, 2, 1, 2]
+    end.transfers.credited(Credit(blob=update(1), received=200, limit=1000, arrived=300, islands=(500, 600)), 0.1)
+    end.transfers.lane_lost(2)
+    assert end.sent(2) == [(1, 300, 100), (1, 600, 100)], "200 to 300 and 400 to 500 are on the other lane"
+    end.transfers.lane_lost(2)
+    end.transfers.lane_lost(1)
+    assert end.transfers.next_chunk(0.2) is None and end.transfers.lanes.in_flight == 0
+    end.transfers.lanes.opened(3)
+    assert end.sent(2) == [(1, 200, 100), (1, 300, 100)]
+    end.transfers.check()
+
+
+def test_a_lane_that_takes_nothing_now_gets_nothing() -> None:
+    end = End(chunk_bytes=100)
+    end.transfers.lanes.opened(2)
+    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
+    lanes = [chunk[0] for _ in range(4) if (chunk := end.transfers.next_chunk(0.0, full={1})) is not None]
+    assert lanes == [2, 2, 2, 2]
+    assert end.transfers.next_chunk(0.0, full={1, 2}) is None
+
+
 # --- The flight window
 
 
@@ -250,7 +327,7 @@ def saturate(flight: Flight, bytes_per_s: float, rtt_s: float, seconds: float, n
     credits: deque[tuple[float, int]] = deque()
     while now < end:
         while out.in_flight + THIN_CHUNK <= flight.window(EARLY_BYTES, now):
-            assert out.next_chunk(THIN_CHUNK, out.in_flight, now) is not None
+            assert out.next_chunk(THIN_CHUNK, out.in_flight, now, LANE) is not None
             free_at = max(free_at, now) + THIN_CHUNK / bytes_per_s
             credits.append((free_at + rtt_s, out.sent))
         now, received = credits.popleft()
@@ -271,7 +348,7 @@ def test_the_window_falls_back_after_the_link_has_become_slow() -> None:
     flight = Flight(TIMING)
     saturate(flight, 125e6, 0.1, 2.0)
     saturate(flight, 1.25e6, 0.1, 100.0, now=2.0)
-    assert flight.window(EARLY_BYTES, 0.0) == LEAST_FLIGHT
+    assert flight.window(EARLY_BYTES, 0.0) < LEAST_FLIGHT / 2
 
 
 def test_a_link_that_is_never_idle_does_not_double_its_window_each_minute() -> None:
@@ -391,6 +468,7 @@ class End:
         told = (self.events.append, self.credits.append)
         self.transfers = Transfers(Limits(**limits), Timing(), self.traffic, *told, idle_s)
         self.transfers.agreed(protocol, 0)
+        self.transfers.lanes.opened(1)
 
     def accept(self, chunk: BulkFrame, now: float = 0.0) -> None:
         self.transfers.admit(chunk)
@@ -404,7 +482,8 @@ class End:
             chunk = self.transfers.next_chunk(0.0)
             if chunk is None:
                 break
-            found.append((chunk[0].version, chunk[1], len(chunk[2])))
+            _, blob, offset, view = chunk
+            found.append((blob.version, offset, len(view)))
         self.transfers.check()
         return found
 
