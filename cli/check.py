@@ -1,5 +1,6 @@
 """`farloop config check`: the run or node that a file describes, in a few lines."""
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from farloop.config.memory import Memory, memory_of
 from farloop.config.run_spec import Plan, loops_bring_data
 from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import parse_tcp
-from farloop.monitoring.units import count_text, percent_text, plural, size_text
+from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
 from farloop.node.named_model import HF
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret
+from farloop.wire.uplink import UplinkLimit
 
 Line = tuple[str, str]  # label and value
 
@@ -79,6 +81,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
         ("traffic", f"{size_text(sent[0])} up and {size_text(sent[1])} down per node, every {_h_text(terms)} steps"),
         ("listens", f"{file.coordinator.bind}, {_guard(file.coordinator.bind, file.coordinator.key)}"),
+        *_uplink_lines(file.coordinator.uplink, sent[1] * terms.admission.min_nodes),
         *(("note", note) for note in plan.notes),
     ]  # fmt: skip
 
@@ -100,7 +103,21 @@ def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
         ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
         ("data", ", then ".join([first, *map(str, node.data_phases)])),
         ("state", str(node.state_dir or Path(".farloop") / node.name)),
+        *_uplink_lines(node.uplink),
     ]
+
+
+def _uplink_lines(limit: UplinkLimit, round_bytes: float = 0.0) -> list[Line]:
+    """What is sent at most, and how long the `round_bytes` of a round's updates take then."""
+    rates = [("uplink", limit.bytes_per_s, ""), ("quiet hours", limit.quiet_bytes_per_s, f"{limit.quiet_text}, ")]
+    lines = []
+    for label, bytes_per_s, when in rates:
+        if math.isfinite(bytes_per_s):
+            text = f"{when}at most {rate_text(8 * bytes_per_s)}"
+            if round_bytes:
+                text += f"; a round's updates take {duration_text(round_bytes / bytes_per_s)}: a shorter round waits"
+            lines.append((label, text))
+    return lines
 
 
 def _guard(address: str, key: Path | None) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.coordinator.routing.inventory import COORDINATOR
-from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Status
+from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Status, UplinkStatus
 from farloop.monitoring.status_summary import EventView, NodeView, RunView, WindowView, anomaly_lines, validation_text
 from farloop.monitoring.units import NOTHING, duration_text, plural, rate_text, size_text, thinned
 
@@ -144,6 +144,8 @@ def _facts(view: RunView, *, wide: bool) -> RenderableType:
     steps = Text.assemble(view.outer_steps, (f"  {view.commits}, {view.tokens} tokens", "dim"))
     grid.add_row("outer steps", steps)
     grid.add_row("traffic", _traffic(view))
+    if (uplink := view.status.get("uplink")) is not None and (uplink["bytes_per_s"] or uplink["held_s"]):
+        grid.add_row("uplink", _uplink(uplink))
     if run.get("revision", 0):
         grid.add_row("revision", Text.assemble(f"{run['revision']}", (f"  {'; '.join(run['changed'])}", "dim")))
     if view.windows:
@@ -164,6 +166,13 @@ def _validation(view: RunView) -> Text:
         (validation_text(last), "bold green" if better else "bold red"),
         (f"  {sparkline([math.nan if loss is None else loss for loss in view.losses])}", "cyan"),
     )
+
+
+def _uplink(uplink: UplinkStatus) -> Text:
+    rate = uplink["bytes_per_s"]
+    most = "no limit now" if rate is None else f"at most {rate_text(8 * rate)}"
+    quiet = " in quiet hours" if uplink["quiet"] else ""
+    return Text.assemble(most + quiet, (f"  transfers have waited {duration_text(uplink['held_s'])} for it", "dim"))
 
 
 def _traffic(view: RunView) -> Text:

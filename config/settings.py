@@ -55,6 +55,7 @@ from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 from farloop.wire.lanes import MOST_LANES
+from farloop.wire.uplink import parse_hours, parse_rate
 
 _PATHS = tuple[Path, ...]
 _SHARES_OF_DATA = tuple[Share, ...]
@@ -556,6 +557,12 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
     """HTTP address, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
     values = settings.section(section)
     settings.check(section, "http", lambda text: text and parse_host_port(text, listens=True))
+    for key, rule in (("max_uplink", parse_rate), ("quiet_hours", parse_hours), ("quiet_uplink", parse_rate)):
+        settings.check(section, key, rule)
+    for key, other in (("quiet_hours", "quiet_uplink"), ("quiet_uplink", "quiet_hours")):
+        if values[key] and not values[other]:
+            example = "2mbit" if other == "quiet_uplink" else "08:00-18:00"
+            raise settings.error(section, key, f"needs {other}, as {example}, which is missing")
     for key, other in (("key", partner), (partner, "key")):
         if values[key] is not None and values[other] is None:
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"

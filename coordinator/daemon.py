@@ -27,6 +27,7 @@ from farloop.coordinator.storage.store import Store
 from farloop.runtime.system import LoopClock, ThreadWorker
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
+from farloop.wire.uplink import UplinkLimit
 
 FAREWELL_S = 30.0  # how long a finished run waits for its nodes to say good-bye, including those that are expected back
 GOODBYE_S = 0.3  # for the farewells to leave the socket
@@ -66,6 +67,12 @@ class CoordinatorConfig:
     """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
     congestion: str = ""
     """Congestion control of the connections to nodes, as bbr; the system's unless given."""
+    max_uplink: str = ""
+    """Most that the coordinator sends to all nodes together, as 20mbit; empty: as fast as the links."""
+    quiet_hours: str = ""
+    """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
+    quiet_uplink: str = ""
+    """Most that it sends in the quiet hours, as 2mbit."""
     probe_bytes: int = 32 << 20
     """Most bytes of one probe, which measures one direction of a link while nobody waits for bytes; 0 measures by what
     has to be sent anyway, alone."""
@@ -80,6 +87,11 @@ class CoordinatorConfig:
     time. "act": also give a slow node lighter terms, or leave it out of a round."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def uplink(self) -> UplinkLimit:
+        """What it may send. Raises ValueError."""
+        return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)
 
 
 class Coordinator:
@@ -123,6 +135,7 @@ class Coordinator:
             on_event=lambda peer, event: self.executor.heard(peer, event),
             limits=config.limits,
             timing=config.timing,
+            uplink=config.uplink,
             turned_away=self.observer.turned_away,
         )
         self._links = LinkMonitor(
@@ -148,6 +161,7 @@ class Coordinator:
             changed=self._changed.set,
         )
         self.observer.inventory = self._links.status
+        self.observer.uplink = self.link.uplink
         self.observer.watch = self.executor.stragglers.status
         answers = handlers(self.machine, store.ledger, self.executor.happened)
         self._door = admin.AdminSocket(config.state_dir, answers)

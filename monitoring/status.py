@@ -250,6 +250,14 @@ class WatchStatus(TypedDict):
     anomalies: list[AnomalyStatus]
 
 
+class UplinkStatus(TypedDict):
+    """The limit on what the coordinator sends."""
+
+    bytes_per_s: float | None  # that holds now; None for no limit
+    quiet: bool  # whether these are the quiet hours
+    held_s: float  # time in which blobs waited for it, since this coordinator process started
+
+
 class Status(TypedDict):
     """The JSON at `/status`."""
 
@@ -268,6 +276,7 @@ class Status(TypedDict):
     samples: NotRequired[SamplesStatus]
     copy: NotRequired[CopyStatus]
     inventory: NotRequired[InventoryStatus]
+    uplink: NotRequired[UplinkStatus]
     watch: NotRequired[WatchStatus]
 
 

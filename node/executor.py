@@ -32,6 +32,7 @@ from farloop.runtime.ports import Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
+from farloop.wire.uplink import Uplink
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ class Link(Protocol):
     @property
     def num_lanes(self) -> int:
         """Connections that carry blobs now."""
+
+    @property
+    def uplink(self) -> Uplink | None:
+        """The limit on what it sends, if there is one."""
 
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open."""
@@ -635,7 +640,12 @@ class NodeExecutor:
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
         connected = self.machine.connected
         self.metrics.saw(
-            progress, versions=versions, connected=connected, alone=bool(isolated), lanes=self.link.num_lanes
+            progress,
+            versions=versions,
+            connected=connected,
+            alone=bool(isolated),
+            lanes=self.link.num_lanes,
+            uplink=self.link.uplink,
         )
         self.metrics.spent(self.account.all_seconds(now), self._worker.seconds)
         self.link.send(progress)

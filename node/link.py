@@ -24,6 +24,7 @@ from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
+from farloop.wire.uplink import Uplink, UplinkLimit
 
 # --- Traffic
 
@@ -246,6 +247,7 @@ class NodeLink:
         inventory: Inventory = NOTHING,
         encrypted: bool = False,
         lanes: int = 1,
+        uplink: UplinkLimit | None = None,
         known: LinkKnown | None = None,
         keep: Callable[[LinkKnown], None] = lambda known: None,
         check: bool = False,
@@ -261,12 +263,14 @@ class NodeLink:
             inventory: what the node tells of its machine.
             encrypted: whether connections are, for the count of bytes.
             lanes: connections that carry blobs; 0: as many as the link is measured to need.
+            uplink: what the node may send.
             known: what is known of the link from earlier.
             keep: called with what is known when it has changed.
             check: assert the session's invariants after every change.
         """
         self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
         self._limits, self._timing, self._inventory = limits, timing, inventory
+        self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
         self._encrypted, self._known, self._keep, self._check = encrypted, known, keep, check
         self._hello: Callable[[], msg.Hello]
         self._deliver: Callable[[wire_ev.SessionEvent], None]
@@ -352,7 +356,9 @@ class NodeLink:
         if self._over:
             return connection.close()
         now = self._clock.now()
-        session = Session(Role.NODE, now, limits=self._limits, timing=self._timing, known=self._known)
+        session = Session(
+            Role.NODE, now, limits=self._limits, timing=self._timing, known=self._known, uplink=self.uplink
+        )
         session.traffic.curve = self._encrypted
         session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
         self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)

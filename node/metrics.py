@@ -1,5 +1,6 @@
 """Prometheus metrics, health and status pages of a node."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from farloop.algo.spec import NodeId
 from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
 from farloop.node.reports import Activity
 from farloop.wire.messages import Progress, moved_by
+from farloop.wire.uplink import Uplink
 
 # --- Metrics: `farloop_node_` prefix, base units, bounded labels
 #
@@ -32,7 +34,7 @@ class Metrics(Collector):
         self._node = node
         self._clock = clock
         self._seen_at: float | None = None
-        self._seen: tuple[Progress, Mapping[int, int], bool, bool, int] | None = None
+        self._seen: tuple[Progress, Mapping[int, int], bool, bool, int, Uplink | None] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self.mismatches = 0  # anchors that did not have their digest; a snapshot replaces each
@@ -50,10 +52,11 @@ class Metrics(Collector):
         connected: bool,
         alone: bool = False,
         lanes: int = 0,
+        uplink: Uplink | None = None,
     ) -> None:
         """Take the node's report, the version of every held anchor by fragment (−1: none yet), whether a session is
-        open, whether the node trains alone, and how many connections carry blobs."""
-        self._seen = progress, dict(versions), connected, alone, lanes
+        open, whether the node trains alone, how many connections carry blobs, and the limit on what it sends."""
+        self._seen = progress, dict(versions), connected, alone, lanes, uplink
         self._seen_at = self._clock()
 
     def spent(self, seconds: Mapping[Activity, float], codec_s: float) -> None:
@@ -92,9 +95,13 @@ class Metrics(Collector):
         """All metrics, as of the last report; none before it."""
         if self._seen is None:
             return
-        progress, versions, connected, alone, lanes = self._seen
+        progress, versions, connected, alone, lanes, uplink = self._seen
         yield self._gauge("connected", "1 while a session with the coordinator is open.", float(connected))
         yield self._gauge("lanes", "Connections to the coordinator that carry deltas and updates.", float(lanes))
+        if uplink is not None:
+            limit = uplink.bytes_per_s if math.isfinite(uplink.bytes_per_s) else 0.0
+            yield self._gauge("uplink_limit_bytes_per_second", "Most that the node sends now; 0: no limit.", limit)
+            yield self._counter("uplink_held_seconds", "Time in which blobs waited for that limit.", uplink.held_s)
         yield self._gauge("alone", "1 while it trains without the coordinator, or without the others.", float(alone))
         yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
         yield self._gauge("tokens_per_second", "Tokens trained on per second.", progress.tokens_per_s)

@@ -29,6 +29,7 @@ from farloop.node.named_model import (
     shard_blocks_,
 )
 from farloop.node.zmq_dealer import LinkConfig
+from farloop.wire.uplink import UplinkLimit
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +113,17 @@ class NodeConfig:
     """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
     lanes: int = 0
     """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
+    max_uplink: str = ""
+    """Most that the node sends, as 20mbit; empty: as fast as the link."""
+    quiet_hours: str = ""
+    """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
+    quiet_uplink: str = ""
+    """Most that it sends in the quiet hours, as 2mbit."""
+
+    @property
+    def uplink(self) -> UplinkLimit:
+        """What the node may send. Raises ValueError."""
+        return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)
 
 
 def train(
@@ -172,7 +184,13 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
     """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
     seen = look_around(environ, OperatorLabels.of(config.site, config.address, config.nics))
-    return LinkConfig(coordinator=config.coordinator, congestion=config.congestion, lanes=config.lanes, inventory=seen)
+    return LinkConfig(
+        coordinator=config.coordinator,
+        congestion=config.congestion,
+        lanes=config.lanes,
+        uplink=config.uplink,
+        inventory=seen,
+    )
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -38,6 +38,7 @@ from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason
 from farloop.wire.session import State
+from farloop.wire.uplink import Uplink, UplinkLimit
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class LinkConfig:
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
     lanes: int = 0
     """Connections that carry blobs; 0: as many as the link is measured to need."""
+    uplink: UplinkLimit = field(default_factory=UplinkLimit)
+    """What it may send."""
     inventory: Inventory = NOTHING
     """What it tells of its machine."""
     kept: Path | None = None
@@ -355,6 +358,11 @@ class LinkThread:
         """Connections that carry blobs now."""
         return 0 if self._link is None else self._link.num_lanes
 
+    @property
+    def uplink(self) -> Uplink | None:
+        """The limit on what it sends, if there is one."""
+        return None if self._link is None else self._link.uplink
+
     def send(self, message: msg.Message) -> None:
         self._call(lambda link: link.send(message))
 
@@ -412,6 +420,7 @@ class LinkThread:
             inventory=config.inventory,
             encrypted=config.key is not None,
             lanes=config.lanes,
+            uplink=config.uplink,
             known=None if config.kept is None else read_known(config.kept, config.coordinator),
             keep=self._keep,
         )

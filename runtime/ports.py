@@ -25,10 +25,13 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """The monotonic time of one process."""
+    """The time of one process: monotonic, but for `minute_of_day`."""
 
     def now(self) -> float:
         """Seconds, from an arbitrary origin."""
+
+    def minute_of_day(self) -> int:
+        """Of the clock on the wall, from 0 to 1439, in local time."""
 
     def call_later(self, delay_s: float, action: Action) -> Timer:
         """Run `action` in the executor's thread after `delay_s` seconds, unless the process ends before."""

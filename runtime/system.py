@@ -27,6 +27,10 @@ class LoopClock:
     def now(self) -> float:
         return time.monotonic()
 
+    def minute_of_day(self) -> int:
+        local = time.localtime()
+        return 60 * local.tm_hour + local.tm_min
+
     def call_later(self, delay_s: float, action: Action) -> Timer:
         if delay_s <= 0:
             return self._loop.call_soon(self._run, action)

@@ -25,6 +25,7 @@ from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
 from farloop.wire.events import SessionEvent
 from farloop.wire.messages import Hello, Message, Offer
 from farloop.wire.session import State
+from farloop.wire.uplink import Uplink
 
 DRAIN_S = 30.0  # for a good-bye to get through
 BUILD_S = 0.2  # to build the model once the run's spec is known
@@ -70,6 +71,10 @@ class SimulatedLink:
         return self._link.num_lanes
 
     @property
+    def uplink(self) -> Uplink | None:
+        return self._link.uplink
+
+    @property
     def flushed(self) -> bool:
         """Whether a Leave was acknowledged, or there is no session."""
         return self._link.state in (None, State.CLOSED)
@@ -108,6 +113,7 @@ class SimulatedNode:
             coordinator="virtual",
             limits=scenario.limits,
             timing=scenario.timing,
+            uplink=scenario.uplink,
             check=True,
         )
         self.link = self._on(link)

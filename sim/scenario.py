@@ -16,6 +16,7 @@ from farloop.coordinator.net.sessions import UNLIMITED, RateLimits
 from farloop.sim.network import LinkConditions
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import PROTOCOL_VERSIONS
+from farloop.wire.uplink import UplinkLimit
 
 
 class Learner(Protocol):
@@ -77,6 +78,7 @@ class Scenario:
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
     rates: RateLimits = UNLIMITED  # how often nodes may ask the coordinator
+    uplink: UplinkLimit = field(default_factory=UplinkLimit)  # what each end may send
     background_share: float = 1.0  # share of the coordinator's uplink that downloads get while updates are sent
     lane_buffer_s: float = math.inf  # a lane of the coordinator is full while this much of the link's time waits in it
     floor_share: float | None = None  # the coordinator's; its own default unless given

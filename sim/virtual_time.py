@@ -111,6 +111,10 @@ class VirtualClock:
     def now(self) -> float:
         return self._process.now
 
+    def minute_of_day(self) -> int:
+        """The simulation begins at midnight."""
+        return int(self._process.now // 60) % 1440
+
     def call_later(self, delay_s: float, action: Action) -> VirtualTimer:
         timer = VirtualTimer(action)
         self._process.after(max(0.0, delay_s), timer.fire)

@@ -72,6 +72,7 @@ class SimulatedCoordinator:
             timing=scenario.timing,
             rates=scenario.rates,
             background_share=scenario.background_share,
+            uplink=scenario.uplink,
             new_token=lambda: next(tokens).to_bytes(16),
             check=True,
         )

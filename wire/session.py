@@ -38,6 +38,7 @@ from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
+from farloop.wire.uplink import Uplink
 
 # --- Handshake: which end may send what, and every change of a session's state
 #
@@ -367,6 +368,7 @@ class Session:
         timing: intervals.
         share: the most bytes that it keeps of blobs that are not expected yet; the whole pool of `limits` if None.
         known: what an earlier session saw of the link.
+        uplink: what this end may send, over all of its sessions.
     """
 
     def __init__(
@@ -378,10 +380,12 @@ class Session:
         timing: Timing | None = None,
         share: Callable[[], int] | None = None,
         known: LinkKnown | None = None,
+        uplink: Uplink | None = None,
     ) -> None:
         self.traffic = Traffic()
         self._limits = limits or Limits()
         self._timing = timing or Timing()
+        self._uplink = uplink
         self._handshake = Handshake(role)
         self._control = ControlStream(self._limits, self._timing, self.traffic, now)
         self._events: list[SessionEvent] = []
@@ -396,6 +400,7 @@ class Session:
             stall_s=None if patient else self._timing.stall_s,
             share=share,
             known=known,
+            uplink=uplink,
             now=now,
         )
         self._peer_early = 0  # what the peer's Hello says
@@ -473,7 +478,12 @@ class Session:
 
     def background_waits(self, now: float) -> bool:
         """Whether `outgoing` would have a chunk of a background blob, and of no other."""
-        return self.state is State.OPEN and len(self._lanes) > 0 and self._transfers.background_waits(now)
+        return self.blob_waits(now) is True
+
+    def blob_waits(self, now: float) -> bool | None:
+        """Whether `outgoing` would have a chunk, but for the uplink's limit: True of a background blob, False of
+        another, None for none."""
+        return self._transfers.waits(now) if self.state is State.OPEN and len(self._lanes) > 0 else None
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
         """Send the Offer, and the bytes as the session's windows and the peer's Credit allow: those of a `background`
@@ -585,7 +595,7 @@ class Session:
             raise LocalProtocolError("nodes open lanes")
         told = number if self._handshake.max_lanes > 1 else 0
         parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token, told)
-        self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
+        self._control_sent(parts)
         return parts
 
     def receive(self, lane: int, parts: Sequence[Buffer], now: float) -> None:
@@ -750,11 +760,20 @@ class Session:
     def _control_frame(self, seq: int, body: bytes) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = ControlFrame(run=run, epoch=epoch, seq=seq, ack=self._control.received, body=body).parts()
-        self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
+        self._control_sent(parts)
         return 0, parts
+
+    def _control_sent(self, parts: list[Buffer]) -> None:
+        num_bytes = self.traffic.wire_bytes(parts)
+        self.traffic.sent_control.add(num_bytes)
+        if self._uplink is not None:
+            self._uplink.sent(num_bytes)
 
     def _bulk_frame(self, lane: int, blob: BlobId, offset: int, chunk: memoryview) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=offset, chunk=chunk).parts()
-        self.traffic.sent_blobs[blob.kind].add(self.traffic.wire_bytes(parts))
+        num_bytes = self.traffic.wire_bytes(parts)
+        self.traffic.sent_blobs[blob.kind].add(num_bytes)
+        if self._uplink is not None:
+            self._uplink.sent(num_bytes)
         return lane, parts

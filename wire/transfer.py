@@ -28,6 +28,7 @@ from farloop.wire.meter import Meter
 from farloop.wire.outgoing import Flight, LinkKnown, Outgoing
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
+from farloop.wire.uplink import Uplink
 
 # --- The receiver of a blob
 
@@ -131,17 +132,21 @@ class Transfers:
         stall_s: float | None = None,
         share: Callable[[], int] | None = None,
         known: LinkKnown | None = None,
+        uplink: Uplink | None = None,
         now: float = 0.0,
     ) -> None:
         """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever.
         `stall_s`: how long the peer may take nothing of what is sent to it; None: for ever.
         `share`: the most bytes to keep of blobs that are not expected yet; None: the whole pool.
-        `known`: what an earlier session saw of the link."""
+        `known`: what an earlier session saw of the link.
+        `uplink`: what this end may send."""
         self._limits, self._idle_s, self._stall_s = limits, idle_s, stall_s
         self._timing = timing
         self._traffic = traffic
         self._emit = emit
         self._say = say
+        self._uplink = uplink
+        self._held_until: float | None = None  # when the uplink takes the chunk that waits for it
         self._windowed = True  # whether the session has the windows of version 5; see `agreed`
         self._flight = Flight(timing, known, now)
         self._peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
@@ -238,10 +243,11 @@ class Transfers:
         """... and of the others."""
         return sum(outgoing.in_flight for outgoing in self._outgoing.values() if outgoing.background)
 
-    def background_waits(self, now: float) -> bool:
-        """Whether a background blob could go on now, and no other could."""
-        found, _ = self._next(now, background=True)
-        return found is not None and found[0].background
+    def waits(self, now: float) -> bool | None:
+        """Whether a blob could go on now: True for a background one while no other could, False for one that is not,
+        None for none."""
+        found = self._next(now, background=True)
+        return None if found is None else found[0].background
 
     def begin(self, blob: BlobId, source: BlobSource, *, pushed: bool, background: bool = False) -> None:
         """Send `blob`: at once within the early window, but for a `background` one; the rest when a Credit comes."""
@@ -363,10 +369,11 @@ class Transfers:
 
         A background blob has its turn, if at all, when no other has credit.
         """
-        found, held = self._next(now, background=background)
+        found, self._held_until = self._next(now, background=background), None
+        if found is not None and self._uplink is not None and not self._uplink.allows(now):
+            self._held_until = self._uplink.free_at
+            return None
         if found is None:
-            if not held:
-                self._flight.ran_dry(now)
             return None
         outgoing, num_bytes = found
         lane = self.lanes.first(num_bytes, full)
@@ -377,9 +384,8 @@ class Transfers:
         self._outgoing.move_to_end(outgoing.blob)
         return lane.number, outgoing.blob, *chunk
 
-    def _next(self, now: float, *, background: bool) -> tuple[tuple[Outgoing, int] | None, bool]:
-        """The blob whose turn it is, with the bytes of its next chunk. Where there is none, whether one is held back at
-        this end, by the flight window or because it is in the background."""
+    def _next(self, now: float, *, background: bool) -> tuple[Outgoing, int] | None:
+        """The blob whose turn it is, with the bytes of its next chunk."""
         blobs, held = self._outgoing.values(), False
         window = self._flight.window(self._peer_early, now)
         chunk_bytes = self._chunk_bytes(window)
@@ -401,11 +407,19 @@ class Transfers:
             if full or (outgoing.background and not background):
                 held = True
             else:
-                return (outgoing, num_bytes), False
-        return None, held
+                return outgoing, num_bytes
+        if not held:  # at this end, by the flight window or because it is in the background
+            self._flight.ran_dry(now)
+        return None
 
     def _chunk_bytes(self, window: int) -> int:
-        """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns."""
+        """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns. A limit
+        of the uplink makes them smaller."""
+        num_bytes = self._link_chunk_bytes(window)
+        most = None if self._uplink is None else self._uplink.chunk_bytes
+        return num_bytes if most is None else min(num_bytes, most)
+
+    def _link_chunk_bytes(self, window: int) -> int:
         if self._limits.chunk_bytes is not None:
             return self._limits.chunk_bytes
         if not self._windowed:
@@ -421,7 +435,8 @@ class Transfers:
         stalls = [self._stalls_at] if self._stalls_at is not None else []
         credits = [incoming.due_at for incoming in self._incoming.values() if incoming.due_at is not None]
         idle = [self._idle_at(incoming) for incoming in self._patient()]
-        return min([*rewinds, *stalls, *credits, *idle], default=None)
+        held = [self._held_until] if self._held_until is not None else []
+        return min([*rewinds, *stalls, *credits, *idle, *held], default=None)
 
     def handle_timer(self, now: float) -> None:
         """Rewind every blob that was sent and whose time is up; decline every expected one that stands still; report

@@ -21,6 +21,7 @@ from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.reasons import LimitReached, LocalProtocolError, OutOfBounds, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
+from farloop.wire.uplink import Uplink, UplinkLimit
 
 _log = logging.getLogger(__name__)
 
@@ -154,18 +155,22 @@ class SessionRouter:
         background_share: float = SHARE,
         turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
         new_token: Callable[[], bytes] | None = None,
+        uplink: UplinkLimit | None = None,
         check: bool = False,
     ) -> None:
         """`check` asserts the sessions' invariants and raises unexpected errors, for tests and simulations.
 
         `turned_away` is called for every peer and frame that is rejected: the reason, and the key or address.
+        `uplink`: what this end may send, over all sessions.
         """
         self._socket, self._clock, self._on_event = socket, clock, on_event
         self._turned_away, self._check = turned_away, check
-        self._peers = Peers(rates or RateLimits(), limits, timing, turned_away, new_token)
+        self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
+        self._peers = Peers(rates or RateLimits(), limits, timing, turned_away, new_token, self.uplink)
         self._egress = Egress(clock.now(), background_share)
-        self._background: OrderedDict[int, Peer] = OrderedDict()
-        """Sessions with a background blob to send, in the order of their turns."""
+        self._paced: OrderedDict[int, Peer] = OrderedDict()
+        """Sessions with a background blob to send, or where the uplink has a limit with any blob, in the order of their
+        turns."""
         self._timer: Timer | None = None
         self._fires_at = 0.0  # when `_timer` is due
         self._probe: Timer | None = None
@@ -225,7 +230,7 @@ class SessionRouter:
             peer.session.check()
         if peer.session.state is State.CLOSED:
             self._part(peer)
-        self._send_background(self._clock.now())
+        self._send_paced(self._clock.now())
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None:
         """End a session without a message."""
@@ -332,7 +337,8 @@ class SessionRouter:
         self._report(peer)
         session, now = peer.session, self._clock.now()
         while not self._is_held_up(peer):
-            frames = session.outgoing(now, background=False, full=self._full(peer))
+            chunks = 8 if self.uplink is None else 0  # else the sessions take turns
+            frames = session.outgoing(now, max_chunks=chunks, background=False, full=self._full(peer))
             for lane, parts in frames:
                 self._transmit(peer, lane, parts)
             if not frames or not any(lane > 0 for lane, _ in frames):
@@ -376,7 +382,7 @@ class SessionRouter:
         self._report_end(peer, SessionClosed(reason=Reason.FAULT, detail=Reason.FAULT.sentence))
         self._peers.forget(peer)
         self._egress.gone(peer.number)
-        self._background.pop(peer.number, None)
+        self._paced.pop(peer.number, None)
 
     def _end(self, peer: Peer, reason: Reason, detail: str) -> None:
         """End a session now. Its node is told why if possible, without waiting for its acknowledgement."""
@@ -426,10 +432,10 @@ class SessionRouter:
             peer.session.close(Reason.CLOSED, "the node's connection is gone")
         return sent is not Sent.FULL
 
-    # Background blobs.
+    # Blobs that are paced.
 
     def _measure(self, peer: Peer, now: float) -> None:
-        """See what the peer has acknowledged, and whether it has background blobs to send."""
+        """See what the peer has acknowledged, and whether it has paced blobs to send."""
         session, arrived, live = peer.session, peer.session.traffic.arrived_bytes, peer.session.live_in_flight
         if arrived > peer.arrived_bytes:
             self._egress.arrived(arrived - peer.arrived_bytes, now)
@@ -439,36 +445,48 @@ class SessionRouter:
         if background or peer.background_bytes:
             self._egress.background(peer.number, background, moved=background != peer.background_bytes, now=now)
         peer.arrived_bytes, peer.live_bytes, peer.background_bytes = arrived, live, background
-        if session.background_waits(now):
-            self._background.setdefault(peer.number, peer)
+        if self._is_paced(session.blob_waits(now)):
+            self._paced.setdefault(peer.number, peer)
 
-    def _send_background(self, now: float) -> None:
-        """Send background chunks as far as the pacing allows, one of each session in turn."""
-        sent = True
-        while sent:
+    def _is_paced(self, background: bool | None) -> bool:
+        """Whether a chunk waits that its session does not send by itself. `background`: see `Session.blob_waits`."""
+        return background is True or (background is False and self.uplink is not None)
+
+    def _send_paced(self, now: float) -> None:
+        """Send paced chunks as far as the pacing allows, one of each session in turn."""
+        sent = bool(self._paced)
+        while sent and (self.uplink is None or self.uplink.allows(now)):
             sent = False
-            for number, peer in list(self._background.items()):
+            for number, peer in list(self._paced.items()):
                 with self._contained(peer):
-                    sent = self._send_background_of(peer, now) or sent
+                    sent = self._send_paced_of(peer, now) or sent
                 if peer.session.state is State.CLOSED:
-                    self._background.pop(number, None)
+                    self._paced.pop(number, None)
                     self._part(peer)
-        if self._background:
-            self._arm(now + max(BACKGROUND_S, self._egress.wait_s(now)))
+        if self._paced:
+            free_at = now + self._egress.wait_s(now) if self.uplink is None else self.uplink.free_at
+            self._arm(max(now + BACKGROUND_S, free_at))
 
-    def _send_background_of(self, peer: Peer, now: float) -> bool:
+    def _send_paced_of(self, peer: Peer, now: float) -> bool:
         """Send one chunk, if it may leave now. Returns whether it did."""
-        if not peer.session.background_waits(now):
-            self._background.pop(peer.number, None)
-        elif peer.number in self._background and self._egress.allows(peer.number, now) and not self._is_held_up(peer):
-            self._background.move_to_end(peer.number)
+        background = peer.session.blob_waits(now)
+        if not self._is_paced(background):
+            self._paced.pop(peer.number, None)
+        elif peer.number in self._paced and self._may_leave(peer, now, bool(background)) and not self._is_held_up(peer):
+            self._paced.move_to_end(peer.number)
             for lane, parts in peer.session.outgoing(now, max_chunks=1, full=self._full(peer)):
-                self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
+                if background:
+                    self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
                 self._transmit(peer, lane, parts)
             self._measure(peer, now)
             self._arm_for(peer)
             return True
         return False
+
+    def _may_leave(self, peer: Peer, now: float, background: bool) -> bool:
+        if self.uplink is not None and not self.uplink.allows(now):
+            return False
+        return not background or self._egress.allows(peer.number, now)
 
     # Timers: one is armed, for the earliest session that is due.
 
@@ -493,7 +511,7 @@ class SessionRouter:
             if peer.due is not None and peer.due <= now:
                 with self.working_for(peer) as session:
                     session.handle_timer(now)
-        self._send_background(now)
+        self._send_paced(now)
         due = [peer.due for peer in self._peers if peer.due is not None]
         if due:
             self._arm(min(due))

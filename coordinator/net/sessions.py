@@ -17,6 +17,7 @@ from farloop.wire.messages import Hello, LaneHello, Refused, Role, decode, encod
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason, RemoteProtocolError
 from farloop.wire.session import Session
+from farloop.wire.uplink import Uplink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +217,12 @@ class Peers:
         timing: Timing,
         turned_away: Callable[[Reason, str], None],
         new_token: Callable[[], bytes] | None = None,
+        uplink: Uplink | None = None,
     ) -> None:
         """`turned_away` is called with the reason and the sender of every first frame that is rejected."""
         self.rates = RateLimiter(rates)
         self._limits, self._timing, self._turned_away = limits, timing, turned_away
+        self._uplink = uplink
         self._new_token = new_token or partial(secrets.token_bytes, 16)
         self._peers: dict[int, Peer] = {}
         self._lanes: dict[Route, Lane] = {}
@@ -349,6 +352,7 @@ class Peers:
             timing=self._timing,
             share=self._early_share,
             known=self._known.get(who),
+            uplink=self._uplink,
         )
         session.traffic.curve = owner is not None
         token, counted_as = self._new_token(), address or who

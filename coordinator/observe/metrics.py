@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.algo.terms import Terms
 from farloop.coordinator.net.sessions import Peer
-from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus
+from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus, UplinkStatus
 from farloop.wire.reasons import Reason
 from farloop.wire.traffic import Traffic
 
@@ -168,6 +168,11 @@ class Metrics:
         self.egress_cost = counter(
             "farloop_egress_cost", "Cost of the bytes that left the coordinator and the nodes.", ["node"]
         )
+        self._uplink_limit = gauge(
+            "farloop_uplink_limit_bytes_per_second", "Most that the coordinator sends now; 0: no limit."
+        )
+        self._uplink_held = counter("farloop_uplink_held_seconds", "Time in which blobs waited for that limit.")
+        self._uplink_held_s = 0.0
         self.storage_free = gauge("farloop_storage_free_bytes", "Free on the file system of the state folder.")
         self.storage_size = gauge("farloop_storage_size_bytes", "Size of the file system of the state folder.")
         self.storage_held = gauge(
@@ -273,6 +278,12 @@ class Metrics:
     def saw_links(self, inventory: InventoryStatus) -> None:
         """What is known of the links now; of those that nobody knows any more, nothing."""
         self._links.saw(inventory)
+
+    def saw_uplink(self, uplink: UplinkStatus) -> None:
+        """The limit on what is sent, and how long blobs have waited for it."""
+        self._uplink_limit.set(uplink["bytes_per_s"] or 0.0)
+        self._uplink_held.inc(uplink["held_s"] - self._uplink_held_s)
+        self._uplink_held_s = uplink["held_s"]
 
     def saw_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
         """Who is slow or hangs now, as (kind, node)."""

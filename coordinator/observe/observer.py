@@ -4,6 +4,7 @@ Reads the machine and decides nothing.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -46,6 +47,7 @@ from farloop.monitoring.status_summary import doing, named, standing
 from farloop.wire import messages as msg
 from farloop.wire.messages import moved_by
 from farloop.wire.reasons import Reason
+from farloop.wire.uplink import Uplink
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Observer(executor.Observer):
         self.copies: Callable[[], CopyStatus] | None = None  # status of copies, if any
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """Status of machines and links."""
+        self.uplink: Uplink | None = None  # the limit on what is sent, if there is one
         self.watch: Callable[[], WatchStatus] | None = None  # status of slow nodes and links
         self.joined = False  # whether the run can make progress: at least one node is connected
         self._store, self._metrics, self._hold = store, metrics, hold
@@ -226,6 +229,10 @@ class Observer(executor.Observer):
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())
             self._metrics.saw_links(status["inventory"])
+        if (uplink := self.uplink) is not None:
+            rate = uplink.bytes_per_s if math.isfinite(uplink.bytes_per_s) else None
+            status["uplink"] = {"bytes_per_s": rate, "quiet": uplink.is_quiet, "held_s": uplink.held_s}
+            self._metrics.saw_uplink(status["uplink"])
         if self.watch is not None:
             status["watch"] = self.watch()
         self._metrics.count_samples(machine.ledger.leases.fates())

@@ -12,6 +12,7 @@ from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import PROTOCOL_VERSIONS, Message, Offer, Role, Welcome
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.session import Session, State
+from farloop.wire.uplink import Uplink
 
 WELCOME = Welcome(
     protocol=1, epoch=3, spec=plain_spec(), lane_token=b"one-time token", versions=(0,), windows=(), rounds=()
@@ -54,11 +55,13 @@ def opened(
     *,
     protocol: int = PROTOCOL_VERSIONS[1],
     known: Sequence[LinkKnown | None] = (None, None),
+    uplinks: Sequence[Uplink | None] = (None, None),
 ) -> tuple[Session, Session]:
-    """A node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say. `known`: of either's link."""
+    """A node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say. `known`: of either's link.
+    `uplinks`: what either may send."""
     node, coordinator = (
-        Session(role, 0.0, limits=limits, timing=timing, known=seen)
-        for role, seen in zip((Role.NODE, Role.COORDINATOR), known, strict=True)
+        Session(role, 0.0, limits=limits, timing=timing, known=seen, uplink=uplink)
+        for role, seen, uplink in zip((Role.NODE, Role.COORDINATOR), known, uplinks, strict=True)
     )
     node.send(PLAIN_HELLO, 0.0)
     for lane, parts in node.outgoing(0.0):

@@ -127,6 +127,9 @@ def test_warnings_and_changed_terms_that_fold_leave_less_room_for_nodes(width: i
 def test_what_is_not_there_is_left_out_and_what_does_not_fit_is_counted() -> None:
     assert "waiting for the coordinator" in picture(None)
     assert "windows" not in picture(statuses.waiting(), 80) and "revision" not in picture(statuses.status())
+    limited = statuses.status() | {"uplink": {"bytes_per_s": 250_000.0, "quiet": True, "held_s": 42.0}}
+    assert "at most 2 Mbit/s in quiet hours  transfers have waited 42s for it" in picture(cast(Status, limited))
+    assert "uplink" not in picture(statuses.status())
     text = picture(statuses.status(nodes=[statuses.node(f"n{index}") for index in range(12)]), max_nodes=5)
     assert "n4" in text and "n5" not in text and "and 7 more" in text
     assert "nothing is known yet" in network(None)

@@ -33,6 +33,7 @@ from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Refused, Role, Welcome, decode
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
+from farloop.wire.uplink import UplinkLimit
 
 DATA = bytes(1000)
 WELCOME = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"", versions=(0,), windows=(), rounds=())
@@ -82,7 +83,7 @@ class Wire:
 class Hall(VirtualHost):
     """A router with the nodes a and b, and what their sessions reported."""
 
-    def __init__(self, limits: Limits | None = None, *, keys: bool = False) -> None:
+    def __init__(self, limits: Limits | None = None, *, keys: bool = False, uplink: UplinkLimit | None = None) -> None:
         super().__init__()
         self.wire = Wire()
         self.wire.authenticates = keys
@@ -93,6 +94,7 @@ class Hall(VirtualHost):
             on_event=self.on_event,
             limits=limits or Limits(),
             timing=Timing(),
+            uplink=uplink,
             turned_away=lambda reason, who: self.away.append(reason),
         )
         self.peers: dict[str, Peer] = {}
@@ -222,7 +224,7 @@ def delta(name: str) -> BlobId:
 
 CALLS = [
     "receive", "send", "send_blob", "push_blob", "expect", "cancel", "events", "outgoing", "next_timer", "handle_timer",
-    "speak", "background_waits", "live_in_flight", "background_in_flight",
+    "speak", "blob_waits", "live_in_flight", "background_in_flight",
 ]  # fmt: skip
 ERRORS: list[Callable[[str], Exception]] = [
     RuntimeError, KeyError, LocalProtocolError, LimitReached, RemoteProtocolError
@@ -318,6 +320,33 @@ def test_a_first_frame_that_cannot_be_handled_is_ignored(hall: Hall, monkeypatch
         patch.setattr(hall.link._peers, "meet", None)
         hall.link.on_frame("stranger", [b"?"], From())
     assert hall.away == [Reason.FAULT] and hall.ends == []
+
+
+def test_sessions_share_a_limited_uplink_by_turns_and_snapshots_come_last() -> None:
+    """Neither is served first because it is the first of the list; and control does not wait for its turn."""
+    rate, data = 125_000.0, bytes(120_000)
+    hall = Hall(uplink=UplinkLimit(bytes_per_s=rate))
+    began = hall.process.now
+    for name, peer in hall.peers.items():
+        with hall.link.working_for(peer) as session:
+            snapshot = BlobId(kind=BlobKind.SNAPSHOT, fragment=0, version=1)
+            session.send_blob(Offer(blob=snapshot, size=len(data), digest=1), BytesSource(data), background=True)
+            for version in (1, 2):
+                session.send(dataclasses.replace(committed(version), size=len(data), digest=blob_digest(data)), 0.0)
+                session.push_blob(update(version), BytesSource(data))
+        assert len(hall.wire.sent[f"{name}0"]) == 3, "the Offer and both Committed"
+        hall.nodes[name].expect(snapshot, len(data), 1, None, 0.0)
+    bulk = dict.fromkeys("ab", 0)
+    while len(hall.sent) < 6:
+        for name in bulk:
+            bulk[name] += sum(len(chunk) for _, chunk in hall.wire.sent.get(f"{name}1", []))
+        assert sum(bulk.values()) <= rate * (hall.process.now - began) + 0.1 * rate
+        assert abs(bulk["a"] - bulk["b"]) <= 0.1 * rate
+        hall.turn()
+        hall.pass_time(0.02)
+    assert [blob.kind for _, blob in hall.sent] == [BlobKind.UPDATE] * 4 + [BlobKind.SNAPSHOT] * 2
+    assert hall.process.now - began == pytest.approx(6 * len(data) / rate, rel=0.1)
+    assert hall.link.uplink is not None and hall.link.uplink.held_s > 5.0 and hall.ends == []
 
 
 def test_each_session_has_its_timers_on_time(hall: Hall) -> None:

@@ -41,7 +41,7 @@ class Link:
     def __init__(self) -> None:
         self.sent: list[msg.Message] = []
         self.offers: list[msg.Offer] = []
-        self.moved, self.num_lanes = Traffic(), 0
+        self.moved, self.num_lanes, self.uplink = Traffic(), 0, None
         self.on_offer: Callable[[], None] = lambda: None
 
     def start(

@@ -16,6 +16,7 @@ from farloop.quant.digest import digest
 from farloop.sim import world
 from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.world import Stuck
+from farloop.wire.uplink import UplinkLimit
 
 METHODS = ("diloco", "streaming", "data-parallel")
 A, B = NodeId("a"), NodeId("b")
@@ -153,3 +154,17 @@ def test_gradients_are_clipped_as_the_library_does(method: str) -> None:
     (start,) = run(Scenario(terms=terms, inner="sgd")).nodes[A]
     for before, after in itertools.pairwise(start.diary.weights[:3]):
         assert float((after - before).norm()) == pytest.approx(terms.schedule.lr.peak * 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_with_limited_uplinks_and_quiet_hours_is_slower_and_otherwise_the_same(method: str) -> None:
+    """What is held back is late, and no error: no session ends, and nothing is dropped. The quiet minute is the
+    first of the simulation."""
+    terms = terms_of(method, steps=40 if method == "data-parallel" else 120, outer_momentum=0.5)
+    limit = UplinkLimit(bytes_per_s=20_000.0, quiet_hours=(0, 1), quiet_bytes_per_s=2_000.0)
+    free, limited = (run(Scenario(terms=terms, uplink=uplink)) for uplink in (UplinkLimit(), limit))
+    limited.check()
+    assert limited.versions == free.versions
+    assert limited.seconds > 1.5 * free.seconds and limited.lost == ()
+    assert not any(commit.drops for commit in limited.commits)
+    assert all(start.stopped_by is None for starts in limited.nodes.values() for start in starts)

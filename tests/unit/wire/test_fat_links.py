@@ -5,10 +5,11 @@ A share is the blob's time at the pipe's rate ÷ the time until its receiver has
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import pytest
-from session_pairs import delta, opened
+from session_pairs import delta, opened, update
 
 from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BytesSource, Ranges
@@ -16,8 +17,9 @@ from farloop.wire.events import BlobReceived, MessageReceived
 from farloop.wire.frames import Buffer, parse_bulk
 from farloop.wire.limits import Limits
 from farloop.wire.link_measurement import DIGEST, Sink
-from farloop.wire.messages import Committed, Offer, Role, update_id
+from farloop.wire.messages import Committed, Finished, Offer, Role, update_id
 from farloop.wire.outgoing import LinkKnown
+from farloop.wire.uplink import Uplink, UplinkLimit
 
 MBIT = 1e6 / 8
 MB = 1_000_000
@@ -28,16 +30,23 @@ class IdealPipe:
     but with its lane."""
 
     def __init__(
-        self, *lanes_mbit: float, rtt_s: float, protocol: int = 5, known: Sequence[LinkKnown | None] = (None, None)
+        self,
+        *lanes_mbit: float,
+        rtt_s: float,
+        protocol: int = 5,
+        known: Sequence[LinkKnown | None] = (None, None),
+        uplinks: Sequence[Uplink | None] = (None, None),
     ) -> None:
         self.lanes = {number: mbit * MBIT for number, mbit in enumerate(lanes_mbit, start=1)}
         self.delay_s, self.now = rtt_s / 2, 0.0
-        node, coordinator = opened(protocol=protocol, known=known)
+        node, coordinator = opened(protocol=protocol, known=known, uplinks=uplinks)
         self.ends = {Role.NODE: node, Role.COORDINATOR: coordinator}
         for lane in [*self.lanes][1:]:
             for end in self.ends.values():
                 end.lane_opened(lane)
         self.received: set[BlobId] = set()
+        self.left: list[tuple[float, Role, int]] = []
+        """When each frame was sent, to whom, and its bytes."""
         self.again = 0
         """Bytes of blobs that were sent more than once."""
         self.lost = 0
@@ -85,7 +94,8 @@ class IdealPipe:
                 for lane, parts in frames:
                     self._send(other, lane, parts)
         timers = [end.next_timer() for end in self.ends.values()] + [self.dies[0] if self.dies else None]
-        self.now = max(self.now, min([time for time in timers if time is not None] + [self._air[0][0]]))
+        timers += [self._air[0][0]] if self._air else []
+        self.now = max(self.now, min(time for time in timers if time is not None))
         if self.dies is not None and self.now >= self.dies[0]:
             (_, dead), self.dies = self.dies, None
             self._air = [frame for frame in self._air if frame[3] != dead]
@@ -103,6 +113,7 @@ class IdealPipe:
 
     def _send(self, to: Role, lane: int, parts: list[Buffer]) -> None:
         at = self.now
+        self.left.append((at, to, sum(map(len, parts))))
         if lane:
             took_s = sum(map(len, parts)) / self.lanes[lane]
             at = self._free_at[to, lane] = max(self.now, self._free_at.get((to, lane), 0.0)) + took_s
@@ -200,3 +211,36 @@ def test_on_a_thin_link_control_waits_behind_little_of_the_blobs(up: bool) -> No
     pipe.longest_queue_s = 0.0
     assert pipe.share(2, MB, up=up, at_once=4) > 0.9
     assert pipe.longest_queue_s < 0.6
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("mbit", [0.1, 2.0, 20.0])
+def test_an_uplink_with_a_limit_sends_at_its_rate_and_never_above(mbit: float, up: bool) -> None:
+    """... and the chunks of several blobs, the announcements and the Credits of what comes the other way are in it."""
+    limit, num_bytes = UplinkLimit(bytes_per_s=mbit * MBIT), int(mbit * MBIT)
+    uplinks = [Uplink(limit, lambda: 0, 0.0) if up == is_node else None for is_node in (True, False)]
+    pipe = IdealPipe(200.0, rtt_s=0.1, uplinks=uplinks)
+    assert pipe.share(1, num_bytes, up=up, at_once=3) * 200.0 == pytest.approx(mbit, rel=0.12)
+    pipe.share(9, MB, up=not up)
+    away = [(at, sent) for at, to, sent in pipe.left if to is (Role.COORDINATOR if up else Role.NODE)]
+    burst, total = max(0.1 * limit.bytes_per_s, 0.05 * limit.bytes_per_s + 4096), 0
+    starts = [at * limit.bytes_per_s for at, _ in away]
+    least = math.inf  # of what was sent before a moment, less what the rate gives until then
+    for (_, sent), start in zip(away, starts, strict=True):
+        least = min(least, total - start)
+        total += sent
+        assert total - start - least <= burst + 1000, "no control message is as large"
+
+
+def test_control_leaves_at_once_while_the_uplink_holds_blobs_back() -> None:
+    uplink = Uplink(UplinkLimit(bytes_per_s=12_500.0), lambda: 0, 0.0)
+    _, coordinator = opened(uplinks=(None, uplink))
+    coordinator.push_blob(update(), BytesSource(bytes(MB)))
+    coordinator.outgoing(0.0)
+    assert not uplink.allows(0.0) and not any(lane for lane, _ in coordinator.outgoing(0.0))
+    coordinator.send(Finished(), 0.0)
+    assert [lane for lane, _ in coordinator.outgoing(0.0)] == [0]
+    due = coordinator.next_timer()
+    assert due == uplink.free_at, "and the chunk that waits has a timer"
+    coordinator.handle_timer(due)
+    assert any(lane for lane, _ in coordinator.outgoing(due))

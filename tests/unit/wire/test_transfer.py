@@ -769,11 +769,11 @@ def test_a_background_blob_has_its_turn_when_no_other_has_credit() -> None:
     end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
     end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
     end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
-    assert not end.transfers.background_waits(0.0)
+    assert not end.transfers.waits(0.0)
     assert end.sent(4) == [(2, 0, 400), (2, 400, 400), (2, 800, 200), (9, 0, 400)]
-    assert end.transfers.background_waits(0.0)
+    assert end.transfers.waits(0.0)
     end.transfers.credited(Credit(blob=update(1), received=0, limit=400), 0.0)
-    assert not end.transfers.background_waits(0.0)
+    assert not end.transfers.waits(0.0)
     assert end.sent() == [(1, 0, 400), (9, 400, 400), (9, 800, 200)]
 
 
