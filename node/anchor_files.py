@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from farloop.node.state_dir import sync_folder
+from farloop.runtime.system import DIRECT_BYTES, DIRECT_PAGE, write_direct, yield_cores
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ class AnchorFiles:
     def __init__(self, folder: Path, submit: Submit | None = None) -> None:
         """`submit` runs a job outside the training thread, after those before it; in a thread unless given."""
         self._folder = folder
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="anchors") if submit is None else None
+        self._pool = (
+            ThreadPoolExecutor(1, thread_name_prefix="anchors", initializer=yield_cores) if submit is None else None
+        )
         self._submit = submit or self._in_thread
         self._anchors: dict[int, Head] = {}  # newest complete file of each fragment
         self._updates: dict[int, list[Head]] = {}  # that follow it without a gap
@@ -315,6 +318,9 @@ def _read_head(path: Path) -> Head | None:
 
 def _write_all(file: int, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data)
+    if len(view) >= DIRECT_BYTES and at % DIRECT_PAGE == 0:
+        written = write_direct(file, view, at)
+        view, at = view[written:], at + written
     while len(view):
         written = os.pwrite(file, view, at)
         view, at = view[written:], at + written

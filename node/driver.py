@@ -15,7 +15,7 @@ from farloop.node.errors import Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
-from farloop.runtime.system import ThreadWorker
+from farloop.runtime.system import ThreadWorker, yield_cores
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -57,7 +57,7 @@ class Driver:
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while training waits here
         self.failed = False  # an error has ended training, and the coordinator was told
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
-        self._worker = ThreadWorker("codec", self._inbox.put)
+        self._worker = ThreadWorker("codec", self._inbox.put, yield_cores)
         self.executor = NodeExecutor(
             name,
             inbox=self._inbox,

@@ -2,17 +2,20 @@
 
 import asyncio
 import ctypes
+import errno
 import fcntl
+import mmap
 import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from farloop.runtime.ports import Action, T, Timer
 
@@ -50,10 +53,11 @@ class LoopClock:
 class ThreadWorker:
     """One thread. What became of a job is handed to `post`, which runs it in the executor's thread."""
 
-    def __init__(self, name: str, post: Callable[[Action], object]) -> None:
-        """`post` may be called from any thread: `loop.call_soon_threadsafe`, or the `put` of an inbox."""
+    def __init__(self, name: str, post: Callable[[Action], object], begin: Callable[[], object] = lambda: None) -> None:
+        """`post` may be called from any thread: `loop.call_soon_threadsafe`, or the `put` of an inbox. `begin` is
+        called in the thread before its first job."""
         self._post = post
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
         self.seconds = 0.0  # that the thread has worked; written by it alone
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
@@ -75,6 +79,55 @@ class ThreadWorker:
             return job()
         finally:
             self.seconds += time.perf_counter() - started
+
+
+def yield_cores() -> None:
+    """Let the threads of normal priority go first from now on where cores are short (nice 10). Of the calling thread:
+    only Linux has a priority for each."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+DIRECT_BYTES: Final = 1 << 20  # what is larger goes to the disk without the page cache
+DIRECT_PAGE: Final = 4096
+_STAGE_BYTES: Final = 1 << 20  # copying so much holds the interpreter's lock for less than a millisecond
+_CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})  # the file system has no such call
+_staging = threading.Lock()
+_stages: list[mmap.mmap] = []  # page-aligned memory, made at first use
+
+
+def write_direct(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write whole pages at `offset`, a multiple of `DIRECT_PAGE`, past the page cache. Returns how many bytes.
+
+    Pages of the cache are new ones for each append, and what fills them is thrown away unread. The bytes need not be
+    aligned in memory: they are copied to where they are, piece by piece. Fewer bytes, or none, are written where the
+    system or the file system has no direct writes; the rest is to be written as usual. Durable after the next `fsync`,
+    as other writes. Raises OSError: some of the bytes may be there.
+    """
+    if sys.platform != "linux":
+        return 0
+    flags, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return 0
+    try:
+        with _staging:
+            if not _stages:
+                _stages.append(mmap.mmap(-1, _STAGE_BYTES))
+            (stage,) = _stages
+            while size := min(_STAGE_BYTES, (len(data) - written) // DIRECT_PAGE * DIRECT_PAGE):
+                stage[:size] = data[written : written + size]
+                done = os.pwrite(descriptor, memoryview(stage)[:size], offset + written) // DIRECT_PAGE * DIRECT_PAGE
+                if not done:
+                    break
+                written += done
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return written
 
 
 def hold(descriptor: int) -> None:

@@ -4,10 +4,8 @@ import errno
 import fcntl
 import io
 import json
-import mmap
 import os
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
 from farloop.monitoring.descriptors import with_spare
+from farloop.runtime.system import DIRECT_BYTES, DIRECT_PAGE, write_direct
 
 # --- System calls on open files
 
@@ -80,46 +78,6 @@ def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
             written -= len(views.pop(0))
         if views:
             views[0] = views[0][written:]
-
-
-DIRECT_BYTES: Final = 1 << 20  # what is larger goes to the disk without the page cache
-_PAGE: Final = 4096
-_STAGE_BYTES: Final = 4 << 20
-_staging = threading.Lock()
-_stages: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []  # page-aligned memory, made at first use
-
-
-def write_direct(fd: int, path: Path, data: memoryview, offset: int) -> int:
-    """Write whole pages at `offset`, a multiple of the page's size, past the page cache. Returns how many bytes.
-
-    Pages of the cache are new ones for each append, and what fills them is thrown away unread. The bytes need not be
-    aligned in memory: they are copied to where they are, piece by piece. Fewer bytes, or none, are written where the
-    file system has no direct writes; the rest is `write_all`'s. Durable after the next `sync`, as by `write_all`.
-
-    Raises StorageFailed: some of the bytes may be there.
-    """
-    flags, written = fcntl.fcntl(fd, fcntl.F_GETFL), 0
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError:
-        return 0
-    try:
-        with _staging:
-            if not _stages:
-                _stages.append(np.frombuffer(mmap.mmap(-1, _STAGE_BYTES), dtype=np.uint8))
-            (stage,) = _stages
-            while size := min(_STAGE_BYTES, (len(data) - written) // _PAGE * _PAGE):
-                np.copyto(stage[:size], np.frombuffer(data, np.uint8, size, written))
-                done = os.pwrite(fd, stage[:size].data, offset + written) // _PAGE * _PAGE
-                if not done:
-                    break
-                written += done
-    except OSError as error:
-        if error.errno not in _CANNOT:
-            raise StorageFailed(path, f"write: {error.strerror}") from error
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return written
 
 
 def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
@@ -400,12 +358,15 @@ class OsFile(File):
         waiting = list[memoryview]()
         for part in parts:
             view = memoryview(part).cast("B")
-            if len(view) >= DIRECT_BYTES and sys.platform == "linux":
+            if len(view) >= DIRECT_BYTES:
                 start = offset + sum(map(len, waiting))
-                head = -start % _PAGE
+                head = -start % DIRECT_PAGE
                 write_all(self.fd, self.path, [*waiting, view[:head]], offset)
                 offset = start + head
-                written = write_direct(self.fd, self.path, view[head:], offset)
+                try:
+                    written = write_direct(self.fd, view[head:], offset)
+                except OSError as error:
+                    raise StorageFailed(self.path, f"write: {error.strerror}") from error
                 offset, view, waiting = offset + written, view[head + written :], []
             waiting.append(view)
         write_all(self.fd, self.path, waiting, offset)

@@ -1,9 +1,13 @@
 """What this process asks of the system (`runtime/system.py`)."""
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from farloop.runtime.system import ThreadWorker, yield_cores
 
 _FAULTS = """
 import resource, sys
@@ -26,3 +30,16 @@ def test_blocks_that_are_made_and_freed_again_and_again_keep_their_pages() -> No
         for how in ("kept", "returned")
     }
     assert counts["kept"] < 100 < 3000 < counts["returned"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_a_worker_that_yields_has_a_lower_priority_and_others_keep_theirs() -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, found = nice(), list[int]()
+    worker = ThreadWorker("yields", lambda action: action(), yield_cores)
+    worker.submit(nice, found.append, lambda error: None)
+    worker.close()
+    assert found == [max(before, 10)]
+    assert nice() == before

@@ -14,6 +14,7 @@ from disk_faults import refuse
 from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.storage import files
 from farloop.coordinator.storage.files import DISK
+from farloop.runtime.system import DIRECT_BYTES
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def test_large_parts_are_written_past_the_page_cache_to_the_same_bytes(
 
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(fcntl, "fcntl", flag)
-    large = os.urandom(files.DIRECT_BYTES + 5 * 4096 + 77)
+    large = os.urandom(DIRECT_BYTES + 5 * 4096 + 77)
     parts = [b"header", memoryview(bytearray(large))[3:], b"between", large, b"", b"end"]
     expected = b"".join(bytes(part) for part in parts)
     file = DISK.create(tmp_path / "file")
@@ -136,7 +137,7 @@ def test_a_direct_write_that_the_disk_refuses_is_storage_failed(
     monkeypatch.setattr(os, "pwrite", refuse(errno.EIO))
     if has_direct_writes(tmp_path):
         with pytest.raises(StorageFailed, match="write: "):
-            file.write([bytes(files.DIRECT_BYTES * 2)], 0)
+            file.write([bytes(DIRECT_BYTES * 2)], 0)
     file.close()
 
 

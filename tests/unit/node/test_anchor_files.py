@@ -1,5 +1,7 @@
 """Covers `node/anchor_files.py`: what a crash, another run, a full disk and other ranks make of it."""
 
+import errno
+import fcntl
 import logging
 import os
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.quant.digest import digest
+from farloop.runtime.system import DIRECT_BYTES
 
 N = 1024
 WHOLE = ((0, 0, N),)
@@ -116,6 +119,32 @@ def test_ranks_write_their_parts_and_other_ranks_read_theirs(tmp_path: Path) -> 
         part = torch.zeros(count)
         Files(tmp_path).read(3, 7, ((start, 0, count),), part)
         assert torch.equal(part, anchor(7)[start : start + count])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_anchors_and_updates_are_read_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Past the page cache, or where the file system has no such writes; neither ends with a whole page."""
+    if not direct:
+        monkeypatch.setattr(fcntl, "fcntl", lambda fd, what, value=0: no_direct_writes(value))
+    files, numel = AnchorFiles(tmp_path / "anchors", at_once), (DIRECT_BYTES >> 2) * 2 + 321
+    large, update = torch.arange(numel, dtype=torch.float32), bytearray(os.urandom(DIRECT_BYTES + 77))
+    files.begin(3, 7, ((0, 0, numel),), large)
+    assert files.ended()
+    files.finish(head(7, 4 * numel))
+    files.add(head(8, len(update), codec="q4"), update)
+    again, flat = AnchorFiles(tmp_path / "anchors", at_once), torch.zeros(numel)
+    assert again.find() == {3: head(8, len(update), codec="q4")}
+    again.read(3, 7, ((0, 0, numel),), flat)
+    assert torch.equal(flat, large)
+    assert [data for _, data in again.updates(3)] == [update]
+
+
+def no_direct_writes(flags: int) -> int:
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return 0
 
 
 def _found(folder: Path) -> Tensor:
