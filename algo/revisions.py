@@ -118,6 +118,7 @@ def composed(of_window: Terms, of_round: Terms) -> Terms:
 BELONG_TO_WINDOWS: Final = frozenset(
     {
         "tau",
+        "own_tau",
         "mix",
         "codec_up",
         "codec_up_of",
@@ -201,7 +202,8 @@ class Change:
 
 def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
     """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml). What
-    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml.
+    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml. A
+    `tau` that is given holds for all nodes that have none of their own, unless `own_tau` is given too.
 
     Raises:
         ValueError: one of them cannot change, is no such value, or the run cannot have them together; one sentence.
@@ -214,6 +216,8 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
                 changed[term] = given_as(name, text, changed.get(term, terms.value(term)))
             else:
                 changed[name] = _parsed(name, text)
+    if "tau" in changed:
+        changed.setdefault("own_tau", False)
     rate = {name.removeprefix("lr."): changed.pop(name) for name in list(changed) if name.startswith("lr.")}
     after = terms.replace(**changed, lr=dataclasses.replace(terms.schedule.lr, **rate))
     if after == terms:

@@ -84,6 +84,8 @@ class Schedule:
     eager: bool = False  # with a lag: add the own latest delta to the local weights at once
     h_share_of: tuple[tuple[NodeId, float], ...] = field(default=(), metadata=LATER)
     """Shares of a round's steps, below 1, of the nodes that do not run all, ordered by name."""
+    own_tau: bool = field(default=False, metadata=LATER)
+    """A node that was given no overlap of its own chooses one by its link, and begins with `tau`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,7 @@ FLAT: Final[Mapping[str, tuple[str, str]]] = {
         ("outer", "merge"),
         ("inner", "control_variates"),
         ("codecs", "codec_up_of"),
-        ("schedule", "h_share_of"),
+        ("schedule", "h_share_of own_tau"),
     )
     for name in names.split()
 }

@@ -94,6 +94,7 @@ def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
     require(
         0 <= schedule.tau <= most, f"tau is {schedule.tau}; {method.name} with {name} = {shortest} takes 0 to {most}"
     )
+    require(not schedule.own_tau or may_own_tau(terms), "own_tau is true, but these terms need one tau for all nodes")
     _check_lag(method, terms)
     require(
         0.0 <= schedule.mix <= 1.0, f"mix is {schedule.mix}; it lies between 0 (the anchor) and 1 (the local weights)"
@@ -305,6 +306,14 @@ def _known(name: str, names: tuple[str, ...], what: str) -> None:
 def at_most(terms: Terms, slots: int) -> int:
     """Longest overlap that the run's shortest rounds have room for."""
     return max_tau(method_named(terms.method), min(terms.schedule.h, initial_h(terms)), slots)
+
+
+def may_own_tau(terms: Terms) -> bool:
+    """Whether nodes may choose their overlaps: where training waits for updates that are late, and nothing asks for the
+    same one everywhere."""
+    method, schedule = method_named(terms.method), terms.schedule
+    everywhere = "tau" in method.fixed or terms.inner.control_variates or bool(schedule.lag)
+    return not everywhere and schedule.on_late_update == "wait"
 
 
 def check_own_tau(tau: int, terms: Terms, slots: int) -> None:

@@ -258,6 +258,7 @@ def about(view: NodeView) -> Text:
         "sends skipped": node.get("skipped_turns", 0),
     }
     facts[2:2] = [f"{count:,} {what}" for what, count in missed.items() if count]
+    facts[1:1] = [f"τ {node['tau']} by its link"] if "tau" in node else []
     text.append(f"\n{', '.join(facts)}")
     text.append(f"\n{view.now}" if view.now else "")
     return text

@@ -18,7 +18,7 @@ from farloop.algo.sample_order import arrivals
 from farloop.algo.schedule import num_rounds
 from farloop.algo.spec import Fragment, Identity, RunSpec
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
-from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
+from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as, may_own_tau
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import (
     Corpus,
@@ -79,7 +79,8 @@ class RunConfig:
     h_share_of: str | None = None
     """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None
-    """Inner steps between a send and its merge."""
+    """Inner steps between a send and its merge. Where it is open and the method has one above 0, each node chooses its
+    own by its link ([node] `adapt_tau`), and begins with the method's."""
     mix: float | None = None
     """Share of the local weights that a merge keeps, 0 to 1. Default: that of the method, at most 1/nodes."""
     lag: int | None = None
@@ -484,6 +485,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         h_switch=config.h_switch or 0,
         h_share_of=_given_of("h_share_of", config.h_share_of),
     )
+    terms = terms.replace(own_tau=config.tau is None and terms.schedule.tau > 0 and may_own_tau(terms))
     check_learning_rate(terms)
     check_rounds(terms, slots=1)
     outer_steps = num_rounds(terms)

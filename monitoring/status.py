@@ -89,6 +89,7 @@ class NodeStatus(TypedDict):
     quarantine: NotRequired[str]  # why its deltas are measured but not merged; empty if they are merged
     h: NotRequired[int]  # its H in the current round, if it differs from the run's
     codec_up: NotRequired[str]  # its codec, if it differs from the run's
+    tau: NotRequired[int]  # its overlap, if it chooses that by its link
     loss_is: NotRequired[str]  # `nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers
 
 

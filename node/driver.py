@@ -47,7 +47,7 @@ class Driver:
         files: AnchorFiles | None = None,
         save_every: int = 0,
         *,
-        adapt_tau: bool = False,
+        adapt_tau: bool | None = False,
         can_evaluate: bool = True,
         alone: bool = True,
     ) -> None:

@@ -99,7 +99,7 @@ class NodeExecutor:
         fingerprint: str | None = None,
         device: str = "",
         tau: int | None = None,
-        adapt_tau: bool = False,
+        adapt_tau: bool | None = False,
         holds: Part = None,
         files: AnchorFiles | None = None,
         save_every: int = 0,
@@ -119,7 +119,8 @@ class NodeExecutor:
             fingerprint: of the run that is wanted; None takes any.
             device: what the node trains on, for the coordinator's displays.
             tau: the node's own overlap; the run's unless given.
-            adapt_tau: choose the overlap by how long deltas and updates take.
+            adapt_tau: choose the overlap by how long deltas and updates take; None: as the run's terms say, if `tau` is
+                None.
             holds: the node's part of the model; all of it unless given.
             files: where anchors are saved, if anywhere.
             save_every: updates of a fragment between two saved anchors of it.
@@ -127,7 +128,9 @@ class NodeExecutor:
             check: assert the machine's invariants after every event, and that steps lead to nothing where it says so.
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
-        self.machine = NodeMachine(name=name, incarnation=state.incarnation, epoch=state.epoch, tau=tau, holds=holds)
+        self.machine = NodeMachine(
+            name=name, incarnation=state.incarnation, epoch=state.epoch, tau=tau, adapt_tau=adapt_tau, holds=holds
+        )
         self.account = TimeAccount()
         self.metrics = Metrics(name, clock=now)
         self.samples = LeaseCursor()
@@ -137,7 +140,7 @@ class NodeExecutor:
         """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
         self._check, self._saw = check, saw
-        self._adapts, self._overlap = adapt_tau, OverlapChooser(1)
+        self._overlap = OverlapChooser(1)
         self._stages = StageLog()
         self._reports = Reports(
             self.machine, self.account, self.samples, state, device, fingerprint, can_evaluate=can_evaluate
@@ -250,11 +253,24 @@ class NodeExecutor:
             self._variates.stepped(self.machine.lr)
         else:
             self._reports.skipped_steps += 1
-        if self._adapts:
-            step_s = self.account.seconds("training", self._now()) / (self.machine.inner_steps + 1)
-            if (tau := self._overlap.choose(step_s)) is not None and tau != self.machine.tau:
-                self._handle(ev.OverlapChosen(tau=tau))
+        if self.machine.chooses_tau:
+            self._choose_tau()
         self._handle(ev.StepDone(tokens=tokens))
+
+    def _choose_tau(self) -> None:
+        """Choose the overlap again. Unless this node was told to, no longer than a quarter of a round: what is merged
+        later helps less."""
+        machine = self.machine
+        step_s = self.account.seconds("training", self._now()) / (machine.inner_steps + 1)
+        tau = self._overlap.choose(step_s)
+        if tau is None or machine.spec is None:
+            return
+        if machine.tau_is_open:
+            schedule = machine.spec.terms.schedule
+            tau = min(tau, max(schedule.tau, schedule.h // 4))
+        if tau != machine.chosen_tau:
+            _log.info("tau=%d was=%d chosen for this node's link", tau, machine.chosen_tau)
+            self._handle(ev.OverlapChosen(tau=tau))
 
     def go_on(self) -> None:
         """After an inner step whose next one is decided already: take no event."""
@@ -354,8 +370,7 @@ class NodeExecutor:
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
         """In the link's thread."""
-        if self._adapts:
-            self._time_link(event)
+        self._time_link(event)
         if isinstance(event, wire_ev.MessageReceived):
             self._reports.announced.heard(event.message)
             if isinstance(event.message, msg.Start):

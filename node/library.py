@@ -492,7 +492,7 @@ def join(
     http_names: str | None = None,
     link: LinkConfig | None = None,
     tau: int | None = None,
-    adapt_tau: bool = False,
+    adapt_tau: bool | None = None,
     holds: Sequence[int] | None = None,
     timeout_s: float | None = None,
     rate: Whose = "run",
@@ -533,7 +533,8 @@ def join(
         link: limits and timing of the link; address and keys are taken from the arguments above.
         tau: inner steps between a send and its merge on this node; the run's unless given.
         adapt_tau: choose it again at every send: the shortest with which no update comes late because of this node's
-            link, as far as the run's rounds have room for it. It begins with `tau`.
+            link, as far as the run's rounds have room for it. It begins with `tau`. Unless given, it is chosen where
+            neither the run nor `tau` says what it is, and is then at most a quarter of a round.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
             has the parameters of these stages alone, under the names that they have in the whole model. A node without
             stage 0 is granted no samples: its `Node.samples` is empty.

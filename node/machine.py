@@ -40,11 +40,21 @@ class NodeMachine:
     """One node of one run. `waiting` tells what training stands still for, if anything."""
 
     def __init__(
-        self, *, name: NodeId, incarnation: int, epoch: int = 0, tau: int | None = None, holds: Part = None
+        self,
+        *,
+        name: NodeId,
+        incarnation: int,
+        epoch: int = 0,
+        tau: int | None = None,
+        adapt_tau: bool | None = False,
+        holds: Part = None,
     ) -> None:
         """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced.
-        `tau`: the node's own overlap; the run's unless given. `holds`: its part of the model."""
+        `tau`: the node's own overlap; the run's unless given. `adapt_tau`: whether `OverlapChosen` replaces it; None:
+        as the run's terms say, if `tau` is None. `holds`: its part of the model."""
         self.name, self.incarnation, self.tau, self.holds = name, incarnation, tau, holds
+        self._adapts = adapt_tau
+        self.chosen_tau = 0  # the last that was chosen for this node's link; 0 before the first
         self.spec: RunSpec | None = None  # with the terms of the newest revision that was told
         self.revisions: Revisions | None = None  # what windows and rounds run under, once there is a spec
         self.epoch = epoch
@@ -182,7 +192,7 @@ class NodeMachine:
             case ev.StepDone(tokens=tokens):
                 self._step_done(tokens)
             case ev.OverlapChosen(tau=tau):
-                self.tau = tau
+                self.chosen_tau = tau
             case ev.Received(message=message):
                 self._received(message)
             case ev.BlobArrived(blob=blob):
@@ -379,7 +389,8 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        tau = self.schedule.overlap(terms.tau if self.tau is None else self._own_tau(self.tau))
+        own = self.chosen_tau if self.chosen_tau and self.chooses_tau else self.tau
+        tau = self.schedule.overlap(terms.tau if own is None else self._own_tau(own))
         state.sent.append(
             PendingDelta(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
@@ -397,6 +408,17 @@ class NodeMachine:
                 history=self.history,
             )
         )
+
+    @property
+    def tau_is_open(self) -> bool:
+        """Whether neither the run nor this node says what the overlap is, nor this node that it is chosen."""
+        newest = None if self.revisions is None else self.revisions.newest
+        return self._adapts is None and self.tau is None and newest is not None and newest.terms.schedule.own_tau
+
+    @property
+    def chooses_tau(self) -> bool:
+        """Whether the overlap is chosen by what this node's link takes."""
+        return bool(self._adapts) or self.tau_is_open
 
     def _own_tau(self, tau: int) -> int:
         return self.schedule.own_overlap(tau, self._round_terms, self.terms_in(self.schedule.round + 1))

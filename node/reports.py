@@ -297,6 +297,7 @@ class Reports:
             sent=moved.up,
             received=moved.down,
             skipped_steps=self.skipped_steps,
+            tau=machine.chosen_tau if machine.chooses_tau else 0,
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:

@@ -100,9 +100,10 @@ class NodeConfig:
     """CPU threads per process; 0: torch decides."""
     tau: int | None = None
     """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
-    adapt_tau: bool = False
+    adapt_tau: bool | None = None
     """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
-    far as the run's rounds have room for it. It begins with `tau`."""
+    far as the run's rounds have room for it. It begins with `tau`. Default: where `tau` is open here and in the run, up
+    to a quarter of a round."""
     site: str = ""
     """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
     address: str = ""

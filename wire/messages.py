@@ -152,6 +152,8 @@ class Progress(Message):
     """All bytes that it received since its start; None where they are not told by kind."""
     skipped_steps: int = field(default=0, metadata=LATER)
     """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
+    tau: int = field(default=0, metadata=LATER)
+    """Its overlap in inner steps, where it chooses that by its link."""
 
 
 @message(15, Role.NODE, since=1, optional=True)

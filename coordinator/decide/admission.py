@@ -181,7 +181,7 @@ def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | 
 
 _NEVER_NEGATIVE: Final = (
     "position", "round", "tokens_per_s", "compute_share", "blocked_s", "lost_steps", "skipped_turns",
-    "skipped_steps", "sample_watermark", "bytes_up", "bytes_down", "bytes_state",
+    "skipped_steps", "tau", "sample_watermark", "bytes_up", "bytes_down", "bytes_state",
 )  # fmt: skip
 
 

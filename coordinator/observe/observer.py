@@ -345,6 +345,8 @@ class Observer(executor.Observer):
             told["h"] = own
         if codec != ledger.spec.terms.codecs.up:
             told["codec_up"] = codec
+        if progress is not None and progress.tau:
+            told["tau"] = progress.tau
         return told
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:

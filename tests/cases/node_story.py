@@ -47,7 +47,7 @@ class Story:
         anchor_digests: tuple[int, ...] | None = None,
         incarnation: int = 1,
         epoch: int = 0,
-        own_tau: int | None = None,
+        node_tau: int | None = None,
         holds: Part = None,
         **terms: Any,
     ) -> None:
@@ -60,7 +60,7 @@ class Story:
         self.rounds = {plan.index: plan for plan in schedule.first_rounds(own, count=own.schedule.steps)}
         self.epoch, self.history = 1, 0
         self.open_at(0)
-        self.machine = NodeMachine(name=A, incarnation=incarnation, epoch=epoch, tau=own_tau, holds=holds)
+        self.machine = NodeMachine(name=A, incarnation=incarnation, epoch=epoch, tau=node_tau, holds=holds)
 
     # --- the coordinator
 

@@ -72,6 +72,13 @@ def test_a_term_is_given_as_text_and_called_as_in_the_terms_or_as_in_a_run_toml(
     assert after({key: text}) == TERMS.replace(**expected)
 
 
+def test_a_tau_that_is_given_holds_for_all_nodes_unless_they_are_to_choose() -> None:
+    open_ = TERMS.replace(own_tau=True)
+    assert after({"tau": "4"}, open_) == TERMS.replace(tau=4)
+    assert after({"tau": "4", "own_tau": "true"}, open_) == open_.replace(tau=4)
+    assert after({"tau": "2"}, open_) == TERMS and after({"own_tau": "true"}) == open_
+
+
 def test_none_opens_what_may_be_open_and_some_need_others() -> None:
     assert after({"quorum": "none"}, after({"quorum": "1"})).admission.quorum is None
     growing = TERMS.replace(h_rule="qsr", h_alpha=0.03)

@@ -66,7 +66,7 @@ def test_a_node_runs_the_steps_of_the_round_unless_it_has_its_own() -> None:
 
 # --- Terms
 
-OTHER: dict[str, Any] = {"codec_up_of": ((NodeId("a"), "q8"),), "h_share_of": ((NodeId("a"), 0.5),)}
+OTHER: dict[str, Any] = {"codec_up_of": ((NodeId("a"), "q8"),), "h_share_of": ((NodeId("a"), 0.5),), "own_tau": True}
 """Values of the fields that are left out at their defaults."""
 
 

@@ -55,6 +55,7 @@ POSSIBLE: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS),
     ("streaming", {"h": 9, "tau": 8}),
     ("streaming", {"tau": 0, "mix": 0.0}),
+    ("streaming", {"own_tau": True}),
     ("streaming", {"tau": 29, "mix": 1.0}),
     ("streaming", {"outer_lr": 1.0, "outer_momentum": 0.0, "outer_restart": 10}),
     ("streaming", {"steps": 1, "lr": LearningRate(warmup_steps=1)}),
@@ -195,6 +196,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("data-parallel", {"h_share_of": (("a", 0.5),)}, "h_share_of: a cannot have its own, for data-par"),
     ("diloco", {**VARIATES, "h_share_of": (("a", 0.5),)}, "with control_variates all nodes do"),
     ("diloco", {"h_share_of": (("a", 1.0),)}, "h_share_of: a has 1.0; a share is above 0 and below 1"),
+    *(
+        (name, {**changes, "own_tau": True}, "own_tau is true, but these terms need one tau for all nodes")
+        for name, changes in (("data-parallel", {}), ("diloco", VARIATES), ("streaming", LAGS), ("decoupled", {}))
+    ),
     ("diloco", {"codec_up_of": (("b", "q8"), ("a", "q8"))}, "codec_up_of names a node twice, or not in the order"),
 ]
 

@@ -67,6 +67,13 @@ def planned(**choices: Any) -> Terms:
     return terms_of(config, method_named(config.method))[0]
 
 
+def test_nodes_choose_tau_where_the_run_leaves_it_open_and_waits_for_updates() -> None:
+    streaming = planned(method="streaming").schedule
+    assert (streaming.tau, streaming.own_tau) == (5, True)
+    pinned = ({"method": "streaming", "tau": 5}, {"method": "streaming", "lag": 1}, {}, {"method": "decoupled"})
+    assert not any(planned(**given).schedule.own_tau for given in (*pinned, {"method": "co2"}))
+
+
 def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
     """Momentum is worth its while with 30 rounds of h steps; where rounds grow, there are 15."""
     terms = planned()

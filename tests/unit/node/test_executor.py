@@ -100,7 +100,8 @@ class Play:
         *,
         num_samples: int = 0,
         driven: bool = False,
-        adapt_tau: bool = False,
+        adapt_tau: bool | None = False,
+        tau: int | None = None,
         check: bool = True,
         **terms: Any,
     ) -> None:
@@ -110,6 +111,8 @@ class Play:
         self.anchor = torch.zeros(self.fragment.numel)
         flatten_into(self.fragment, dict(trainable_tensors(self.module)), self.anchor)
         own = {"method": "diloco", "steps": 8, "h": 2, **terms}
+        if (run_tau := own.pop("run_tau", None)) is not None:
+            own["tau"] = run_tau
         self.story = Story(layout=layout, num_samples=num_samples, anchor_digests=(digest(self.anchor),), **own)
         self.link, self.worker, self.now = Link(), Worker(), 0.0
         self.saved: msg.SavedAnchors | None = None
@@ -128,6 +131,7 @@ class Play:
                 state=state,
                 files=AnchorFiles(folder, at_once),
                 save_every=2,
+                tau=tau,
                 adapt_tau=adapt_tau,
                 check=check,
             )
@@ -487,6 +491,38 @@ def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> Non
         play.now += 1.0
         play.commit(down_s=2.0)
         steps_until(sent=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "then"),
+    [
+        ({"own_tau": True}, {"adapt_tau": None}, 5),  # a quarter of the round; 7 are wanted
+        ({"own_tau": True}, {"adapt_tau": None, "tau": 3}, 3),
+        ({"own_tau": True}, {"adapt_tau": False}, 2),
+        ({"own_tau": False}, {"adapt_tau": None}, 2),
+    ],
+)
+def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own: dict[str, Any], given: dict[str, Any], then: int
+) -> None:
+    caplog.set_level(logging.INFO, "farloop.node.executor")
+    play = Play(tmp_path, steps=200, h=20, run_tau=2, method="streaming", **own, **given).begin()
+    for _ in range(2):
+        while not play.executor.machine.fragments[0].sent:
+            play.now += 1.0
+            assert play.step() and play.executor.decision().running
+        (delta,) = play.executor.machine.fragments[0].sent
+        play.now += 3.0
+        play.tell(msg.Stored(blob=delta.blob))
+        play.now += 1.0
+        play.commit(down_s=2.0)
+        while play.executor.machine.fragments[0].sent:
+            play.now += 1.0
+            assert play.step() and play.executor.decision().running
+    assert delta.tau == then
+    chosen = then if own["own_tau"] and given == {"adapt_tau": None} else 0
+    assert play.executor.progress().tau == chosen
+    assert ("chosen for this node's link" in caplog.text) == bool(chosen)
 
 
 # --- the driver, with its worker's thread

@@ -294,10 +294,10 @@ def test_a_node_that_drains_waits_for_the_outcome_of_what_it_has_sent() -> None:
 # --- terms that change: at the boundary, whatever the order in which the node hears of things
 
 
-def changing(own_tau: int | None = None) -> Story:
+def changing(node_tau: int | None = None) -> Story:
     return Story(
-        own_tau=own_tau, method="decoupled", h=H, tau=3, on_late_update="continue", max_staleness=4, max_stale_rounds=8,
-        quorum=1,
+        node_tau=node_tau, method="decoupled", h=H, tau=3, on_late_update="continue", max_staleness=4,
+        max_stale_rounds=8, quorum=1,
     )  # fmt: skip
 
 
@@ -362,7 +362,7 @@ def test_a_longer_run_does_not_end_where_it_would_have() -> None:
 @pytest.mark.parametrize(("from_round", "tau"), [(2, 3), (1, 1)])
 def test_an_own_overlap_is_no_longer_than_the_new_rounds_have_room_for(from_round: int, tau: int) -> None:
     """From round 2 on: this round and the next are as long as they were."""
-    story = changing(own_tau=3).begin()
+    story = changing(node_tau=3).begin()
     story.hear(msg.Revised(revision=revision(story, from_round, h=2, tau=1)))
     story.steps(H)
     assert story.machine.fragments[0].sent[-1].tau == tau
