@@ -14,8 +14,10 @@ from farloop.algo.spec import TILE, Fragment
 # Local weights may be of any floating type and strides; anchors and deltas are flat fp32. All on one device.
 
 
-# Bounds the temporaries (here 16 MiB in fp32) without making launches on an accelerator too short.
-_CHUNK: Final = 4 * TILE
+# Elements at a time. Accelerator: temporaries are bounded (16 MiB in fp32), and launches not too short. CPU: they stay
+# in the cache; 25 M elements are mixed in 12 ms then, and in 26 to 95 with temporaries of 16 MiB.
+_ACCELERATOR_CHUNK: Final = 4 * TILE
+_CPU_CHUNK: Final = TILE // 4
 
 
 @torch.no_grad()
@@ -46,6 +48,8 @@ def mix_into(local: Tensor, anchor: Tensor, a: float) -> None:
     for local_part, anchor_part in _pieces(local, anchor):
         if a == 0.0:
             local_part.copy_(anchor_part)
+        elif local_part.dtype == torch.float32:
+            local_part.mul_(a).add_(anchor_part * (1.0 - a))
         else:
             mixed = local_part.to(torch.float32) * a
             mixed.add_(anchor_part * (1.0 - a))
@@ -68,7 +72,7 @@ def mix_fragment_into(fragment: Fragment, local: Mapping[str, Tensor], anchor: T
 def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Matching parts of local and the flat tensors, sharing memory with them."""
     if local.is_contiguous():
-        return tiles(local.view(-1), *flats, size=_CHUNK)
+        return tiles(local.view(-1), *flats, size=_CPU_CHUNK if local.device.type == "cpu" else _ACCELERATOR_CHUNK)
     return [
         (local, *(flat.view(local.shape) for flat in flats))
     ]  # without a flat view it is taken whole, by its strides

@@ -92,7 +92,7 @@ def test_neither_strides_nor_chunks_show(a: float, chunk: int | None, monkeypatc
     delta = delta_of(anchor, plain)
     mix_into(plain, anchor, a)
     if chunk is not None:
-        monkeypatch.setattr(local_update, "_CHUNK", chunk)
+        monkeypatch.setattr(local_update, "_CPU_CHUNK", chunk)
     assert torch.equal(delta_of(anchor, transposed), delta)
     mix_into(transposed, anchor, a)
     assert torch.equal(transposed, plain)
