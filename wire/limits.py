@@ -24,6 +24,7 @@ BAD_FRAMES = 8
 THIN_CHUNK = 64 << 10  # of a link that carries less than `LEAST_FLIGHT` in a second: control waits behind it
 SMALLEST_CHUNK = 256 << 10  # of other links: below this, headers and events cost more than they give
 SHARED_CHUNK = 128 << 10  # ... where several lanes share a blob: the last chunk of each ends it
+CHUNK_S = 0.004  # ... and at least, in time: what it costs the two daemons, some 0.1 ms each, is little beside that
 LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob
 
 INITIAL_FLIGHT = 4 << 20  # bytes in flight before the link is known

@@ -11,6 +11,7 @@ from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceive
 from farloop.wire.frames import BulkFrame
 from farloop.wire.lanes import Lanes
 from farloop.wire.limits import (
+    CHUNK_S,
     EARLY_BYTES,
     EARLY_FRAMES,
     EARLY_S,
@@ -413,8 +414,8 @@ class Transfers:
         return None
 
     def _chunk_bytes(self, window: int) -> int:
-        """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns. A limit
-        of the uplink makes them smaller."""
+        """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns, or what
+        a lane carries in `CHUNK_S`. A limit of the uplink makes them smaller."""
         num_bytes = self._link_chunk_bytes(window)
         most = None if self._uplink is None else self._uplink.chunk_bytes
         return num_bytes if most is None else min(num_bytes, most)
@@ -426,7 +427,7 @@ class Transfers:
             return SMALLEST_CHUNK
         num_lanes = max(1, len(self.lanes))
         least = (SMALLEST_CHUNK if num_lanes == 1 else SHARED_CHUNK) if window >= LEAST_FLIGHT else THIN_CHUNK
-        share = max(1, window // (64 * num_lanes))
+        share = max(1, window // (64 * num_lanes), int(CHUNK_S * self._flight.bytes_per_s) // num_lanes)
         return min(max(1 << share.bit_length() - 1, least), LARGEST_CHUNK)
 
     def next_timer(self) -> float | None:

@@ -6,6 +6,7 @@ A share is the blob's time at the pipe's rate ÷ the time until its receiver has
 
 import heapq
 import math
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -244,3 +245,16 @@ def test_control_leaves_at_once_while_the_uplink_holds_blobs_back() -> None:
     assert due == uplink.free_at, "and the chunk that waits has a timer"
     coordinator.handle_timer(due)
     assert any(lane for lane, _ in coordinator.outgoing(due))
+
+
+@pytest.mark.parametrize(
+    ("mbit", "least_kib", "most_kib"), [(200, 256, 256), (4_000, 1024, 2048), (10_000, 2048, 4096)]
+)
+def test_a_near_link_has_chunks_that_take_time(mbit: float, least_kib: int, most_kib: int) -> None:
+    """Its flight window is small, so that a 64th of it would be thousands of chunks a second."""
+    pipe = IdealPipe(mbit, rtt_s=0.0004)
+    pipe.share(0, 16 << 20, up=True)
+    pipe.left.clear()
+    pipe.share(1, 16 << 20, up=True)
+    chunks = [num_bytes for _, to, num_bytes in pipe.left if to is Role.COORDINATOR and num_bytes > 64 << 10]
+    assert least_kib << 10 <= statistics.median(chunks) < (most_kib + 1) << 10

@@ -607,9 +607,9 @@ def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke(protocol: 
     carry(node, coordinator, 0.0)
     reassembly = coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
     for lane, parts in coordinator.outgoing(0.0):
-        node.receive(lane, parts, 0.0)
-    for lane, parts in node.outgoing(0.0, max_chunks=1):
-        coordinator.receive(lane, parts, 0.0)
+        node.receive(lane, parts, 0.1)
+    for lane, parts in node.outgoing(0.1, max_chunks=1):
+        coordinator.receive(lane, parts, 0.1)
     held = reassembly.received
     assert 0 < held < len(DATA)
 
