@@ -324,6 +324,7 @@ class NodeExecutor:
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self._blobs[blob] = data
                 self._handle(ev.BlobArrived(blob=blob))
+                self._apply_ahead(blob)
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 if self.machine.connected and not self.machine.ended:
                     _log.info("session ended reason=%s detail=%r", reason.name, detail or reason.sentence)
@@ -487,6 +488,20 @@ class NodeExecutor:
             return self._mismatched(fragment, version)
         if self._files is not None:
             self._files.add(self._head(fragment, len(data), command.codec), data)
+
+    def _apply_ahead(self, blob: BlobId) -> None:
+        """Have the worker apply an update that came before its merge is due; the training thread then has to merge."""
+        replica, data = self.replica, self._blobs.get(blob)
+        if (
+            replica is None
+            or data is None
+            or blob.kind is not BlobKind.UPDATE
+            or not replica.can_apply_ahead(blob.fragment)
+        ):
+            return
+        command, epoch = self.machine.next_update(blob.fragment), self.machine.epoch
+        if command is not None and command.version == blob.version:
+            self._in_worker(lambda: replica.apply_ahead(blob.fragment, blob.version, data, command.codec, epoch))
 
     def _install(self, command: ev.Install) -> None:
         assert self.replica is not None and self._residuals is not None

@@ -492,13 +492,21 @@ class NodeMachine:
         self.lost_steps += lost_steps
         self._do(*commands)
 
+    def next_update(self, fragment: int) -> ev.Apply | None:
+        """What a fragment's anchor takes next, if it is here; it may be due later."""
+        state = self.fragments[fragment]
+        versions = state.ready_versions()
+        return self._application(state, versions[0]) if versions else None
+
+    def _application(self, state: FragmentState, version: int) -> ev.Apply:
+        digest = state.pending[version].anchor_digest
+        codec = state.terms_for(version, self.terms_at(state, version - 1)).codec_down
+        return ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec)
+
     def _apply(self, state: FragmentState, versions: list[int]) -> bool:
         """Bring the anchor to the last of the versions. Returns whether this node is to evaluate one of them."""
         assert self.spec is not None
-        for version in versions:
-            digest = state.pending[version].anchor_digest
-            codec = state.terms_for(version, self.terms_at(state, version - 1)).codec_down
-            self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec))
+        self._do(*(self._application(state, version) for version in versions))
         return any(state.pending[version].evaluator == self.name for version in versions)
 
     def _decide(self, state: FragmentState) -> None:

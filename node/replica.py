@@ -37,6 +37,7 @@ from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named
 
 _FP32 = "fp32"
+_WORTH_AHEAD = 1 << 20  # elements: an update of fewer is applied in a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,17 @@ class Sent:
     codec: str
     seed: int
     payload: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """What an anchor is after its next update."""
+
+    index: int
+    version: int
+    changes: int  # of the anchor, as it was when this was begun
+    anchor: Tensor
+    digest: int
 
 
 class Replica:
@@ -92,6 +104,8 @@ class Replica:
         self.drifts: dict[int, Tensor] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
         self._residuals: dict[int, Tensor] = {}  # of a rank's part, as they were added last
         self._free: dict[int, list[Tensor]] = {}
+        self._ahead: _Ahead | None = None
+        self._spare: Tensor | None = None  # the memory of an anchor that such a one has replaced
         self._changes = dict.fromkeys(self.anchors, 0)  # counts what is written into each anchor's memory
         self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
         self.moments: Moments | None = None  # the optimizer's state, where it is saved too; likewise
@@ -274,15 +288,57 @@ class Replica:
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
         """anchor += decoded update; False if the bytes or the resulting digest are wrong."""
         self.versions[index] = -1
-        try:
-            sent = self.parsed(index, version, version - 1, codec, epoch, blob)
-        except BadBlob:
-            return False
-        self.weights.tell("add", index, codec, sent.seed)
-        self.digests[index] = self._add(index, sent)
+        if not self._take_ahead(index, version):
+            try:
+                sent = self.parsed(index, version, version - 1, codec, epoch, blob)
+            except BadBlob:
+                return False
+            self.weights.tell("add", index, codec, sent.seed)
+            self.digests[index] = self._add(index, sent)
         if self.digests[index] != anchor_digest:
             return False
         self.versions[index] = version
+        return True
+
+    def can_apply_ahead(self, index: int) -> bool:
+        """Whether `apply_ahead` is worth a copy of the anchor in memory: of a quarter of them at most, on the CPU."""
+        numel, kept = self.own[index].numel, sum(fragment.numel for fragment in self.own.values())
+        in_reach = not self.weights.sharded and self.weights.device.type == self.device.type == "cpu"
+        return in_reach and _WORTH_AHEAD <= numel <= kept // 4 and self._ahead is None
+
+    @torch.no_grad()
+    def apply_ahead(self, index: int, version: int, blob: bytearray, codec: str, epoch: int) -> None:
+        """In another thread, while the anchor is still wanted as it is: what `apply` of this update will make of it.
+
+        `apply` takes it unless the anchor has changed meanwhile, and then does all again.
+        """
+        changes = self._changes[index]
+        if self._ahead is not None or self.versions[index] != version - 1:
+            return
+        try:
+            sent = self.parsed(index, version, version - 1, codec, epoch, blob)
+        except BadBlob:  # `apply` sees it again
+            return
+        spare, self._spare = self._spare, None
+        anchor = (
+            torch.empty_like(self.anchors[index]) if spare is None or spare.numel() != self.own[index].numel else spare
+        )
+        anchor.copy_(self.anchors[index])
+        self._decode_add(index, sent, anchor)
+        digest = self.weights.digest(index, anchor)
+        self._ahead = _Ahead(index=index, version=version, changes=changes, anchor=anchor, digest=digest)
+
+    def _take_ahead(self, index: int, version: int) -> bool:
+        """Make the anchor what was reckoned ahead; False if that was another one, or of the anchor as it was before."""
+        ahead = self._ahead
+        if ahead is None:
+            return False
+        self._ahead = None
+        if (ahead.index, ahead.version, ahead.changes) != (index, version, self._changes[index]):
+            self._spare = ahead.anchor
+            return False
+        self._changes[index] += 1
+        self._spare, self.anchors[index], self.digests[index] = self.anchors[index], ahead.anchor, ahead.digest
         return True
 
     def _add(self, index: int, sent: Sent) -> int:

@@ -24,6 +24,7 @@ from farloop.node.driver import Driver
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
+from farloop.node.replica import Replica, Sent
 from farloop.node.send_schedule import SendSchedule
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
@@ -101,7 +102,7 @@ class Play:
         num_samples: int = 0,
         driven: bool = False,
         adapt_tau: bool | None = False,
-        tau: int | None = None,
+        node_tau: int | None = None,
         check: bool = True,
         **terms: Any,
     ) -> None:
@@ -111,8 +112,6 @@ class Play:
         self.anchor = torch.zeros(self.fragment.numel)
         flatten_into(self.fragment, dict(trainable_tensors(self.module)), self.anchor)
         own = {"method": "diloco", "steps": 8, "h": 2, **terms}
-        if (run_tau := own.pop("run_tau", None)) is not None:
-            own["tau"] = run_tau
         self.story = Story(layout=layout, num_samples=num_samples, anchor_digests=(digest(self.anchor),), **own)
         self.link, self.worker, self.now = Link(), Worker(), 0.0
         self.saved: msg.SavedAnchors | None = None
@@ -131,7 +130,7 @@ class Play:
                 state=state,
                 files=AnchorFiles(folder, at_once),
                 save_every=2,
-                tau=tau,
+                tau=node_tau,
                 adapt_tau=adapt_tau,
                 check=check,
             )
@@ -493,11 +492,38 @@ def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> Non
         steps_until(sent=False)
 
 
+def test_an_update_that_comes_before_its_merge_is_applied_by_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replica, "can_apply_ahead", lambda replica, index: True)
+    added_here, add = list[int](), Replica._add
+
+    def seen(replica: Replica, index: int, sent: Sent) -> int:
+        added_here.append(index)
+        return add(replica, index, sent)
+
+    monkeypatch.setattr(Replica, "_add", seen)
+    play = Play(tmp_path, steps=20, h=10, tau=3).begin()
+    replica, states = play.executor.replica, play.executor.machine.fragments
+    assert replica is not None
+    while not states[0].sent:
+        assert play.step()
+    play.commit()
+    before = replica.anchors[0].clone()
+    assert play.step()
+    play.worker.run()
+    assert torch.equal(replica.anchors[0], before), "it is not due yet"
+    while states[0].sent:
+        assert play.step()
+    assert torch.equal(replica.anchors[0], play.anchor) and not torch.equal(before, play.anchor)
+    assert replica.versions[0] == 1 and not added_here and play.weights_are_the_anchor
+
+
 @pytest.mark.parametrize(
     ("own", "given", "then"),
     [
         ({"own_tau": True}, {"adapt_tau": None}, 5),  # a quarter of the round; 7 are wanted
-        ({"own_tau": True}, {"adapt_tau": None, "tau": 3}, 3),
+        ({"own_tau": True}, {"adapt_tau": None, "node_tau": 3}, 3),
         ({"own_tau": True}, {"adapt_tau": False}, 2),
         ({"own_tau": False}, {"adapt_tau": None}, 2),
     ],
@@ -506,7 +532,7 @@ def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own: dict[str, Any], given: dict[str, Any], then: int
 ) -> None:
     caplog.set_level(logging.INFO, "farloop.node.executor")
-    play = Play(tmp_path, steps=200, h=20, run_tau=2, method="streaming", **own, **given).begin()
+    play = Play(tmp_path, steps=200, h=20, tau=2, method="streaming", **own, **given).begin()
     for _ in range(2):
         while not play.executor.machine.fragments[0].sent:
             play.now += 1.0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
+from farloop.node import replica as replica_module
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
@@ -177,6 +178,49 @@ def test_an_update_moves_the_anchor_by_what_it_decodes_to_and_its_digest_is_comp
     again = blob(replica, values, version=2, base=1)
     assert not replica.apply(0, 2, again, "q4", EPOCH, digest(expected)), "a digest that is not the announced one"
     assert replica.versions[0] == -1, "nobody is told that this anchor is held"
+
+
+def test_an_update_that_is_applied_ahead_makes_the_same_anchor_and_changes_nothing_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "_WORTH_AHEAD", 1)
+    replica, plain = anchored(Tied()), anchored(Tied())
+    index = with_tensor(replica, "embed")
+    assert replica.can_apply_ahead(index) and not replica.can_apply_ahead(with_tensor(replica, "blocks")), "a quarter"
+    for version in (1, 2, 3):  # the memory of one is that of the next
+        values = torch.linspace(-version, 1, replica.layout.fragments[index].numel)
+        data = blob(replica, values, index=index, version=version, base=version - 1)
+        assert not plain.apply(index, version, data, "q4", EPOCH, 0)
+        plain.versions[index] = version
+        before = replica.anchors[index].clone()
+        replica.apply_ahead(index, version, data, "q4", EPOCH)
+        assert torch.equal(replica.anchors[index], before) and not replica.can_apply_ahead(index)
+        data[:] = bytes(len(data))  # nobody reads it again
+        assert replica.apply(index, version, data, "q4", EPOCH, plain.digests[index])
+        assert torch.equal(replica.anchors[index], plain.anchors[index]) and replica.versions[index] == version
+
+
+@pytest.mark.parametrize("meanwhile", ["snapshot", "other fragment", "other version", "wrong digest"])
+def test_what_was_applied_ahead_of_an_anchor_that_is_another_by_now_is_not_taken(meanwhile: str) -> None:
+    replica = anchored(Tied())
+    values = torch.ones(replica.anchors[0].numel())
+    first, second = blob(replica, values), blob(replica, values, version=2, base=1)
+    replica.apply_ahead(0, 2 if meanwhile == "other version" else 1, first, "q4", EPOCH)
+    replica.apply_ahead(0, 1, first, "q4", EPOCH)
+    start = replica.anchors[0].clone()
+    match meanwhile:
+        case "snapshot":
+            start = torch.full_like(start, 3.0)
+            assert replica.install(0, 0, snapshot(replica, 0, start), EPOCH)
+        case "other fragment":
+            other = blob(replica, torch.ones(replica.anchors[1].numel()), index=1)
+            replica.apply(1, 1, other, "q4", EPOCH, 0)
+    expected = start + codec_named("q4").decode(as_tensor(first)[HEADER_BYTES:], replica.layout.fragments[0])
+    right = digest(expected) + (meanwhile == "wrong digest")
+    assert replica.apply(0, 1, first, "q4", EPOCH, right) == (meanwhile != "wrong digest")
+    assert torch.equal(replica.anchors[0], expected)
+    if meanwhile != "wrong digest":
+        assert not replica.apply(0, 2, second, "q4", EPOCH, 0) and not torch.equal(replica.anchors[0], expected)
 
 
 @pytest.mark.parametrize(
