@@ -283,7 +283,7 @@ class NodeLink:
         self._revised_at = float("-inf")  # when the number of lanes last changed
         self._bulk = False  # whether bulk lanes were asked for, as they are once the session is open
         self._greeting: set[int] = set()  # bulk lanes that are being opened
-        self._bulk_open: set[int] = set()  # ... and those that take frames
+        self._bulk_open: dict[int, float] = {}  # ... and those that take frames, with when each was opened
         self._lost_lanes: dict[int, int] = {}  # bulk lane → how often in a row it was lost
         self._reopens: dict[int, Timer] = {}  # ... and when it is opened again
         self._bad_frames: dict[int, int] = {}  # in a row, of each lane
@@ -411,7 +411,7 @@ class NodeLink:
         assert self._session is not None
         if lane in self._greeting and self._session.state is State.OPEN:
             self._greeting.remove(lane)
-            self._bulk_open.add(lane)
+            self._bulk_open[lane] = self._clock.now()
             self._session.lane_opened(lane)
         self._advance()
 
@@ -419,7 +419,7 @@ class NodeLink:
         """A session goes on without one of its bulk lanes, if there is another, and opens it again."""
         assert self._session is not None
         self._greeting.discard(lane)
-        self._bulk_open.discard(lane)
+        opened_at = self._bulk_open.pop(lane, None)
         if key_refused:
             self._over = True
             detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
@@ -427,7 +427,8 @@ class NodeLink:
             self._deliver(wire_ev.MessageReceived(message=refused))
         elif lane != CONTROL and self._bulk_open:
             self._session.lane_lost(lane)
-            times = self._lost_lanes[lane] = self._lost_lanes.get(lane, 0) + 1
+            lasted = opened_at is not None and self._clock.now() - opened_at > REOPEN_S[1]
+            times = self._lost_lanes[lane] = 1 if lasted else self._lost_lanes.get(lane, 0) + 1
             pause_s = min(REOPEN_S[1], REOPEN_S[0] * 2.0 ** min(times - 1, 10)) * self._uniform(0.5, 1.5)
             _log.info("lane lost lane=%d why=%r again_in=%.1fs", lane, why, pause_s)
             self._reopens[lane] = self._clock.call_later(pause_s, partial(self._reopen, lane))

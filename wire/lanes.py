@@ -56,11 +56,16 @@ class Lane:
         self.arrived = 0  # bytes that are
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._rate_at = float("-inf")  # when the last of them was begun
+        self._doubt = 1.0  # how much slower than the others it is thought to be, before it has brought anything
 
     @property
     def bytes_per_s(self) -> float:
         """The highest rate of late; 0 before the first acknowledgement."""
         return max(self._rates, default=0.0)
+
+    def rate(self, usual: float) -> float:
+        """The same, by the `usual` one before the first acknowledgement."""
+        return self.bytes_per_s or usual / self._doubt
 
     def brought(self, num_bytes: int, sent_at: float, arrived: int, now: float) -> None:
         """A chunk is known to have arrived. `arrived`: what had arrived on this lane when it was sent."""
@@ -75,6 +80,7 @@ class Lane:
     def doubt(self) -> None:
         """Nothing that was sent on it arrived in time."""
         self._rates = deque((rate / _DOUBT for rate in self._rates), maxlen=_RATES)
+        self._doubt *= _DOUBT
 
 
 class Lanes:
@@ -110,7 +116,7 @@ class Lanes:
         known = [lane.bytes_per_s for lane in self._lanes.values() if lane.bytes_per_s]
         usual = sum(known) / len(known) if known else 1.0
         ready = [lane for number, lane in self._lanes.items() if number not in full]
-        return min(ready, key=lambda lane: (lane.in_flight + num_bytes) / (lane.bytes_per_s or usual), default=None)
+        return min(ready, key=lambda lane: (lane.in_flight + num_bytes) / lane.rate(usual), default=None)
 
     def check(self) -> None:
         assert all(lane.in_flight >= 0 for lane in self._lanes.values())

@@ -275,6 +275,8 @@ class SessionRouter:
                         backlog = found.backlog if found is not None else deque()
                         while backlog and self._try_send(peer, lane, backlog[0]):
                             backlog.popleft()
+                            if lane not in peer.routes:  # lost: what waited for it is sent again
+                                break
 
     def on_gone(self) -> None:
         """Find out at once which session lost its connection, not at its next heartbeat: send a frame to each."""

@@ -309,6 +309,45 @@ def test_blobs_travel_over_several_lanes_and_a_session_outlives_all_but_the_last
         wait_for(delivered, msg.Welcome)
 
 
+@pytest.mark.parametrize("up", [True, False])
+def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_of_a_blob(
+    endpoint: str, up: bool
+) -> None:
+    """T: with 16 lanes, 15 of which break while they carry it; then the coordinator goes away in the middle of it."""
+    data = bytearray(random.Random(1).randbytes(64 << 20))
+    digest = blob_digest(data)
+
+    def begin(there: Station, link: LinkThread, number: int) -> BlobId:
+        if up:
+            blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=number)
+            link.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), data)
+            return blob
+        announced = msg.Committed(
+            fragment=0, version=number, size=len(data), digest=digest, anchor_digest=0, merged=(), drops=(),
+            next_window=None, rounds=(),
+        )  # fmt: skip
+        there.push(announced, bytes(data))
+        return msg.update_id(announced)
+
+    with linked(LinkConfig(coordinator=endpoint, lanes=16)) as (link, delivered):
+        with station(endpoint, protocol=5) as there:
+            wait_for(delivered, msg.Welcome)
+            until(lambda: link.num_lanes == 16)
+            blob = begin(there, link, 1)
+            for lane in range(1, 16):
+                until(lambda most=lane << 20: there.moved > most)
+                there.break_lane(lane)
+            received = wait_for(there.heard if up else delivered, wire_ev.BlobReceived)
+            assert received == wire_ev.BlobReceived(blob=blob, data=data)
+            begin(there, link, 2)
+            until(lambda: there.moved > 80 << 20)
+        with station(endpoint, protocol=5) as there:
+            wait_for(delivered, msg.Welcome)
+            blob = begin(there, link, 2)
+            received = wait_for(there.heard if up else delivered, wire_ev.BlobReceived)
+            assert received == wire_ev.BlobReceived(blob=blob, data=data)
+
+
 def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: str) -> None:
     """V."""
     with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (link, delivered):

@@ -412,6 +412,24 @@ def test_a_session_outlives_a_bulk_lane_but_not_its_last_one(hall: Hall) -> None
     hall.assert_only_a_ended(Reason.CLOSED)
 
 
+def test_a_lane_that_is_lost_with_several_frames_behind_it_costs_no_session(hall: Hall) -> None:
+    """T: they were given to it at once, before the first of them found it full."""
+    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
+    hall.nodes["a"].lane_opened(2)
+    hall.wire.full = {"a1", "a2"}
+    with hall.link.working_for(hall.peers["a"]) as session:
+        for version in range(1, 5):
+            session.send(committed(version), 0.0)
+            session.push_blob(update(version), BytesSource(DATA))
+    lane = hall.link._peers.lane("a1")
+    assert lane is not None and len(lane.backlog) > 1
+    hall.wire.full, hall.wire.gone = set(), {"a1"}
+    hall.link.on_writable()
+    assert not hall.ends and sorted(hall.peers["a"].routes) == [0, 2]
+    hall.turn()
+    assert sorted(blob.version for _, blob in hall.sent) == [1, 2, 3, 4]
+
+
 def test_a_lane_that_is_opened_again_takes_the_place_of_the_one_that_was_lost(hall: Hall) -> None:
     """T: also where its node alone has noticed; the frames that waited for it are not sent to it."""
     hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))

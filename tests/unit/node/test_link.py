@@ -515,6 +515,10 @@ def test_a_lane_that_is_lost_is_opened_again_ever_more_patiently_and_the_session
         assert wires.link.num_lanes == 2
         wires.run_for(0.2)
         assert wires.link.num_lanes == 3 and wires.opened.pop() == 2
+    wires.run_for(61.0)
+    wires.listener.on_lost(2, "it had lasted for longer than the longest pause")
+    wires.run_for(1.1)
+    assert wires.link.num_lanes == 3 and wires.opened.pop() == 2
     assert wires.sessions == 1 and wires.opened == [1, 2, 3]
 
 

@@ -54,6 +54,8 @@ class IdealPipe:
         """... of which on a lane that was lost, as its ends knew."""
         self.dies: tuple[float, int] | None = None
         """When a lane is lost, and which."""
+        self.mute: set[int] = set()
+        """Lanes that take everything and bring nothing."""
         self._air: list[tuple[float, int, Role, int, list[Buffer]]] = []
         self._count = 0
         self._free_at: dict[tuple[Role, int], float] = {}
@@ -125,6 +127,8 @@ class IdealPipe:
             seen.add(frame.offset, frame.end)
             self.again += len(frame.chunk) - (seen.num_bytes - before)
         self._count += 1
+        if lane in self.mute:
+            return
         heapq.heappush(self._air, (at + self.delay_s, self._count, to, lane, parts))
 
     def _handle(self, role: Role) -> None:
@@ -258,3 +262,19 @@ def test_a_near_link_has_chunks_that_take_time(mbit: float, least_kib: int, most
     pipe.share(1, 16 << 20, up=True)
     chunks = [num_bytes for _, to, num_bytes in pipe.left if to is Role.COORDINATOR and num_bytes > 64 << 10]
     assert least_kib << 10 <= statistics.median(chunks) < (most_kib + 1) << 10
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_lane_that_takes_everything_and_brings_nothing_costs_time_outs_and_then_little(
+    from_the_start: bool, up: bool
+) -> None:
+    """T: until its connection is given up, of which nobody tells. It has brought nothing ever, or nothing of late."""
+    pipe = IdealPipe(*(250.0,) * 4, rtt_s=0.1)
+    if not from_the_start:
+        pipe.share(1, 64 * MB, up=up)
+    pipe.mute = {3}
+    shares = [pipe.share(number, 64 * MB, up=up) for number in range(2, 8)]
+    assert min(shares) > 0.08, "a time-out or three"
+    assert min(shares[-2:]) > 0.9 * 0.75 * possible(1000, 0.1, 64 * MB), "the three others"
+    assert pipe.again < 0.03 * 6 * 64 * MB
