@@ -51,6 +51,7 @@ from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
+from farloop.node.zmq_dealer import check_source
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
@@ -356,6 +357,10 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     if not 0 <= lanes <= MOST_LANES:
         nearest_one = min(max(lanes, 0), MOST_LANES)
         raise settings.error("node", "lanes", f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {nearest_one}")
+    settings.check("node", "bulk_source", check_source)
+    if settings.section("node")["bulk_source"] and settings.section("node")["key"] is None:
+        what = "needs key and server_key: without keys the lanes of a session come from one address"
+        raise settings.error("node", "bulk_source", what)
     settings.check("node", "hosts", check_hosts)
     settings.check("node", "rendezvous", parse_host_port)
     node = settings.section("node")

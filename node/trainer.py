@@ -114,6 +114,9 @@ class NodeConfig:
     """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
     lanes: int = 0
     """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
+    bulk_source: str = ""
+    """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has several.
+    It needs keys. Default: the system's choice, as for control messages."""
     max_uplink: str = ""
     """Most that the node sends, as 20mbit; empty: as fast as the link."""
     quiet_hours: str = ""
@@ -189,6 +192,7 @@ def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
         coordinator=config.coordinator,
         congestion=config.congestion,
         lanes=config.lanes,
+        bulk_source=config.bulk_source,
         uplink=config.uplink,
         inventory=seen,
     )

@@ -6,6 +6,7 @@ A socket dials once: when its connection breaks the session ends with it, and `n
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import logging
 import math
@@ -47,7 +48,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """Settings of a link. Raises ValueError for half a pair of keys, and for a congestion control out of reach."""
+    """Settings of a link. Raises ValueError for half a pair of keys, and for a congestion control or an address out of
+    reach."""
 
     coordinator: str
     """ZeroMQ address, as tcp://host:port."""
@@ -59,6 +61,8 @@ class LinkConfig:
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
     lanes: int = 0
     """Connections that carry blobs; 0: as many as the link is measured to need."""
+    bulk_source: str = ""
+    """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
     uplink: UplinkLimit = field(default_factory=UplinkLimit)
     """What it may send."""
     inventory: Inventory = NOTHING
@@ -71,6 +75,10 @@ class LinkConfig:
     def __post_init__(self) -> None:
         if (self.key is None) != (self.server_key is None):
             raise ValueError("key and server_key go together: with one alone nothing would be encrypted")
+        if self.bulk_source:
+            check_source(self.bulk_source)
+            if self.key is None:
+                raise ValueError("bulk_source needs keys: without them the lanes of a session come from one address")
         if self.congestion and (refused := congestion_refused(self.congestion)):
             raise ValueError(refused)
 
@@ -81,6 +89,18 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or not 0 < int(match[2]) < 65536:
         raise BadAddress(f"the coordinator's address is tcp://host:port, as tcp://10.0.0.5:7700, not {address!r}")
     return match[1].strip("[]"), int(match[2])
+
+
+def check_source(address: str) -> None:
+    """Raises ValueError unless connections of this machine can leave from the address."""
+    try:
+        found = ipaddress.ip_address(address)
+        with socket.socket(socket.AF_INET if found.version == 4 else socket.AF_INET6) as trial:
+            trial.bind((address, 0))
+    except ValueError:
+        raise ValueError(f"{address!r} is not an IP address, as 10.0.0.5") from None
+    except OSError as error:
+        raise ValueError(f"{address} is not an address of this machine: {error.strerror}") from error
 
 
 DEAD_TCP_MS = 60_000
@@ -100,6 +120,10 @@ class ZmqDialer:
         """`failed` gets an error of the link's own code. Raises BadAddress, and KeyFileError for an unusable key."""
         self.address, self.congestion = config.coordinator, config.congestion
         self._host, self._port = split_address(config.coordinator)
+        self.bulk_address = config.coordinator
+        if source := config.bulk_source:
+            local = f"[{source}]" if ":" in source else source
+            self.bulk_address = f"tcp://{local}:0;{config.coordinator.removeprefix('tcp://')}"
         self._limits, self._timing, self._failed = config.limits, config.timing, failed
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
@@ -246,7 +270,7 @@ class ZmqConnection:
         monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
         assert isinstance(monitor, zmq.asyncio.Socket)
         lane = self._lanes[number] = _Lane(number, dealer, monitor, ready)
-        dealer.connect(self._dialer.address)
+        dealer.connect(self._dialer.address if number == CONTROL else self._dialer.bulk_address)
         self._spawn(lane, partial(self._watch, lane), f"watch-{number}")
         self._spawn(lane, partial(self._read, lane), f"read-{number}")
         return lane

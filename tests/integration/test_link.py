@@ -144,11 +144,18 @@ class Station:
         """Of one lane of the newest session; None where it is not open."""
         return self._peers[-1].routes.get(number)
 
+    def host(self, number: int) -> str:
+        """Where one lane of the newest session comes from."""
+        return self._end(number)[1]
+
     def break_lane(self, number: int) -> None:
         """Shut down the connection of one lane."""
+        assert hang_up(*self._end(number))
+
+    def _end(self, number: int) -> tuple[int, str, int]:
         lane = self._link._peers.lane(self.route(number))
         assert lane is not None and lane.descriptor is not None
-        assert hang_up(lane.descriptor, *end_of(lane.descriptor))
+        return lane.descriptor, *end_of(lane.descriptor)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -468,6 +475,22 @@ def test_a_key_on_the_allow_list_comes_in_and_another_is_refused_for_good(endpoi
             wait_for(delivered, wire_ev.SessionClosed)
             with pytest.raises(queue.Empty):
                 delivered.get(timeout=1.0)
+
+
+def test_blobs_may_leave_from_another_address_than_control(endpoint: str, tmp_path: Path) -> None:
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    known, _ = key_files(tmp_path / "allow", "a")
+    config = LinkConfig(coordinator=endpoint, key=known, server_key=server_pub, lanes=2, bulk_source="127.0.0.2")
+    listening = station(endpoint, key=server_key, allow=tmp_path / "allow", protocol=5)
+    with listening as there, linked(config) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        until(lambda: link.num_lanes == 2 and there.route(2) is not None)
+        assert [there.host(lane) for lane in (0, 1, 2)] == ["127.0.0.1", "127.0.0.2", "127.0.0.2"]
+    for source, why in (("10.0.0", "is not an IP address"), ("192.0.2.1", "is not an address of this machine")):
+        with pytest.raises(ValueError, match=why):
+            dataclasses.replace(config, bulk_source=source)
+    with pytest.raises(ValueError, match="bulk_source needs keys"):
+        LinkConfig(coordinator=endpoint, bulk_source="127.0.0.2")
 
 
 def test_a_key_that_is_replaced_under_its_name_ends_the_old_ones_session(endpoint: str, tmp_path: Path) -> None:
