@@ -35,7 +35,8 @@ from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_k
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, blob_digest
+from farloop.wire.blobs import BytesSource, blob_digest, blob_key
+from farloop.wire.frames import BulkFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
 
@@ -143,6 +144,17 @@ class Station:
     def route(self, number: int) -> object:
         """Of one lane of the newest session; None where it is not open."""
         return self._peers[-1].routes.get(number)
+
+    @property
+    def token(self) -> bytes:
+        """Of the newest session."""
+        return self._peers[-1].token
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """The run's number and the epoch of the newest session, as frames carry them."""
+        handshake = self._peers[-1].session._handshake
+        return handshake.run, handshake.epoch
 
     def host(self, number: int) -> str:
         """Where one lane of the newest session comes from."""
@@ -353,6 +365,33 @@ def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_o
             blob = begin(there, link, 2)
             received = wait_for(there.heard if up else delivered, wire_ev.BlobReceived)
             assert received == wire_ev.BlobReceived(blob=blob, data=data)
+
+
+def test_who_replays_a_lanes_greeting_from_elsewhere_takes_no_lane_and_holds_up_nobody(endpoint: str) -> None:
+    """T: the token was read from a connection in the clear. A hundred connections say it, and then send bytes."""
+    data = bytearray(random.Random(1).randbytes(64 << 20))
+    with station(endpoint, protocol=5) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        until(lambda: link.num_lanes == 4 and there.route(4) is not None)
+        routes = [there.route(lane) for lane in range(5)]
+        run, epoch = there.run
+        blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
+        with zmq.Context() as context:
+            dealers = [context.socket(zmq.DEALER) for _ in range(100)]
+            link.send_blob(msg.Offer(blob=blob, size=len(data), digest=blob_digest(data)), data)
+            for number, dealer in enumerate(dealers):
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.connect(f"tcp://127.0.0.2:0;{endpoint.removeprefix('tcp://')}")
+                dealer.send_multipart(lane_hello(run, epoch, there.token, 1 + number % 17))
+                chunk = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=0, chunk=memoryview(bytes(4096)))
+                dealer.send_multipart(chunk.parts())
+            received = wait_for(there.heard, wire_ev.BlobReceived)
+            assert received == wire_ev.BlobReceived(blob=blob, data=data)
+            until(lambda: len(there.turned_away) == 2 * len(dealers))
+            for dealer in dealers:
+                dealer.close()
+        assert {reason for reason, _ in there.turned_away} == {Reason.MALFORMED}
+        assert [there.route(lane) for lane in range(5)] == routes and link.num_lanes == 4
 
 
 def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: str) -> None:
