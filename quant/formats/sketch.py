@@ -217,16 +217,16 @@ def _places(kept: Tensor, width: int) -> Places:
 
 def _counters(kept: Tensor, x: Tensor, width: int) -> Tensor:
     """Every kept element with its sign in its three counters, fp32 [3·width], each rounded once."""
-    values = x.index_select(0, kept).double().clamp_(-LARGEST, LARGEST)
-    _, exponent = math.frexp(float(values.abs().max())) if kept.numel() else (0.0, 0)
+    values = x.index_select(0, kept)
+    _, exponent = math.frexp(min(float(values.abs().max()), LARGEST)) if kept.numel() else (0.0, 0)
     scale = math.ldexp(1.0, FIXED_BITS - exponent)
     if (fast := fast_sparse(x.device)) is not None:
-        sums: Tensor = fast.sums(values, fast.cells_of(kept, width, ROW_SEEDS), width, scale)
-    else:
-        places = _places(kept, width)
-        fixed = (places.signs * (values * scale).round_()).to(torch.int64)
-        sums = torch.zeros(ROWS * width, dtype=torch.int64, device=x.device)
-        sums.index_add_(0, places.cells.view(-1), fixed.view(-1))
+        counters: Tensor = fast.counters_of(values, fast.cells_of(kept, width, ROW_SEEDS), width, scale, LARGEST)
+        return counters
+    places = _places(kept, width)
+    fixed = (places.signs * (values.double().clamp_(-LARGEST, LARGEST) * scale).round_()).to(torch.int64)
+    sums = torch.zeros(ROWS * width, dtype=torch.int64, device=x.device)
+    sums.index_add_(0, places.cells.view(-1), fixed.view(-1))
     return (sums.double() * math.ldexp(1.0, exponent - FIXED_BITS)).to(torch.float32)
 
 
@@ -234,8 +234,9 @@ def _that_come_apart(kept: Tensor, x: Tensor, width: int) -> Tensor:
     """`kept`, without the smaller half of what cannot be peeled, until all can."""
     while True:
         fast = fast_sparse(x.device)
-        if fast and (order := fast.order_of(fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS)):
-            stuck: Tensor = order.stuck
+        stuck: Tensor
+        if fast and (found := fast.left_of(fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS)):
+            stuck, _ = found
         else:
             _, stuck = _order(_places(kept, width).cells)
         if not stuck.numel():
@@ -274,9 +275,10 @@ def _order(cells: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
 def _peel(counters: Tensor, kept: Tensor, width: int) -> Tensor:
     """The elements, fp64 [n], out of their counters fp64 [3·width], which are left as what was not explained."""
     fast = fast_sparse(counters.device, kept.device)
-    if fast and (order := fast.order_of(cells := fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS)):
-        numbers: Tensor = fast.peeled(counters, cells, width, order)
-        stuck: Tensor = order.stuck
+    stuck: Tensor
+    numbers: Tensor
+    if fast and (found := fast.left_of(fast.cells_of(kept, width, ROW_SEEDS), width, ROUNDS, counters)):
+        stuck, numbers = found
     else:
         numbers, stuck = _peel_by_reference(counters, _places(kept, width))
     if stuck.numel():

@@ -227,6 +227,25 @@ def _after() -> Any:
 after = _after()  # (pointer, count) → the pointer that many elements further
 
 
+def _prefetch() -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        asked = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], asked)
+        builder.call(function, [place, flag(1), flag(3), flag(1)])  # to write, into all caches, data
+        return context.get_dummy_value()
+
+    def typed(context: Any, pointer: Any, count: Any) -> Any:
+        return types.void(pointer, types.uint64), generate
+
+    return intrinsic(typed)
+
+
+prefetch = _prefetch()
+"""(pointer, count): begin to fetch the cache line of the element that many further; any place will do."""
+
+
 def _load(number: Any, number_ir: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(args[0], [args[1]])
@@ -260,16 +279,19 @@ store_i32 = _store(types.int32, ir.IntType(32))
 # --- 64 comparisons at a time
 
 
-def _reaching(context: Any, values: Any, threshold: Any) -> Any:
+def _compared(number: Any, number_ir: Any, operator: str) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(32), 64)
-        found = builder.load(builder.bitcast(args[0], vector.as_pointer()), align=4)
+        vector = ir.VectorType(number_ir, 64)
+        found = builder.load(builder.bitcast(args[0], vector.as_pointer()), align=number_ir.width // 8)
         lane = builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], ir.Constant(ir.IntType(32), 0))
         everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
-        least = builder.shuffle_vector(lane, ir.Constant(vector, ir.Undefined), everywhere)
-        return builder.bitcast(builder.icmp_signed(">=", found, least), ir.IntType(64))
+        all_lanes = builder.shuffle_vector(lane, ir.Constant(vector, ir.Undefined), everywhere)
+        return builder.bitcast(builder.icmp_signed(operator, found, all_lanes), ir.IntType(64))
 
-    return types.uint64(pointer_to(types.int32), types.int32), generate
+    def typed(context: Any, values: Any, other: Any) -> Any:
+        return types.uint64(pointer_to(number), number), generate
+
+    return intrinsic(typed)
 
 
 def _of_bits(operation: Callable[[Any, Any], Any]) -> Any:
@@ -282,8 +304,10 @@ def _of_bits(operation: Callable[[Any, Any], Any]) -> Any:
     return intrinsic(typed)
 
 
-reaching: Any = intrinsic(_reaching)
+reaching = _compared(types.int32, ir.IntType(32), ">=")
 """(pointer to int32, threshold) → uint64 whose bit i says whether element i, of 64, is at least the threshold."""
+equal_to = _compared(types.uint8, ir.IntType(8), "==")
+"""(pointer to uint8, number) → uint64 whose bit i says whether element i, of 64, is this number."""
 count_ones = _of_bits(lambda builder, word: builder.ctpop(word))
 lowest_one = _of_bits(lambda builder, word: builder.cttz(word, ir.Constant(ir.IntType(1), 0)))
 

@@ -6,7 +6,6 @@ probe compares 64 words at a time. Sorting all words, or a heap, would branch on
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import neg
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from farloop.quant.kernels.cpu.primitives import (
     count_ones,
     double_from_bits,
     doubles_at,
+    equal_to,
     floats_at,
     from_bits,
     halves_at,
@@ -39,6 +39,7 @@ from farloop.quant.kernels.cpu.primitives import (
     mix,
     mixed,
     on_parts,
+    prefetch,
     random_words,
     reaching,
     stack_array,
@@ -341,6 +342,7 @@ _PIECE_LENGTH = 4096  # elements whose places are collected at a time
 _PIECE = np.uint64(_PIECE_LENGTH)
 _THREE_ROWS = np.uint64(_ROWS)
 _SIGN_BIT, _CELL_BITS = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+_ROW_SHIFT, _MEMBER_BITS = np.uint32(30), np.uint32((1 << 30) - 1)
 
 
 def largest_bits(x_address: Number, length: Number, begin: Number, end: Number) -> Number:
@@ -350,16 +352,18 @@ def largest_bits(x_address: Number, length: Number, begin: Number, end: Number) 
 
 
 def count_in_pieces(
-    x_address: Number, length: Number, threshold: Number, counts_address: Number, begin: Number, end: Number
+    x_address: Number, length: Number, high: Number, low: Number, counts_address: Number, begin: Number, end: Number
 ) -> Number:
-    # How many magnitudes, as bits, of each piece are at least the threshold.
+    # How many magnitudes, as bits, of each piece are at least `high`, and at least `low`.
     x = floats_at(x_address)
     counts = addresses_at(counts_address)
     for piece in range(begin, end):
-        count = np.int32(0)
+        above, count = np.int32(0), np.int32(0)
         for i in range(piece * _PIECE, min((piece + _ONE) * _PIECE, length)):
-            count = np.int32(count + np.int32(np.int32(bits(x[i]) & MAGNITUDE) >= np.int32(threshold)))
-        counts[piece] = np.uint64(count)
+            magnitude = np.int32(bits(x[i]) & MAGNITUDE)
+            above = np.int32(above + np.int32(magnitude >= np.int32(high)))
+            count = np.int32(count + np.int32(magnitude >= np.int32(low)))
+        counts[_TWO * piece], counts[_TWO * piece + _ONE] = np.uint64(above), np.uint64(count)
     return np.int64(-1)
 
 
@@ -419,112 +423,127 @@ def hash_cells(
     return np.int64(-1)
 
 
-_CELL_SHIFT = np.uint64(31)
+_CELL_SHIFT, _CELL_SHIFT_32 = np.uint64(31), np.uint32(31)
+_AHEAD = np.uint64(32)  # elements: their cells are fetched while others are worked on, because tables exceed the caches
 
 
-def find_order(
+@inlined
+def sign_of(word: Number) -> Number:
+    """±1, fp64."""
+    return np.float64(1.0) - np.float64(2.0) * np.float64(word >> _CELL_SHIFT_32)
+
+
+def come_apart(
     cells_address: Number,
     count: Number,
     width: Number,
     rounds: Number,
     elements_address: Number,
+    alone_address: Number,
     left_address: Number,
     members_address: Number,
-    rows_address: Number,
-    ends_address: Number,
+    counters_address: Number,
+    numbers_address: Number,
 ) -> Number:
-    # As `sketch._order`: members and their rows, the end of each round, and what is left. Returns how many are, or −1
-    # if a cell has more than 255 elements: bytes keep the table in the cache.
+    # As `sketch._order` and, if there are counters, `sketch._peel_by_reference`. Returns how many elements are left, or
+    # −1 if a cell has more than 255: bytes keep the table in the cache. `alone` has a bit for each cell, whether it has
+    # one element at the start of a round: that table is small enough to be read three times for every element.
     cells, elements, left = words_at(cells_address), bytes_at(elements_address), words_at(left_address)
-    members, rows, ends = words_at(members_address), bytes_at(rows_address), addresses_at(ends_address)
+    alone, members = addresses_at(alone_address), words_at(members_address)
+    counters, numbers = doubles_at(counters_address), doubles_at(numbers_address)
+    groups = (width + _GROUP - _ONE) >> _GROUP_BITS  # of a row
+    room = groups << _GROUP_BITS
     for row in range(_THREE_ROWS):
         for i in range(count):
-            cell = row * width + np.uint64(cells[row * count + i] & _CELL_BITS)
+            cell = row * room + np.uint64(cells[row * count + i] & _CELL_BITS)
             elements[cell] = np.uint8(elements[cell] + np.uint8(1))
             if elements[cell] == np.uint8(0):
                 return np.int64(-1)
     for i in range(count):
         left[i] = np.uint32(i)
-    num_left, done = count, _ZERO
-    for turn in range(rounds):
-        first, still = done, _ZERO
+    num_left = count
+    for _ in range(rounds):
+        for group in range(_THREE_ROWS * groups):
+            alone[group] = equal_to(after(elements, group << _GROUP_BITS), np.uint8(1))
+        found, still = _ZERO, _ZERO
         for j in range(num_left):
-            which = np.uint64(left[j])
-            alone = _THREE_ROWS
-            for back in range(_THREE_ROWS):
-                here = _TWO - back
-                if elements[here * width + np.uint64(cells[here * count + which] & _CELL_BITS)] == np.uint8(1):
-                    alone = here
-            members[done] = np.uint32(which)
-            rows[done] = np.uint8(alone)
-            done += np.uint64(alone != _THREE_ROWS)
-            left[still] = np.uint32(which)
-            still += np.uint64(alone == _THREE_ROWS)
-        num_left = still
-        ends[turn] = done
-        for j in range(first, done):
+            i = left[j]
+            rows = _ZERO
             for row in range(_THREE_ROWS):
-                cell = row * width + np.uint64(cells[row * count + np.uint64(members[j])] & _CELL_BITS)
+                cell = np.uint64(cells[row * count + np.uint64(i)] & _CELL_BITS)
+                bit = (alone[row * groups + (cell >> _GROUP_BITS)] >> (cell & (_GROUP - _ONE))) & _ONE
+                rows = rows | bit << row
+            members[found] = np.uint32(i | np.uint32(lowest_one(rows | _EIGHT)) << _ROW_SHIFT)
+            left[still] = i
+            found += np.uint64(rows != _ZERO)
+            still += np.uint64(rows == _ZERO)
+        num_left = still
+        if found == _ZERO:
+            break
+        for j in range(found):
+            which, later = (
+                np.uint64(members[j] & _MEMBER_BITS),
+                np.uint64(members[min(j + _AHEAD, found)] & _MEMBER_BITS),
+            )
+            for row in range(_THREE_ROWS):
+                prefetch(elements, row * room + np.uint64(cells[row * count + later] & _CELL_BITS))
+                cell = row * room + np.uint64(cells[row * count + which] & _CELL_BITS)
                 elements[cell] = np.uint8(elements[cell] - np.uint8(1))
+        if counters_address == _ZERO:
+            continue
+        # One after the other: the order of a cell's fp64 differences shows. Where one is alone, no other is subtracted.
+        for j in range(found):
+            which, later = (
+                np.uint64(members[j] & _MEMBER_BITS),
+                np.uint64(members[min(j + _AHEAD, found)] & _MEMBER_BITS),
+            )
+            for row in range(_THREE_ROWS):
+                prefetch(counters, row * width + np.uint64(cells[row * count + later] & _CELL_BITS))
+            alone_in = np.uint64(members[j] >> _ROW_SHIFT)
+            word = cells[alone_in * count + which]
+            number = counters[alone_in * width + np.uint64(word & _CELL_BITS)] * sign_of(word)
+            numbers[which] = number
+            for row in range(_THREE_ROWS):
+                word = cells[row * count + which]
+                counters[row * width + np.uint64(word & _CELL_BITS)] += sign_of(word) * -number
     return np.int64(num_left)
 
 
 def add_up(
-    values_address: Number, cells_address: Number, count: Number, width: Number, scale: Number, sums_address: Number
-) -> Number:
-    # Every value, as a whole number of 1/scale, with its sign into its three cells.
-    values, cells, sums = doubles_at(values_address), words_at(cells_address), longs_at(sums_address)
-    for row in range(_THREE_ROWS):
-        for i in range(count):
-            fixed = np.int64(np.rint(values[i] * scale))
-            word = cells[row * count + i]
-            sums[row * width + np.uint64(word & _CELL_BITS)] += -fixed if word & _SIGN_BIT else fixed
-    return np.int64(-1)
-
-
-def take_apart(
+    values_address: Number,
     cells_address: Number,
     count: Number,
     width: Number,
-    rounds: Number,
-    members_address: Number,
-    rows_address: Number,
-    ends_address: Number,
+    scale: Number,
+    largest: Number,
+    sums_address: Number,
     counters_address: Number,
-    numbers_address: Number,
 ) -> Number:
-    # In the order that `find_order` found. Of one round, row after row: sums of fp64 depend on their order.
-    cells, members = words_at(cells_address), words_at(members_address)
-    rows, ends = bytes_at(rows_address), addresses_at(ends_address)
-    counters, numbers = doubles_at(counters_address), doubles_at(numbers_address)
-    first = _ZERO
-    for turn in range(rounds):
-        last = ends[turn]
-        for j in range(first, last):
-            i, alone = np.uint64(members[j]), np.uint64(rows[j])
-            word = cells[alone * count + i]
-            found = counters[alone * width + np.uint64(word & _CELL_BITS)]
-            numbers[i] = -found if word & _SIGN_BIT else found
-        for row in range(_THREE_ROWS):
-            for j in range(first, last):
-                i = np.uint64(members[j])
-                word = cells[row * count + i]
-                counters[row * width + np.uint64(word & _CELL_BITS)] += numbers[i] if word & _SIGN_BIT else -numbers[i]
-        first = last
+    # Every value up to `largest`, as a whole number of 1/scale, with its sign into its three cells.
+    values, cells, sums = floats_at(values_address), words_at(cells_address), longs_at(sums_address)
+    counters = floats_at(counters_address)
+    for row in range(_THREE_ROWS):
+        for i in range(count):
+            word = cells[row * count + i]
+            value = min(max(np.float64(values[i]), -largest), largest)
+            sums[row * width + np.uint64(word & _CELL_BITS)] += np.int64(np.rint(value * (scale * sign_of(word))))
+    back = np.float64(1.0) / scale
+    for cell in range(_THREE_ROWS * width):
+        counters[cell] = np.float32(np.float64(sums[cell]) * back)
     return np.int64(-1)
 
 
-def list_ones(bitmap_address: Number, num_bytes: Number, places_address: Number) -> Number:
+def list_ones(bitmap_address: Number, num_words: Number, places_address: Number) -> Number:
     # The places of the bits that are 1, if there is somewhere to write them; returns how many.
-    bitmap, places = bytes_at(bitmap_address), addresses_at(places_address)
+    bitmap, places = addresses_at(bitmap_address), addresses_at(places_address)
     found = _ZERO
-    for i in range(num_bytes):
-        word = np.uint64(bitmap[i])
+    for i in range(num_words):
+        word = bitmap[i]
         if places_address == _ZERO:
             found += count_ones(word)
         else:
             while word != _ZERO:
-                places[found] = _EIGHT * i + lowest_one(word)
+                places[found] = (i << _GROUP_BITS) + lowest_one(word)
                 found += _ONE
                 word = word & (word - _ONE)
     return np.int64(found)
@@ -544,12 +563,11 @@ def _kernel(name: str, function: Callable[..., Any], types: str) -> Kernel:
 
 
 LARGEST = _kernel("largest", largest_bits, "uuuu")
-COUNT = _kernel("sketch_count", count_in_pieces, "uuuuuu")
+COUNT = _kernel("sketch_count", count_in_pieces, "uuuuuuu")
 COLLECT = _kernel("sketch_collect", collect, "uuuuuuuuu")
 CELLS = _kernel("sketch_cells", hash_cells, "uuuuuuu")
-ORDER = _kernel("sketch_order", find_order, "uuuuuuuuu")
-ADD_UP = _kernel("sketch_add", add_up, "uuuudu")
-TAKE_APART = _kernel("sketch_peel", take_apart, "uuuuuuuuu")
+COME_APART = _kernel("sketch_peel", come_apart, "uuuuuuuuuu")
+ADD_UP = _kernel("sketch_add", add_up, "uuuudduu")
 LIST_ONES = _kernel("sketch_list", list_ones, "uuu")
 SET_ONES = _kernel("sketch_set", set_ones, "uuu")
 
@@ -573,27 +591,31 @@ def kept(x: Tensor, thresholds: Sequence[float], budget: int) -> Tensor:
     """As `sketch._kept` of these falling thresholds."""
     pieces = -(-x.numel() // _PIECE_LENGTH)
     patterns = torch.tensor(thresholds, dtype=torch.float32).view(torch.int32).tolist()
-    count, counted = COUNT.compiled(), dict[int, Tensor]()
+    count = COUNT.compiled()
 
-    def reached(pattern: int) -> int:
-        counts = counted[pattern] = torch.empty(pieces, dtype=torch.int64)
-        how = (x.data_ptr(), x.numel(), pattern, counts.data_ptr())
+    def reached(fit: int) -> tuple[Tensor, Tensor]:
+        """Of each piece, by the threshold before this one, and by this one."""
+        high = patterns[fit - 1] if fit else int(INFINITY)
+        low = patterns[fit] if fit < len(patterns) else high
+        counts = torch.empty(pieces, 2, dtype=torch.int64)
+        how = (x.data_ptr(), x.numel(), high, low, counts.data_ptr())
         on_parts(lambda first, last: count(*how, first, last), num_blocks=pieces, block=_PIECE_LENGTH)
-        return int(counts.sum())
+        return counts[:, 0], counts[:, 1]
 
     # Every so many elements tell where the search begins.
     some = x[:: max(1, x.numel() // _SAMPLE)].abs()
     least = some.kthvalue(max(1, some.numel() - budget * some.numel() // x.numel())).values
-    fit = min(bisect_left(patterns, -int(least.view(torch.int32)), key=neg), len(patterns) - 1)
-    low_end, high_end = 0, len(patterns)
-    while low_end < high_end:
-        if reached(patterns[fit]) > budget:
-            high_end, fit = fit, max(low_end, fit - 1)
+    fit = bisect_left(patterns, -int(least.view(torch.int32)), key=neg)
+    # The first threshold that more elements reach than the budget has, or the number of thresholds.
+    while True:
+        above, reaching_low = reached(fit)
+        if int(above.sum()) > budget:
+            fit -= 1
+        elif fit < len(patterns) and int(reaching_low.sum()) <= budget:
+            fit += 1
         else:
-            low_end = fit = fit + 1
-    fit = low_end
-    above = counted[patterns[fit - 1]] if fit else torch.zeros(pieces, dtype=torch.int64)
-    between = counted[patterns[fit]] - above if fit < len(patterns) else torch.zeros_like(above)
+            break
+    between = reaching_low - above
     before = between.cumsum(0) - between
     left = budget - int(above.sum())
     firsts = above.cumsum(0) - above + before.clamp(max=left)
@@ -618,50 +640,38 @@ def cells_of(places: Tensor, width: int, seeds: Sequence[int]) -> Tensor:
     return cells
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """In what order elements come apart; int32 numbers of elements are those of `cells`."""
-
-    members: Tensor  # int32 [n]
-    rows: Tensor  # uint8 [n]
-    ends: Tensor  # int64 [rounds]
-    stuck: Tensor  # int64
-
-
-def order_of(cells: Tensor, width: int, rounds: int) -> Order | None:
-    """None: there are too many elements in a cell."""
-    count = cells.shape[1]
-    elements = torch.zeros(_ROWS * width, dtype=torch.uint8)
-    left, members = (torch.empty(count + 1, dtype=torch.int32) for _ in range(2))
-    rows, ends = torch.empty(count + 1, dtype=torch.uint8), torch.empty(rounds, dtype=torch.int64)
-    arrays = (elements.data_ptr(), left.data_ptr(), members.data_ptr(), rows.data_ptr(), ends.data_ptr())
-    num_left = ORDER.compiled()(cells.data_ptr(), count, width, rounds, *arrays)
-    return None if num_left < 0 else Order(members=members, rows=rows, ends=ends, stuck=left[:num_left].to(torch.int64))
+def left_of(cells: Tensor, width: int, rounds: int, counters: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """Which elements of cells int32 [3, n] do not come apart, int64, and what the others are, fp64 [n], by counters
+    fp64 [3 · width], which are left as what was not explained. None: there are too many elements in a cell.
+    """
+    count, groups = cells.shape[1], -(-width // 64)
+    assert count < 1 << int(_ROW_SHIFT)
+    elements = torch.zeros(_ROWS * groups * 64, dtype=torch.uint8)
+    alone = torch.empty(_ROWS * groups, dtype=torch.int64)
+    left, members = (torch.zeros(count + 1, dtype=torch.int32) for _ in range(2))
+    numbers = torch.zeros(count if counters is not None else 0, dtype=torch.float64)
+    arrays = (elements.data_ptr(), alone.data_ptr(), left.data_ptr(), members.data_ptr())
+    how = (cells.data_ptr(), count, width, rounds, *arrays, 0 if counters is None else counters.data_ptr())
+    num_left = COME_APART.compiled()(*how, numbers.data_ptr())
+    return None if num_left < 0 else (left[:num_left].to(torch.int64), numbers)
 
 
-def sums(values: Tensor, cells: Tensor, width: int, scale: float) -> Tensor:
-    """int64 [3 · width] of values fp64 [n], in units of 1/scale."""
-    total = torch.zeros(_ROWS * width, dtype=torch.int64)
-    how = (values.data_ptr(), cells.data_ptr(), values.numel(), width, scale, total.data_ptr())
-    ADD_UP.compiled()(*how)
-    return total
-
-
-def peeled(counters: Tensor, cells: Tensor, width: int, order: Order) -> Tensor:
-    """fp64 [n]; those that are stuck are 0. The counters fp64 [3 · width] are left as what was not explained."""
-    numbers = torch.zeros(cells.shape[1], dtype=torch.float64)
-    arrays = (order.members.data_ptr(), order.rows.data_ptr(), order.ends.data_ptr())
-    how = (cells.data_ptr(), cells.shape[1], width, order.ends.numel(), *arrays)
-    TAKE_APART.compiled()(*how, counters.data_ptr(), numbers.data_ptr())
-    return numbers
+def counters_of(values: Tensor, cells: Tensor, width: int, scale: float, largest: float) -> Tensor:
+    """fp32 [3 · width], the sums of values fp32 [n] up to `largest`, in units of 1/scale, which is a power of two."""
+    sums, counters = torch.zeros(_ROWS * width, dtype=torch.int64), torch.empty(_ROWS * width)
+    how = (values.data_ptr(), cells.data_ptr(), values.numel(), width, scale, largest)
+    ADD_UP.compiled()(*how, sums.data_ptr(), counters.data_ptr())
+    return counters
 
 
 def ones_of(bitmap: Tensor) -> Tensor:
     """Places of the bits of uint8 [n] that are 1, int64."""
-    loop = LIST_ONES.compiled()
-    places = torch.empty(loop(bitmap.data_ptr(), bitmap.numel(), 0), dtype=torch.int64)
+    loop, num_words = LIST_ONES.compiled(), -(-bitmap.numel() // 8)
+    words = torch.zeros(8 * num_words, dtype=torch.uint8)
+    words[: bitmap.numel()] = bitmap
+    places = torch.empty(loop(words.data_ptr(), num_words, 0), dtype=torch.int64)
     if places.numel():
-        loop(bitmap.data_ptr(), bitmap.numel(), places.data_ptr())
+        loop(words.data_ptr(), num_words, places.data_ptr())
     return places
 
 
@@ -739,7 +749,7 @@ def thrown(x: Tensor, scale: float, seed: int, element: int, codes: Tensor) -> N
 KERNELS: Final = {
     "topk": (TOPK, PACK),
     "randk": (LARGEST, DRAW),
-    "sketch": (LARGEST, COUNT, COLLECT, CELLS, ORDER, ADD_UP, TAKE_APART, LIST_ONES, SET_ONES),
+    "sketch": (LARGEST, COUNT, COLLECT, CELLS, COME_APART, ADD_UP, LIST_ONES, SET_ONES),
     "ternary": (LARGEST, THROW),
     "lowrank": (LARGEST,),
 }
