@@ -19,7 +19,7 @@ CODES_ALIGN: Final = 64
 
 Q4_BLOCK: Final = 64
 Q8_BLOCK: Final = 256
-E3M0_BLOCK: Final = 64
+TABLE_BLOCK: Final = 64  # of e3m0, e2m1 and nf4
 Q4R_BLOCK: Final = 256
 SIGN_BLOCK: Final = 256
 LATTICE_BLOCK: Final = 256
@@ -32,6 +32,14 @@ LATTICE_LARGEST_SCALE: Final = 0x7DF0
 
 SMALLEST_SCALE: Final = 0x0D80
 """Bits of 2⁻¹⁰⁰. Smaller scales are written as 0, so that no decoder meets a subnormal product, whatever its code."""
+
+E3M0_VALUES: Final = (0.0, *(2.0**power for power in range(-6, 1)))
+E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NF4_VALUES: Final = (
+    *(-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125),
+    *(0.0, 0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0),
+)
+E2M1_LARGEST_SCALE: Final = 0x7E2A  # bits of the largest bf16 of which 6 times is finite, 1.328125·2¹²⁵
 
 Q4R_LEAST_SCALE: Final = 0.144
 """Of a block's largest magnitude: a little over 1/7, so that the rounding of the scale to bf16 cannot make it less."""

@@ -22,7 +22,16 @@ from farloop.algo.spec import Fragment
 from farloop.quant import packing
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.packing import BF16_LARGEST, E3M0_BLOCK, from_bf16, to_scale
+from farloop.quant.packing import (
+    BF16_LARGEST,
+    E2M1_LARGEST_SCALE,
+    E2M1_VALUES,
+    E3M0_VALUES,
+    NF4_VALUES,
+    TABLE_BLOCK,
+    from_bf16,
+    to_scale,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +74,21 @@ def _table(name: str, code: int, values: tuple[float, ...], largest_scale: int, 
     traits = Traits(
         bits_per_element=4.25, exact_decode=True, unbiased=False, contraction=contraction, deterministic=True
     )
-    block = E3M0_BLOCK
     return TableCodec(
-        name=name, code=code, block=block, code_bits=4, values=values, largest_scale=largest_scale, declared=traits
+        name=name,
+        code=code,
+        block=TABLE_BLOCK,
+        code_bits=4,
+        values=values,
+        largest_scale=largest_scale,
+        declared=traits,
     )
 
 
-E3M0 = _table("e3m0", 5, (0.0, *(2.0**power for power in range(-6, 1))), BF16_LARGEST, contraction=0.85)
+E3M0 = _table("e3m0", 5, E3M0_VALUES, BF16_LARGEST, contraction=0.85)
 
-# Largest scale: the largest bf16 of which 6 times is finite, 1.328125·2¹²⁵. Worst block: 63 elements just below s/4 and
-# one of 6·s. They are lost: 63/16 of 36 + 63/16.
-E2M1 = _table("e2m1", 14, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 0x7E2A, contraction=0.9)
+# Worst block: 63 elements just below s/4 and one of 6·s. They are lost: 63/16 of 36 + 63/16.
+E2M1 = _table("e2m1", 14, E2M1_VALUES, E2M1_LARGEST_SCALE, contraction=0.9)
 
-NF4_VALUES = (
-    *(-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125),
-    *(0.0, 0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0),
-)
 # Worst block: 63 elements just above half the first value below zero, and the largest. They are lost: 0.116.
 NF4 = _table("nf4", 15, NF4_VALUES, BF16_LARGEST, contraction=0.88)

@@ -4,11 +4,13 @@
 the other.
 """
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from farloop.quant.kernels.cpu.loops import BLOCK, block_loops
+from farloop.quant.kernels.cpu.loops import BLOCK, BlockLoops, block_loops
 from farloop.quant.kernels.cpu.primitives import (
     MAGNITUDE,
     Number,
@@ -33,9 +35,12 @@ from farloop.quant.kernels.cpu.primitives import (
 )
 from farloop.quant.packing import (
     BF16_LARGEST,
-    E3M0_BLOCK,
+    E2M1_LARGEST_SCALE,
+    E2M1_VALUES,
+    E3M0_VALUES,
     LATTICE_BLOCK,
     LATTICE_LARGEST_SCALE,
+    NF4_VALUES,
     Q4_BLOCK,
     Q4R_BLOCK,
     Q4R_GROUP,
@@ -44,10 +49,11 @@ from farloop.quant.packing import (
     Q8_BLOCK,
     SIGN_BLOCK,
     SMALLEST_SCALE,
+    TABLE_BLOCK,
     largest_scale,
 )
 
-assert BLOCK == Q8_BLOCK == Q4R_BLOCK == SIGN_BLOCK == LATTICE_BLOCK and Q4_BLOCK == E3M0_BLOCK == Q4R_GROUP
+assert BLOCK == Q8_BLOCK == Q4R_BLOCK == SIGN_BLOCK == LATTICE_BLOCK and Q4_BLOCK == TABLE_BLOCK == Q4R_GROUP
 
 _B = np.uint64(BLOCK)
 _GROUP = np.uint64(Q4_BLOCK)
@@ -154,60 +160,96 @@ def read_q4(t: Numbers, scales: Numbers, codes: Numbers) -> None:
         unpack(after(t, group * _GROUP), s, after(codes, group * _HALF))
 
 
-# --- e3m0
+# --- Tables of values: e3m0, e2m1, nf4
 
 
 _INFINITY = np.float32(np.inf)
-_T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(t) for t in (2.0**-7, *(1.5 * 2.0**-j for j in range(6, 0, -1))))
-"""The lower ends of the codes' ranges, in units of the scale; products with one are exact."""
+
+Numeric = Callable[..., Number]  # a function of numbers, compiled as part of its callers
 
 
-@inlined
-def e3m0_code(x: Number, s: Number) -> Number:
-    """How many thresholds x reaches, plus 8 if it is negative and reaches one; int32."""
-    size = from_bits(np.int32(bits(x) & MAGNITUDE))
-    m = np.int32(size >= s * _T1)
-    m = np.int32(m + np.int32(size >= s * _T2))
-    m = np.int32(m + np.int32(size >= s * _T3))
-    m = np.int32(m + np.int32(size >= s * _T4))
-    m = np.int32(m + np.int32(size >= s * _T5))
-    m = np.int32(m + np.int32(size >= s * _T6))
-    m = np.int32(m + np.int32(size >= s * _T7))
-    return np.int32(m | 8) if x < 0 and m > 0 else m
+def _count_of(thresholds: tuple[float, ...]) -> Numeric:
+    """(x, s) → how many thresholds, in units of s, x reaches, int32; the products are exact."""
+    if not thresholds:
+
+        @inlined
+        def none(x: Number, s: Number) -> Number:
+            return np.int32(0)
+
+        return none
+    others, threshold = _count_of(thresholds[:-1]), np.float32(thresholds[-1])
+
+    @inlined
+    def count(x: Number, s: Number) -> Number:
+        return np.int32(others(x, s) + np.int32(x >= s * threshold))
+
+    return count
 
 
-@inlined
-def write_e3m0(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
-    for group in range(_GROUPS):
-        x, pairs = after(v, group * _GROUP), after(codes, group * _HALF)
-        largest = np.int32(0)
-        for i in range(_GROUP):
-            size = np.int32(bits(x[i]) & MAGNITUDE)
-            largest = size if size > largest else largest
-        scale = to_scale(from_bits(largest), _LARGEST_BF16)
-        store_u16(scales, _TWO * group, np.uint16(scale))
-        s = from_scale(scale) if scale != 0 else _INFINITY
-        for i in range(_HALF):
-            pairs[i] = np.uint8(np.int32(e3m0_code(x[i], s) | np.int32(e3m0_code(x[_HALF + i], s) << 4)))
+def _choice_of(values: tuple[float, ...]) -> Numeric:
+    """Code int32 → one of 2ⁿ values, fp32, by its lowest n bits: a tree of selections, which are vectors."""
+    if len(values) == 1:
+        value = np.float32(values[0])
+
+        @inlined
+        def constant(code: Number) -> Number:
+            return value
+
+        return constant
+    half = len(values) // 2
+    low, high, bit = _choice_of(values[:half]), _choice_of(values[half:]), np.int32(half)
+
+    @inlined
+    def choice(code: Number) -> Number:
+        return high(code) if code & bit else low(code)
+
+    return choice
 
 
-@inlined
-def e3m0_value(code: Number, s: Number) -> Number:
-    """±2^(m−7)·s: the power of two is made from its bits."""
-    m = np.int32(code & 7)
-    power = np.int32(np.int32(m + 120) << 23) if m != 0 else np.int32(0)
-    return from_bits(np.int32(power | np.int32(np.int32(code & 8) << 28))) * s
+def _table(name: str, values: tuple[float, ...], largest: int) -> BlockLoops:
+    """As `formats.tables.TableCodec` has the values."""
+    thresholds = _count_of(tuple((below + above) / 2 for below, above in pairwise(values)))
+    value_of, top, largest_scale = _choice_of(values), np.float32(values[-1]), np.int32(largest)
+    has_sign = len(values) == 8
 
+    @inlined
+    def code_of(x: Number, s: Number) -> Number:
+        if not has_sign:
+            return thresholds(x, s)
+        m = thresholds(from_bits(np.int32(bits(x) & MAGNITUDE)), s)
+        return np.int32(m | 8) if x < 0 and m > 0 else m
 
-@inlined
-def read_e3m0(t: Numbers, scales: Numbers, codes: Numbers) -> None:
-    for group in range(_GROUPS):
-        x, pairs = after(t, group * _GROUP), after(codes, group * _HALF)
-        s = from_scale(np.int32(load_u16(scales, _TWO * group)))
-        for i in range(_HALF):
-            pair = np.int32(pairs[i])
-            x[i] = e3m0_value(np.int32(pair & 15), s)
-            x[_HALF + i] = e3m0_value(np.int32(pair >> 4), s)
+    @inlined
+    def write(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+        for group in range(_GROUPS):
+            x, pairs = after(v, group * _GROUP), after(codes, group * _HALF)
+            largest = np.int32(0)
+            for i in range(_GROUP):
+                size = np.int32(bits(x[i]) & MAGNITUDE)
+                largest = size if size > largest else largest
+            scale = to_scale(from_bits(largest) / top, largest_scale)
+            store_u16(scales, _TWO * group, np.uint16(scale))
+            s = from_scale(scale) if scale != 0 else _INFINITY
+            for i in range(_HALF):
+                pairs[i] = np.uint8(np.int32(code_of(x[i], s) | np.int32(code_of(x[_HALF + i], s) << 4)))
+
+    @inlined
+    def number(code: Number, s: Number) -> Number:
+        if not has_sign:
+            return value_of(code) * s
+        return from_bits(np.int32(bits(value_of(code)) | np.int32(np.int32(code & 8) << 28))) * s
+
+    @inlined
+    def read(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+        for group in range(_GROUPS):
+            x, pairs = after(t, group * _GROUP), after(codes, group * _HALF)
+            s = from_scale(np.int32(load_u16(scales, _TWO * group)))
+            for i in range(_HALF):
+                pair = np.int32(pairs[i])
+                x[i] = number(np.int32(pair & 15), s)
+                x[_HALF + i] = number(np.int32(pair >> 4), s)
+
+    return block_loops(name, write, read, block=TABLE_BLOCK, code_bits=4)
 
 
 # --- q4r
@@ -336,7 +378,9 @@ LOOPS: Final = {
     "bf16": block_loops("bf16", write_bf16, read_bf16, block=1, code_bits=16),
     "q8": block_loops("q8", write_q8, read_q8, block=Q8_BLOCK, code_bits=8),
     "q4": block_loops("q4", write_q4, read_q4, block=Q4_BLOCK, code_bits=4),
-    "e3m0": block_loops("e3m0", write_e3m0, read_e3m0, block=E3M0_BLOCK, code_bits=4),
+    "e3m0": _table("e3m0", E3M0_VALUES, BF16_LARGEST),
+    "e2m1": _table("e2m1", E2M1_VALUES, E2M1_LARGEST_SCALE),
+    "nf4": _table("nf4", NF4_VALUES, BF16_LARGEST),
     "q4r": block_loops("q4r", write_q4r, read_q4r, block=Q4R_BLOCK, code_bits=4),
 }
 """By the name of the format."""

@@ -29,9 +29,9 @@ from farloop.quant.errors import BadPayload
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.formats.lattice import shift_of
 from farloop.quant.formats.q4r import Q4rCodec
-from farloop.quant.formats.tables import NF4_VALUES
 from farloop.quant.formats.ternary import TERNARY, TernaryCodec
 from farloop.quant.formats.topk import TOPK
+from farloop.quant.packing import NF4_VALUES
 from farloop.quant.registry import CODECS, codec_named
 
 pytestmark = pytest.mark.usefixtures("one_thread")

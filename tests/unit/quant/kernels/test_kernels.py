@@ -34,6 +34,8 @@ SPELLINGS = (
     "q8",
     "q4",
     "e3m0",
+    "e2m1",
+    "nf4",
     "q4r",
     "q4r:rounding=nearest,step=0.7",
     "q4r:policy=absolute,step=0.001",
