@@ -22,7 +22,7 @@ def fast_path(key: KernelKey, *devices: torch.device, only_encode: bool = False)
         return None
     if devices[0].type == "cpu":
         return _cpu(key, only_encode)
-    return _gpu(key) if devices[0].type == "cuda" else None
+    return _gpu(key, only_encode) if devices[0].type == "cuda" else None
 
 
 def warm(names: Iterable[str]) -> float:
@@ -80,10 +80,10 @@ def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     return cpu_kernels(key, only_encode=only_encode)
 
 
-def _gpu(key: KernelKey) -> BlockKernels | None:
+def _gpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.gpu.host import gpu_kernels
     except ImportError:
         _log.warning("triton is not installed: codecs run in plain torch on the GPU, several times slower")
         return None
-    return gpu_kernels(key)
+    return gpu_kernels(key, only_encode=only_encode)

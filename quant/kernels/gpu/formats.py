@@ -25,6 +25,7 @@ _BF16_LARGEST = tl.constexpr(packing.BF16_LARGEST)
 _SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
 _LARGEST_SCALE_4 = tl.constexpr(packing.largest_scale(8))
 _LARGEST_SCALE_8 = tl.constexpr(packing.largest_scale(128))
+_LATTICE_LARGEST = tl.constexpr(packing.LATTICE_LARGEST_SCALE)
 
 _SHIFTER = tl.constexpr(12582912.0)
 """1.5·2²³: adding it to |x| ≤ 2²² leaves x, rounded to nearest, ties to even, in the lower bits."""
@@ -221,46 +222,87 @@ def read_q4(payload, codes_start, row, inside_lo, inside_hi, first):
     return products(load_pairs(payload, codes_start, row, inside_lo), load_scales(payload, row, first))
 
 
-# --- e3m0: one row is one block of 64
+# --- Tables of values, e3m0, e2m1 and nf4: one row is one block of 64
+
+
+_E3M0, _E2M1, _NF4 = (tl.constexpr(v) for v in (packing.E3M0_VALUES, packing.E2M1_VALUES, packing.NF4_VALUES))
+_E2M1_LARGEST = tl.constexpr(packing.E2M1_LARGEST_SCALE)
 
 
 @triton.jit
-def e3m0_code(x, s):
-    """How many of 2⁻⁷, 1.5·2⁻⁶ … 1.5·2⁻¹, times s, are ≤ |x|: 0…7 in int32. The products are exact."""
-    size = as_float(bits(x) & MAGNITUDE)
+def _table_code(x, s, VALUES: tl.constexpr, COUNT: tl.constexpr):
+    """How many midpoints of the values x reaches; of 8 values, |x| does, and x < 0 adds 8. Products are exact."""
     reach = tl.where(s == 0, float("inf"), s)
-    m = (size >= reach * 0.0078125).to(tl.int32)
-    for j in tl.static_range(1, 7):
-        m += (size >= reach * (1.5 / (1 << j))).to(tl.int32)
+    compared = as_float(bits(x) & MAGNITUDE) if COUNT == 8 else x
+    m = tl.zeros(x.shape, tl.int32)
+    for j in tl.static_range(COUNT - 1):
+        m += (compared >= reach * ((VALUES[j] + VALUES[j + 1]) / 2)).to(tl.int32)
+    if COUNT == 8:
+        m = tl.where((x < 0) & (m > 0), m | 8, m)
     return m
 
 
 @triton.jit
-def e3m0_value(m, sign, s):
-    """±2^(m−7)·s, exact; ±0 for m = 0. Only bit 31 of `sign` counts."""
-    return as_float(tl.where(m == 0, 0, (m + 120) << 23) | (sign & -2147483648)) * s
+def _table_value(code, s, VALUES: tl.constexpr, COUNT: tl.constexpr):
+    """The value of a code, times s, exact."""
+    v = tl.full(code.shape, VALUES[0], tl.float32)
+    for j in tl.static_range(1, COUNT):
+        v = tl.where((code & (COUNT - 1)) == j, VALUES[j], v)
+    if COUNT == 8:
+        v = as_float(bits(v) | ((code << 28) & -2147483648))
+    return v * s
+
+
+@triton.jit
+def _write_table(
+    payload, codes_start, row, lo, hi, absmax, inside, first,
+    VALUES: tl.constexpr, COUNT: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    a = as_float(absmax)
+    scales = to_scale(tl.div_rn(a, tl.full(a.shape, VALUES[COUNT - 1], tl.float32)), LARGEST)
+    s = from_bf16(scales)[:, None]
+    low = _table_code(lo, s, VALUES, COUNT)
+    high = _table_code(hi, s, VALUES, COUNT)
+    store_scales(payload, row, scales, first)
+    store_pairs(payload, codes_start, row, low, high, inside)
+    return _table_value(low, s, VALUES, COUNT), _table_value(high, s, VALUES, COUNT)
+
+
+@triton.jit
+def _read_table(payload, codes_start, row, inside, first, VALUES: tl.constexpr, COUNT: tl.constexpr):
+    s = load_scales(payload, row, first)
+    packed = load_pairs(payload, codes_start, row, inside)
+    return _table_value(packed & 15, s, VALUES, COUNT), _table_value(packed >> 4, s, VALUES, COUNT)
 
 
 @triton.jit
 def write_e3m0(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
-    scales = to_scale(as_float(absmax), _BF16_LARGEST)
-    s = from_bf16(scales)[:, None]
-    m_lo = e3m0_code(lo, s)
-    m_hi = e3m0_code(hi, s)
-    sign_lo = tl.where(m_lo > 0, bits(lo), 0)
-    sign_hi = tl.where(m_hi > 0, bits(hi), 0)
-    store_scales(payload, row, scales, first)
-    low = m_lo | ((sign_lo >> 28) & 8)
-    high = m_hi | ((sign_hi >> 28) & 8)
-    store_pairs(payload, codes_start, row, low, high, inside_lo)
-    return e3m0_value(m_lo, sign_lo, s), e3m0_value(m_hi, sign_hi, s)
+    return _write_table(payload, codes_start, row, lo, hi, absmax, inside_lo, first, _E3M0, 8, _BF16_LARGEST)
 
 
 @triton.jit
 def read_e3m0(payload, codes_start, row, inside_lo, inside_hi, first):
-    s = load_scales(payload, row, first)
-    packed = load_pairs(payload, codes_start, row, inside_lo)
-    return e3m0_value(packed & 7, packed << 28, s), e3m0_value((packed >> 4) & 7, packed << 24, s)
+    return _read_table(payload, codes_start, row, inside_lo, first, _E3M0, 8)
+
+
+@triton.jit
+def write_e2m1(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
+    return _write_table(payload, codes_start, row, lo, hi, absmax, inside_lo, first, _E2M1, 8, _E2M1_LARGEST)
+
+
+@triton.jit
+def read_e2m1(payload, codes_start, row, inside_lo, inside_hi, first):
+    return _read_table(payload, codes_start, row, inside_lo, first, _E2M1, 8)
+
+
+@triton.jit
+def write_nf4(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
+    return _write_table(payload, codes_start, row, lo, hi, absmax, inside_lo, first, _NF4, 16, _BF16_LARGEST)
+
+
+@triton.jit
+def read_nf4(payload, codes_start, row, inside_lo, inside_hi, first):
+    return _read_table(payload, codes_start, row, inside_lo, first, _NF4, 16)
 
 
 # --- q4r: one row is one of the four groups of 64 in a block of 256, so four rows share a scale
@@ -345,6 +387,65 @@ def read_q4r(payload, codes_start, row, inside_lo, inside_hi, first):
     return products(load_pairs(payload, codes_start, row, inside_lo), load_scales(payload, row // 4, first))
 
 
+# --- sign and lattice: one row is one block of 256. Only encoded here, and without a residual: their decoders must know
+# where a fragment has padding.
+
+
+@triton.jit
+def read_nothing(payload, codes_start, row, inside_lo, inside_hi, first):
+    """For kernels that are never launched."""
+
+
+@triton.jit
+def _magnitude_sum(x, up):
+    """Σ ⌊|x|·up⌋ of each row, below 2³⁰: int32 [R]."""
+    scaled = as_float(bits(x) & MAGNITUDE) * up
+    k, whole = nearest(scaled)
+    return tl.sum(tl.where(k > scaled, whole - 1, whole), 1)
+
+
+@triton.jit
+def _sign_bits(x, FIRST: tl.constexpr):
+    """x < 0 of columns in four parts of 32, as bits FIRST … FIRST + 3: int32 [R, 32]."""
+    negative = tl.reshape((x < 0).to(tl.int32), [x.shape[0], 4, 32])
+    return tl.sum(negative << (FIRST + tl.arange(0, 4)[None, :, None]), 1)
+
+
+@triton.jit
+def write_sign(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
+    """The steps are how many elements of each block are no padding."""
+    steps, _, _, _, _ = how
+    elements = tl.load(steps + row, mask=first, other=1.0)
+    exponent = tl.maximum(absmax >> 23, _SMALLEST_SCALE >> 7)  # biased: e + 127
+    up = as_float((275 - exponent) << 23)[:, None]  # 2^(21−e)
+    total = _magnitude_sum(lo, up) + _magnitude_sum(hi, up)
+    mean = tl.div_rn(total.to(tl.float32), elements)
+    scales = to_scale(mean * as_float((exponent - 21) << 23), _BF16_LARGEST)
+    store_scales(payload, row, scales, first)
+    codes = tl.where(scales[:, None] == 0, 0, _sign_bits(lo, 0) | _sign_bits(hi, 4))
+    at = codes_start + row[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(payload + at, codes.to(tl.uint8), mask=first[:, None])
+    return lo, hi  # never asked for
+
+
+@triton.jit
+def write_lattice(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
+    _, _, seed, _, _ = how
+    a = as_float(absmax)
+    scales = (bits(tl.div_rn(a, tl.full(a.shape, 7.0, tl.float32))) + 0xFFFF) >> 16
+    scales = tl.minimum(scales, _LATTICE_LARGEST)
+    scales = tl.where(scales < _SMALLEST_SCALE, 0, scales)
+    s = from_bf16(scales)[:, None]
+    shift = 0.5 - small_integer((seed.to(tl.uint32, bitcast=True) >> 22).to(tl.int32), 0) * 0.0009765625
+    _, low = nearest(tl.minimum(tl.maximum(ratio(lo, s) - shift, -8.0), 7.0))
+    _, high = nearest(tl.minimum(tl.maximum(ratio(hi, s) - shift, -8.0), 7.0))
+    store_scales(payload, row, scales, first)
+    codes = tl.where(s == 0, 0x88, (low + 8) | ((high + 8) << 4))
+    at = codes_start + row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(payload + at, codes.to(tl.uint8), mask=first[:, None])
+    return lo, hi  # never asked for
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """Device functions of one format, and the shape of its programs."""
@@ -366,6 +467,14 @@ FORMATS: Final = {
     "q8": Programs(write=write_q8, read=read_q8, row=256, rows=8),
     "q4": Programs(write=write_q4, read=read_q4, row=64, rows=32),
     "e3m0": Programs(write=write_e3m0, read=read_e3m0, row=64, rows=32),
+    "e2m1": Programs(write=write_e2m1, read=read_e2m1, row=64, rows=32),
+    "nf4": Programs(write=write_nf4, read=read_nf4, row=64, rows=32),
     "q4r": Programs(write=write_q4r, read=read_q4r, row=64, rows=32),
 }
 """By the name of the format."""
+
+ENCODERS: Final = {
+    "sign": Programs(write=write_sign, read=read_nothing, row=256, rows=8),
+    "lattice": Programs(write=write_lattice, read=read_nothing, row=256, rows=8),
+}
+"""Of which only `encode` without a residual may be called."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farloop.quant.kernels.gpu.formats import FORMATS, Programs
+from farloop.quant.kernels.gpu.formats import ENCODERS, FORMATS, Programs
 from farloop.quant.kernels.gpu.kernels import Launch, add_kernel, decode_kernel, encode_kernel, outer_kernel
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
 from farloop.quant.packing import Layout, mixed_seed
@@ -23,9 +23,10 @@ _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of thi
 _NONE_BAD = 2**63 - 1
 
 
-def gpu_kernels(key: KernelKey) -> "GpuKernels | None":
-    """The kernels of this key, or None if its format has none on a GPU."""
-    return GpuKernels(key=key, programs=FORMATS[key.name]) if key.name in FORMATS else None
+def gpu_kernels(key: KernelKey, *, only_encode: bool = False) -> "GpuKernels | None":
+    """The kernels of this key, or None if its format has none on a GPU; `only_encode` as `fast_path` has it."""
+    programs = FORMATS.get(key.name) or (ENCODERS.get(key.name) if only_encode else None)
+    return None if programs is None else GpuKernels(key=key, programs=programs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ class GpuKernels(BlockKernels):
             _require(steps, torch.float32, self.layout.num_blocks(numel), "steps", device)
         elif self.key.step is None:
             raise ValueError("the steps of the blocks are missing")
-        mixed = mixed_seed(seed, ahead)
+        mixed = mixed_seed(seed, ahead if self.key.stochastic else 0)  # `lattice` has one shift for all elements
         return {
             "steps": steps,
             "step": self.key.step if steps is None else 0.0,

@@ -8,8 +8,9 @@ split, so no value changes lanes. A format has two device functions that know it
     READ(payload, codes_start, row, inside_lo, inside_hi, first) -> (lo, hi)
 
 `row` int64 [R] counts from the fragment's start; `absmax` int32 [R] holds the bits of each row's largest magnitude;
-`inside_*` [R, H] say which elements the payload has, `first` [R] whether it has the row's first. `how` is for q4r: (a
-step per block or None, else one for all, the mixed seed, whether steps are scales, whether rounding is stochastic).
+`inside_*` [R, H] say which elements the payload has, `first` [R] whether it has the row's first. `how` is for q4r, and
+in part for sign and lattice: (a step per block or None, else one for all, the mixed seed, whether steps are scales,
+whether rounding is stochastic).
 
 Every product that is added is rounded first: kernels are compiled without contraction. Masks are multiples of 16
 where lengths are, and then all fp32 traffic is 128 bits wide.

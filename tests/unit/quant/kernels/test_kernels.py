@@ -41,6 +41,7 @@ SPELLINGS = (
     "q4r:policy=absolute,step=0.001",
     "q4r:policy=absolute,rounding=nearest,step=0.01",
 )
+ONLY_ENCODED = ("sign", "lattice")
 LENGTHS = (1, 63, 64, 65, 255, 256, 257, 2048, 4200)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SEED = 0xDEADBEEF
@@ -59,15 +60,20 @@ def both(spelling: str) -> tuple[BlockCodec, BlockKernels]:
     if TRITON:
         from farloop.quant.kernels.gpu.host import gpu_kernels
 
-        kernels: BlockKernels | None = gpu_kernels(codec.kernel_key())
+        kernels: BlockKernels | None = gpu_kernels(codec.kernel_key(), only_encode=True)
     else:
-        kernels = cpu_kernels(codec.kernel_key())
+        kernels = cpu_kernels(codec.kernel_key(), only_encode=True)
     assert kernels is not None
     return codec, kernels
 
 
 @pytest.fixture(params=SPELLINGS)
 def pair(request: pytest.FixtureRequest) -> tuple[BlockCodec, BlockKernels]:
+    return both(request.param)
+
+
+@pytest.fixture(params=(*SPELLINGS, *ONLY_ENCODED))
+def encoder(request: pytest.FixtureRequest) -> tuple[BlockCodec, BlockKernels]:
     return both(request.param)
 
 
@@ -138,11 +144,17 @@ def encoded(
     return out
 
 
-def test_payloads_of_all_lengths(pair: tuple[BlockCodec, BlockKernels]) -> None:
-    codec, kernels = pair
+def test_payloads_of_all_lengths(encoder: tuple[BlockCodec, BlockKernels]) -> None:
+    codec, kernels = encoder
     for numel in LENGTHS:
         x = normal(numel, seed=numel)
         assert same_bits(encoded(codec, kernels, x), reference(codec, x)), numel
+
+
+@pytest.mark.parametrize("spelling", ONLY_ENCODED)
+def test_payloads_of_hard_numbers(spelling: str) -> None:
+    codec, kernels = both(spelling)
+    assert same_bits(encoded(codec, kernels, hard_numbers()), reference(codec, hard_numbers()))
 
 
 def test_payloads_residuals_and_numbers_of_hard_numbers(pair: tuple[BlockCodec, BlockKernels]) -> None:
@@ -159,7 +171,7 @@ def test_payloads_residuals_and_numbers_of_hard_numbers(pair: tuple[BlockCodec, 
     assert same_bits(residual, v - decoded(codec, payload, x.numel()))
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", (*SPELLINGS, *ONLY_ENCODED))
 @settings(max_examples=3 if TRITON else 60)
 @given(
     words=st.lists(
@@ -194,10 +206,10 @@ def test_deltas_and_what_they_lose(pair: tuple[BlockCodec, BlockKernels], dtype:
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
 def test_the_first_number_that_is_not_finite_is_found(
-    pair: tuple[BlockCodec, BlockKernels], dtype: torch.dtype | None
+    encoder: tuple[BlockCodec, BlockKernels], dtype: torch.dtype | None
 ) -> None:
     """Infinities, and NaNs of few and of many ones."""
-    codec, kernels = pair
+    codec, kernels = encoder
     numel = 2500
     worst = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32)
     local = None if dtype is None else on(torch.ones(numel, dtype=dtype))
@@ -209,11 +221,13 @@ def test_the_first_number_that_is_not_finite_is_found(
         assert kernels.encode(call) == min(places)
 
 
-def test_a_difference_may_overflow(pair: tuple[BlockCodec, BlockKernels]) -> None:
-    codec, kernels = pair
+def test_a_difference_may_overflow(encoder: tuple[BlockCodec, BlockKernels]) -> None:
+    codec, kernels = encoder
     x, local = torch.zeros(300), torch.zeros(300)
     x[200], local[200] = TOP, -TOP
-    assert kernels.encode(Encode(x=on(x), out=buffer(codec, 300), numel=300, local=on(local))) == 200
+    steps = on(codec.steps(flat(300)))
+    call = Encode(x=on(x), out=buffer(codec, 300), numel=300, local=on(local), steps=steps)
+    assert kernels.encode(call) == 200
 
 
 @numba_only
@@ -240,9 +254,9 @@ def test_local_weights_are_read_as_torch_reads_them(dtype: torch.dtype) -> None:
     assert same_bits(out, (0.0 - local.float()).view(torch.uint8))
 
 
-def test_tensors_encoded_one_by_one_make_the_payload_of_the_fragment(pair: tuple[BlockCodec, BlockKernels]) -> None:
+def test_tensors_encoded_one_by_one_make_the_payload_of_the_fragment(encoder: tuple[BlockCodec, BlockKernels]) -> None:
     """The second ends 156 elements before the third begins, so that blocks of padding have to be written."""
-    codec, kernels = pair
+    codec, kernels = encoder
     places = ((0, 512), (512, 100), (768, 2000), (2816, 77))
     slots = tuple(TensorSlot(name=str(start), shape=(size,), offset=start) for start, size in places)
     fragment = Fragment(index=0, slot=0, numel=3072, tensors=slots)
@@ -254,8 +268,8 @@ def test_tensors_encoded_one_by_one_make_the_payload_of_the_fragment(pair: tuple
     assert same_bits(out, reference(codec, x, fragment))
 
 
-def test_a_part_has_the_bytes_that_the_whole_payload_has_of_it(pair: tuple[BlockCodec, BlockKernels]) -> None:
-    codec, kernels = pair
+def test_a_part_has_the_bytes_that_the_whole_payload_has_of_it(encoder: tuple[BlockCodec, BlockKernels]) -> None:
+    codec, kernels = encoder
     runs = ((256, 0, 512), (1024, 512, 256), (2304, 768, 768))
     fragment, part, x = flat(3072), flat(1536), normal(3072)
     whole, out, steps = reference(codec, x), buffer(codec, part.numel), on(codec.steps(fragment))
