@@ -71,6 +71,17 @@ def fast_sparse(*devices: torch.device) -> ModuleType | None:
     return sparse
 
 
+def fast_throw(*devices: torch.device) -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
+    """`throw` of `kernels/gpu/host.py` if all operands are on one GPU; None: the reference serves."""
+    if devices[0].type != "cuda" or any(device != devices[0] for device in devices):
+        return None
+    try:
+        from farloop.quant.kernels.gpu.host import throw
+    except ImportError:
+        return None
+    return throw
+
+
 @cache
 def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     try:

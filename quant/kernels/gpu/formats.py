@@ -340,7 +340,7 @@ def _q4r_scales(lo, hi, absmax, step, ABSOLUTE: tl.constexpr):
 
 
 @triton.jit
-def _uniform(row, seed, START: tl.constexpr):
+def uniform(row, seed, START: tl.constexpr):
     """(r + ½)·2⁻¹⁶ for columns START … START + 31 of the rows, fp32 [R, 32]: a word for every two elements."""
     pair = row[:, None] * 32 + (START // 2 + tl.arange(0, 16)[None, :])
     h = pair.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
@@ -358,7 +358,7 @@ def _q4r_codes(x, s, row, seed, START: tl.constexpr, STOCHASTIC: tl.constexpr):
     """k = clamp(round(x ÷ s), −8, 7), 0 where s is 0: as fp32 and int32 [R, 32]."""
     q = ratio(x, s)
     if STOCHASTIC:
-        q = tl.minimum(tl.maximum(q + _uniform(row, seed, START), -8.0), 7.0)
+        q = tl.minimum(tl.maximum(q + uniform(row, seed, START), -8.0), 7.0)
         k, code = nearest(q)
         above = k > q  # rounded up: the floor is one less
         k = tl.where(above, k - 1.0, k)

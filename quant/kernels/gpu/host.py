@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from farloop.quant.kernels.gpu.formats import ENCODERS, FORMATS, Programs
-from farloop.quant.kernels.gpu.kernels import Launch, add_kernel, decode_kernel, encode_kernel, outer_kernel
+from farloop.quant.kernels.gpu.kernels import (
+    Launch,
+    add_kernel,
+    decode_kernel,
+    encode_kernel,
+    outer_kernel,
+    ternary_kernel,
+)
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
 from farloop.quant.packing import Layout, mixed_seed
 
@@ -21,6 +28,7 @@ PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, whic
 _ALIGN = 16  # bytes: a load of 128 bits needs it of an address
 _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this
 _NONE_BAD = 2**63 - 1
+_GROUPS = 32  # of `ternary`, in a program: 2048 elements, as the programs of the block formats have
 
 
 def gpu_kernels(key: KernelKey, *, only_encode: bool = False) -> "GpuKernels | None":
@@ -197,16 +205,43 @@ class GpuKernels(BlockKernels):
             _require(steps, torch.float32, self.layout.num_blocks(numel), "steps", device)
         elif self.key.step is None:
             raise ValueError("the steps of the blocks are missing")
-        mixed = mixed_seed(seed, ahead if self.key.stochastic else 0)  # `lattice` has one shift for all elements
         return {
             "steps": steps,
             "step": self.key.step if steps is None else 0.0,
-            "seed": mixed - (1 << 32) if mixed >> 31 else mixed,  # as an int32, the same bits
+            # `lattice` has one shift for all elements.
+            "seed": _mixed(seed, ahead if self.key.stochastic else 0),
             "WRITE": self.programs.write,
             "ABSOLUTE": self.key.absolute,
             "STOCHASTIC": self.key.stochastic,
             **self._shape(),
         }
+
+
+def throw(x: Tensor, scales: Tensor, seed: int, codes: Tensor) -> None:
+    """Write the codes of `ternary`, uint8 [16·groups], of x fp32 [n] with a scale for each group of 64, fp32."""
+    if x.numel():
+        _run(throw_launch(x, scales, seed, codes), x.device)
+
+
+def throw_launch(x: Tensor, scales: Tensor, seed: int, codes: Tensor) -> Launch:
+    """What `throw` launches."""
+    groups = -(-x.numel() // 64)
+    _require(x, torch.float32, x.numel(), "x", x.device)
+    _require(scales, torch.float32, groups, "scales", x.device)
+    _require(codes, torch.uint8, 16 * groups, "codes", x.device)
+    return Launch(
+        kernel=ternary_kernel,
+        programs=-(-groups // _GROUPS),
+        arguments={
+            "x": x, "scales": scales, "codes": codes, "numel": x.numel(), "seed": _mixed(seed), "R": _GROUPS,
+        },
+    )  # fmt: skip
+
+
+def _mixed(seed: int, ahead: int = 0) -> int:
+    """As an int32, the same bits."""
+    mixed = mixed_seed(seed, ahead)
+    return mixed - (1 << 32) if mixed >> 31 else mixed
 
 
 def _require(tensor: Tensor, dtype: torch.dtype, numel: int, what: str, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import triton
 from triton import language as tl
 
-from farloop.quant.kernels.gpu.formats import INFINITY, MAGNITUDE, bits, cast_to_bf16
+from farloop.quant.kernels.gpu.formats import INFINITY, MAGNITUDE, as_float, bits, cast_to_bf16, ratio, uniform
 
 OPTIONS: Final[Mapping[str, Any]] = {
     "num_warps": 4,
@@ -187,3 +187,29 @@ def outer_kernel(
     )  # fmt: skip
     tl.store(new_anchor + lo_at, a_lo + decoded_lo, mask=lo_at < numel)
     tl.store(new_anchor + hi_at, a_hi + decoded_hi, mask=hi_at < numel)
+
+
+@triton.jit
+def _thrown(x, s, u):
+    """1 with probability |x| ÷ s, twice that for x < 0: int32, 0 where s is 0."""
+    chosen = (ratio(as_float(bits(x) & MAGNITUDE), s) > u) & (s != 0)
+    return chosen.to(tl.int32) << (x < 0).to(tl.int32)
+
+
+@triton.jit
+def _pair_of_codes(code, R: tl.constexpr):
+    """Codes [R, 32] of 2 bits, the second sixteen above the first: int32 [R, 16]."""
+    return tl.sum(tl.reshape(code, [R, 2, 16]) << (2 * tl.arange(0, 2)[None, :, None]), 1)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def ternary_kernel(x, scales, codes, numel, seed, R: tl.constexpr):
+    """The codes of `ternary`, of groups of 64 with a scale each; what is missing of the last counts as 0."""
+    row, lo_at, hi_at = _rows(R, 32)
+    inside = row * 64 < numel
+    s = tl.load(scales + row, mask=inside, other=0.0)[:, None]
+    low = _thrown(tl.load(x + lo_at, mask=lo_at < numel, other=0.0), s, uniform(row, seed, 0))
+    high = _thrown(tl.load(x + hi_at, mask=hi_at < numel, other=0.0), s, uniform(row, seed, 32))
+    packed = _pair_of_codes(low, R) | (_pair_of_codes(high, R) << 4)
+    at = row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(codes + at, packed.to(tl.uint8), mask=inside[:, None])

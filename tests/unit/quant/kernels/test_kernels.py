@@ -12,7 +12,7 @@ from typing import overload
 
 import pytest
 import torch
-from codec_cases import TOP, hard_numbers
+from codec_cases import MIXED, TOP, gaussian, hard_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from farloop.algo.outer_optimizers import OuterSettings, outer_step_
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import flat
+from farloop.quant.formats import ternary
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.cpu.kernels import cpu_kernels
 from farloop.quant.kernels.cpu.primitives import kernel_threads
@@ -416,3 +417,21 @@ def test_rows_count_beyond_31_bits() -> None:
     scales, codes = codec.encode_tile(blocks, magnitude, start=start, fragment=flat(numel), seed=SEED)
     assert same_bits(out[2 * (start // 256) :][: scales.numel() * 2], scales.view(torch.uint8))
     assert same_bits(out[-codes.numel() :], codes)
+
+
+@pytest.mark.skipif(not TRITON, reason="about the encoder of ternary for a GPU")
+@pytest.mark.parametrize("spelling", ["ternary", "ternary:clip=0", "ternary:clip=1000"])
+def test_ternary_codes_are_those_of_the_reference(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from farloop.quant.kernels.gpu.host import throw
+
+    codec = codec_named(spelling)
+    numbers = [(MIXED, gaussian(MIXED)), *((flat(n), normal(n)) for n in (1, 63, 64, 65, 4200))]
+    for fragment, x in (*numbers, (flat(hard_numbers().numel()), hard_numbers())):
+        payloads = []
+        for found in (throw, None):
+            monkeypatch.setattr(ternary, "fast_sparse", lambda *devices: None)
+            monkeypatch.setattr(ternary, "fast_throw", lambda *devices, found=found: found)
+            out = at_odd_address(torch.full((codec.payload_bytes(fragment),), 0xA5, dtype=torch.uint8))
+            codec.encode_into(on(x), out, fragment, seed=SEED)
+            payloads.append(out.cpu())
+        assert same_bits(*payloads), fragment
