@@ -14,7 +14,7 @@ from farloop.coordinator import admin
 from farloop.coordinator.change_terms import handlers
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.executor import CoordinatorExecutor
+from farloop.coordinator.executor import STATUS_S, CoordinatorExecutor
 from farloop.coordinator.net.link_monitor import LinkMonitor
 from farloop.coordinator.net.link_table import PROBE_SHARE, QUIET_S
 from farloop.coordinator.net.router import SessionRouter
@@ -31,7 +31,6 @@ from farloop.wire.uplink import UplinkLimit
 
 FAREWELL_S = 30.0  # how long a finished run waits for its nodes to say good-bye, including those that are expected back
 GOODBYE_S = 0.3  # for the farewells to leave the socket
-TICK_S = 0.25  # between two looks at the traffic of the sessions
 DIAL_BACK_S = 2.0  # between two looks for nodes whose declared address was not tried yet
 
 
@@ -248,7 +247,7 @@ class Coordinator:
         traffic = TrafficMetrics(self.metrics, self.config.egress_price_per_gb)
         while True:
             traffic.look(self.executor.sessions)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(STATUS_S)
 
     async def _dial_back(self) -> None:
         while True:

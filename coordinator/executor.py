@@ -41,6 +41,7 @@ from farloop.wire.session import Session, State
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between two looks at the clock, the sessions and the stragglers
+STATUS_S = 1.0  # between two statuses: each costs time for every node
 JUMP_S = 1.2  # after a look that comes this late the process has stood still: its deadlines are put off
 
 
@@ -112,6 +113,7 @@ class CoordinatorExecutor:
         self._timer: Timer | None = None
         self._due: float | None = None  # when the machine's timer was last armed for
         self._looked_at = clock.now()
+        self._shown_at = float("-inf")  # when the observer's status was made
         self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal)
         self._deltas = DeltaUploads(store, storage, compute, clock)
         self._anchors = AnchorUploads(store, storage, compute, clock)
@@ -499,7 +501,9 @@ class CoordinatorExecutor:
         self._clock.call_later(TICK_S, self._tick)
         self._keep_time()
         self.storage.look()
-        self._observer.refresh(self.machine)
+        if self._clock.now() - self._shown_at >= STATUS_S:
+            self._shown_at = self._clock.now()
+            self._observer.refresh(self.machine)
         if self._links is not None:
             self._links.look(self.sessions, self.machine.members, self._clock.now())
         self.stragglers.look(self._clock.now(), held=bool(self.storage.hold))

@@ -142,6 +142,11 @@ class Meter:
         """The present busy time so far; None before there is anything to tell."""
         return burst_of(self._points)
 
+    @property
+    def has_bursts(self) -> bool:
+        """Whether `take` has any."""
+        return bool(self._bursts)
+
     def take(self) -> list[Burst]:
         """Busy times that have ended since the last call."""
         bursts = list(self._bursts)

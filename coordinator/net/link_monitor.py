@@ -7,7 +7,7 @@ only; after a restart links are measured again.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -167,12 +167,15 @@ class LinkMonitor:
         connections = now - self._looked_at >= LOOK_S
         self._looked_at = now if connections else self._looked_at
         for node, peer in here.items():
-            with self._working_for(peer) as session:
-                self._see(node, peer, now)
-                if connections:
-                    self._look_at_connection(node, peer)
-                if session.protocol >= SINCE[Probe] and session.state is State.OPEN:
-                    self._echo(peer, session, now)
+            echoes = self._echo_is_due(peer, now)
+            if echoes or connections or peer.session.meter.has_bursts or self._is_probed(peer):
+                with self._working_for(peer) as session:
+                    self._see(node, peer, now)
+                    if connections:
+                        self._look_at_connection(node, peer)
+                    if echoes and session.state is State.OPEN:
+                        self._echoed_at[peer.number] = now
+                        session.echo(now)
         self._count(here)
         numbers = {peer.number for peer in here.values()}
         self._echoed_at = {number: at for number, at in self._echoed_at.items() if number in numbers}
@@ -209,11 +212,11 @@ class LinkMonitor:
         if told is not None:
             self.matrix.connection((COORDINATOR, node), told)
 
-    def _echo(self, peer: Peer, session: Session, now: float) -> None:
-        asked_at = self._echoed_at.get(peer.number)
-        if asked_at is None or len(peer.session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S:
-            self._echoed_at[peer.number] = now
-            session.echo(now)
+    def _echo_is_due(self, peer: Peer, now: float) -> bool:
+        session, asked_at = peer.session, self._echoed_at.get(peer.number)
+        if session.protocol < SINCE[Probe]:
+            return False
+        return asked_at is None or len(session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S
 
     def _is_probed(self, peer: Peer) -> bool:
         return self._prober.running is not None and peer is self._peer
@@ -248,8 +251,7 @@ class LinkMonitor:
                 offer = msg.Offer(blob=_blob(running), size=running.num_bytes, digest=DIGEST)
                 session.send_blob(offer, Noise(running.num_bytes, seed=running.number), background=True)
 
-    def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> list[Candidate]:
-        found = []
+    def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> Iterator[Candidate]:
         for node, peer in here.items():
             rtt_s = self.matrix.rtt_s(node, COORDINATOR)
             if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
@@ -258,8 +260,7 @@ class LinkMonitor:
                 continue
             for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
                 age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
-                found.append(Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed))
-        return found
+                yield Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed)
 
     def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
         """Machines and links, for the status."""

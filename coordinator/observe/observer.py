@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from farloop.algo.schedule import learning_rate
-from farloop.algo.spec import Layout, NodeId
+from farloop.algo.spec import Layout, NodeId, RoundPlan
 from farloop.algo.stages import fragments_of
 from farloop.coordinator import executor
 from farloop.coordinator.aggregator import Result
@@ -254,6 +254,7 @@ class Observer(executor.Observer):
         if machine.holding is not None:
             state = "holding"
         members = sorted(machine.members.values(), key=lambda m: m.name)
+        quarantine, plan = machine.in_quarantine, self._store.ledger.rounds[self._store.ledger.current_round]
         told: Status = {
             "run": {
                 "name": identity.name,
@@ -281,7 +282,7 @@ class Observer(executor.Observer):
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
             "outer_steps": max(ledger.versions),
             "commits": sum(ledger.versions),
-            "nodes": [self._node(member, now, machine.in_quarantine) for member in members],
+            "nodes": [self._node(member, now, quarantine, plan) for member in members],
             "windows": self._windows(machine),
             "evaluations": [
                 {
@@ -305,7 +306,7 @@ class Observer(executor.Observer):
             told["run"]["stages"] = list(counts.values())
         return told
 
-    def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str]) -> NodeStatus:
+    def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str], plan: RoundPlan) -> NodeStatus:
         progress = member.progress
         away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
         sent, received = moved_by(progress) if progress else (msg.BytesByKind(), msg.BytesByKind())
@@ -340,7 +341,7 @@ class Observer(executor.Observer):
         ledger = self._store.ledger
         if member.holds is not None:
             told["part"] = _part(member.holds, ledger.spec.identity.layout)
-        plan, codec = ledger.rounds[ledger.current_round], ledger.spec.terms.codec_of(member.name)
+        codec = ledger.spec.terms.codec_of(member.name)
         if (own := plan.steps_of(member.name)) != plan.length:
             told["h"] = own
         if codec != ledger.spec.terms.codecs.up:
