@@ -108,7 +108,7 @@ class CoordinatorExecutor:
         self._drafts: deque[tuple[rec.WindowCommitted, int]] = deque()  # with a reservation each, to be computed
         self._result_bytes = 0  # of the commits that are being computed or made durable
         self._busy = False  # whether a command waits for storage
-        self._scheduled = False  # whether the next commands are about to be carried out
+        self._scheduled = False  # whether `_go_on` is about to be called
         self._stopped = False
         self._timer: Timer | None = None
         self._due: float | None = None  # when the machine's timer was last armed for
@@ -248,19 +248,17 @@ class CoordinatorExecutor:
 
     def _run(self, commands: list[ev.Command]) -> None:
         self._commands.extend(commands)
-        self._arm()
         self._changed()
-        self._schedule()
-
-    def _schedule(self) -> None:
-        # Never at once: the cause of an event is still working for a session.
-        if self._commands and not (self._busy or self._scheduled):
+        # Never at once: the cause of an event is still working for a session. And once for all events until then: each
+        # look for the earliest deadline goes through all nodes.
+        if not self._scheduled:
             self._scheduled = True
             self._clock.call_later(0.0, self._go_on)
 
     def _go_on(self) -> None:
-        """Carry out commands until one has to wait for storage."""
+        """Arm the machine's timer, and carry out commands until one has to wait for storage."""
         self._scheduled = False
+        self._arm()
         while self._commands and not (self._busy or self._stopped):
             command = self._commands.popleft()
             self._observer.carries_out(command)

@@ -77,7 +77,7 @@ class StragglerGrace:
         self.lateness.came(offer.blob.fragment, offer.window, now)
 
     def look_at(self, window: Window, quorum: int | None, now: float) -> None:
-        if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
+        if window.quorum_at is not None or not window.has_quorum(quorum):
             return
         window.quorum_at = now
         terms = window.terms

@@ -70,7 +70,8 @@ class Deadlines:
         """(seconds from opening to commit, steps of its round)."""
         self._offered: dict[tuple[NodeId, int], int] = {}
         """(node, fragment) → newest window that it offered a delta for."""
-        self._middle_s = 0.0  # the usual time of the quicker half of the nodes
+        self._middle: float | None = 0.0  # `_middle_s`; None until it is asked for
+        self._rested = set[NodeId]()  # nodes that were suspended; some are no longer
         self._moved_at = run.now
         """Time of the last commit. Nodes that wait for one window cannot serve the next, so a commit restarts their
         time."""
@@ -101,7 +102,7 @@ class Deadlines:
     def committed(self, window: Window, now: float) -> None:
         self._windows_took.append((now - window.opened_at, self._steps(window.terms.round, None)))
         self._moved_at = now
-        here = self._run.members
+        here, _ = self._run.members, self._middle_s  # of those who are here until now
         self._paces = {node: pace for node, pace in self._paces.items() if node in here}
         self._offered = {key: number for key, number in self._offered.items() if key[0] in here}
 
@@ -130,7 +131,10 @@ class Deadlines:
 
     def resting(self, now: float) -> dict[NodeId, str]:
         """Suspended nodes, with the reason as a sentence."""
-        return {node: pace.why for node, pace in self._paces.items() if pace.rests_until > now}
+        if not self._rested:
+            return {}
+        self._rested = {node for node in self._rested if node in self._paces and self._paces[node].rests_until > now}
+        return {node: pace.why for node, pace in self._paces.items() if node in self._rested}
 
     def overdue(self, windows: Mapping[int, Window], now: float) -> list[tuple[Window, NodeId]]:
         """Windows with nodes that missed the deadline, to be dropped."""
@@ -154,6 +158,7 @@ class Deadlines:
             return
         rest_s = REST * allowed * 2 ** min(pace.rests, _MOST_RESTS)
         pace.misses, pace.rests, pace.rests_until = MISSES - 1.0 + _PARDON, pace.rests + 1, now + rest_s
+        self._rested.add(node)
         pace.why = (
             f"it sent no delta within {duration_text(allowed)}; no window waits for it until one of its deltas comes "
             f"in time, or {duration_text(rest_s)} are over"
@@ -180,7 +185,7 @@ class Deadlines:
         stands = [
             (window, node)
             for window in windows.values()
-            if window.state == "open" and not window.missing
+            if window.state == "open" and not window.waits
             for node in sorted(set(window.removed) - window.contributors)
         ]
         quiet_s = now - self._moved_at
@@ -221,7 +226,7 @@ class Deadlines:
         is being committed."""
         if any(window.state == "closing" for window in windows.values()):
             return []
-        waiting = {f: self._due(window) for f, window in windows.items() if window.state == "open" and window.missing}
+        waiting = {f: self._due(window) for f, window in windows.items() if window.state == "open" and window.waits}
         first = min(waiting.values(), default=0)
         return [windows[fragment] for fragment, due in waiting.items() if due == first]
 
@@ -259,7 +264,14 @@ class Deadlines:
         if len(pace.took) >= LEAST:
             pace.steps = steps
             pace.usual_s = median(took * _longer(steps, then) for took, then in pace.took)
-            self._middle_s = median_low(one.usual_s for one in self._paces.values() if one.usual_s is not None)
+            self._middle = None
+
+    @property
+    def _middle_s(self) -> float:
+        """The usual time of the quicker half of the nodes."""
+        if self._middle is None:
+            self._middle = median_low(one.usual_s for one in self._paces.values() if one.usual_s is not None)
+        return self._middle
 
     @property
     def _usual_window_s(self) -> float | None:

@@ -57,6 +57,7 @@ class Ledger:
     finished: bool = False
     screening: Screening = field(init=False)
     revisions: Revisions = field(init=False)
+    _spooled: set[tuple[int, NodeId]] = field(default_factory=set, compare=False)  # (fragment, node) of `inputs`
     _served: dict[int, set[NodeId]] = field(default_factory=dict, compare=False)
     """Cache of `served` by fragment, built from the commits that are remembered."""
 
@@ -86,7 +87,7 @@ class Ledger:
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
         ledger.started = {started.node: started for started in saved.started}
         ledger.frozen = {started.holds: started for started in saved.frozen}
-        ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
+        ledger._keep({stored.blob: stored.offer() for stored in saved.inputs})
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
         ledger.screening.resume(saved)
@@ -147,7 +148,7 @@ class Ledger:
                 self.epoch_seen = max(self.epoch_seen, epoch)
             case rec.Rewound(epoch=epoch):
                 self.epoch = self.history = epoch
-                self.inputs = {}
+                self._keep({})
             case rec.Adopted():
                 self._adopt(record)
             case rec.NodeStarted(node=node):
@@ -170,7 +171,8 @@ class Ledger:
             case rec.InputStored():
                 self._store(record)
             case rec.InputDropped(blob=blob):
-                self.inputs.pop(blob, None)
+                if (dropped := self.inputs.pop(blob, None)) is not None:
+                    self._spooled.difference_update(_spools(dropped))
                 self.screening.forget(blob)
             case rec.WindowCommitted():
                 self._commit(record)
@@ -191,12 +193,15 @@ class Ledger:
         The machine decides the same when it hears of the delta, and journals a drop; a crash may come in between.
         """
         self.leases.stores(stored.blob.node, stored.blob.incarnation, stored.consumed)
-        names = {contribution.node for contribution in stored.contributors}
-        others = (offer for offer in self.inputs.values() if offer.blob.fragment == stored.blob.fragment)
-        taken = {contribution.node for offer in others for contribution in offer.contributors}
-        if self.outcome_reason(stored.blob, stored.window) is None and not names & taken:
-            self.inputs[stored.blob] = stored.offer()
+        offer = stored.offer()
+        if self.outcome_reason(stored.blob, stored.window) is None and self._spooled.isdisjoint(_spools(offer)):
+            self.inputs[stored.blob] = offer
+            self._spooled.update(_spools(offer))
             self.screening.stored(stored)
+
+    def _keep(self, inputs: dict[BlobId, Offer]) -> None:
+        """Have these deltas without an outcome, and no others."""
+        self.inputs, self._spooled = inputs, {spooled for offer in inputs.values() for spooled in _spools(offer)}
 
     def _commit(self, record: rec.WindowCommitted) -> None:
         fragment, version = record.fragment, record.version
@@ -225,11 +230,14 @@ class Ledger:
         for addend in record.blobs:
             self.leases.stores(addend.blob.node, addend.blob.incarnation, addend.consumed)
         decided = {addend.blob for addend in record.blobs} | {refusal.blob for refusal in record.refused}
-        self.inputs = {
-            blob: offer
-            for blob, offer in self.inputs.items()
-            if blob not in decided and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
-        }
+        self._keep(
+            {
+                blob: offer
+                for blob, offer in self.inputs.items()
+                if blob not in decided
+                and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
+            }
+        )
         self.screening.settle(self.inputs)
 
     def _fix(self, plan: RoundPlan) -> None:
@@ -240,7 +248,7 @@ class Ledger:
     def _adopt(self, record: rec.Adopted) -> None:
         """Continue from what nodes held. Nodes of another history count as new."""
         self.epoch = self.history = record.epoch
-        self.inputs = {}
+        self._keep({})
         for revision in record.revisions:
             self._revise(revision)
         opened = {terms.fragment: terms for terms in record.windows}
@@ -392,8 +400,7 @@ class Ledger:
 
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
         """Whether a stored delta of this node has no outcome yet."""
-        offers = (offer for blob, offer in self.inputs.items() if blob.fragment == fragment)
-        return any(contribution.node == node for offer in offers for contribution in offer.contributors)
+        return (fragment, node) in self._spooled
 
     def is_vector(self, versions: Sequence[int]) -> bool:
         """Whether these are plausible versions, one per fragment."""
@@ -423,8 +430,13 @@ class Ledger:
             assert terms.window == self.versions[fragment] + 1
             assert terms.round in self.rounds
         assert all(self.outcome_reason(blob, offer.window) is None for blob, offer in self.inputs.items())
+        assert self._spooled == {spooled for offer in self.inputs.values() for spooled in _spools(offer)}
         assert all(self.versions[fragment] - HISTORY_VERSIONS < version for fragment, version in self.commits)
         self.leases.check()
+
+
+def _spools(offer: Offer) -> set[tuple[int, NodeId]]:
+    return {(offer.blob.fragment, contribution.node) for contribution in offer.contributors}
 
 
 def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:

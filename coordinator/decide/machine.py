@@ -343,11 +343,10 @@ class CoordinatorMachine:
         self._rollback.pass_time(self._run.now)
         if not (self._damaged or self.alarms):
             return
-        awaited = set(self.awaited)
-        for node in self._damaged.keys() - awaited:
+        for node in [node for node in self._damaged if not self._membership.is_awaited(node)]:
             self._note_damage(node, set())
         for alarm in [alarm for alarm in self.alarms if alarm.startswith(REPORT)]:
-            if alarm.removeprefix(REPORT) not in awaited:
+            if not self._membership.is_awaited(NodeId(alarm.removeprefix(REPORT))):
                 del self.alarms[alarm]
         if any(a.startswith(QUARANTINE) and a.removeprefix(QUARANTINE) not in self.ledger.started for a in self.alarms):
             self._closing.show_quarantine()
@@ -411,7 +410,7 @@ class CoordinatorMachine:
         self.ledger.apply(rec.InputStored.of(offer, payload))
         self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
-            window.inputs[offer.blob] = offer
+            window.take(offer)
             quorum = self.ledger.terms_at(window.terms).admission.quorum
             self.grace.look_at(window, quorum, self._run.now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough

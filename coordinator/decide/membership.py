@@ -10,6 +10,7 @@ into `Decisions`; windows carry which nodes are expected and which were removed.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -22,7 +23,7 @@ from farloop.coordinator.decide.admission import frozen_fault, refusal
 from farloop.coordinator.decide.closing import Closing
 from farloop.coordinator.decide.revising import REVISED_SINCE
 from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
-from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member, too_few_to_begin
+from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, STALL_S, Member, too_few_to_begin
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
@@ -49,6 +50,7 @@ class Membership:
         self._ledger, self._windows, self.members = run.ledger, run.windows, run.members
         self._decisions, self._closing, self._rollback = decisions, closing, rollback
         self._expire_s = expire_s
+        self._ready = set[NodeId]()  # who may start; and some who no longer may
         for name, started in run.ledger.started.items():
             self.members[name] = Member(
                 name=name,
@@ -72,7 +74,11 @@ class Membership:
     @property
     def awaited(self) -> list[NodeId]:
         """Nodes that are connected or may return: they must hear that the run is over."""
-        return sorted(m.name for m in self.members.values() if m.session is not None or m.gone_at is not None)
+        return sorted(name for name in self.members if self.is_awaited(name))
+
+    def is_awaited(self, node: NodeId) -> bool:
+        member = self.members.get(node)
+        return member is not None and (member.session is not None or member.gone_at is not None)
 
     @property
     def connected(self) -> list[Member]:
@@ -226,12 +232,16 @@ class Membership:
             member.disconnect(Reason.WRONG_FROZEN, now, 0.0)
             return self._leave(member, Reason.WRONG_FROZEN)
         member.stage, member.frozen = "ready", frozen
+        self._ready.add(member.name)
         self.start_ready(now, "none")
 
     def start_ready(self, now: float, boundary: Boundary) -> None:
         """Start ready nodes: at the run's beginning, at a boundary of slots or rounds, or at once if a window would
         otherwise never reach its floor."""
-        ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
+        if not self._ready:
+            return
+        self._ready = {name for name in self._ready if name in self.members and self.members[name].stage == "ready"}
+        ready = [m for name, m in self.members.items() if name in self._ready and m.session is not None]
         ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
         if not ready:
             return
@@ -391,9 +401,16 @@ class Membership:
                 self._leave(member, member.reason)
 
     def deadlines(self) -> list[float]:
-        members = self.members.values()
-        waits = [*(m.stalls_at for m in members), *(m.expires_at for m in members)] if self._ledger.windows else []
-        return [at for at in (*(m.gone_at for m in members), *waits) if at is not None]
+        """The first of them alone."""
+        first, runs = math.inf, bool(self._ledger.windows)
+        for member in self.members.values():
+            if member.gone_at is not None:
+                first = min(first, member.gone_at)
+            if runs and member.expires_at is not None:
+                first = min(first, member.expires_at)
+            if runs and member.progress_at + STALL_S < first and (stalls_at := member.stalls_at) is not None:
+                first = min(first, stalls_at)
+        return [] if first == math.inf else [first]
 
     def clock_jumped(self, seconds: float) -> None:
         for member in self.members.values():

@@ -11,9 +11,9 @@ numbers below are what they are.
 """
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median, median_low
 from typing import Final, Literal
 
 from farloop.algo import schedule
@@ -107,15 +107,28 @@ class Screening:
             for offer in offers
             if offer.blob.node not in apart and (length := lengths[offer.blob]) is not None
         ]
-        usual, usual_for = self._usual(terms.fragment), dict[tuple[int, float], list[float]]()
+        usual, known = self._usual(terms.fragment), dict[tuple[int, float], tuple[list[float], list[float]]]()
+        own = dict[NodeId, list[_Length]]()
+        for node, length in peers:
+            own.setdefault(node, []).append(length)
+        seen = self.seen.get(terms.fragment, ())
+        merged = {(one.node, one.payload) for one in seen}
+        senders = dict[int, list[NodeId]]()  # of each payload, in the order they came
+        for one in seen:
+            senders.setdefault(one.payload, []).append(one.node)
         refusals = []
-        for number, offer in enumerate(offers):
-            found = self._known_numbers(offer, offers[:number])
+        for offer in offers:
+            found = self._known_numbers(offer, merged, senders)
+            senders.setdefault(self.payloads.get(offer.blob, 0), []).append(offer.blob.node)
             if found is None and (work := lengths[offer.blob]) is not None:
                 key = (work.steps, work.rate)  # most nodes do the same work
-                if key not in usual_for:
-                    usual_for[key] = sorted(length.as_long_as(work) for length in usual)
-                found = _too_long(offer, work, peers, usual_for[key], ours.admission.norm_band)
+                if key not in known:
+                    known[key] = (
+                        sorted(length.as_long_as(work) for length in usual),
+                        sorted(length.as_long_as(work) for _, length in peers),
+                    )
+                theirs = [length.as_long_as(work) for length in own.get(offer.blob.node, ())]
+                found = _too_long(offer, work, theirs, *known[key], ours.admission.norm_band)
             if found is None and offer.blob.node in apart:
                 why = f"{Reason.QUARANTINED.sentence} ({apart[offer.blob.node]})"
                 found = rec.Refusal(blob=offer.blob, reason=Reason.QUARANTINED, detail=why, strikes=False)
@@ -123,20 +136,24 @@ class Screening:
                 refusals.append(found)
         return refusals
 
-    def _known_numbers(self, offer: Offer, before: Sequence[Offer]) -> rec.Refusal | None:
+    def _known_numbers(
+        self, offer: Offer, merged: Collection[tuple[NodeId, int]], senders: Mapping[int, Sequence[NodeId]]
+    ) -> rec.Refusal | None:
         """Refuse numbers that were sent before: a replay or a copy.
 
         Nodes that bring their own samples may rightly send the same delta.
+
+        Args:
+            merged: node and payload of the deltas of windows before.
+            senders: by payload, their nodes and those whose deltas of this window came before.
         """
         payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
         tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
         if not payload or not _norm(offer) or sum(tensor.numel for tensor in tensors) < TELLING:
             return None
-        merged = [(one.node, one.payload) for one in self.seen.get(offer.blob.fragment, ())]
         if (node, payload) in merged:
             return _refusal(offer, Reason.REPLAYED)
-        others = [*merged, *((other.blob.node, self.payloads.get(other.blob, 0)) for other in before)]
-        whose = next((other for other, theirs in others if theirs == payload and other != node), None)
+        whose = next((other for other in senders.get(payload, ()) if other != node), None)
         if whose is None or not self.spec.identity.num_samples:
             return None
         return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
@@ -190,7 +207,7 @@ class Screening:
             self.seen.pop(record.fragment, None)
             return
         new: list[rec.Seen] = []
-        merged = [addend.blob for addend in record.blobs]
+        merged = {addend.blob: None for addend in record.blobs}
         for blob in [*merged, *(refusal.blob for refusal in record.refused)]:
             length = _length(inputs[blob], rate) if blob in merged and blob in inputs else None
             one = rec.Seen(
@@ -284,23 +301,37 @@ def measured(offer: Offer, norm_sq: float | None) -> Offer:
 
 
 def _too_long(
-    offer: Offer, work: _Length, lengths: Sequence[tuple[NodeId, _Length]], usual: Sequence[float], band: float
+    offer: Offer, work: _Length, own: Sequence[float], usual: Sequence[float], peers: Sequence[float], band: float
 ) -> rec.Refusal | None:
     """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window.
 
     So a change that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to tell
     which is wrong, the longest is left out without a strike.
+
+    Args:
+        usual, peers: the usual norms, and those of the window's deltas, for this work, in ascending order.
+        own: the norms among these of the offer's own node.
     """
-    peers = [length.as_long_as(work) for node, length in lengths if node != offer.blob.node]
     known = len(usual) >= ENOUGH
+    if known and work.norm <= band * _middle(usual):
+        return None
+    peers = list(peers)
+    for one in own:
+        del peers[bisect_left(peers, one)]
     if known:
-        allowed = max([median(usual), *([median_low(peers)] if peers else [])])
-    elif others := [*usual, *peers]:
+        allowed = max([_middle(usual), *([peers[(len(peers) - 1) // 2]] if peers else [])])
+    elif others := sorted([*usual, *peers]):
         few = len(others) < WITNESSES
-        allowed, band = max(others) if few else median(others), FIRST * band
+        allowed, band = others[-1] if few else _middle(others), FIRST * band
     else:
         return None
     if work.norm <= band * allowed:
         return None
     detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
     return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """The median of numbers in ascending order."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

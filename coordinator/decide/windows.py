@@ -47,18 +47,23 @@ class Window:
     quorum_at: float | None = None  # when the quorum was reached
     expected: set[NodeId] = field(default_factory=set)  # frozen at opening; later removals carry reasons
     removed: dict[NodeId, Reason] = field(default_factory=dict)
-    inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas
+    inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas; `take` adds one
+    contributors: set[NodeId] = field(init=False)  # of `inputs`
     refused: dict[BlobId, Refusal] = field(default_factory=dict)  # durable deltas that no window will merge
     state: Literal["open", "closing"] = "open"
 
-    @property
-    def contributors(self) -> set[NodeId]:
-        return {c.node for offer in self.inputs.values() for c in offer.contributors}
+    def __post_init__(self) -> None:
+        self.contributors = {c.node for offer in self.inputs.values() for c in offer.contributors}
 
     @property
     def missing(self) -> set[NodeId]:
         """Nodes that the window still waits for."""
-        return self.expected - set(self.removed) - self.contributors
+        return self.expected - self.removed.keys() - self.contributors
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are any; asked at every event, where most of the time their numbers tell."""
+        return len(self.expected) > len(self.removed) + len(self.contributors) or bool(self.missing)
 
     @property
     def toward_quorum(self) -> int:
@@ -76,17 +81,26 @@ class Window:
         timely = [o for o in self.inputs.values() if self.alone or o.window == self.terms.window]
         return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
 
+    def has_quorum(self, quorum: int | None) -> bool:
+        return quorum is not None and len(self.contributors) >= quorum and self.toward_quorum >= quorum
+
+    def take(self, offer: Offer) -> None:
+        """Add a durable delta."""
+        self.inputs[offer.blob] = offer
+        self.contributors.update(contribution.node for contribution in offer.contributors)
+
     def refuse(self, refusal: Refusal) -> None:
         """Refuse one of its deltas for this and every other window."""
         offer = self.inputs.pop(refusal.blob)
         self.refused[refusal.blob] = refusal
         for contribution in offer.contributors:
+            self.contributors.discard(contribution.node)
             if contribution.node in self.expected:
                 self.removed[contribution.node] = refusal.reason
 
     def open_again(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
         """Open again: the window could not close with its deltas. `held` came meanwhile."""
-        self.state, self.inputs = "open", {}
+        self.state, self.inputs, self.contributors = "open", {}, set()
         self.begin_with({blob: offer for blob, offer in held.items() if blob not in self.refused}, quorum)
 
     def admits(self, offer: Offer) -> bool:
@@ -111,7 +125,7 @@ class Window:
             counts = any(c.steps for c in offer.contributors)
             last_chance = self.terms.final or offer.window + self.max_staleness <= self.terms.window
             if not self.alone or quorum is None or not counts or took < quorum or last_chance:
-                self.inputs[blob] = offer
+                self.take(offer)
                 took += counts
 
     def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:
@@ -124,18 +138,18 @@ class Window:
         if self.state != "open":
             return None
         if came < floor or not self.inputs:
-            return None if self.missing else self._why_void(floor)
-        if not self.missing:
+            return None if self.waits else self._why_void(floor)
+        if not self.waits:
             gone = set(self.removed) - self.contributors
             return f"all {came} expected came" + (f", {len(gone)} removed" if gone else "")
-        if quorum is not None and self.toward_quorum >= quorum and not patient:
+        if not patient and self.has_quorum(quorum):
             return f"quorum of {quorum} reached, without {', '.join(sorted(self.missing))}"
         return None
 
     def short_of(self, floor: int) -> str | None:
         """Why the window stays open though it waits for no node, as a sentence; None otherwise."""
         came = len(self.contributors)
-        if self.state != "open" or self.missing or not self.expected or came >= max(floor, 2):
+        if self.state != "open" or self.waits or not self.expected or came >= max(floor, 2):
             return None
         gone = ", ".join(f"{node} ({reason.code})" for node, reason in sorted(self.removed.items()))
         lacking = f"window {self.terms.window} is held with {came} of the {floor} contributions it needs"
@@ -241,5 +255,6 @@ class Window:
         assert set(self.removed) <= self.expected
         sets = [frozenset(c.node for c in offer.contributors) for offer in self.inputs.values()]
         assert sum(len(s) for s in sets) == len(self.contributors), "contributor sets overlap"
+        assert self.contributors == set().union(*sets)
         assert all(self.admits(offer) for offer in self.inputs.values())
         assert not self.inputs.keys() & self.refused.keys()

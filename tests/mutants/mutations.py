@@ -245,8 +245,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a quorum is one short",
         "coordinator/decide/windows.py",
-        "if quorum is not None and self.toward_quorum >= quorum and not patient:",
-        "if quorum is not None and self.toward_quorum + 1 >= quorum and not patient:",
+        "len(self.contributors) >= quorum and self.toward_quorum >= quorum",
+        "len(self.contributors) + 1 >= quorum and self.toward_quorum + 1 >= quorum",
         "unit/coordinator/test_windows.py",
     ),
     _of(
@@ -464,7 +464,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "two deltas of one node count in one window",
         "coordinator/decide/ledger.py",
-        " and not names & taken:",
+        " and self._spooled.isdisjoint(_spools(offer)):",
         ":",
         "unit/coordinator/test_ledger.py",
         "unit/coordinator/test_machine_laws.py",

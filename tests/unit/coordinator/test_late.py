@@ -217,7 +217,7 @@ class Arrivals:
         window, now = number or self.number, self.window.opened_at + after_s
         arrived = plain_offer(NodeId(node), window, fragment=0, seq=window)
         self.grace.came(arrived, now)
-        self.window.inputs[arrived.blob] = arrived
+        self.window.take(arrived)
         self.grace.look_at(self.window, self.quorum, now)
 
     def rounds(self, count: int, after_s: Sequence[float]) -> "Arrivals":

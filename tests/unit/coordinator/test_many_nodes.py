@@ -1,0 +1,104 @@
+"""What an event costs does not grow with the number of nodes, and a commit costs each of them the same."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from coordinator_run import Run
+
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.coordinator.decide import events as ev
+from farloop.wire import messages as msg
+
+FEW, MANY = 16, 96
+GROWTH = 1.5
+"""Of what a node costs, from few nodes to six times as many; where each event looks at every node, it is up to 6."""
+
+
+def work_of(work: Callable[[], object]) -> int:
+    """How many instructions of the interpreter it takes: neither sets nor sorting, which are faster by far."""
+    count = 0
+
+    def trace(frame: FrameType, what: str, argument: object) -> Callable[..., Any]:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += what == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Round:
+    """One more window, after some that all nodes were part of: what its events cost a node."""
+
+    def __init__(self, spec: RunSpec, num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = [NodeId(f"node-{number:03d}") for number in range(num_nodes)]
+        self.run = Run(RunSpec(identity=spec.identity, terms=spec.terms.replace(steps=1000)), self.nodes)
+        monkeypatch.setattr(self.run.machine, "check", lambda: None)
+        self.payloads = 0
+        for steps in range(1, 4):
+            for node in self.nodes:
+                self.run.now += 0.01
+                self.hear(node, self._progress(steps))
+        for _ in range(3):
+            for fragment in (0, 1):
+                for node in self.nodes:
+                    self.payloads += 1
+                    self.run.store(node, fragment, payload=self.payloads)
+                self.run.durable(fragment)
+
+    def hear(self, node: NodeId, message: msg.Message) -> None:
+        self.handle(ev.NodeMessage(session=self.run.sessions[node], node=node, message=message))
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        return self.run.machine.handle(event, self.run.now)
+
+    def costs(self) -> dict[str, float]:
+        """Work of each kind of event, divided by the nodes."""
+        offers = {node: self.run.offer(node, 0) for node in self.nodes}
+        first, last = list(offers.values())[:-1], list(offers.values())[-1]
+        closing = list[ev.Command]()
+
+        def commit() -> None:
+            (draft,) = (command.draft for command in closing if isinstance(command, ev.Commit))
+            self.handle(ev.CommitDone(record=dataclasses.replace(draft, update_size=50)))
+
+        costs = {
+            "reports": work_of(lambda: [self.hear(node, self._progress(9)) for node in self.nodes]),
+            "offers": work_of(lambda: [self.hear(node, offer) for node, offer in offers.items()]),
+            "deltas": work_of(lambda: [self._store(offer) for offer in first]),
+            "one look at the time": work_of(self.run.machine.next_timer),
+            "the close": work_of(lambda: closing.extend(self._store(last))),
+            "the commit": work_of(commit),
+        }
+        return {what: work / len(self.nodes) for what, work in costs.items()}
+
+    def _store(self, offer: msg.Offer) -> list[ev.Command]:
+        self.payloads += 1
+        return self.handle(ev.InputStored(offer=offer, payload=self.payloads))
+
+    def _progress(self, steps: int) -> msg.Progress:
+        nothing = msg.BytesByKind()
+        return msg.Progress(
+            state="training", position=1.0, round=0, inner_steps=steps, tokens=steps, loss=None, tokens_per_s=0.0,
+            compute_share=0.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
+            bytes_state=0, sent=nothing, received=nothing,
+        )  # fmt: skip
+
+
+def test_a_node_costs_decisions_the_same_among_many_as_among_few(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = Round(spec, FEW, monkeypatch).costs()
+    many = Round(spec, MANY, monkeypatch).costs()
+    grown = {what: many[what] / few[what] for what in few}
+    assert max(grown.values()) < GROWTH, grown
