@@ -614,6 +614,8 @@ class Session:
             self._receive_bulk(parse_bulk(parts, self._limits), self.traffic.wire_bytes(parts), now)
 
     def events(self) -> list[SessionEvent]:
+        if not self._events:
+            return []
         events = self._events.copy()
         self._events.clear()
         return events

@@ -387,6 +387,9 @@ class Transfers:
 
     def _next(self, now: float, *, background: bool) -> tuple[Outgoing, int] | None:
         """The blob whose turn it is, with the bytes of its next chunk."""
+        if not self._outgoing:
+            self._flight.ran_dry(now)
+            return None
         blobs, held = self._outgoing.values(), False
         window = self._flight.window(self._peer_early, now)
         chunk_bytes = self._chunk_bytes(window)
@@ -432,6 +435,8 @@ class Transfers:
 
     def next_timer(self) -> float | None:
         """When the first blob is to be sent again, or given up."""
+        if not (self._outgoing or self._incoming):
+            return self._held_until
         rewinds = [deadline for _, deadline in self._deadlines()]
         stalls = [self._stalls_at] if self._stalls_at is not None else []
         credits = [incoming.due_at for incoming in self._incoming.values() if incoming.due_at is not None]

@@ -7,6 +7,7 @@ An error in the work for one session ends that session alone; errors of the whol
 """
 
 import contextlib
+import heapq
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ STALE_S: Final = 5.0
 _BIN_S: Final = 0.5  # rates are measured over this interval
 _FADES_PER_S: Final = 0.98  # older measurements count less: links change
 _BURST_S: Final = 0.5  # the background saves up at most what it gets in this time
+
+MOST_CHUNKS: Final = 8  # of a session at a time
 
 BACKGROUND_S: Final = 0.02
 """A background blob that has to wait is tried again after this, unless something else happens before."""
@@ -171,6 +174,8 @@ class SessionRouter:
         self._paced: OrderedDict[int, Peer] = OrderedDict()
         """Sessions with a background blob to send, or where the uplink has a limit with any blob, in the order of their
         turns."""
+        self._dues: list[tuple[float, int, Peer]] = []
+        """Heap of (when, number, session): for each session that has a timer, an entry no later than it is due."""
         self._timer: Timer | None = None
         self._fires_at = 0.0  # when `_timer` is due
         self._probe: Timer | None = None
@@ -223,14 +228,17 @@ class SessionRouter:
 
     def flush(self, peer: Peer) -> None:
         """Send what the peer's session wants to send, and report what happened in it."""
-        with self._contained(peer):
+        try:
             self._let_out(peer)
             self._arm_for(peer)
+        except Exception as error:  # noqa: BLE001 - see there
+            self._contain(peer, error)
         if self._check:
             peer.session.check()
         if peer.session.state is State.CLOSED:
             self._part(peer)
-        self._send_paced(self._clock.now())
+        if self._paced:
+            self._send_paced(self._clock.now())
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None:
         """End a session without a message."""
@@ -304,12 +312,14 @@ class SessionRouter:
     def _contained(self, peer: Peer) -> Iterator[None]:
         try:
             yield
-        except NoRoom as error:
-            self.failed(peer, error)
-        except OF_THE_PROCESS:
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge of a session: the error becomes its end, with a reason
-            self.failed(peer, error)
+        except Exception as error:  # noqa: BLE001 - see there
+            self._contain(peer, error)
+
+    def _contain(self, peer: Peer, error: Exception) -> None:
+        """The edge of a session: the error becomes its end, with a reason."""
+        if isinstance(error, OF_THE_PROCESS) and not isinstance(error, NoRoom):
+            raise error
+        self.failed(peer, error)
 
     def _meet(self, route: Route, parts: Sequence[Buffer], sender: Sender) -> Lane | None:
         """The first frame of a route. Returns the lane of a new session, which must receive the frame."""
@@ -338,16 +348,15 @@ class SessionRouter:
     def _let_out(self, peer: Peer) -> None:
         self._report(peer)
         session, now = peer.session, self._clock.now()
-        while not self._is_held_up(peer):
-            chunks = 8 if self.uplink is None else 0  # else the sessions take turns
-            frames = session.outgoing(now, max_chunks=chunks, background=False, full=self._full(peer))
+        more = True
+        while more:
+            full = self._full(peer)
+            paced = self.uplink is not None or 0 < len(full) == len(peer.routes) - 1  # or held up
+            chunks = 0 if paced else MOST_CHUNKS
+            frames = session.outgoing(now, max_chunks=chunks, background=False, full=full)
             for lane, parts in frames:
                 self._transmit(peer, lane, parts)
-            if not frames or not any(lane > 0 for lane, _ in frames):
-                break
-        else:
-            for lane, parts in session.outgoing(now, max_chunks=0):
-                self._transmit(peer, lane, parts)
+            more = chunks > 0 and sum(lane > 0 for lane, _ in frames) == chunks
         self._report(peer)
         if session.state is not State.CLOSED:
             self._measure(peer, now)
@@ -495,7 +504,35 @@ class SessionRouter:
     def _arm_for(self, peer: Peer) -> None:
         peer.due = peer.session.next_timer()
         if peer.due is not None:
+            self._queue(peer, peer.due)
             self._arm(peer.due)
+
+    def _queue(self, peer: Peer, due: float) -> None:
+        """An entry that is too early is moved when its time has come: most timers are put off many times before."""
+        if peer.queued is None or due < peer.queued:
+            peer.queued = due
+            heapq.heappush(self._dues, (due, peer.number, peer))
+
+    def _first_due(self) -> float | None:
+        while self._dues:
+            at, _, peer = self._dues[0]
+            if at == peer.queued == peer.due:
+                return at
+            heapq.heappop(self._dues)
+            if at == peer.queued:  # else an earlier entry took its place
+                peer.queued = None
+                if peer.due is not None:
+                    self._queue(peer, peer.due)
+        return None
+
+    def _take_due(self, now: float) -> list[Peer]:
+        """The sessions that are due."""
+        found = []
+        while (due := self._first_due()) is not None and due <= now:
+            _, _, peer = heapq.heappop(self._dues)
+            peer.queued = None
+            found.append(peer)
+        return sorted(found, key=lambda peer: peer.number)
 
     def _arm(self, due: float) -> None:
         if self._timer is not None:
@@ -509,11 +546,9 @@ class SessionRouter:
         self._timer = None
         self._socket.receive()  # after a pause of this process, what is readable goes in first
         now = self._clock.now()
-        for peer in self._peers:
-            if peer.due is not None and peer.due <= now:
-                with self.working_for(peer) as session:
-                    session.handle_timer(now)
+        for peer in self._take_due(now):
+            with self.working_for(peer) as session:
+                session.handle_timer(now)
         self._send_paced(now)
-        due = [peer.due for peer in self._peers if peer.due is not None]
-        if due:
-            self._arm(min(due))
+        if (due := self._first_due()) is not None:
+            self._arm(due)

@@ -193,6 +193,7 @@ class Peer:
     node: NodeId | None = None
     """The member whose session this is: set once it is accepted, None again when the session is dropped."""
     due: float | None = None  # when its session's next timer is due
+    queued: float | None = None  # when the router looks at that again; no later
     bad_frames: int = 0  # in a row
     parted: bool = False  # whether the end of its session was reported
     arrived_bytes: int = 0  # acknowledged bytes at the last look

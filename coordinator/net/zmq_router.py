@@ -103,7 +103,9 @@ class ZmqRouter:
         self.authenticates = self._allow is not None
         self._authenticator: AsyncioAuthenticator | None = None
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # Not one of asyncio's: those make a future of every frame.
+        self._socket = zmq.Socket(self._context, zmq.ROUTER)
+        self._readable = asyncio.Event()  # there may be frames to receive
         self._full = asyncio.Event()  # a lane did not take a frame
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # otherwise ZeroMQ stops until the events are read
@@ -183,29 +185,37 @@ class ZmqRouter:
         self._context.term()
 
     def send(self, route: Route, parts: Sequence[Buffer]) -> Sent:
-        sent = self._socket.send_multipart([route, *parts], flags=zmq.DONTWAIT, copy=False)
-        assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
-        error = sent.exception()
-        if error is None:
-            return Sent.TAKEN
-        if isinstance(error, zmq.Again):
+        assert isinstance(route, bytes)
+        self._readable.set()  # sending takes in what the descriptor has to say of frames to read
+        try:
+            self._socket.send_multipart([route, *parts], flags=zmq.DONTWAIT, copy=False)
+        except zmq.Again:
             self._full.set()
             return Sent.FULL
-        return Sent.GONE
+        except zmq.ZMQError:
+            return Sent.GONE
+        return Sent.TAKEN
 
     def receive(self) -> None:
         """Report the frames that can be read now, at most `BURST_FRAMES`."""
-        with contextlib.suppress(zmq.Again):
-            for _ in range(BURST_FRAMES):
-                received = self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT)
-                assert isinstance(received, asyncio.Future)  # and done: DONTWAIT is decided at once
-                self._report(received.result())
+        for _ in range(BURST_FRAMES):
+            try:
+                frames = self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT)
+            except zmq.Again:
+                return self._readable.clear()
+            self._report(frames)
 
     async def _receive(self) -> None:
-        while True:
-            self._report(await self._socket.recv_multipart(copy=False))
-            self.receive()
-            await asyncio.sleep(0)
+        loop, descriptor = asyncio.get_running_loop(), int(self._socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, self._readable.set)
+        try:
+            self._readable.set()  # the descriptor tells of changes only
+            while True:
+                await self._readable.wait()
+                self.receive()
+                await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(descriptor)
 
     def _report(self, frames: Sequence[zmq.Frame]) -> None:
         if len(frames) > 1:

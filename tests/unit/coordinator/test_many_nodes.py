@@ -1,13 +1,10 @@
 """What an event costs does not grow with the number of nodes, and a commit costs each of them the same."""
 
 import dataclasses
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 from coordinator_run import Run
+from interpreter_work import work_of
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
@@ -16,25 +13,6 @@ from farloop.wire import messages as msg
 FEW, MANY = 16, 96
 GROWTH = 1.5
 """Of what a node costs, from few nodes to six times as many; where each event looks at every node, it is up to 6."""
-
-
-def work_of(work: Callable[[], object]) -> int:
-    """How many instructions of the interpreter it takes: neither sets nor sorting, which are faster by far."""
-    count = 0
-
-    def trace(frame: FrameType, what: str, argument: object) -> Callable[..., Any]:
-        nonlocal count
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        count += what == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 class Round:

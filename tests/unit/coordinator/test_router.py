@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreter_work import work_of
 from plain_runs import plain_hello, plain_spec
 from virtual_host import VirtualHost
 
@@ -81,9 +82,16 @@ class Wire:
 
 
 class Hall(VirtualHost):
-    """A router with the nodes a and b, and what their sessions reported."""
+    """A router with some nodes, a and b unless others are named, and what their sessions reported."""
 
-    def __init__(self, limits: Limits | None = None, *, keys: bool = False, uplink: UplinkLimit | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        names: Sequence[str] = ("a", "b"),
+        keys: bool = False,
+        uplink: UplinkLimit | None = None,
+    ) -> None:
         super().__init__()
         self.wire = Wire()
         self.wire.authenticates = keys
@@ -106,11 +114,11 @@ class Hall(VirtualHost):
         self.refuses: Callable[[str, SessionEvent], bool] = lambda name, event: False
         """Whether the executor raises an error for an event."""
         self.keys = {"a": "a", "b": "b"} if keys else {}
-        self.nodes = {name: Session(Role.NODE, 0.0, limits=limits) for name in ("a", "b")}
+        self.nodes = {name: Session(Role.NODE, 0.0, limits=limits) for name in names}
         for name, node in self.nodes.items():
             node.send(plain_hello(node=NodeId(name)), 0.0)
         self.turn()
-        assert set(self.peers) == {"a", "b"}
+        assert set(self.peers) == set(names)
 
     @property
     def ends(self) -> list[tuple[str, Reason]]:
@@ -360,6 +368,21 @@ def test_each_session_has_its_timers_on_time(hall: Hall) -> None:
     assert hall.ends == [("a", Reason.SILENT)]
     hall.pass_time(0.5)
     assert hall.ends == [("a", Reason.SILENT), ("b", Reason.SILENT)]
+
+
+def test_a_sessions_timer_looks_at_no_other_session() -> None:
+    """Each has acknowledgements and heartbeats at times of its own; per session, many cost what few do."""
+
+    def per_session(count: int) -> float:
+        hall = Hall(names=[f"n{number}" for number in range(count)])
+        for name, node in hall.nodes.items():
+            node.send(Fetch(fragment=1), hall.process.now)
+            hall.turn(name)
+            hall.pass_time(0.001)
+        return work_of(lambda: hall.pass_time(5.0)) / count
+
+    few, many = per_session(16), per_session(96)
+    assert many < 1.2 * few
 
 
 @pytest.mark.parametrize("readable", ["socket", "process"])
