@@ -102,6 +102,10 @@ class LinkTable:
         """Whether the rate seems to have changed since the last probe."""
         return ends in self._directions and self._directions[ends].changed
 
+    def measured(self) -> list[Ends]:
+        """Directions whose rate was measured."""
+        return [ends for ends, direction in self._directions.items() if direction.rate.value is not None]
+
     def rate(self, ends: Ends) -> float | None:
         """Bytes per second; None if it was never measured."""
         direction = self._directions.get(ends)
@@ -115,7 +119,7 @@ class LinkTable:
 
     def rows(self, now: float) -> list[LinkStatus]:
         """All links for the status, sorted by ends."""
-        doubted = suspects({ends: rate for ends in self._directions if (rate := self.rate(ends)) is not None})
+        doubted = suspects({ends: rate for ends in self.measured() if (rate := self.rate(ends)) is not None})
         named = {ends for pair in self._round_trips for ends in _both(pair)}
         return [self._row(ends, now, ends in doubted) for ends in sorted(self._directions.keys() | named)]
 
@@ -154,6 +158,10 @@ def retransmit_ratio(connection: Connection | None) -> float | None:
 
 def suspects(rates: Mapping[Ends, float]) -> set[Ends]:
     """Directions that are far slower than the best path over one other end: their measurement is doubtful."""
+    linked = {place for ends in rates if COORDINATOR not in ends for place in ends}
+    if not linked:  # there is no path over a third end; and with hundreds of ends it is long to look for one
+        return set()
+    rates = {ends: rate for ends, rate in rates.items() if linked.issuperset({*ends} - {COORDINATOR})}
     places = sorted({place for ends in rates for place in ends})
     byte_s = [[1.0 / rates[u, v] if (u, v) in rates else UNREACHABLE_S for v in places] for u in places]
     return {(places[u], places[v]) for u, v in slow_links(byte_s)}

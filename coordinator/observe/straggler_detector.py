@@ -192,11 +192,13 @@ class SlowLinks:
 
     def round_over(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
         places = [COORDINATOR, *sorted(nodes)]
-        delay = [[self._delay(matrix, (u, v)) for v in places] for u in places]
-        self._rates = {ends: known for ends, known in self._rates.items() if set(ends) <= set(places)}
+        number = {place: index for index, place in enumerate(places)}
+        here = [ends for ends in matrix.measured() if ends[0] in number and ends[1] in number]
+        delays = {(number[u], number[v]): self._delay(matrix, (u, v)) for u, v in here}
+        self._rates = {ends: known for ends, known in self._rates.items() if ends[0] in number and ends[1] in number}
         self._strays = {ends: rounds for ends, rounds in self._strays.items() if ends in self._rates}
         self._found = {}
-        for one in localise(delay):
+        for one in localise({cell: delay for cell, delay in delays.items() if delay is not None}):
             ends = [places[index] for index in (one.source, one.target) if index is not None]
             for name in ends:
                 self._found.setdefault(name, f"{one.place}, {one.factor:.1f} times as slow as before")

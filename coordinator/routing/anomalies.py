@@ -7,6 +7,7 @@ comparable. At least four nodes are needed.
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -176,22 +177,24 @@ class Slow:
     factor: float
 
 
-def localise(delay_s: Sequence[Sequence[float | None]]) -> tuple[Slow, ...]:
-    """What is slow in a matrix [sender][receiver] of delays per byte; None or 0 where nothing was measured.
+def localise(delay_s: Mapping[tuple[int, int], float]) -> tuple[Slow, ...]:
+    """What is slow in a matrix of delays per byte, by (sender, receiver), of those that were measured.
 
     L = log₂(M/median). A row whose median is above the limit is its sender, a column its receiver, both the host; a
     cell that neither explains is its path.
     """
-    cells = {
-        (u, v): value for u, row in enumerate(delay_s) for v, value in enumerate(row) if u != v and value
-    }  # fmt: skip
+    cells = {(u, v): value for (u, v), value in delay_s.items() if u != v and value}
     if len(cells) < LEAST_NODES:
         return ()
     middle = statistics.median(cells.values())
     logs = {cell: math.log2(value / middle) for cell, value in cells.items()}
     spread = statistics.median(abs(log) for log in logs.values()) / Z_SCALE
-    rows = {u: _median_of(log for (a, _), log in logs.items() if a == u) for u in range(len(delay_s))}
-    columns = {v: _median_of(log for (_, b), log in logs.items() if b == v) for v in range(len(delay_s))}
+    sent, received = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for (u, v), log in logs.items():
+        sent[u].append(log)
+        received[v].append(log)
+    rows = {u: statistics.median(of_one) for u, of_one in sent.items()}
+    columns = {v: statistics.median(of_one) for v, of_one in received.items()}
     senders = {u for u, log in rows.items() if log > LIMIT_LOG2}
     receivers = {v for v, log in columns.items() if log > LIMIT_LOG2}
     found = [
@@ -206,11 +209,6 @@ def localise(delay_s: Sequence[Sequence[float | None]]) -> tuple[Slow, ...]:
     ]
     order = list(Place)
     return tuple(sorted(found, key=lambda one: (order.index(one.place), one.source or 0, one.target or 0)))
-
-
-def _median_of(values: "object") -> float:
-    known = list(values)  # type: ignore[call-overload]
-    return statistics.median(known) if known else 0.0
 
 
 UNREACHABLE_S = 1e6  # stands for no link in sums and differences: eleven days, more than any plan takes

@@ -113,6 +113,8 @@ def test_a_link_far_slower_than_the_way_round_is_suspect(rates: dict[tuple[str, 
     for ends in set(rates) - suspects(rates):
         assert ends not in suspects({**rates, ends: 10 * rates[ends]}), "a higher rate is never more suspect"
     assert suspects({ends: 1e6 for ends in rates}) == set()
+    apart = {(COORDINATOR, "rome"): 1e6, ("rome", COORDINATOR): 1.0}
+    assert suspects({**rates, **apart}) == suspects(rates), "no other node has a link with it"
 
 
 def test_the_time_that_a_message_took_between_two_nodes_is_a_rate() -> None:

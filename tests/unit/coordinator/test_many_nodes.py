@@ -8,6 +8,8 @@ from interpreter_work import work_of
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
+from farloop.coordinator.net.link_table import COORDINATOR, LinkTable
+from farloop.coordinator.observe.straggler_detector import SlowLinks
 from farloop.wire import messages as msg
 
 FEW, MANY = 16, 96
@@ -80,3 +82,15 @@ def test_a_node_costs_decisions_the_same_among_many_as_among_few(
     many = Round(spec, MANY, monkeypatch).costs()
     grown = {what: many[what] / few[what] for what in few}
     assert max(grown.values()) < GROWTH, grown
+
+
+@pytest.mark.parametrize("look", ["status", "round"])
+def test_a_nodes_link_costs_a_look_at_all_links_the_same_among_many_as_among_few(look: str) -> None:
+    def per_node(count: int) -> float:
+        table, places, nodes = LinkTable(), SlowLinks(), [f"node-{number:03d}" for number in range(count)]
+        for node in nodes:
+            for ends in ((node, COORDINATOR), (COORDINATOR, node)):
+                table.transfer(ends, msg.Transfer(num_bytes=1 << 20, seconds=0.5), 1.0)
+        return work_of(lambda: table.rows(2.0) if look == "status" else places.round_over(table, nodes)) / count
+
+    assert per_node(MANY) < GROWTH * per_node(FEW)
