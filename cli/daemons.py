@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -162,6 +163,8 @@ def run_coordinator(
         map_buffers=file.coordinator.map_buffers,
     )
     adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
+    gc.collect()
+    gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
     try:
         finished = uvloop.run(_serve(file.coordinator, store, adopt))
     except (BindError, CopyFailed) as error:
