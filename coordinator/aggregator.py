@@ -22,13 +22,13 @@ from farloop.algo.spec import Fragment, RoundPlan
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
-from farloop.quant.codec import Codec
+from farloop.quant.codec import Codec, finite_weight
 from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
-from farloop.quant.kernels.interface import OuterStep
-from farloop.quant.norm import norm_sq, tensor_norms
+from farloop.quant.kernels.interface import Found, OuterStep
+from farloop.quant.norm import norm_sq, tensor_norms, total_of
 from farloop.quant.registry import codec_named
 
 FP32_BYTES = 4
@@ -145,6 +145,22 @@ def first_anchor(fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
     return flat
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """Σ weight · decoded of valid payloads of one codec, in this order: a commit need not have all of it in memory."""
+
+    codec: Codec
+    fragment: Fragment
+    payloads: list[Tensor]
+    weights: list[float]
+    seeds: list[int]
+
+    def whole(self, pool: Pool) -> Tensor:
+        total = pool.empty(self.fragment.numel)
+        self.codec.sum_into(self.payloads, self.weights, total, self.fragment, seeds=self.seeds)
+        return total
+
+
 @torch.no_grad()
 def merge(
     inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
@@ -152,12 +168,27 @@ def merge(
     codecs_up: Sequence[str],
     named: Sequence[tuple[int, int]],
     rule: str = "mean",
-    pool: Pool = NO_POOL,
 ) -> Tensor:
+    """As `to_merge`, in memory."""
+    return whole(to_merge(inputs, step, codecs_up, named, rule))
+
+
+def whole(delta: Tensor | Sum) -> Tensor:
+    return delta.whole(NO_POOL) if isinstance(delta, Sum) else delta
+
+
+@torch.no_grad()
+def to_merge(
+    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
+    step: Step,
+    codecs_up: Sequence[str],
+    named: Sequence[tuple[int, int]],
+    rule: str = "mean",
+) -> Tensor | Sum:
     """One delta of many, fp32 [numel], summed in the given order.
 
-    By the mean it is Σ weight · decoded. Another rule reads every payload more than once, decoding it a tile at a time
-    where the codec can.
+    By the mean it is Σ weight · decoded, and is left as a `Sum` where it can be. Another rule reads every payload more
+    than once, decoding it a tile at a time where the codec can.
 
     Args:
         codecs_up: of each delta; a late one has that of its own window.
@@ -182,16 +213,14 @@ def merge(
             header, payload = parse_blob(blob, expect, scratch=scratch)
             header.codec.decode_add_(payload, total, weight, fragment, seed=header.seed)
         return total
-    total = pool.empty(fragment.numel)
     parsed = [parse_blob(blob, expect) for (blob, _), expect in zip(inputs, expected, strict=True)]
-    codecs[0].sum_into(
-        [payload for _, payload in parsed],
-        [weight for _, weight in inputs],
-        total,
-        fragment,
+    return Sum(
+        codec=codecs[0],
+        fragment=fragment,
+        payloads=[payload for _, payload in parsed],
+        weights=[weight for _, weight in inputs],
         seeds=[header.seed for header, _ in parsed],
     )
-    return total
 
 
 @torch.no_grad()
@@ -278,40 +307,60 @@ def _gap(buffers: Buffers, step: Step) -> float:
 
 
 @torch.no_grad()
-def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down: str, pool: Pool = NO_POOL) -> Result:
+def commit(
+    buffers: Buffers, delta: Tensor | Sum, step: Step, terms: Terms, codec_down: str, pool: Pool = NO_POOL
+) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
     Raises NonFiniteError: the sum or the step left what fp32 holds."""
-    codec, buffers = codec_named(codec_down), buffers.ready_for(terms)
+    codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
     known = known and not restarts(step.outer, step.version)
-    if not known or not isinstance(codec, BlockCodec) or (fast := fast_path(codec.kernel_key(), delta.device)) is None:
+    blocks = codec if known and isinstance(codec, BlockCodec) else None
+    fast = None if blocks is None else fast_path(blocks.kernel_key(), buffers.target.device)
+    if isinstance(delta, Sum) and (fast is None or not fast.sums or delta.codec.name != codec.name):
+        total = delta.whole(pool)
+        result = commit(buffers, total, step, terms, codec_down, pool)
+        pool.give([total])
+        return result
+    if blocks is None or fast is None:
+        assert isinstance(delta, Tensor)
         gap = _gap(buffers, step)
         stepped = _advanced(buffers, delta, step, terms, gap, pool)
         return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
     header, update = _header(codec, step), bytearray(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
-    new_target, new_anchor = pool.empty(delta.numel()), pool.empty(delta.numel())
-    new_momentum = None if momentum is None else pool.empty(delta.numel())
-    outer_step = OuterStep(
-        delta=_scaled(delta, step),
-        target=buffers.target,
-        momentum=momentum,
-        anchor=buffers.anchor,
-        lr=step.outer.lr,
-        mu=step.outer.momentum,
-        out=as_tensor(update)[HEADER_BYTES:],
-        new_target=new_target,
-        new_momentum=new_momentum,
-        new_anchor=new_anchor,
-        seed=header.seed,
-        steps=codec.steps(step.fragment),
+    new_target, new_anchor = pool.empty(numel), pool.empty(numel)
+    new_momentum = None if momentum is None else pool.empty(numel)
+    found = fast.outer(
+        OuterStep(
+            delta=None if isinstance(delta, Sum) else delta,
+            payloads=delta.payloads if isinstance(delta, Sum) else (),
+            weights=[finite_weight(weight) for weight in delta.weights] if isinstance(delta, Sum) else (),
+            scale=step.outer.delta_scale,
+            target=buffers.target,
+            momentum=momentum,
+            anchor=buffers.anchor,
+            lr=step.outer.lr,
+            mu=step.outer.momentum,
+            out=as_tensor(update)[HEADER_BYTES:],
+            new_target=new_target,
+            new_momentum=new_momentum,
+            new_anchor=new_anchor,
+            seed=header.seed,
+            steps=blocks.steps(step.fragment),
+        )
     )
-    if (bad := fast.outer(outer_step)) >= 0:
-        raise NonFiniteError(bad)
+    if isinstance(found, int):
+        raise NonFiniteError(found)
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
     after = Buffers(version=step.version, anchor=new_anchor, target=new_target, outer=outer)
-    return _result(after, seal(header, update), delta)
+    if found is None:
+        assert isinstance(delta, Tensor)
+        delta_norm_sq = norm_sq(delta)
+    else:
+        delta_norm_sq = total_of(found.tile_sums)
+    return _result(after, seal(header, update), delta_norm_sq, found)
 
 
 @torch.no_grad()
@@ -325,7 +374,7 @@ def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor, pool: 
     anchor = pool.copy(stepped.anchor)
     apply_update_(anchor, update, step, codec_down)
     after = Buffers(version=step.version, anchor=anchor, target=stepped.target, outer=stepped.outer)
-    return _result(after, update, delta)
+    return _result(after, update, norm_sq(delta))
 
 
 def _header(codec: Codec, step: Step) -> BlobHeader:
@@ -334,14 +383,21 @@ def _header(codec: Codec, step: Step) -> BlobHeader:
     )
 
 
-def _result(after: Buffers, update: bytearray, delta: Tensor) -> Result:
+def _result(after: Buffers, update: bytearray, delta_norm_sq: float, found: Found | None = None) -> Result:
+    """`found`: by the pass that wrote these buffers, momentum included."""
+    if found is None or not found.finite or after.outer.keys() - {"momentum"}:
+        anchor_digest = finite_digest(after.anchor)  # an update is finite, and may lead beyond what fp32 holds
+        target_digest, outer_digest = digest(after.target), after.outer_digest(finite_digest)
+    else:
+        anchor_digest, target_digest = found.anchor_digest, found.target_digest
+        outer_digest = found.momentum_digest if after.outer else None
     return Result(
         buffers=after,
         update=update,
-        anchor_digest=finite_digest(after.anchor),  # an update is finite, and may lead beyond what fp32 holds
-        target_digest=digest(after.target),
-        outer_digest=after.outer_digest(finite_digest),
-        delta_norm=norm_sq(delta) ** 0.5,
+        anchor_digest=anchor_digest,
+        target_digest=target_digest,
+        outer_digest=outer_digest,
+        delta_norm=delta_norm_sq**0.5,
     )
 
 

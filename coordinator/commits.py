@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, zeros
@@ -15,11 +16,12 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, WindowTerms
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.coordinator import aggregator
-from farloop.coordinator.aggregator import NO_POOL, Buffers, Pool, Result, Step
+from farloop.coordinator.aggregator import NO_POOL, Buffers, Pool, Result, Step, Sum
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.quant.bit_rates import measure
 from farloop.quant.blob import Expected, pack_anchor, parse_blob, unpack_anchor
+from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
 from farloop.quant.formats.q4r import L_GRECO_FACTORS, Q4rCodec
@@ -40,8 +42,20 @@ from farloop.wire.reasons import Reason
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
     """Codecs chosen for the fragment's next deltas by its merged delta, fp32 [numel], for requested codecs that leave a
     choice."""
-    asked = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
-    return {codec: chosen for codec in asked if (chosen := next_codec(codec, delta, fragment)) is not None}
+    return {codec: chosen for codec in _asked(terms) if (chosen := next_codec(codec, delta, fragment)) is not None}
+
+
+def leaves_a_choice(terms: Terms) -> bool:
+    """Whether any requested codec does."""
+    return any(_chooses(codec_named(codec)) for codec in _asked(terms))
+
+
+def _asked(terms: Terms) -> list[str]:
+    return list(dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of))))
+
+
+def _chooses(codec: Codec) -> TypeGuard[Q4rCodec]:
+    return isinstance(codec, Q4rCodec) and codec.policy == "l-greco"
 
 
 def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
@@ -60,7 +74,7 @@ def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerm
 def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
     """Codec of the fragment's next deltas by its merged delta, fp32 [numel]; None: as the terms say."""
     codec = codec_named(codec_up)
-    if not isinstance(codec, Q4rCodec) or codec.policy != "l-greco":
+    if not _chooses(codec):
         return None
     plain = replace(codec, policy="relative", step=codec.step[:1])
     base = codec.step[0]
@@ -148,13 +162,11 @@ def _rule(record: WindowCommitted, terms: Terms) -> str:
     return "mean" if record.flush else method_named(terms.method).merge
 
 
-def _merged(
-    ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs, pool: Pool = NO_POOL
-) -> Tensor:
+def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs) -> Tensor | Sum:
     rule = _rule(record, codecs.terms)
     if rule in ROBUST_RULES and ROBUST_RULES[rule].weighted:
         rule = "mean"  # the weights are another's to find, or are in the record
-    return aggregator.merge(inputs, step, codecs.up, _named(ledger, record), rule, pool)
+    return aggregator.to_merge(inputs, step, codecs.up, _named(ledger, record), rule)
 
 
 def apart(record: WindowCommitted) -> list[BlobId]:
@@ -210,13 +222,16 @@ def compute(
     weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
-    delta = _merged(ledger, inputs, step, draft, codecs, pool)
-    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
-    result = replace(result, weights=weights, cosines=directions)
+    delta = _merged(ledger, inputs, step, draft, codecs)
     # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
     following = ledger.terms_of(draft.fragment, draft.version + 1)
-    result = replace(result, chosen=next_codecs(following, delta, step.fragment))
-    pool.give([delta])
+    if isinstance(delta, Sum) and leaves_a_choice(following):
+        delta = delta.whole(pool)
+    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
+    result = replace(result, weights=weights, cosines=directions)
+    if isinstance(delta, Tensor):
+        result = replace(result, chosen=next_codecs(following, delta, step.fragment))
+        pool.give([delta])
     return result
 
 
@@ -282,7 +297,7 @@ def repeat(
     elif inputs is None:
         stepped = replace(buffers, target=anchor.clone())
     else:
-        delta = _merged(ledger, inputs, step, record, codecs)
+        delta = aggregator.whole(_merged(ledger, inputs, step, record, codecs))
         stepped = aggregator.advance(buffers, delta, step, codecs.terms)
     again = replace(stepped, version=record.version, anchor=anchor)
     return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)
@@ -320,4 +335,4 @@ def parts(
         for data, codec, name in zip(inputs, codecs.up, named, strict=True)
     ]
     weighted = [(data, addend.weight) for data, addend in zip(inputs, record.blobs, strict=True)]
-    return alone, _merged(ledger, weighted, step, record, codecs)
+    return alone, aggregator.whole(_merged(ledger, weighted, step, record, codecs))

@@ -20,13 +20,11 @@ def norm_sq(x: Tensor) -> float:
 
 def payload_norm_sq(codec: Codec, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> float:
     """`norm_sq` of what a valid payload decodes to, without decoding all of it at once."""
-    total = 0.0
     if isinstance(codec, BlockCodec) and (fast := fast_path(codec.kernel_key(), payload.device)) is not None:
         sums = fast.tile_sums(payload, fragment.numel)
         if sums is not None:
-            for partial in sums:
-                total += partial
-            return total
+            return total_of(sums)
+    total = 0.0
     for tile in codec.decoded_tiles(payload, fragment, seed=seed):
         total = _add_tiles(total, tile)
     return total
@@ -55,9 +53,15 @@ def _add_tiles(total: float, x: Tensor) -> float:
     fast = fast_tile_sums(x.device)
     for start in range(0, x.numel(), TILE):
         part = x[start : start + TILE]
-        for partial in fast(part) if fast is not None else sums_by_reference(part):
-            # Not `sum`: from Python 3.12 on it compensates, which is another number.
-            total += partial
+        total = total_of(fast(part) if fast is not None else sums_by_reference(part), total)
+    return total
+
+
+def total_of(tile_sums: Iterable[float], total: float = 0.0) -> float:
+    """The sums of tiles, one after the other."""
+    for partial in tile_sums:
+        # Not `sum`: from Python 3.12 on it compensates, which is another number.
+        total += partial
     return total
 
 

@@ -7,6 +7,7 @@ a call lie on one device.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -53,10 +54,14 @@ class OuterStep:
 
     m' = fl(fl(μ·m) + d), g = fl(fl(fl(μ·m') + d)·ν), t' = fl(t − g), as `algo.outer_optimizers` does it; without a
     momentum (plain SGD) μ is 0 and g = fl(d·ν). `out` becomes the payload of d' = fl(t' − a), and a' = fl(a + decoded).
-    All tensors but `out` are fp32 [numel]; the new ones may be the old ones.
+    d is fl(scale · delta), or fl(scale · Σ fl(weight · decoded)) of payloads of the same format. All tensors but `out`
+    and the payloads are fp32 [numel]; the new ones may be the old ones.
     """
 
-    delta: Tensor
+    delta: Tensor | None = None  # None: the sum of the payloads
+    payloads: Sequence[Tensor] = ()  # for kernels with `sums`
+    weights: Sequence[float] = ()
+    scale: float = 1.0
     target: Tensor
     momentum: Tensor | None
     anchor: Tensor
@@ -70,16 +75,32 @@ class OuterStep:
     steps: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an outer step's pass finds out besides: of the unscaled delta, and of the new tensors."""
+
+    tile_sums: list[float]
+    """Sums of squares of the delta, one for each 4096 elements, as `norm.py` defines them."""
+    anchor_digest: int
+    target_digest: int
+    momentum_digest: int  # 0 without a momentum
+    finite: bool  # anchor and momentum; the target is where the payload could be written
+
+
 class BlockKernels(ABC):
     """Fused operations of one codec on one kind of device."""
+
+    sums: ClassVar[bool] = False
+    """Whether `outer` takes payloads."""
 
     @abstractmethod
     def encode(self, call: Encode) -> int:
         """Returns the index in x of the first v that is not finite, or −1; after an error, `out` is meaningless."""
 
     @abstractmethod
-    def outer(self, step: OuterStep) -> int:
-        """Returns the index of the first d' that is not finite, or −1; after an error, all outputs are meaningless."""
+    def outer(self, step: OuterStep) -> int | Found | None:
+        """Returns the index of the first d' that is not finite: all outputs are meaningless then. Else what was found
+        out, or None: the caller has to read the tensors for it."""
 
     @abstractmethod
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:

@@ -7,6 +7,7 @@ block with missing elements is copied to a buffer of its own.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from farloop.quant.kernels.cpu.loops import (
     ADD,
     BLOCK,
     DECODE,
+    FOUND,
     LOCAL_BF16,
     LOCAL_FP16,
     LOCAL_FP32,
@@ -25,23 +27,23 @@ from farloop.quant.kernels.cpu.loops import (
     NORM_TILE,
     OVERWRITE,
     BlockLoops,
+    digest_of,
+    largest_magnitude,
     sum_of_squares,
 )
 from farloop.quant.kernels.cpu.primitives import (
     INFINITY,
-    MAGNITUDE,
     Kernel,
     Number,
     addresses_at,
     after,
-    bits,
     doubles_at,
     floats_at,
     on_parts,
     stack_doubles,
     warm_up,
 )
-from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
+from farloop.quant.kernels.interface import BlockKernels, Encode, Found, KernelKey, OuterStep
 from farloop.quant.packing import Layout
 
 _LOCAL_KINDS = {torch.float32: LOCAL_FP32, torch.bfloat16: LOCAL_BF16, torch.float16: LOCAL_FP16}
@@ -74,6 +76,7 @@ class CpuKernels(BlockKernels):
 
     loops: BlockLoops
     layout: Layout
+    sums: ClassVar[bool] = True
     step: Tensor  # fp32 [1]: of every block, for a call without steps
     mode: int = 0  # how `q4r` chooses scales and codes
 
@@ -91,22 +94,49 @@ class CpuKernels(BlockKernels):
         assert call.ahead % BLOCK == 0
         call.out[self.layout.gap(call.numel)] = 0
         tensors = [call.x, call.local, call.residual]
-        return self._run(run, [call.out], tensors, numel=call.numel, start=call.start, encodes=True, written=2)
+        return self._run(
+            run, [call.out], tensors, numel=call.numel, length=call.x.numel(), start=call.start, encodes=True, written=2
+        )
 
-    def outer(self, step: OuterStep) -> int:
+    def outer(self, step: OuterStep) -> int | Found:
         assert (step.momentum is None) == (step.new_momentum is None)
+        assert (step.delta is None) == bool(step.payloads)
         numel = step.target.numel()
         loop = self.loops.outer.compiled()
+        weights = torch.tensor(step.weights, dtype=torch.float32)
+        num_tiles = -(-numel // TILE)
+        norms, found = np.empty(num_tiles), np.empty((num_tiles, FOUND), dtype=np.uint64)
 
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
-            old, new = tensors[:4], tensors[4:]
-            how = (*places[0], *self._steps(step.steps, place, count), step.seed & _SEED_MASK, self.mode, place)
-            return _on_blocks(lambda first, last: loop(*old, step.lr, step.mu, *new, *how, first, last), count)
+            own, *others = places
+            table = _table(others)
+            deltas = (table[0].data_ptr(), table[1].data_ptr(), weights.data_ptr(), len(others), tensors[0], step.scale)
+            old, new = tensors[1:4], tensors[4:]
+            how = (*own, *self._steps(step.steps, place, count), step.seed & _SEED_MASK, self.mode, place)
+            first_tile, present = place * BLOCK // TILE, min(count * BLOCK, numel - place * BLOCK)
+            notes = (present, norms[first_tile:].ctypes.data, found[first_tile:].ctypes.data)
+            return on_parts(
+                lambda first, last: loop(*deltas, *old, step.lr, step.mu, *new, *how, *notes, first, last),
+                num_blocks=-(-present // TILE),
+                block=TILE,
+            )
 
         step.out[self.layout.gap(numel)] = 0
         old = [step.target, step.momentum, step.anchor]
         new = [step.new_target, step.new_momentum, step.new_anchor]
-        return self._run(run, [step.out], [step.delta, *old, *new], numel=numel, encodes=True, written=4)
+        tensors, payloads = [step.delta, *old, *new], [step.out, *step.payloads]
+        bad = self._run(run, payloads, tensors, numel=numel, length=numel, encodes=True, written=4, unit=TILE)
+        if bad >= 0:
+            return bad
+        digests = [int(np.add.reduce(found[:, 2 * k])) for k in range(FOUND // 2)]
+        largest = found[:, 1::2].max(axis=0, initial=0)
+        return Found(
+            tile_sums=norms.tolist(),
+            anchor_digest=digests[0],
+            target_digest=digests[1],
+            momentum_digest=digests[2],
+            finite=bool((largest < INFINITY).all()),
+        )
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
         self._read(payloads, weights, OVERWRITE if overwrite else ADD, acc, 0, acc.numel())
@@ -122,11 +152,11 @@ class CpuKernels(BlockKernels):
         rounded = torch.tensor(weights, dtype=torch.float32)
 
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
-            table = torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous()  # [2, payloads]
+            table = _table(places)
             tables = (table[0].data_ptr(), table[1].data_ptr(), rounded.data_ptr(), len(places))
             return _on_blocks(lambda first, last: loop(*tables, what, tensors[0], first, last), count)
 
-        self._run(run, payloads, [acc], numel=numel, start=start, encodes=False, written=0)
+        self._run(run, payloads, [acc], numel=numel, length=acc.numel(), start=start, encodes=False, written=0)
 
     def tile_sums(self, payload: Tensor, numel: int) -> list[float]:
         assert payload.numel() == self.layout.payload_bytes(numel)
@@ -150,33 +180,34 @@ class CpuKernels(BlockKernels):
         tensors: Sequence[Tensor | None],
         *,
         numel: int,
+        length: int,
         start: int = 0,
         encodes: bool,
         written: int,
+        unit: int = BLOCK,
     ) -> int:
-        """Call run(places, addresses, first block, number of blocks) on the whole blocks, then on what is left.
+        """Call run(places, addresses, first block, number of blocks) on the whole units, then on what is left.
 
-        The tensors hold the elements from `start` on; those from number `written` on are written.
+        The tensors hold `length` elements from `start` on; those from number `written` on are written.
         """
-        assert tensors[0] is not None
-        length = tensors[0].numel()
         assert all(each is None or each.numel() == length for each in tensors)
         assert start % BLOCK == 0 and start + length <= numel
         assert all(payload.numel() == self.layout.payload_bytes(numel) for payload in payloads)
-        place, whole, present = start // BLOCK, length // BLOCK, length % BLOCK
+        place, whole, present = start // BLOCK, length // unit * (unit // BLOCK), length % unit
         scales, codes = self.layout.parts(numel, start, 0)
         places = [(payload.data_ptr() + scales.start, payload.data_ptr() + codes.start) for payload in payloads]
         bad = run(places, [0 if each is None else each.data_ptr() for each in tensors], place, whole)
         if bad >= 0 or not present:
             return bad
         # Behind the end of a tensor, its padding is written too.
-        first = start + whole * BLOCK
-        parts = self.layout.parts(numel, first, min(BLOCK, numel - first))
-        sizes = self.layout.scale_bytes(BLOCK), self.layout.code_bytes(BLOCK)
+        first, num_blocks = start + whole * BLOCK, -(-present // BLOCK)
+        rest = num_blocks * BLOCK
+        parts = self.layout.parts(numel, first, min(rest, numel - first))
+        sizes = self.layout.scale_bytes(rest), self.layout.code_bytes(rest)
         lasts = [[_padded(data[part], size) for part, size in zip(parts, sizes, strict=True)] for data in payloads]
-        blocks = [None if each is None else _padded(each[-present:], BLOCK) for each in tensors]
+        blocks = [None if each is None else _padded(each[-present:], rest) for each in tensors]
         places = [(scales.data_ptr(), codes.data_ptr()) for scales, codes in lasts]
-        bad = run(places, [0 if each is None else each.data_ptr() for each in blocks], place + whole, 1)
+        bad = run(places, [0 if each is None else each.data_ptr() for each in blocks], place + whole, num_blocks)
         if encodes:
             for part, data in zip(parts, lasts[0], strict=True):
                 payloads[0][part] = data[: part.stop - part.start]
@@ -197,6 +228,11 @@ def _on_blocks(kernel: Callable[[int, int], int], count: int) -> int:
     return on_parts(kernel, num_blocks=count, block=BLOCK)
 
 
+def _table(places: Places) -> Tensor:
+    """Addresses of scales, then of codes, int64 [2, payloads]."""
+    return torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous()
+
+
 def _padded(part: Tensor, length: int) -> Tensor:
     """A copy, with zeros up to this length."""
     block = part.new_zeros(length)
@@ -210,7 +246,6 @@ def _padded(part: Tensor, length: int) -> Tensor:
 TILE = NORM_TILE
 
 _TILE = np.uint64(TILE)
-_ONE = np.uint64(1)
 
 
 def partial_sums(x_address: Number, partials_address: Number, begin: Number, end: Number) -> Number:
@@ -241,10 +276,6 @@ def tile_sums(x: Tensor) -> list[float]:
 # --- Digests, as `digest.py` defines them
 
 
-_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_FIRST_SHIFT, _SECOND_SHIFT, _THIRD_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
-
-
 def partial_digests(
     x_address: Number, partials_address: Number, first_index: Number, begin: Number, end: Number
 ) -> Number:
@@ -254,17 +285,9 @@ def partial_digests(
     unusable = np.int64(-1)
     for tile in range(begin, end):
         first = tile * _TILE
-        total, largest = np.uint64(0), np.int32(0)
-        for i in range(_TILE):
-            pattern = bits(x[first + i])
-            largest = max(largest, np.int32(pattern & MAGNITUDE))
-            z = first_index + first + i
-            z = (z ^ (z >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
-            z = (z ^ (z >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
-            z = (z ^ (z >> _THIRD_SHIFT)) | _ONE
-            total += np.uint64(np.uint32(pattern)) * z
-        partials[tile] = total
-        if largest >= INFINITY and unusable < 0:
+        part = after(x, first)
+        partials[tile] = digest_of(part, _TILE, first_index + first)
+        if unusable < 0 and largest_magnitude(part, _TILE) >= INFINITY:
             unusable = np.int64(tile)
     return unusable
 

@@ -63,10 +63,14 @@ _ENCODE = (
 _NORM = "int64(uint64, uint64, uint64, uint64, uint64)"
 _ADD = "int64(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64)"
 _OUTER = (
-    "int64(uint64, uint64, uint64, uint64, float32, float32, "  # delta, target, momentum, anchor, lr, mu
+    "int64(uint64, uint64, uint64, uint64, uint64, float32, "  # of the deltas as in `add`, or their sum; its scale
+    "uint64, uint64, uint64, float32, float32, "  # target, momentum, anchor, lr, mu
     "uint64, uint64, uint64, "  # the new ones
-    "uint64, uint64, uint64, uint64, uint32, int64, uint64, uint64, uint64)"  # as above
+    "uint64, uint64, uint64, uint64, uint32, int64, uint64, "  # as in `encode`
+    "uint64, uint64, uint64, uint64, uint64)"  # count, sums of squares, what else is found, begin, end
 )
+
+FOUND = 6  # numbers of each tile that `outer` finds: digest, largest magnitude of the new anchor, target and momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +87,57 @@ class BlockLoops:
 
 
 NORM_TILE = 4096  # elements of one sum of squares
-_HALF_TILE, _ONE = np.uint64(NORM_TILE // 2), np.uint64(1)
+_HALF_TILE, _WIDTH = np.uint64(NORM_TILE // 2), np.uint64(NORM_TILE // 16)
+_0, _ONE, _2, _3, _4, _5, _6, _7 = (np.uint64(k) for k in range(8))
+
+
+@inlined
+def two_squares(x: Numbers, i: Number) -> Number:
+    low, high = np.float64(x[i]), np.float64(x[_HALF_TILE + i])
+    return low * low + high * high
 
 
 @inlined
 def sum_of_squares(x: Numbers, sums: Numbers) -> Number:
-    """Of x[0 … 4095], fp64. The upper half is added to the lower one elementwise, so LLVM makes vector code of it."""
-    for i in range(_HALF_TILE):
-        low, high = np.float64(x[i]), np.float64(x[_HALF_TILE + i])
-        sums[i] = low * low + high * high
-    width = _HALF_TILE >> _ONE
+    """Of x[0 … 4095], fp64, halves onto halves: elementwise additions, so LLVM makes vector code of them. The first
+    four halvings are done in registers."""
+    for i in range(_WIDTH):
+        even = two_squares(x, i) + two_squares(x, i + _4 * _WIDTH)
+        even += two_squares(x, i + _2 * _WIDTH) + two_squares(x, i + _6 * _WIDTH)
+        odd = two_squares(x, i + _WIDTH) + two_squares(x, i + _5 * _WIDTH)
+        odd += two_squares(x, i + _3 * _WIDTH) + two_squares(x, i + _7 * _WIDTH)
+        sums[i] = even + odd
+    width = _WIDTH >> _ONE
     while width > 0:
         for i in range(width):
             sums[i] = sums[i] + sums[width + i]
         width = width >> _ONE
     return sums[0]
+
+
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_SHIFT, _SECOND_SHIFT, _THIRD_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@inlined
+def digest_of(x: Numbers, count: Number, index: Number) -> Number:
+    """As `digest.py` defines it, of x[0 … count − 1]; `index` is that of x[0]."""
+    total = np.uint64(0)
+    for i in range(count):
+        z = index + i
+        z = (z ^ (z >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
+        z = (z ^ (z >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
+        z = (z ^ (z >> _THIRD_SHIFT)) | _ONE
+        total += np.uint64(np.uint32(bits(x[i]))) * z
+    return total
+
+
+@inlined
+def note(found: Numbers, place: Number, x: Numbers, count: Number, index: Number) -> None:
+    """Add a block's digest and largest magnitude to those of its tile."""
+    found[place] += digest_of(x, count, index)
+    largest = np.uint64(largest_magnitude(x, count))
+    found[place + _ONE] = max(found[place + _ONE], largest)
 
 
 @inlined
@@ -145,7 +185,8 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
     SCALE_BYTES = np.uint64(layout.scale_bytes(BLOCK))
     CODE_BYTES = np.uint64(layout.code_bytes(BLOCK))
     TILE = np.uint64(_TILE_BYTES // (4 * BLOCK))
-    NORM_BLOCKS = np.uint64(NORM_TILE // BLOCK)
+    NORM_SIZE, NORM_BLOCKS = np.uint64(NORM_TILE), np.uint64(NORM_TILE // BLOCK)
+    FOUND_SIZE = np.uint64(FOUND)
 
     def encode(
         x_address: Number,
@@ -241,7 +282,12 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
         return np.int64(-1)
 
     def outer(
+        scale_addresses_address: Number,
+        code_addresses_address: Number,
+        weights_address: Number,
+        num_payloads: Number,
         delta_address: Number,
+        delta_scale: Number,
         target_address: Number,
         momentum_address: Number,
         anchor_address: Number,
@@ -257,10 +303,17 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
         seed: Number,
         mode: Number,
         place: Number,
+        count: Number,
+        norms_address: Number,
+        found_address: Number,
         begin: Number,
         end: Number,
     ) -> Number:
-        # Each number is read before the new one is written, because the new tensors may be the old ones.
+        # Tiles [begin, end) of `count` elements; the tensors reach to the end of the last block. Each number is read
+        # before the new one is written, because the new tensors may be the old ones.
+        scale_addresses = addresses_at(scale_addresses_address)
+        code_addresses = addresses_at(code_addresses_address)
+        weights = floats_at(weights_address)
         delta = floats_at(delta_address)
         target = floats_at(target_address)
         momentum = floats_at(momentum_address)
@@ -271,36 +324,70 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
         scales = bytes_at(scales_address)
         codes = bytes_at(codes_address)
         steps = floats_at(steps_address)
+        norms = doubles_at(norms_address)
+        found = addresses_at(found_address)
+        total = stack_tile()
+        sums = stack_doubles()
         v = stack_floats()
         decoded = stack_floats()
         noise = stack_words()
-        for b in range(begin, end):
-            first = b * B
-            for i in range(B):
-                v[i] = delta[first + i]
-            if momentum_address != 0:
+        for tile in range(begin, end):
+            first_block = tile * NORM_BLOCKS
+            last_block = min(first_block + NORM_BLOCKS, (count + B - _ONE) // B)
+            present = min(NORM_SIZE, count - first_block * B)
+            if num_payloads == 0:
+                for i in range(present):
+                    total[i] = delta[first_block * B + i]
+            else:
+                for i in range(NORM_SIZE):
+                    total[i] = np.float32(0.0)
+            for k in range(num_payloads):
+                theirs, own = bytes_at(scale_addresses[k]), bytes_at(code_addresses[k])
+                weight = weights[k]
+                for b in range(first_block, last_block):
+                    read(decoded, after(theirs, b * SCALE_BYTES), after(own, b * CODE_BYTES))
+                    part = after(total, (b - first_block) * B)
+                    for i in range(B):
+                        part[i] = part[i] + weight * decoded[i]
+            for i in range(present, NORM_SIZE):
+                total[i] = np.float32(0.0)
+            norms[tile] = sum_of_squares(total, sums)
+            of_tile = after(found, tile * FOUND_SIZE)
+            for k in range(FOUND_SIZE):
+                of_tile[k] = np.uint64(0)
+            for b in range(first_block, last_block):
+                first = b * B
+                here = min(B, count - first)
+                index = place * B + first
+                part = after(total, (b - first_block) * B)
                 for i in range(B):
-                    decoded[i] = mu * momentum[first + i] + v[i]
+                    v[i] = part[i] * delta_scale
+                if momentum_address != 0:
+                    for i in range(B):
+                        decoded[i] = mu * momentum[first + i] + v[i]
+                    for i in range(B):
+                        new_momentum[first + i] = decoded[i]
+                    note(of_tile, _4, decoded, here, index)
+                    for i in range(B):
+                        v[i] = mu * decoded[i] + v[i]
                 for i in range(B):
-                    new_momentum[first + i] = decoded[i]
+                    decoded[i] = target[first + i] - v[i] * lr
                 for i in range(B):
-                    v[i] = mu * decoded[i] + v[i]
-            for i in range(B):
-                decoded[i] = target[first + i] - v[i] * lr
-            for i in range(B):
-                new_target[first + i] = decoded[i]
-            for i in range(B):
-                v[i] = decoded[i] - anchor[first + i]
-            magnitude = largest_magnitude(v, B)
-            if magnitude >= INFINITY:
-                return np.int64(first) + first_not_finite(v)
-            scales_b, codes_b = after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES)
-            write(v, magnitude, scales_b, codes_b, (noise, (place + b) * B, steps[b * step_stride], seed, mode))
-            read(decoded, scales_b, codes_b)
-            for i in range(B):
-                v[i] = anchor[first + i] + decoded[i]
-            for i in range(B):
-                new_anchor[first + i] = v[i]
+                    new_target[first + i] = decoded[i]
+                note(of_tile, _2, decoded, here, index)
+                for i in range(B):
+                    v[i] = decoded[i] - anchor[first + i]
+                magnitude = largest_magnitude(v, B)
+                if magnitude >= INFINITY:
+                    return np.int64(first) + first_not_finite(v)
+                scales_b, codes_b = after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES)
+                write(v, magnitude, scales_b, codes_b, (noise, index, steps[b * step_stride], seed, mode))
+                read(decoded, scales_b, codes_b)
+                for i in range(B):
+                    v[i] = anchor[first + i] + decoded[i]
+                for i in range(B):
+                    new_anchor[first + i] = v[i]
+                note(of_tile, _0, v, here, index)
         return np.int64(-1)
 
     return BlockLoops(

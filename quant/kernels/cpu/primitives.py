@@ -204,7 +204,7 @@ def _stack(count: int, number: Any, number_ir: Any) -> Any:
 stack_floats = _stack(256, types.float32, ir.FloatType())
 stack_tile = _stack(4096, types.float32, ir.FloatType())
 stack_words = _stack(128, types.uint32, ir.IntType(32))
-stack_doubles = _stack(2048, types.float64, ir.DoubleType())
+stack_doubles = _stack(256, types.float64, ir.DoubleType())
 
 _STACK_TYPES = {"int32": ir.IntType(32), "uint32": ir.IntType(32), "float64": ir.DoubleType(), "uint8": ir.IntType(8)}
 

@@ -158,17 +158,22 @@ class GpuKernels(BlockKernels):
             },
         )
 
-    def outer(self, step: OuterStep) -> int:
-        if step.delta.numel() == 0:
-            return -1
-        payload, first_bad = _aligned(step.out), _none_bad(step.delta.device)
-        return _finish(self.outer_launch(step, payload, first_bad), payload, step.out, first_bad)
+    def outer(self, step: OuterStep) -> int | None:
+        if step.target.numel() == 0:
+            return None
+        payload, first_bad = _aligned(step.out), _none_bad(step.target.device)
+        bad = _finish(self.outer_launch(step, payload, first_bad), payload, step.out, first_bad)
+        return None if bad < 0 else bad
 
     def outer_launch(self, step: OuterStep, payload: Tensor, first_bad: Tensor) -> Launch:
         """`payload` is `step.out`, or an aligned copy."""
-        device, numel, layout = step.delta.device, step.delta.numel(), self.layout
+        device, numel, layout = step.target.device, step.target.numel(), self.layout
+        if step.delta is None or step.payloads:
+            raise ValueError("an outer step on a GPU takes the sum of the deltas, not payloads")
         names = ("delta", "target", "momentum", "anchor", "new_target", "new_momentum", "new_anchor")
         tensors = {name: getattr(step, name) for name in names}
+        if step.scale != 1.0:
+            tensors["delta"] = step.delta * step.scale
         if (step.momentum is None) != (step.new_momentum is None) or (step.momentum is None and step.mu != 0.0):
             raise ValueError("momentum without a tensor for it, or the other way round")
         for name, tensor in tensors.items():

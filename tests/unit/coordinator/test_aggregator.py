@@ -87,7 +87,7 @@ def commit(buffers: Buffers, inputs: list[tuple[bytearray, float]], terms: Terms
     """One whole commit, as the daemon does it."""
     this = step(buffers.version + 1, lr=terms.outer.lr, momentum=terms.outer.momentum)
     windows = [(buffers.version, buffers.version + 1)] * len(inputs)
-    merged = aggregator.merge(inputs, this, [terms.codecs.up] * len(inputs), windows)
+    merged = aggregator.to_merge(inputs, this, [terms.codecs.up] * len(inputs), windows)
     return aggregator.commit(buffers, merged, this, terms, codec_down)
 
 
@@ -351,8 +351,13 @@ def test_one_pass_gives_the_bits_of_step_encoding_and_application_one_after_the_
     terms = spec.terms.replace(outer_momentum=0.9 if buffer else 0.0)
     at_once = stepwise = begun(terms)
     for version in (1, 2, 3):
-        this, merged = step(version, lr=lr, momentum=momentum), noise(version)
+        this = step(version, lr=lr, momentum=momentum)
+        inputs = [(delta(noise(k), codec_down, version=version), 0.5) for k in (version, version + 10)]
+        unsummed = aggregator.to_merge(inputs, this, [codec_down] * 2, [(version - 1, version)] * 2)
+        assert isinstance(unsummed, aggregator.Sum) != codec_named(codec_down).traits.entropy_coded
+        merged = aggregator.whole(unsummed)
         one = aggregator.commit(at_once, merged, this, terms, codec_down)
+        assert bits(one) == bits(aggregator.commit(at_once, unsummed, this, terms, codec_down))
         other = aggregator.publish(aggregator.advance(stepwise, merged, this, terms), this, codec_down, merged)
         assert bits(one) == bits(other)
         at_once, stepwise = one.buffers, other.buffers

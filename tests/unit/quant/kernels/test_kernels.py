@@ -20,11 +20,13 @@ from torch import Tensor
 from farloop.algo.outer_optimizers import OuterSettings, outer_step_
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import flat
+from farloop.quant.digest import digest_by_reference
 from farloop.quant.formats import ternary
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.cpu.kernels import cpu_kernels
 from farloop.quant.kernels.cpu.primitives import kernel_threads
-from farloop.quant.kernels.interface import BlockKernels, Encode, OuterStep
+from farloop.quant.kernels.interface import BlockKernels, Encode, Found, OuterStep
+from farloop.quant.norm import sums_by_reference
 from farloop.quant.registry import codec_named
 
 TRITON = os.environ.get("KERNELS") == "triton"
@@ -336,32 +338,74 @@ def test_every_byte_of_codes_decodes(pair: tuple[BlockCodec, BlockKernels]) -> N
 def test_the_outer_step_is_that_of_algo(pair: tuple[BlockCodec, BlockKernels], momentum: bool, in_place: bool) -> None:
     codec, kernels = pair
     mu = 0.9 if momentum else 0.0
-    for numel in (1, 2500) if TRITON else (1, 257, 2500):
+    for numel in (1, 2500) if TRITON else (1, 257, 2500, 4096, 9000):
         target, anchor = normal(numel, 1, 0.1), normal(numel, 2, 0.1)
         buffers = torch.zeros(numel) if momentum else None
         t, m, a = on(target), on(buffers), on(anchor)
         for number in range(1 if TRITON else 8):
-            delta = normal(numel, 10 + number)
-            outer_step_(target, buffers, delta, OuterSettings(lr=0.7, momentum=mu))
+            payloads = [reference(codec, normal(numel, k)) for k in (number, 10 + number)] if number % 2 else []
+            delta = summed(codec, payloads, numel) if payloads else normal(numel, 10 + number)
+            outer_step_(target, buffers, delta * 0.75, OuterSettings(lr=0.7, momentum=mu))
             payload = reference(codec, target - anchor)
             anchor += decoded(codec, payload, numel)
             out = buffer(codec, numel)
             new_t, new_m, new_a = (t, m, a) if in_place else map(poisoned, (t, m, a))
             assert new_t is not None and new_a is not None
             step = OuterStep(
-                **{"delta": on(delta), "target": t, "momentum": m, "anchor": a},  # type: ignore[arg-type]
+                **{"target": t, "momentum": m, "anchor": a},  # type: ignore[arg-type]
                 **{"new_target": new_t, "new_momentum": new_m, "new_anchor": new_a},  # type: ignore[arg-type]
+                delta=None if payloads else on(delta),
+                payloads=payloads,
+                weights=[0.5, 0.25] if payloads else [],
+                scale=0.75,
                 lr=0.7,
                 mu=mu,
                 out=out,
                 seed=SEED,
                 steps=on(codec.steps(flat(numel))),
             )
-            assert kernels.outer(step) == -1
+            found = kernels.outer(step)
             t, m, a = new_t, new_m, new_a
             assert same_bits(out, payload)
             assert same_bits(t, target) and same_bits(a, anchor)
             assert buffers is None or (m is not None and same_bits(m, buffers))
+            if kernels.sums:
+                assert found == Found(
+                    tile_sums=sums_by_reference(delta),
+                    anchor_digest=digest_by_reference(anchor, 0)[0],
+                    target_digest=digest_by_reference(target, 0)[0],
+                    momentum_digest=0 if buffers is None else digest_by_reference(buffers, 0)[0],
+                    finite=True,
+                )
+            else:
+                assert found is None
+
+
+def summed(codec: BlockCodec, payloads: list[Tensor], numel: int) -> Tensor:
+    total = torch.zeros(numel)
+    for payload, weight in zip(payloads, (0.5, 0.25), strict=True):
+        total += decoded(codec, payload, numel) * weight
+    return total
+
+
+@numba_only
+@pytest.mark.parametrize("place", [0, 4095, 4096, 8999])
+def test_an_outer_step_tells_that_an_anchor_is_not_finite(place: int) -> None:
+    """An update that rounds up can lead an anchor beyond fp32, though the target is within."""
+    _, kernels = both("bf16")
+    largest, step = torch.finfo(torch.float32).max, torch.tensor(1.999 * 2.0**126)
+    assert step.bfloat16() > step
+    old = {name: torch.zeros(9000) for name in ("target", "anchor")}
+    old["target"][place], old["anchor"][place] = largest, largest - step
+    new = {f"new_{name}": poisoned(tensor) for name, tensor in old.items()}
+    finite = []
+    for tensors in (old, {**old, "anchor": torch.zeros(9000)}):
+        operands = {**tensors, **new, "momentum": None, "new_momentum": None, "delta": torch.zeros(9000)}
+        out = torch.empty(2 * 9000, dtype=torch.uint8)
+        found = kernels.outer(OuterStep(**operands, lr=1.0, mu=0.0, out=out))  # type: ignore[arg-type]
+        assert isinstance(found, Found)
+        finite.append(found.finite)
+    assert finite == [False, True]
 
 
 def test_an_outer_step_tells_where_its_update_is_not_finite(pair: tuple[BlockCodec, BlockKernels]) -> None:
@@ -402,6 +446,33 @@ def test_any_number_of_threads_writes_the_same_bytes(pair: tuple[BlockCodec, Blo
             assert same_bits(acc, numbers * 0.1 + numbers * 0.2 + 0.0)
             call = Encode(x=bad, out=payload.clone(), numel=numel, steps=codec.steps(flat(numel)))
             assert kernels.encode(call) == 2**18
+
+
+@numba_only
+@pytest.mark.parametrize("spelling", ["q4", "fp32"])
+def test_threads_do_not_show_in_an_outer_step(spelling: str) -> None:
+    codec, kernels = both(spelling)
+    numel = 7 * 2**17 + 5000  # two tiles or more for each of seven threads
+    payloads, told = [reference(codec, normal(numel, k)) for k in range(2)], []
+    for threads in (1, 2, 3, 7):
+        tensors = {name: normal(numel, k) for k, name in enumerate(("target", "momentum", "anchor"))}
+        out = buffer(codec, numel)
+        with kernel_threads(threads):
+            found = kernels.outer(
+                OuterStep(
+                    **tensors,
+                    **{f"new_{name}": tensor for name, tensor in tensors.items()},
+                    payloads=payloads,
+                    weights=[0.5, 0.5],
+                    lr=0.7,
+                    mu=0.9,
+                    out=out,
+                    seed=SEED,
+                )
+            )
+        assert isinstance(found, Found)
+        told.append((found, digest_by_reference(out.float(), 0)))
+    assert all(each == told[0] for each in told)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a payload of 1 GiB for three blocks")

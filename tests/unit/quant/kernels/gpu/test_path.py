@@ -99,13 +99,20 @@ def test_without_a_momentum_there_is_no_mu() -> None:
         kernels().outer(outer_step(x, out, momentum=None, new_momentum=None))
 
 
+def test_an_outer_step_takes_the_sum_of_the_deltas() -> None:
+    x = torch.zeros(64)
+    out = torch.zeros(kernels().layout.payload_bytes(64), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="sum of the deltas"):
+        kernels().outer(outer_step(x, out, delta=None, payloads=[out], weights=[1.0]))
+
+
 def test_nothing_is_launched_for_an_empty_fragment() -> None:
     empty, out = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
     path = kernels()
     assert path.encode(Encode(x=empty, out=out, numel=0)) == -1
     path.decode_into(out, empty, numel=0)
     path.add([out], [1.0], empty, overwrite=True)
-    assert path.outer(outer_step(empty, out)) == -1
+    assert path.outer(outer_step(empty, out)) is None
 
 
 def test_the_steps_of_several_tensors_must_be_given() -> None:
