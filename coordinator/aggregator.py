@@ -4,6 +4,7 @@ A pure job: buffers and blobs in, new buffers and one blob out; nothing is chang
 commit that cannot be made durable leaves no trace. The decoded update is canonical: it is what every anchor gets.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,8 +69,19 @@ class Buffers:
         return combine(digest(self.outer[name], i * numel) for i, name in enumerate(sorted(self.outer)))
 
 
+_LARGE_BYTES = 32 << 20  # malloc keeps what is smaller: `keep_freed_blocks`
+
+
+def _references(buffers: Sequence[bytearray]) -> list[int]:
+    """How many references there are to each; views and tensors of its memory have one, too."""
+    return [sys.getrefcount(buffer) for buffer in buffers]
+
+
+_ALONE = _references([bytearray(1)])[0]  # to a buffer that only a list refers to
+
+
 class Pool:
-    """Tensors that nobody reads any more, for the commits to come. Any thread.
+    """Tensors and buffers that nobody reads any more, for the commits to come. Any thread.
 
     To fill pages that are new to the process costs more than the arithmetic on them, and seconds where the system has
     to clear pages of 2 MiB first.
@@ -77,6 +89,25 @@ class Pool:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._tensors, self._lock = most_bytes, list[Tensor](), threading.Lock()
+        self._buffers: list[bytearray] = []  # large ones, those that are in use too
+
+    def buffer(self, num_bytes: int) -> bytearray:
+        """Memory for a blob, with any content. It is used again, without being given back, once nobody refers to it: a
+        delta or an update has many readers. Those that are free beyond the limit are dropped."""
+        if num_bytes < _LARGE_BYTES or num_bytes > self._most_bytes:
+            return bytearray(num_bytes)
+        with self._lock:
+            free = [k for k, count in enumerate(_references(self._buffers)) if count == _ALONE]
+            for k in free:
+                if len(self._buffers[k]) == num_bytes:
+                    return self._buffers[k]
+            room = self._most_bytes - num_bytes
+            for k in reversed(free):  # the newest are kept
+                room -= len(self._buffers[k])
+                if room < 0:
+                    del self._buffers[k]
+            self._buffers.append(bytearray(num_bytes))
+            return self._buffers[-1]
 
     def empty(self, numel: int) -> Tensor:
         """A tensor with any content, fp32 [numel]. Where it is made, what is kept leaves it room within the limit."""
@@ -328,7 +359,7 @@ def commit(
         gap = _gap(buffers, step)
         stepped = _advanced(buffers, delta, step, terms, gap, pool)
         return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
-    header, update = _header(codec, step), bytearray(blob_bytes(codec, step.fragment))
+    header, update = _header(codec, step), pool.buffer(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
     new_target, new_anchor = pool.empty(numel), pool.empty(numel)
     new_momentum = None if momentum is None else pool.empty(numel)
@@ -367,7 +398,7 @@ def commit(
 def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor, pool: Pool = NO_POOL) -> Result:
     """Encode target − anchor, and apply the decoded update to the anchor."""
     codec, fragment = codec_named(codec_down), step.fragment
-    header, update = _header(codec, step), bytearray(blob_bytes(codec, fragment))
+    header, update = _header(codec, step), pool.buffer(blob_bytes(codec, fragment))
     difference = stepped.target - stepped.anchor
     codec.encode_into(difference, as_tensor(update)[HEADER_BYTES:], fragment, seed=header.seed)
     update = seal(header, update)

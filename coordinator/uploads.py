@@ -74,6 +74,8 @@ class DeltaIntake:
 
     most_bytes: int = MOST_BYTES
     most_bytes_of_a_node: int = MOST_BYTES_OF_A_NODE
+    buffer: Callable[[int], bytearray] = bytearray
+    """Makes memory of this size."""
     _offers: dict[BlobId, Offer] = field(default_factory=dict)  # offers of the deltas in progress
     _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
     _keeping: set[BlobId] = field(default_factory=set)  # complete, and being made durable
@@ -110,8 +112,9 @@ class DeltaIntake:
         for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment) and b != blob]:
             self._forget(other)
             session.cancel(other)  # else its memory stays with the session
+        reassembly = kept or Reassembly(offer.size, offer.digest, self.buffer(offer.size))
         try:
-            reassembly = session.expect(blob, offer.size, offer.digest, kept, now)
+            reassembly = session.expect(blob, offer.size, offer.digest, reassembly, now)
         except AlreadyUnderWay:  # offered twice in one session
             return None
         except LimitReached:
@@ -204,7 +207,7 @@ class DeltaUploads(DeltaIntake):
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
         """Begins with the durable deltas that have no outcome."""
-        super().__init__()
+        super().__init__(buffer=store.pool.buffer)
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
 

@@ -113,12 +113,13 @@ class Reassembly:
     goes on at `received`.
     """
 
-    def __init__(self, size: int, digest: int) -> None:
+    def __init__(self, size: int, digest: int, data: bytearray | None = None) -> None:
+        """`data`: memory of this size for it; by default its own."""
         self.size = size
         self.digest = digest
         self.received = 0
         """Bytes that have arrived without a gap."""
-        self.data = bytearray(size)
+        self.data = bytearray(size) if data is None else data
         self.islands = Ranges()
         """What has arrived beyond the prefix."""
 

@@ -30,7 +30,7 @@ from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import Store
-from farloop.quant.blob import blob_bytes
+from farloop.quant.blob import as_tensor, blob_bytes
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
@@ -395,6 +395,35 @@ def test_a_pool_keeps_no_more_than_it_may_and_frees_as_much_as_it_has_to_make() 
     pool.give([large, other])  # 130 elements: the oldest goes
     assert pool.empty(40) is other and pool.empty(30) is not small
     assert pool.empty(50).numel() == 50 and pool.empty(60) is not large, "both together were too much"
+
+
+def test_a_pool_hands_a_buffer_out_again_once_nobody_can_read_it_any_more() -> None:
+    size = 32 << 20
+    pool = Pool(2 * size)
+    buffer = pool.buffer(size)
+    buffer[0], where = 1, id(buffer)
+    payload, view = as_tensor(memoryview(buffer)[64:]), memoryview(buffer)
+    del buffer
+    assert id(pool.buffer(size)) != where and view[0] == 1
+    del view
+    assert id(pool.buffer(size)) != where and payload.numel() == size - 64
+    del payload
+    assert id(pool.buffer(size)) == where
+
+
+def test_a_pool_keeps_no_more_free_buffers_than_it_may_and_no_small_ones() -> None:
+    size = 32 << 20
+    pool = Pool(2 * size)
+    held = [pool.buffer(size) for _ in range(4)]
+    for buffer in held:
+        buffer[0] = 1
+    assert len({id(buffer) for buffer in held}) == 4, "those in use are not counted"
+    del held, buffer
+    assert pool.buffer(size + 1)[0] == 0  # no more of the four are kept than there is room for beside it: none
+    again = [pool.buffer(size) for _ in range(4)]
+    assert [buffer[0] for buffer in again] == [0, 0, 0, 0]
+    for num_bytes in (5, 3 * size):
+        assert pool.buffer(num_bytes) is not pool.buffer(num_bytes)
 
 
 # --- What others take from it

@@ -105,7 +105,7 @@ def test_a_delta_of_the_open_window_may_come_and_one_of_a_window_that_is_over_is
     assert door.intake.let_in(door.session, door.offer, None, door.layout.fragments[0], "q4", 0.0) is None  # type: ignore[arg-type]
     assert door.session.expected == []
     assert door.let_in(door.offer) is None
-    assert door.session.expected == [(door.offer.blob, None)]
+    assert door.session.blobs == [door.offer.blob]
     assert door.intake.arrived(door.offer.blob) == door.offer
 
 
@@ -127,6 +127,7 @@ def test_a_transfer_goes_on_in_the_next_session_where_it_stopped(door: Door) -> 
     assert door.session.blobs == [door.offer.blob]
     ((_, kept),) = second.expected
     assert kept is not None and kept.digest == door.offer.digest
+    assert kept is door.session.expected[0][1]
     assert door.session.cancelled == second.cancelled == []
 
 
@@ -137,7 +138,7 @@ def test_what_a_node_began_before_is_void(door: Door) -> None:
     assert door.intake.arrived(door.offer.blob) is None
     assert door.intake.arrived(newer.blob) == newer
     door.let_in(door.offer, session=again)
-    assert again.expected == [(door.offer.blob, None)]
+    assert again.blobs == [door.offer.blob] and again.expected[0][1] is not door.session.expected[0][1]
 
 
 def test_the_memory_of_what_is_void_is_given_back(door: Door) -> None:
@@ -161,7 +162,7 @@ def test_while_it_is_made_durable_it_is_not_asked_for_again(door: Door) -> None:
     assert again.expected == []
     door.intake.settled(door.offer.blob)
     door.let_in(door.offer, session=again)
-    assert again.expected == [(door.offer.blob, None)]
+    assert again.blobs == [door.offer.blob] and again.expected[0][1] is not door.session.expected[0][1]
 
 
 # --- Bounds of memory
