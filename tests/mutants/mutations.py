@@ -116,8 +116,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the digest does not see where a number stands",
         "quant/kernels/cpu/kernels.py",
-        "z = first_index + first + i",
-        "z = first_index + i",
+        "digest_of(part, _TILE, first_index + first)",
+        "digest_of(part, _TILE, first_index)",
         "unit/quant/test_digest.py",
     ),
     _of(
@@ -203,8 +203,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the sum of deltas ignores their weights",
         "coordinator/aggregator.py",
-        "        [weight for _, weight in inputs],\n        total,\n        fragment,\n        seeds=",
-        "        [1.0 for _, weight in inputs],\n        total,\n        fragment,\n        seeds=",
+        "        weights=[weight for _, weight in inputs],\n        seeds=",
+        "        weights=[1.0 for _, weight in inputs],\n        seeds=",
         "unit/coordinator/test_aggregator.py",
     ),
     _of(
@@ -364,8 +364,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "an update of another base is applied",
         "node/replica.py",
-        "sent = self.parsed(index, version, version - 1, codec, epoch, blob)",
-        "sent = self.parsed(index, version, self.versions[index], codec, epoch, blob)",
+        "                sent = self.parsed(index, version, version - 1, codec, epoch, blob)",
+        "                sent = self.parsed(index, version, self.versions[index], codec, epoch, blob)",
         "unit/node/test_replica.py",
     ),
     _of(
