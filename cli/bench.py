@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -261,7 +262,10 @@ def memory(
 @bench_app.command()
 def gpu(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the script on a CPU, with a tiny model.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for weights, state and logs.")] = Path("out/gpu"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Empty folder for weights, state and logs.", show_default="out/gpu-TIME"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the tests that need a CUDA device, and measure what a node costs a training loop there.
@@ -280,7 +284,7 @@ def gpu(
     from farloop.bench.gpu import markdown, measure
     from farloop.bench.machine import machine, source_commit
 
-    _make_empty_folder(out)
+    out = _empty_folder(out, "gpu")
     found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
     if as_json:
         told = {"machine": machine(), "commit": source_commit(), "found": dataclasses.asdict(found)}
@@ -292,10 +296,13 @@ def gpu(
 @bench_app.command()
 def loop(
     model: Annotated[str, typer.Option(help="A built-in model: nano, micro, tiny, small or base.")] = "small",
-    h: Annotated[int, typer.Option(min=2, help="Inner steps between two exchanges of a fragment.")] = 30,
+    h: Annotated[int, typer.Option(min=3, help="Inner steps between two exchanges of a fragment.")] = 30,
     turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
     link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/loop"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/loop-TIME"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
@@ -318,7 +325,7 @@ def loop(
         with emulated.ports(port, 1) if emulated is not None else nullcontext([port]) as (at,):
             yield at
 
-    _make_empty_folder(out)
+    out = _empty_folder(out, "loop")
     rows = measure(
         PRESETS[model], h, turns, out.resolve(), os.environ, port_of, lambda what: typer.echo(what, err=True)
     )
@@ -340,7 +347,10 @@ def sync(
         typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/sync"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/sync-TIME"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
@@ -361,7 +371,9 @@ def sync(
     for name in codecs:
         codec_named(name)
     links = [None, *map(_emulated, link or [])]
-    _make_empty_folder(out)
+    if trace and rounds < 2:
+        raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
+    out = _empty_folder(out, "sync")
     rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
     if as_json:
         return _echo_rows(rows)
@@ -371,7 +383,7 @@ def sync(
 @bench_app.command()
 def coordinator(
     nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes.")] = "2,8,32,128",
-    parameters: Annotated[float, typer.Option(min=256, help="Of the model, e.g. 1e6.")] = 1e6,
+    parameters: Annotated[float, typer.Option(min=256, max=1e11, help="Of the model, e.g. 1e6.")] = 1e6,
     codec: Annotated[str, typer.Option(help="Codec of both directions.")] = "q4",
     rounds: Annotated[
         int, typer.Option(min=2, help="Rounds of each number of nodes, after two that do not count.")
@@ -379,9 +391,12 @@ def coordinator(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the nodes.", show_default="all cores")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path(
-        "out/coordinator"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/coordinator-TIME"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a coordinator costs for each number of nodes.
@@ -400,7 +415,7 @@ def coordinator(
 
     counts = _sizes(nodes, least=1)
     codec_named(codec)
-    _make_empty_folder(out)
+    out = _empty_folder(out, "coordinator")
     rows = measure(counts, int(parameters), codec, rounds, processes or os.cpu_count() or 1, out.resolve(), os.environ)
     if as_json:
         return _echo_rows(rows)
@@ -515,11 +530,14 @@ def lines(findings: "Findings") -> list[str]:
     return text
 
 
-def _make_empty_folder(out: Path) -> None:
-    """Of `--out`. Raises CommandError: it has something in it already, or no file can be written there."""
+def _empty_folder(out: Path | None, command: str) -> Path:
+    """That of `--out`, or a new one. Raises CommandError: it has something in it already, or no file can be written
+    there."""
+    out = out or Path("out") / f"{command}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if out.is_dir() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
+    return out
 
 
 def _emulated(name: str) -> "Emulated":
@@ -553,7 +571,10 @@ def _sizes(text: str, least: int = 12) -> list[int]:
     words: list[Any] = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and int(word) >= least for word in words):
         raise CommandError(f"--nodes is a list of numbers of at least {least}, as 20,256, not {text!r}")
-    return [int(word) for word in words]
+    sizes = [int(word) for word in words]
+    if twice := [size for size in sizes if sizes.count(size) > 1]:
+        raise CommandError(f"--nodes names {twice[0]} twice: name each number once")
+    return sizes
 
 
 @bench_app.command()

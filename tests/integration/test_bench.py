@@ -154,6 +154,21 @@ def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> N
             assert spent["core"] > 0.0 and spent["queue"] >= 0.0 and spent["core"] < 1.5 * spent["wall"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("coordinator --parameters inf", "--parameters"),
+        ("coordinator --nodes 2,3,2", "--nodes names 2 twice"),
+        ("loop --h 2", "--h"),
+        ("sync --rounds 1 --trace", "--trace needs --rounds 2 or more"),
+    ],
+)
+def test_a_bench_is_refused_before_anything_is_started(words: str, said: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(out)], prog_name="farloop")
+    assert result.exit_code == 2 and said in result.stderr and not out.exists(), result.output
+
+
 def test_a_loop_is_measured_with_a_model_that_there_is(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "loop", "--model", "huge", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 2 and "--model 'huge'" in result.stderr and "nano, micro, tiny" in result.stderr
