@@ -12,6 +12,7 @@ from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import parse_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
 from farloop.node.named_model import HF
+from farloop.node.trainer import NodeConfig
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret
@@ -103,13 +104,27 @@ def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
         ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
         ("data", ", then ".join([first, *map(str, node.data_phases)])),
         ("state", str(node.state_dir or Path(".farloop") / node.name)),
+        *_link_lines(node),
         *_uplink_lines(node.uplink),
     ]
 
 
+def _link_lines(node: NodeConfig) -> list[Line]:
+    """What is set of the link and of merges: what is open says nothing."""
+    told = [
+        ("lanes", str(node.lanes) if node.lanes else ""),
+        ("bulk source", node.bulk_source),
+        ("tau", "" if node.tau is None else plural(node.tau, "step")),
+        ("adapt tau", "" if node.adapt_tau is None else "yes" if node.adapt_tau else "no"),
+    ]
+    return [(label, text) for label, text in told if text]
+
+
 def _uplink_lines(limit: UplinkLimit, round_bytes: float = 0.0) -> list[Line]:
     """What is sent at most, and how long the `round_bytes` of a round's updates take then."""
-    rates = [("uplink", limit.bytes_per_s, ""), ("quiet hours", limit.quiet_bytes_per_s, f"{limit.quiet_text}, ")]
+    rates = [("uplink", limit.bytes_per_s, "")]
+    if limit.quiet_hours:
+        rates.append(("quiet hours", limit.rate(limit.quiet_hours[0]), f"{limit.quiet_text}, "))
     lines = []
     for label, bytes_per_s, when in rates:
         if math.isfinite(bytes_per_s):

@@ -51,12 +51,11 @@ from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
-from farloop.node.zmq_dealer import check_source
+from farloop.node.zmq_dealer import check_lanes, check_source
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
-from farloop.wire.lanes import MOST_LANES
-from farloop.wire.uplink import parse_hours, parse_rate
+from farloop.wire.uplink import UplinkLimit, nearest_rate, parse_hours, parse_rate
 
 _PATHS = tuple[Path, ...]
 _SHARES_OF_DATA = tuple[Share, ...]
@@ -123,6 +122,8 @@ class Key:
         """The value in the right type, as 600 for `"600"`."""
         if given.is_text or self.kind is Path or isinstance(given.value, dict | list):
             return ""
+        if self.name in ("max_uplink", "quiet_uplink"):
+            return f"; did you mean {_shown(nearest_rate(str(given.value)))}?"
         try:
             meant = self._validated(str(given.value), is_text=True)
         except ValidationError:
@@ -353,11 +354,9 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     if not 0.0 <= settings.section("node")["hang_timeout"] < math.inf:
         raise settings.error("node", "hang_timeout", "0 seconds or more are wanted, as 60")
-    lanes = settings.section("node")["lanes"]
-    if not 0 <= lanes <= MOST_LANES:
-        nearest_one = min(max(lanes, 0), MOST_LANES)
-        raise settings.error("node", "lanes", f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {nearest_one}")
-    settings.check("node", "bulk_source", check_source)
+    settings.check("node", "lanes", check_lanes)
+    host = parse_tcp(settings.section("node")["coordinator"]).host
+    settings.check("node", "bulk_source", lambda text: check_source(text, host))
     if settings.section("node")["bulk_source"] and settings.section("node")["key"] is None:
         what = "needs key and server_key: without keys the lanes of a session come from one address"
         raise settings.error("node", "bulk_source", what)
@@ -568,6 +567,10 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
         if values[key] and not values[other]:
             example = "2mbit" if other == "quiet_uplink" else "08:00-18:00"
             raise settings.error(section, key, f"needs {other}, as {example}, which is missing")
+    try:
+        UplinkLimit.parse(values["max_uplink"], values["quiet_hours"], values["quiet_uplink"])
+    except ValueError as error:
+        raise settings.error(section, "quiet_uplink", str(error).removeprefix("quiet_uplink ")) from error
     for key, other in (("key", partner), (partner, "key")):
         if values[key] is not None and values[other] is None:
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"

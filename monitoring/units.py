@@ -18,7 +18,8 @@ def size_text(num_bytes: float) -> str:
 
 def rate_text(bits_per_s: float) -> str:
     """`25 Gbit/s`."""
-    unit, size = next(((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits_per_s >= s), ("kbit/s", 1e3))
+    units = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6))
+    unit, size = next(((u, s) for u, s in units if bits_per_s >= 0.9995 * s), ("kbit/s", 1e3))
     return f"{bits_per_s / size:.3g} {unit}"
 
 

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.errors import LoopError
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.node.zmq_dealer import LinkConfig, check_lanes, check_source
 from farloop.wire.keys import check_name
+from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 
 _OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
 WANTED: dict[str, tuple[tuple[type, ...], str]] = {
@@ -121,13 +123,6 @@ def bare(module: object) -> nn.Module:
     return module
 
 
-_FROM_ENVIRONMENT: dict[str, type] = {
-    "coordinator": str, "name": str, "key": Path, "server_key": Path, "state_dir": Path, "fingerprint": str,
-    "http": str, "http_names": str,
-}  # fmt: skip
-"""Arguments of `join` that have a variable, under the name that the key has in [node] of a settings file."""
-
-
 _PREFIX = "FARLOOP_NODE__"
 ALIKE = 0.7  # `difflib` ratio from which a word is a misspelt one
 
@@ -138,17 +133,74 @@ def check_fingerprint(text: str) -> None:
         raise ValueError(f"16 hex digits are a fingerprint, not {text!r}; the coordinator prints it at its start")
 
 
-_CHECKS: dict[str, Callable[[str], object]] = {"name": check_name, "fingerprint": check_fingerprint}
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Parses a text as itself where `check` raises no ValueError."""
+
+    def parse(text: str) -> str:
+        check(text)
+        return text
+
+    return parse
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch("[0-9]+", text):
+        raise ValueError(f"a whole number is wanted, 0 or more, not {text!r}")
+    return int(text)
+
+
+def _lanes(text: str) -> int:
+    check_lanes(lanes := _number(text))
+    return lanes
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in (words := {"true": True, "1": True, "false": False, "0": False}):
+        raise ValueError(f"true or false is wanted, not {text!r}")
+    return words[text.lower()]
+
+
+def _congestion(text: str) -> str:
+    if refused := congestion_refused(text):
+        raise ValueError(refused.partition(": ")[2])
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+_OF_THE_LINK: dict[str, Callable[[str], Any]] = {
+    "lanes": _lanes, "congestion": _congestion, "bulk_source": _checked(check_source),
+    "max_uplink": _checked(parse_rate), "quiet_hours": _checked(parse_hours), "quiet_uplink": _checked(parse_rate),
+}  # fmt: skip
+_FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
+    "coordinator": str, "name": _checked(check_name), "key": _path, "server_key": _path, "state_dir": _path,
+    "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
+    **_OF_THE_LINK,
+}  # fmt: skip
+"""How the text of a variable is read, under the name that the key has in [node] of a settings file. Raises
+ValueError. All but those of the link are arguments of `join`."""
+_OF_THE_DAEMON = frozenset(
+    {
+        "address", "anchors", "checkpoint", "compile", "hang_timeout", "hosts", "insecure", "microbatch", "model",
+        "nics", "nproc", "rendezvous", "restarts", "save_every_rounds", "save_optimizer", "shard", "site", "threads",
+    }
+)  # fmt: skip
+"""Keys of [node] that only `farloop node` reads."""
 
 
 def check_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Raises LoopError for a variable that is nearly one of those that `join` reads. Others are `farloop node`'s."""
+    """Raises LoopError for a variable of [node] that neither `join` nor `farloop node` reads."""
     environ = os.environ if environ is None else environ
     keys = {name: name.removeprefix(_PREFIX).lower() for name in sorted(environ) if name.startswith(_PREFIX)}
     for name, key in keys.items():
-        near = difflib.get_close_matches(key, _FROM_ENVIRONMENT, n=1, cutoff=ALIKE)
-        if near and key != near[0]:
+        if key in _FROM_ENVIRONMENT or key in _OF_THE_DAEMON:
+            continue
+        if near := difflib.get_close_matches(key, _FROM_ENVIRONMENT, n=1, cutoff=ALIKE):
             raise LoopError(f"{name} is not read: did you mean {_PREFIX}{near[0].upper()}?")
+        known = ", ".join(sorted(_FROM_ENVIRONMENT)).upper()
+        raise LoopError(f"{name} is not read: after {_PREFIX} join reads {known}")
 
 
 def setting(argument: str, given: Any) -> Any:
@@ -157,17 +209,31 @@ def setting(argument: str, given: Any) -> Any:
     if (near := variable.replace("__", "_", 1)) in os.environ:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
-        given = text
-        if argument in _CHECKS:
-            try:
-                _CHECKS[argument](text)
-            except ValueError as error:
-                raise LoopError(f"{variable}: {error}") from None
-    if isinstance(given, str) and _FROM_ENVIRONMENT[argument] is Path:
-        return Path(given).expanduser()
+        try:
+            return _FROM_ENVIRONMENT[argument](text)
+        except ValueError as error:
+            raise LoopError(f"{variable}: {error}") from None
+    if isinstance(given, str) and _FROM_ENVIRONMENT[argument] is _path:
+        return _path(given)
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")
     return given
+
+
+def link_setting(link: LinkConfig | None, coordinator: str) -> LinkConfig:
+    """The argument `link` of `join`, from the environment where it is None. Raises LoopError."""
+    if link is not None:
+        return link
+    found = {key: value for key in _OF_THE_LINK if (value := setting(key, None)) is not None}
+    rates = {key: found.pop(key, "") for key in ("max_uplink", "quiet_hours", "quiet_uplink")}
+    try:
+        uplink = UplinkLimit.parse(**rates)
+    except ValueError as error:
+        raise LoopError(f"{_PREFIX}QUIET_UPLINK: {error}") from None
+    try:
+        return LinkConfig(coordinator=coordinator, uplink=uplink, **found)
+    except ValueError as error:  # of the source alone, which has to go with the coordinator's address
+        raise LoopError(f"{_PREFIX}BULK_SOURCE: {str(error).removeprefix('bulk_source: ')}") from None
 
 
 def check_seconds(call: str, timeout_s: float, argument: str = "timeout_s") -> None:

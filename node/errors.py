@@ -8,7 +8,7 @@ NodeError             carries the exit code of the daemon
 ├── TermsMismatch     what the node chose for itself does not go with the run's terms (do not retry)
 ├── LoopError         what the training loop gave to `join` or `step` cannot be used (do not retry)
 ├── StateUnusable     the state folder cannot be written (do not retry)
-├── BadAddress        the coordinator's address is none (do not retry)
+├── BadAddress        an address of the link cannot be used (do not retry)
 ├── RankFailed        another rank of the node has ended by an error (as that one's)
 ├── Unreachable       the coordinator did not answer in time (retry)
 └── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
@@ -82,7 +82,7 @@ class LoopError(NodeError):
 
 
 class BadAddress(NodeError):
-    """Says how an address looks."""
+    """Says how an address looks, or what it needs."""
 
     exit_code = 2
 

@@ -46,6 +46,7 @@ from farloop.node.arguments import (
     check_seconds,
     check_types,
     check_variables,
+    link_setting,
     number_of,
     setting,
 )
@@ -511,8 +512,9 @@ def join(
     """Join a run and block until training begins.
 
     What differs between machines may come from the environment, so that a script needs no change: where `coordinator`,
-    `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http` or `http_names` is None, the variable
-    FARLOOP_NODE__COORDINATOR (…__NAME and so on) is read, as by `farloop node`.
+    `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http`, `http_names`, `tau` or `adapt_tau` is None, the
+    variable FARLOOP_NODE__COORDINATOR (…__NAME and so on) is read, as by `farloop node`. Where `link` is None, so are
+    …__LANES, …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
 
     Args:
         coordinator: its address, as tcp://host:port.
@@ -583,6 +585,7 @@ def join(
     own_key, their_key = setting("key", key), setting("server_key", server_key)
     state, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
     http, http_names = setting("http", http) or "", setting("http_names", http_names) or ""
+    tau, adapt_tau = setting("tau", tau), setting("adapt_tau", adapt_tau)
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
         model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
     while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
@@ -603,7 +606,7 @@ def join(
         check_fingerprint(fingerprint)
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
-        link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=own_key, server_key=their_key
+        link_setting(link, coordinator), coordinator=coordinator, key=own_key, server_key=their_key
     )
     folder: Path = state or Path(".farloop") / name
     files = AnchorFiles(folder / "anchors") if save_every_rounds else None

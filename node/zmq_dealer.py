@@ -33,6 +33,7 @@ from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.keys import load_public, load_secret
+from farloop.wire.lanes import MOST_LANES
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
@@ -48,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """Settings of a link. Raises ValueError for half a pair of keys, and for a congestion control or an address out of
-    reach."""
+    """Settings of a link. Raises ValueError for half a pair of keys, too many lanes, and for a congestion control or an
+    address out of reach."""
 
     coordinator: str
     """ZeroMQ address, as tcp://host:port."""
@@ -62,7 +63,7 @@ class LinkConfig:
     lanes: int = 0
     """Connections that carry blobs; 0: as many as the link is measured to need."""
     bulk_source: str = ""
-    """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
+    """IPv4 address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
     uplink: UplinkLimit = field(default_factory=UplinkLimit)
     """What it may send."""
     inventory: Inventory = NOTHING
@@ -75,10 +76,16 @@ class LinkConfig:
     def __post_init__(self) -> None:
         if (self.key is None) != (self.server_key is None):
             raise ValueError("key and server_key go together: with one alone nothing would be encrypted")
+        try:
+            check_lanes(self.lanes)
+        except ValueError as error:
+            raise ValueError(f"lanes: {error}") from None
         if self.bulk_source:
-            check_source(self.bulk_source)
-            if self.key is None:
-                raise ValueError("bulk_source needs keys: without them the lanes of a session come from one address")
+            host = split_address(self.coordinator)[0]
+            try:
+                check_source(self.bulk_source, host)
+            except ValueError as error:
+                raise ValueError(f"bulk_source: {error}") from None
         if self.congestion and (refused := congestion_refused(self.congestion)):
             raise ValueError(refused)
 
@@ -91,16 +98,62 @@ def split_address(address: str) -> tuple[str, int]:
     return match[1].strip("[]"), int(match[2])
 
 
-def check_source(address: str) -> None:
-    """Raises ValueError unless connections of this machine can leave from the address."""
+def check_lanes(lanes: int) -> None:
+    """Raises ValueError."""
+    if not 0 <= lanes <= MOST_LANES:
+        raise ValueError(f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {min(max(lanes, 0), MOST_LANES)}")
+
+
+def check_source(address: str, host: str = "") -> None:
+    """Raises ValueError unless connections of this machine can leave from the address, those to `host` where that is an
+    IP address. No network need be up."""
     try:
         found = ipaddress.ip_address(address)
-        with socket.socket(socket.AF_INET if found.version == 4 else socket.AF_INET6) as trial:
-            trial.bind((address, 0))
     except ValueError:
         raise ValueError(f"{address!r} is not an IP address, as 10.0.0.5") from None
+    why = ""
+    if found.version == 6:
+        why = "is an IPv6 address, and links go over IPv4"
+    elif found.is_unspecified or found.is_multicast or found.is_reserved:
+        why = "is not the address of one network card"
+    elif found.is_loopback and _is_ip(host) and not ipaddress.ip_address(host).is_loopback:
+        why = f"never leaves this machine, and the coordinator {host} is beyond it"
+    else:
+        try:
+            with socket.socket() as trial:
+                trial.bind((address, 0))
+        except OSError as error:
+            why = f"is not an address of this machine: {error.strerror}"
+    if why:
+        raise ValueError(f"{address} {why}; the nearest is {_own_address(host)}")
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _own_address(host: str) -> str:
+    """That from which the system connects to `host`, or to the world unless that is an IPv4 address. It sends nothing:
+    UDP connects by the table of routes alone."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as trial:
+        trial.connect((host if _is_ip(host) and ":" not in host else "192.0.2.1", 9))
+        return str(trial.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _check_route(address: str, host: str) -> None:
+    """Raises ValueError unless a lane can be opened from the address to `host`, an IPv4 address, now."""
+    check_source(address, host)
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as trial:
+            trial.bind((address, 0))
+            trial.connect((host, 9))
     except OSError as error:
-        raise ValueError(f"{address} is not an address of this machine: {error.strerror}") from error
+        raise ValueError(f"{address} does not reach {host}: {error.strerror}") from error
 
 
 DEAD_TCP_MS = 60_000
@@ -118,12 +171,17 @@ class ZmqDialer:
 
     def __init__(self, config: LinkConfig, failed: Callable[[Exception], None]) -> None:
         """`failed` gets an error of the link's own code. Raises BadAddress, and KeyFileError for an unusable key."""
+        if config.bulk_source and config.key is None:
+            raise BadAddress(
+                f"bulk_source {config.bulk_source} needs key and server_key: without keys the lanes of a session come "
+                "from one address"
+            )
         self.address, self.congestion = config.coordinator, config.congestion
         self._host, self._port = split_address(config.coordinator)
         self.bulk_address = config.coordinator
-        if source := config.bulk_source:
-            local = f"[{source}]" if ":" in source else source
-            self.bulk_address = f"tcp://{local}:0;{config.coordinator.removeprefix('tcp://')}"
+        self.source = config.bulk_source
+        if self.source:
+            self.bulk_address = f"tcp://{self.source}:0;{config.coordinator.removeprefix('tcp://')}"
         self._limits, self._timing, self._failed = config.limits, config.timing, failed
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
@@ -183,11 +241,18 @@ class ZmqDialer:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timing.liveness_s):
-                await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            if self.source:
+                hosts = [str(address[0]) for family, *_, address in found if family == socket.AF_INET]
+                if not hosts:
+                    raise ValueError(f"the host {self._host!r} has no IPv4 address, as {self.source} is")
+                _check_route(self.source, hosts[0])
         except TimeoutError:
             failed(f"no name server answers for {self._host!r}")
         except OSError as error:
             failed(f"the host {self._host!r} has no address: {error.strerror or error}")
+        except ValueError as error:
+            failed(f"no lane can be opened from [node] bulk_source: {error}")
         else:
             connection = ZmqConnection(self)
             self._connections.add(connection)
@@ -315,6 +380,8 @@ class ZmqConnection:
     async def _watch(self, lane: _Lane) -> None:
         """Report when the lane's connection is made, and when it ends or the key is refused."""
         why = "cannot connect: is the coordinator running, and its port open from here?"
+        if lane.number > CONTROL and self._dialer.source:
+            why = f"no lane can be opened from [node] bulk_source: {self._dialer.source} does not reach the coordinator"
         key_refused = False
         while not self._closed and not lane.lost:
             told = await recv_monitor_message(lane.monitor)
@@ -342,7 +409,7 @@ class LinkThread:
     def __init__(self, config: LinkConfig) -> None:
         """
         Raises:
-            BadAddress: the coordinator's address is none.
+            BadAddress: the coordinator's address is none, or the bulk lanes' has no keys.
             KeyFileError: a key file cannot be used.
         """
         self._config, self._dialer = config, ZmqDialer(config, self._fail)

@@ -16,6 +16,7 @@ DEPTH_S: Final = 0.05  # what the bucket holds, in time at its rate; a chunk tak
 _LEAST_CHUNK = 4 << 10
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _DAY = 24 * 60
+_CLOCK = r"\s*(\d{1,2})(?:[:.h](\d{1,2})|(\d\d))?(?::\d\d)?\s*h?\s*"  # 08:00, 8.00, 8h, 0800 or 08:00:00
 
 _log = logging.getLogger(__name__)
 
@@ -23,24 +24,38 @@ _log = logging.getLogger(__name__)
 def parse_rate(text: str) -> float:
     """Bytes a second of `20mbit`. Raises ValueError, with the nearest valid value."""
     if (exact := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)) is None:
-        meant = re.search(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(B|[bB]yte)?", text)
-        number, unit, of_bytes = meant.groups() if meant is not None else ("20", "m", None)
-        near = f"{float(number) * (8 if of_bytes else 1):.6g}{unit.lower() or 'm'}bit"
-        raise ValueError(f"{text!r} is not a rate with its unit kbit, mbit or gbit; the nearest is {near}")
+        what = "is not a rate with its unit kbit, mbit or gbit"
+        raise ValueError(f"{text!r} {what}; the nearest is {nearest_rate(text)}")
     bits_per_s = float(exact[1]) * _UNITS[exact[2]]
     if not LEAST_BITS_PER_S <= bits_per_s <= MOST_BITS_PER_S:
-        near = "100kbit" if bits_per_s < LEAST_BITS_PER_S else "1000gbit"
-        raise ValueError(f"{text} is not from 100kbit to 1000gbit; the nearest is {near}")
+        raise ValueError(f"{text} is not from 100kbit to 1000gbit; the nearest is {nearest_rate(text)}")
     return bits_per_s / 8
+
+
+def nearest_rate(text: str) -> str:
+    """The valid rate that a text may mean: a number without a unit is in Mbit/s."""
+    meant = re.search(r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([kKmMgG]?)(B|[bB]yte)?", text)
+    number, unit, of_bytes = meant.groups() if meant is not None else ("20", "m", None)
+    unit = unit.lower() or "m"
+    bits_per_s = float(number) * _UNITS[unit] * (8 if of_bytes else 1)
+    if bits_per_s <= LEAST_BITS_PER_S:
+        return "100kbit"
+    if bits_per_s >= MOST_BITS_PER_S:
+        return "1000gbit"
+    if bits_per_s >= 1e6 * _UNITS[unit]:  # six digits are written without an exponent
+        unit = "g"
+    return f"{bits_per_s / _UNITS[unit]:.6g}{unit}bit"
 
 
 def parse_hours(text: str) -> tuple[int, int]:
     """(from, until) in minutes of the day, of `08:00-18:00`. Raises ValueError, with the nearest valid value."""
-    if (found := re.search(r"(\d{1,2})(?::(\d{1,2}))?\s*(?:-|–|to)\s*(\d{1,2})(?::(\d{1,2}))?", text)) is None:
+    if (found := re.fullmatch(rf"\s*{_CLOCK}(?:-|–|to){_CLOCK}", text)) is None:
         raise ValueError(f"{text!r} are not hours of the day; 08:00-18:00 is wanted")
     hours = [int(part or 0) for part in found.groups()]
-    begin, end = (min(60 * hour + min(minute, 59), _DAY) for hour, minute in (hours[:2], hours[2:]))
+    begin, end = (min(60 * hour + min(minute or digits, 59), _DAY) for hour, minute, digits in (hours[:3], hours[3:]))
     near = f"{_clock(begin)}-{_clock(end)}"
+    if begin == end and max(hours[0], hours[3]) > 24:
+        raise ValueError(f"{text!r} are not hours of the day, which ends at 24:00; 08:00-18:00 is wanted")
     if begin % _DAY == end % _DAY:
         raise ValueError(f"{text!r} is the whole day or nothing of it; for the whole day set max_uplink alone")
     if text != near:
@@ -65,11 +80,15 @@ class UplinkLimit:
         """Of the settings; an empty text is none. Raises ValueError."""
         if bool(quiet_hours) != bool(quiet_uplink):
             raise ValueError("quiet_hours and quiet_uplink go together, as 08:00-18:00 and 2mbit")
-        return cls(
+        limit = cls(
             bytes_per_s=parse_rate(max_uplink) if max_uplink else math.inf,
             quiet_hours=parse_hours(quiet_hours) if quiet_hours else None,
             quiet_bytes_per_s=parse_rate(quiet_uplink) if quiet_uplink else math.inf,
         )
+        if quiet_uplink and limit.quiet_bytes_per_s > limit.bytes_per_s:
+            what = f"quiet_uplink {quiet_uplink} is above max_uplink {max_uplink}, which holds at any time"
+            raise ValueError(f"{what}; the nearest is {max_uplink}")
+        return limit
 
     @property
     def quiet_text(self) -> str:

@@ -1,6 +1,5 @@
 """What `join` says when it cannot: one line each, and no thread is left behind."""
 
-import dataclasses
 import inspect
 import re
 import threading
@@ -13,13 +12,15 @@ import tiny_run
 from torch import nn
 from torch.optim import AdamW
 
+from farloop.config.settings import NODE_SCHEMA
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.anchor_files import AnchorFiles
-from farloop.node.arguments import WANTED, check_variables
+from farloop.node.arguments import WANTED, check_variables, link_setting, setting
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
 from farloop.node.library import join
-from farloop.node.trainer import NodeConfig
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import KeyFileError
+from farloop.wire.uplink import UplinkLimit
 
 pytestmark = pytest.mark.integration
 
@@ -100,6 +101,17 @@ def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
         ("NAME", "not a name!", "FARLOOP_NODE__NAME: 'not a name!' is not a node name"),
         ("FINGERPRINT", "0123", "FARLOOP_NODE__FINGERPRINT: 16 hex digits are a fingerprint, not '0123'"),
         ("NMAE", "oslo", "FARLOOP_NODE__NMAE is not read: did you mean FARLOOP_NODE__NAME?"),
+        ("LANES", "17", "FARLOOP_NODE__LANES: 17 is not from 0 to 16; the nearest is 16"),
+        ("LANES", "many", "FARLOOP_NODE__LANES: a whole number is wanted, 0 or more, not 'many'"),
+        ("TAU", "-1", "FARLOOP_NODE__TAU: a whole number is wanted, 0 or more, not '-1'"),
+        ("ADAPT_TAU", "maybe", "FARLOOP_NODE__ADAPT_TAU: true or false is wanted, not 'maybe'"),
+        ("MAX_UPLINK", "20", "FARLOOP_NODE__MAX_UPLINK: '20' is not a rate with its unit kbit, mbit or gbit; the near"),
+        ("QUIET_HOURS", "8-18", "FARLOOP_NODE__QUIET_HOURS: '8-18' are not hours of the day; the nearest are 08:00-18"),
+        ("QUIET_UPLINK", "2mbit", "FARLOOP_NODE__QUIET_UPLINK: quiet_hours and quiet_uplink go together"),
+        ("CONGESTION", "warp9", "FARLOOP_NODE__CONGESTION: "),
+        ("BULK_SOURCE", "0.0.0.0", "FARLOOP_NODE__BULK_SOURCE: 0.0.0.0 is not the address of one network card"),
+        ("LANE", "4", "FARLOOP_NODE__LANE is not read: did you mean FARLOOP_NODE__LANES?"),
+        ("XYZ", "4", "FARLOOP_NODE__XYZ is not read: after FARLOOP_NODE__ join reads ADAPT_TAU, BULK_SOURCE, CONGE"),
         ("FINGERPRNT", "", "FARLOOP_NODE__FINGERPRNT is not read: did you mean FARLOOP_NODE__FINGERPRINT?"),
     ],
 )
@@ -114,7 +126,22 @@ def test_what_is_wrong_with_the_environment_is_one_line(
 
 
 def test_no_setting_of_the_daemon_is_taken_for_a_misspelt_argument() -> None:
-    check_variables({f"FARLOOP_NODE__{field.name.upper()}": "" for field in dataclasses.fields(NodeConfig)})
+    check_variables({f"FARLOOP_NODE__{key.upper()}": "" for key in NODE_SCHEMA["node"]})
+
+
+def test_settings_of_the_link_come_from_the_environment_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "LANES": "3", "MAX_UPLINK": "20mbit", "QUIET_HOURS": "08:00-18:00", "QUIET_UPLINK": "2mbit",
+        "BULK_SOURCE": "127.0.0.2", "TAU": "2", "ADAPT_TAU": "true",
+    }  # fmt: skip
+    for key, value in told.items():
+        monkeypatch.setenv(f"FARLOOP_NODE__{key}", value)
+    link = link_setting(None, NOWHERE)
+    assert (link.coordinator, link.lanes, link.bulk_source) == (NOWHERE, 3, "127.0.0.2")
+    assert link.uplink == UplinkLimit.parse("20mbit", "08:00-18:00", "2mbit")
+    assert (setting("tau", None), setting("adapt_tau", None), setting("tau", 5)) == (2, True, 5)
+    own = LinkConfig(coordinator=NOWHERE, lanes=1)
+    assert link_setting(own, NOWHERE) is own
 
 
 def test_every_argument_of_join_is_checked() -> None:

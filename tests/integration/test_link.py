@@ -30,7 +30,8 @@ from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.monitoring.tcp_connection import end_of, hang_up
-from farloop.node.errors import LinkFailed
+from farloop.node.errors import BadAddress, LinkFailed
+from farloop.node.trainer import NodeConfig, link_of
 from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_known
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
@@ -519,7 +520,8 @@ def test_a_key_on_the_allow_list_comes_in_and_another_is_refused_for_good(endpoi
 def test_blobs_may_leave_from_another_address_than_control(endpoint: str, tmp_path: Path) -> None:
     server_key, server_pub = key_files(tmp_path / "server", "coordinator")
     known, _ = key_files(tmp_path / "allow", "a")
-    config = LinkConfig(coordinator=endpoint, key=known, server_key=server_pub, lanes=2, bulk_source="127.0.0.2")
+    node = NodeConfig(name="a", coordinator=endpoint, lanes=2, bulk_source="127.0.0.2")
+    config = dataclasses.replace(link_of(node, {}), key=known, server_key=server_pub)
     listening = station(endpoint, key=server_key, allow=tmp_path / "allow", protocol=5)
     with listening as there, linked(config) as (link, delivered):
         wait_for(delivered, msg.Welcome)
@@ -528,8 +530,20 @@ def test_blobs_may_leave_from_another_address_than_control(endpoint: str, tmp_pa
     for source, why in (("10.0.0", "is not an IP address"), ("192.0.2.1", "is not an address of this machine")):
         with pytest.raises(ValueError, match=why):
             dataclasses.replace(config, bulk_source=source)
-    with pytest.raises(ValueError, match="bulk_source needs keys"):
-        LinkConfig(coordinator=endpoint, bulk_source="127.0.0.2")
+    with pytest.raises(BadAddress, match=r"bulk_source 127\.0\.0\.2 needs key and server_key"):
+        LinkThread(LinkConfig(coordinator=endpoint, bulk_source="127.0.0.2"))
+
+
+def test_a_bulk_source_that_is_lost_is_named_and_no_session_without_lanes_begins(
+    endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    known, _ = key_files(tmp_path / "allow", "a")
+    config = LinkConfig(coordinator=endpoint, key=known, server_key=server_pub, bulk_source="127.0.0.2")
+    object.__setattr__(config, "bulk_source", "192.0.2.1")  # as if the card had lost its address since
+    with station(endpoint, key=server_key, allow=tmp_path / "allow"), linked(config) as (_, delivered):
+        until(lambda: "no lane can be opened from [node] bulk_source: 192.0.2.1 is not an address of" in caplog.text)
+        assert delivered.empty()
 
 
 def test_a_key_that_is_replaced_under_its_name_ends_the_old_ones_session(endpoint: str, tmp_path: Path) -> None:

@@ -184,6 +184,25 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("bulk_source = 'eth1'", "[node] bulk_source: 'eth1' is not an IP address, as 10.0.0.5"),
         ("bulk_source = '192.0.2.1'", "[node] bulk_source: 192.0.2.1 is not an address of this machine"),
         ("bulk_source = '127.0.0.1'", "[node] bulk_source: needs key and server_key"),
+        (
+            "bulk_source = '::1'",
+            "[node] bulk_source: ::1 is an IPv6 address, and links go over IPv4; the near",
+        ),
+        (
+            "bulk_source = '0.0.0.0'",
+            "bulk_source: 0.0.0.0 is not the address of one network card; the nearest is",
+        ),
+        ("bulk_source = '224.0.0.1'", "[node] bulk_source: 224.0.0.1 is not the address of one network card"),
+        ("bulk_source = '255.255.255.255'", "[node] bulk_source: 255.255.255.255 is not the address of one"),
+        (
+            "insecure = true\ncoordinator = 'tcp://192.0.2.7:7700'\nbulk_source = '127.0.0.1'",
+            "[node] bulk_source: 127.0.0.1 never leaves this machine, and the coordinator 192.0.2.7 is beyond it",
+        ),
+        ("max_uplink = 20", '[node] max_uplink: text in quotes is wanted, not 20; did you mean "20mbit"?'),
+        (
+            "max_uplink = '1mbit'\nquiet_hours = '08:00-18:00'\nquiet_uplink = '2mbit'",
+            "[node] quiet_uplink: 2mbit is above max_uplink 1mbit, which holds at any time; the nearest is 1mbit",
+        ),
         ("max_uplink = '20 Mbit/s'", "[node] max_uplink: '20 Mbit/s' is not a rate with its unit kbit, mbit or gbit; "),
         ("max_uplink = '1kbit'", "[node] max_uplink: 1kbit is not from 100kbit to 1000gbit; the nearest is 100kbit"),
         ("quiet_hours = '8-18'", "[node] quiet_hours: '8-18' are not hours of the day; the nearest are 08:00-18:00"),

@@ -83,6 +83,28 @@ def test_a_bad_file_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
     assert error_line("config", "check", keyed).startswith(line)
 
 
+def test_what_is_set_of_a_nodes_link_is_told(tmp_path: Path) -> None:
+    for keys in (["keys", "new", str(tmp_path), "--name", name] for name in ("a", "c")):
+        assert farloop(*keys).exit_code == 0
+    plain = "[node]\nname = 'a'\n"
+    told = (
+        "key = 'a.key'\nserver_key = 'c.pub'\nbulk_source = '127.0.0.2'\nlanes = 4\ntau = 1\nadapt_tau = false\n"
+        "max_uplink = '1000gbit'\nquiet_hours = '08:00-18:00'\nquiet_uplink = '2mbit'\n"
+    )
+    lines = [
+        line.split(maxsplit=1)
+        for line in farloop("config", "check", written(tmp_path, plain + told)).stdout.splitlines()
+    ]
+    text = "\n".join(" ".join(words) for words in lines)
+    for line in (
+        "lanes 4", "bulk source 127.0.0.2", "tau 1 step", "adapt tau no", "uplink at most 1 Tbit/s",
+        "quiet hours 08:00-18:00, at most 2 Mbit/s",
+    ):  # fmt: skip
+        assert " ".join(line.split()) in " ".join(text.split()), line
+    bare = farloop("config", "check", written(tmp_path, plain)).stdout
+    assert not any(word in bare for word in ("lanes", "bulk", "tau", "uplink"))
+
+
 @pytest.mark.parametrize("name", ["run.toml", "node-a.toml", "node-b.toml"])
 def test_the_examples_are_good(name: str) -> None:
     result = farloop("config", "check", str(EXAMPLES / name), "--set", "data.max_bytes=300000")

@@ -31,7 +31,7 @@ TEXTS: dict[Callable[..., str], dict[float | None, str]] = {
                     273_600: "3d 04h", math.inf: "–", -1: "0.0s"},
     percent_text: {0: "0%", 0.974: "97.4%", 0.9999: "99.9%", 1: "100%", 0.005: "0.5%"},
     factor_text: {226.4: "226×", 12.4: "12.4×", 1.03: "1.03×", 1234: "1,234×", math.inf: "–"},
-    rate_text: {2e8: "200 Mbit/s", 25e9: "25 Gbit/s", 64e3: "64 kbit/s"},
+    rate_text: {2e8: "200 Mbit/s", 25e9: "25 Gbit/s", 64e3: "64 kbit/s", 1e12: "1 Tbit/s", 999.9e6: "1 Gbit/s"},
     loss_text: {None: "–", 2.21349: "2.213"},
     speed_text: {0: "–"},
 }  # fmt: skip
