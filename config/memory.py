@@ -11,6 +11,8 @@ from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.downloads import MOST_BYTES
+from farloop.coordinator.storage.files import File
+from farloop.coordinator.storage.journal import SEGMENT_BYTES
 from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
@@ -89,9 +91,13 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
     }
     state, a_round = (2 + outer) * FP32 * parameters, nodes * up + down
     rounds = max(SNAPSHOT_LEAST, min(SNAPSHOT_EVERY, 1 + TAIL_RATIO * state // a_round))  # between two snapshots
+    # Fragments are saved in different rounds, so a segment may be kept for its last commit alone. It ends when it
+    # is full, or when every fragment has a snapshot in it.
+    segment = min(SEGMENT_BYTES, rounds * a_round)
     coordinator_disk = {
         "snapshots": KEEP * state + (2 + outer) * FP32 * largest.numel,
-        "journal": KEEP * rounds * a_round,
+        "journal": KEEP * rounds * a_round + segment,
+        "room ahead in the journal": 2 * File.allocation_step,  # of two segments while one follows the other
         "final model": FP32 * parameters,
     }
     part = ranks if shard else 1

@@ -1,13 +1,15 @@
 """Covers `config/memory.py`, and how `farloop config check` tells it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_runs
 from typer.testing import CliRunner
 
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.cli.main import app
 from farloop.config.memory import JOINS, PROCESS_BYTES, memory_of
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
@@ -99,6 +101,23 @@ def test_check_tells_the_memory_of_a_model_that_is_a_config_alone(tmp_path: Path
     assert told["coordinator_disk_bytes"] > 2 * 96e9
     lines = CliRunner().invoke(app, ["config", "check", str(tmp_path / "run.toml")]).stdout
     assert "of memory, " in lines and "on its device besides activations" in lines and "fingerprint" not in lines
+
+
+def test_the_disk_that_was_told_holds_a_run_whose_fragments_are_saved_in_different_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fragments have a snapshot every 12 rounds and one every 11, so up to three segments of 12 rounds are kept."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(stored_runs, "NODES", tuple(NodeId(name) for name in ("bergen", "oslo", "quito")))
+    run = spec(nodes=3, codec_up="bf16", codec_down="q4")
+    store = stored_runs.begun(tmp_path, run)
+    most = 0
+    for _ in range(48):
+        stored_runs.run_rounds(store, 1)
+        most = max(most, sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+    store.close()
+    told = memory_of(run).coordinator_disk
+    assert 0.8 * sum(told.values()) < most + told["final model"] <= sum(told.values())
 
 
 def test_the_state_folder_of_a_finished_run_is_within_the_disk_that_was_told(tmp_path: Path) -> None:
