@@ -1,6 +1,6 @@
 """Log lines on standard error: `key=value`, or one JSON object per line.
 
-All messages of farloop have the form `event key=value …`; the pairs are parsed here.
+All messages of farloop have the form `event key=value …`, and a sentence may follow; the pairs are parsed here.
 """
 
 import ast
@@ -10,7 +10,7 @@ import re
 from datetime import UTC, datetime
 from enum import StrEnum
 
-_PAIR = re.compile(r"""(?:^|\s)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
+_PAIR = re.compile(r"""(?:^|\s+)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
 _PLAIN = re.compile(r"[^\s\"'=]+")
 
 
@@ -32,11 +32,22 @@ def set_up(level: LogLevel, *, json_lines: bool = False, rank: int = 0) -> None:
 
 
 def pairs_of(message: str) -> dict[str, str]:
-    """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why."""
-    found = list(_PAIR.finditer(message))
-    event = message[: found[0].start()].rstrip(" :") if found else message
-    fields = {"event": event} if event else {}
-    return fields | {match[1]: _unquoted(match[2]) for match in found}
+    """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why.
+
+    What follows the pairs, as in `not saved fragment=1: no room; tried again`, is the field `detail`, whatever it
+    contains: the text of an error adds no fields.
+    """
+    found = _PAIR.search(message)
+    event = message[: found.start()].rstrip(" :") if found else message
+    fields, end, last = {"event": event} if event else {}, len(message), ""
+    while found:
+        last, end = found[1], found.end()
+        fields[last] = _unquoted(found[2])
+        found = _PAIR.match(message, end)
+    if rest := message[end:].strip(" :;,\n"):
+        fields[last] = fields[last].rstrip(":;,")
+        fields["detail"] = f"{fields['detail']}; {rest}" if "detail" in fields else rest
+    return fields
 
 
 class KeyValueLines(logging.Formatter):

@@ -5,6 +5,7 @@ import logging
 import shlex
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,34 @@ def test_what_stands_before_the_first_pair_is_the_event_and_quoted_values_keep_t
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_any_text_comes_back_from_its_repr(text: str) -> None:
     assert pairs_of(f"event_name reason={text!r} after=1") == {"event": "event_name", "reason": text, "after": "1"}
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (
+            "not saved fragment=1: [Errno 28] No space left on device: '/x'; a restart takes snapshots",
+            {"fragment": "1", "detail": "[Errno 28] No space left on device: '/x'; a restart takes snapshots"},
+        ),
+        ("not saved path='a b:' n=2: it is gone", {"path": "a b:", "n": "2", "detail": "it is gone"}),
+        ("not saved n=1: a record says event=none n=3", {"n": "1", "detail": "a record says event=none n=3"}),
+        ("not saved n=1 detail='late' again", {"n": "1", "detail": "late; again"}),
+        ("not saved in='a': free space in /x", {"in": "a", "detail": "free space in /x"}),
+    ],
+)
+def test_text_after_the_pairs_is_kept_and_adds_no_fields(message: str, fields: dict[str, str]) -> None:
+    expected = {"event": "not saved", **fields}
+    assert pairs_of(message) == expected
+    assert expected.items() <= json.loads(JsonLines().format(record("%s", message))).items()
+    line = KeyValueLines().format(record("%s", message))
+    assert pairs_of(line).items() >= expected.items()
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40))
+def test_whatever_an_error_says_the_pairs_before_it_stay(text: str) -> None:
+    fields = pairs_of(f"anchor not saved fragment=1: {text}; tried again")
+    assert fields["event"] == "anchor not saved" and fields["fragment"].startswith("1")
+    assert text.strip(" :;,\n") in fields["detail"]
 
 
 def test_a_line_has_time_level_and_place_first() -> None:
