@@ -226,7 +226,9 @@ def node_cells(node: NodeView, view: RunView) -> dict[str, Text]:
         "now": Text(node.now, style="dim"),
         "up": Text.assemble(node.up, (f" {own}" if (own := told.get("codec_up")) else "", "dim")),
         "down": Text(node.down),
-        "H": Text(str(told.get("h", view.status["run"]["h"]))),
+        "H": Text.assemble(
+            str(told.get("h", view.status["run"]["h"])), (f" τ {told['tau']}" if "tau" in told else "", "dim")
+        ),
         "compute": Text(node.compute, style=_STYLES[node.compute_tone]),
         "heard": Text(node.heard),
     }

@@ -268,8 +268,10 @@ class NodeExecutor:
         if machine.tau_is_open:
             schedule = machine.spec.terms.schedule
             tau = min(tau, max(schedule.tau, schedule.h // 4))
+        tau = machine.own_tau(tau)
         if tau != machine.chosen_tau:
-            _log.info("tau=%d was=%d chosen for this node's link", tau, machine.chosen_tau)
+            before = f" was={machine.chosen_tau}" if machine.chosen_tau else ""
+            _log.info("overlap chosen tau=%d%s why='updates come in time over this link'", tau, before)
             self._handle(ev.OverlapChosen(tau=tau))
 
     def go_on(self) -> None:

@@ -497,7 +497,7 @@ class NodeLink:
         needed, before = lanes_needed(rate, known.round_trip_s, kernel), self._wanted_lanes
         if needed >= 1.5 * before or (not self._bulk_open and needed <= before / 2):
             mbit = rate * 8 / 1e6
-            _log.info("lanes=%d were=%d mbit=%.0f rtt_s=%.3f", needed, before, mbit, known.round_trip_s)
+            _log.info("lanes chosen lanes=%d were=%d mbit=%.0f rtt_s=%.3f", needed, before, mbit, known.round_trip_s)
             self._wanted_lanes, self._revised_at = needed, now
 
     def _end(self, session: Session, connection: Connection) -> None:

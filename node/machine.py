@@ -389,8 +389,10 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        own = self.chosen_tau if self.chosen_tau and self.chooses_tau else self.tau
-        tau = self.schedule.overlap(terms.tau if own is None else self._own_tau(own))
+        if self.chosen_tau and self.chooses_tau:
+            tau = self.own_tau(self.chosen_tau)
+        else:
+            tau = self.schedule.overlap(terms.tau if self.tau is None else self.own_tau(self.tau))
         state.sent.append(
             PendingDelta(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
@@ -420,7 +422,8 @@ class NodeMachine:
         """Whether the overlap is chosen by what this node's link takes."""
         return bool(self._adapts) or self.tau_is_open
 
-    def _own_tau(self, tau: int) -> int:
+    def own_tau(self, tau: int) -> int:
+        """An overlap of the node's own, as far as this round and the next have room for it."""
         return self.schedule.own_overlap(tau, self._round_terms, self.terms_in(self.schedule.round + 1))
 
     @property

@@ -135,6 +135,12 @@ def test_what_is_not_there_is_left_out_and_what_does_not_fit_is_counted() -> Non
     assert "nothing is known yet" in network(None)
 
 
+def test_a_wide_status_shows_the_overlap_that_a_node_chose() -> None:
+    told = statuses.status()
+    told["nodes"][0]["tau"] = 7
+    assert "30 τ 7" in picture(told, 120) and "τ" not in picture(statuses.status(), 120)
+
+
 def test_a_sparkline_keeps_both_ends_and_skips_what_is_not_a_number() -> None:
     assert sparkline([8.0, math.nan, 4.5, 1.0]) == "█▅▁"
     assert (sparkline([3.0, 3.0]), sparkline([3.0])) == ("▁▁", "")

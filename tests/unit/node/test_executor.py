@@ -548,7 +548,30 @@ def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
     assert delta.tau == then
     chosen = then if own["own_tau"] and given == {"adapt_tau": None} else 0
     assert play.executor.progress().tau == chosen
-    assert ("chosen for this node's link" in caplog.text) == bool(chosen)
+    chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
+    assert chose == [f"overlap chosen tau={chosen} why='updates come in time over this link'"] * bool(chosen)
+
+
+def test_the_overlap_that_is_logged_and_reported_is_the_one_that_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The link takes some hundred steps, another number after each step, and a round has room for 19."""
+    caplog.set_level(logging.INFO, "farloop.node.executor")
+    play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
+    for _ in range(3):
+        while not play.executor.machine.fragments[0].sent:
+            play.now += 1.0
+            assert play.step() and play.executor.decision().running
+        (delta,) = play.executor.machine.fragments[0].sent
+        play.now += 1000.0
+        play.tell(msg.Stored(blob=delta.blob))
+        play.commit(down_s=1.0)
+        while play.executor.machine.fragments[0].sent:
+            play.now += 1.0
+            assert play.step() and play.executor.decision().running
+    assert delta.tau == play.executor.progress().tau == 19
+    chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
+    assert len(chose) == 1 and "tau=19 why=" in chose[0]
 
 
 # --- the driver, with its worker's thread
