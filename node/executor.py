@@ -596,8 +596,11 @@ class NodeExecutor:
             replica.end_save(head)
         for index, version in replica.versions.items():
             kept = files.optimizer(index)
-            if version < 0 or files.base(index) is None or (kept is not None and kept.version == version):
+            if version < 0 or (kept is not None and kept.version == version):
                 continue
+            if files.base(index) is None:  # every copy so far was dropped, because the anchor changed meanwhile
+                replica.save(index)
+                replica.end_save(self._head(index, 4 * replica.layout.fragments[index].numel))
             if (head := replica.moments.save(self._head(index, 0))) is not None:
                 replica.end_save(head)
             yield

@@ -17,6 +17,7 @@ from farloop.monitoring.endpoint import EndpointError
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import WANTED, check_variables, link_setting, setting
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
+from farloop.node.executor import NodeExecutor
 from farloop.node.library import join
 from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import KeyFileError
@@ -167,7 +168,13 @@ def test_the_loss_is_asked_of_a_node_that_measures_it(tmp_path: Path) -> None:
     assert evaluations, "b was asked, though a comes first"
 
 
-def test_a_node_that_leaves_saves_the_optimizer_as_it_is_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_node_that_leaves_saves_the_optimizer_as_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """Also where no copy of an anchor was written whole before the anchor changed."""
+    if not copies:
+        monkeypatch.setattr(NodeExecutor, "_save", lambda self: None)
     store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=1000, h=2, nodes=1))
     with tiny_run.serving(tmp_path / "state", store) as coordinator:
         tiny_run.train(coordinator.link.endpoint, tmp_path / "a", "a", steps=9, save_optimizer=True)

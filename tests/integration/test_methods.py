@@ -37,6 +37,8 @@ STEPS, H = 48, 12
 def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_run: NewRun, method: str) -> None:
     """Y. One run for all of it: to look at a run takes less time than to play it."""
     rounds = {"evaluate_every_rounds": H} if "h" in METHODS[method].fixed else {"h": H, "evaluate_every_rounds": 1}
+    if "tau" not in METHODS[method].fixed and METHODS[method].tau:  # else nodes choose it by their links
+        rounds["tau"] = METHODS[method].tau
     run = new_run(method=method, steps=STEPS, **rounds)
     run.on_tape = True
     run.start_coordinator(), run.start_node("a"), run.start_node("b")
