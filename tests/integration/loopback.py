@@ -5,6 +5,7 @@ the ends of all logs.
 """
 
 import argparse
+import http.client
 import json
 import os
 import random
@@ -259,7 +260,7 @@ class Run:
 
     def status(self) -> Status | None:
         """What the coordinator tells now; None while it is away."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, http.client.HTTPException):  # it may die while it answers
             status: Status = json.loads(self.page("/status")[1])
             return status if "run" in status else None
         return None

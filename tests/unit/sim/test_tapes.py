@@ -110,6 +110,6 @@ def test_a_tape_holds_all_that_a_machine_can_be_told(machine: Any) -> None:
     methods = {name for name, value in vars(machine).items() if callable(value) and not name.startswith("_")}
     reads = {
         CoordinatorMachine: {"check", "next_timer", "believes", "revision_for"},
-        NodeMachine: {"check", "foresee", "lr_after", "next_update", "terms_in", "terms_of", "terms_at"},
+        NodeMachine: {"check", "foresee", "lr_after", "next_update", "own_tau", "terms_in", "terms_of", "terms_at"},
     }[machine]
     assert methods == TOLD_BY[machine] | reads
