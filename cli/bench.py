@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
+NewFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/COMMAND-TIME"),
+]
+
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 QUICK_ELEMENTS = 16 << 20
@@ -262,10 +267,7 @@ def memory(
 @bench_app.command()
 def gpu(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the script on a CPU, with a tiny model.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Empty folder for weights, state and logs.", show_default="out/gpu-TIME"),
-    ] = None,
+    out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the tests that need a CUDA device, and measure what a node costs a training loop there.
@@ -299,10 +301,7 @@ def loop(
     h: Annotated[int, typer.Option(min=3, help="Inner steps between two exchanges of a fragment.")] = 30,
     turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
     link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/loop-TIME"),
-    ] = None,
+    out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
@@ -347,10 +346,7 @@ def sync(
         typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/sync-TIME"),
-    ] = None,
+    out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
@@ -391,12 +387,7 @@ def coordinator(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the nodes.", show_default="all cores")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/coordinator-TIME"
-        ),
-    ] = None,
+    out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a coordinator costs for each number of nodes.
