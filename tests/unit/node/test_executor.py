@@ -193,6 +193,24 @@ class Play:
         self.now += down_s
         self.send(msg.update_id(told), values, base=told.version - 1, codec="q4")
 
+    def exchange(self, *, up_s: float, commit_s: float, down_s: float) -> int:
+        """Steps of 1 s until a delta is sent and its update is merged, which take so long; the overlap it had."""
+        machine = self.executor.machine
+
+        def steps_until(sent: bool) -> None:
+            while bool(machine.fragments[0].sent) != sent:
+                self.now += 1.0
+                assert self.step() and self.executor.decision().running
+
+        steps_until(sent=True)
+        (delta,) = machine.fragments[0].sent
+        self.now += up_s
+        self.tell(msg.Stored(blob=delta.blob))
+        self.now += commit_s
+        self.commit(down_s=down_s)
+        steps_until(sent=False)
+        return delta.tau
+
     @property
     def weights_are_the_anchor(self) -> bool:
         return torch.equal(self.module.weight.flatten(), self.anchor[:6])
@@ -474,22 +492,8 @@ def test_a_step_in_which_nothing_is_due_looks_at_no_fragment_and_changes_nothing
 def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> None:
     """A delta takes 3 s up, the update 2 s down, and the commit 1 s; 40 steps take 46 s. One step is to spare."""
     play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
-    machine = play.executor.machine
-
-    def steps_until(sent: bool) -> None:
-        while bool(machine.fragments[0].sent) != sent:
-            play.now += 1.0
-            assert play.step() and play.executor.decision().running
-
     for expected in (2, 7):
-        steps_until(sent=True)
-        (delta,) = machine.fragments[0].sent
-        assert delta.tau == expected
-        play.now += 3.0
-        play.tell(msg.Stored(blob=delta.blob))
-        play.now += 1.0
-        play.commit(down_s=2.0)
-        steps_until(sent=False)
+        assert play.exchange(up_s=3.0, commit_s=1.0, down_s=2.0) == expected
 
 
 def test_an_update_that_comes_before_its_merge_is_applied_by_the_worker(
@@ -533,19 +537,8 @@ def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
 ) -> None:
     caplog.set_level(logging.INFO, "farloop.node.executor")
     play = Play(tmp_path, steps=200, h=20, tau=2, method="streaming", **own, **given).begin()
-    for _ in range(2):
-        while not play.executor.machine.fragments[0].sent:
-            play.now += 1.0
-            assert play.step() and play.executor.decision().running
-        (delta,) = play.executor.machine.fragments[0].sent
-        play.now += 3.0
-        play.tell(msg.Stored(blob=delta.blob))
-        play.now += 1.0
-        play.commit(down_s=2.0)
-        while play.executor.machine.fragments[0].sent:
-            play.now += 1.0
-            assert play.step() and play.executor.decision().running
-    assert delta.tau == then
+    taus = [play.exchange(up_s=3.0, commit_s=1.0, down_s=2.0) for _ in range(2)]
+    assert taus[-1] == then
     chosen = then if own["own_tau"] and given == {"adapt_tau": None} else 0
     assert play.executor.progress().tau == chosen
     chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
@@ -558,18 +551,8 @@ def test_the_overlap_that_is_logged_and_reported_is_the_one_that_is_used(
     """The link takes some hundred steps, another number after each step, and a round has room for 19."""
     caplog.set_level(logging.INFO, "farloop.node.executor")
     play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
-    for _ in range(3):
-        while not play.executor.machine.fragments[0].sent:
-            play.now += 1.0
-            assert play.step() and play.executor.decision().running
-        (delta,) = play.executor.machine.fragments[0].sent
-        play.now += 1000.0
-        play.tell(msg.Stored(blob=delta.blob))
-        play.commit(down_s=1.0)
-        while play.executor.machine.fragments[0].sent:
-            play.now += 1.0
-            assert play.step() and play.executor.decision().running
-    assert delta.tau == play.executor.progress().tau == 19
+    taus = [play.exchange(up_s=1000.0, commit_s=0.0, down_s=1.0) for _ in range(3)]
+    assert taus[-1] == play.executor.progress().tau == 19
     chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
     assert len(chose) == 1 and "tau=19 why=" in chose[0]
 
