@@ -351,7 +351,7 @@ class SessionRouter:
         more = True
         while more:
             full = self._full(peer)
-            paced = self.uplink is not None or 0 < len(full) == len(peer.routes) - 1  # or held up
+            paced = self.uplink is not None or self._is_held_up(peer, full)
             chunks = 0 if paced else MOST_CHUNKS
             frames = session.outgoing(now, max_chunks=chunks, background=False, full=full)
             for lane, parts in frames:
@@ -419,9 +419,9 @@ class SessionRouter:
         """The bulk lanes that take nothing now."""
         return [lane for lane in peer.routes if lane > 0 and self._backlog(peer, lane)]
 
-    def _is_held_up(self, peer: Peer) -> bool:
-        """Whether all bulk lanes are full."""
-        return 0 < len(self._full(peer)) == len(peer.routes) - 1
+    def _is_held_up(self, peer: Peer, full: Sequence[int]) -> bool:
+        """Whether these `full` ones are all its bulk lanes."""
+        return 0 < len(full) == len(peer.routes) - 1
 
     def _transmit(self, peer: Peer, lane: int, parts: Sequence[Buffer]) -> None:
         if lane not in peer.routes:  # lost since the frame was made; its chunk is sent again
@@ -480,12 +480,16 @@ class SessionRouter:
 
     def _send_paced_of(self, peer: Peer, now: float) -> bool:
         """Send one chunk, if it may leave now. Returns whether it did."""
-        background = peer.session.blob_waits(now)
+        background, full = peer.session.blob_waits(now), self._full(peer)
         if not self._is_paced(background):
             self._paced.pop(peer.number, None)
-        elif peer.number in self._paced and self._may_leave(peer, now, bool(background)) and not self._is_held_up(peer):
+        elif (
+            peer.number in self._paced
+            and self._may_leave(peer, now, bool(background))
+            and not self._is_held_up(peer, full)
+        ):
             self._paced.move_to_end(peer.number)
-            for lane, parts in peer.session.outgoing(now, max_chunks=1, full=self._full(peer)):
+            for lane, parts in peer.session.outgoing(now, max_chunks=1, full=full):
                 if background:
                     self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
                 self._transmit(peer, lane, parts)
