@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 _PAIR = re.compile(r"""(?:^|\s+)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
-_PLAIN = re.compile(r"[^\s\"'=]+")
+_PLAIN = re.compile(r"[^\s\"'=]*[^\s\"'=:]")
 
 
 class LogLevel(StrEnum):
@@ -35,7 +35,7 @@ def pairs_of(message: str) -> dict[str, str]:
     """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why.
 
     What follows the pairs, as in `not saved fragment=1: no room; tried again`, is the field `detail`, whatever it
-    contains: the text of an error adds no fields.
+    contains: a colon ends the pairs, so that the text of an error adds no fields.
     """
     found = _PAIR.search(message)
     event = message[: found.start()].rstrip(" :") if found else message
@@ -43,7 +43,7 @@ def pairs_of(message: str) -> dict[str, str]:
     while found:
         last, end = found[1], found.end()
         fields[last] = _unquoted(found[2])
-        found = _PAIR.match(message, end)
+        found = None if found[2].endswith(":") else _PAIR.match(message, end)
     if rest := message[end:].strip(" :;,\n"):
         fields[last] = fields[last].rstrip(":;,")
         fields["detail"] = f"{fields['detail']}; {rest}" if "detail" in fields else rest
