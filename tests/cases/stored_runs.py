@@ -82,7 +82,7 @@ def run_rounds(store: Store, count: int) -> None:
 
 def spool(store: Store, fragment: int, node: NodeId, *, durable: bool = True) -> rec.InputStored:
     """A node's delta for the open window, durable unless said otherwise."""
-    stored, data = _delta(store, node, fragment)
+    stored, data = delta(store, node, fragment)
     store.append(stored, data)
     if durable:
         store.sync()
@@ -91,23 +91,40 @@ def spool(store: Store, fragment: int, node: NodeId, *, durable: bool = True) ->
 
 def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = (), *, snapshots: bool = True) -> rec.WindowCommitted:
     """A window, from its first delta to its commit; or of deltas that are stored. Then the snapshots that are due."""
-    while plan := store.ledger.next_round_to_fix():
-        store.append(rec.RoundFixed(round=plan))
+    fix_rounds(store)
     inputs: dict[BlobId, bytes] = {}
     for node in NODES if not blobs else ():
-        stored, data = _delta(store, node, fragment)
+        stored, data = delta(store, node, fragment)
         inputs[stored.blob] = bytes(data)
         if commits.spools_inputs(store.ledger.spec.terms):
             spool(store, fragment, node)
     inputs = inputs or {blob: bytes(store.read_input(blob)) for blob in blobs}
+    drafted = draft(store, fragment, tuple(inputs))
+    reserved = store.reserve(fragment, store.ledger.windows[fragment].codec_down)
+    addends = [(data, 0.5) for data in inputs.values()]
+    result = commits.compute(store.ledger, store.buffers[fragment], drafted, addends, pool=store.pool)
+    record = store.commit(drafted, result, reserved)
+    if snapshots:
+        store.take_snapshots()
+    return record
+
+
+def fix_rounds(store: Store) -> None:
+    """The rounds that have to be fixed before a window of the open one closes."""
+    while plan := store.ledger.next_round_to_fix():
+        store.append(rec.RoundFixed(round=plan))
+
+
+def draft(store: Store, fragment: int, blobs: Sequence[BlobId]) -> rec.WindowCommitted:
+    """What a machine decides on the open window, with these deltas of both nodes."""
     spec, terms = store.ledger.spec, store.ledger.windows[fragment]
-    draft = rec.WindowCommitted(
+    return rec.WindowCommitted(
         fragment=fragment,
         version=terms.window,
         round=terms.round,
         merged=tuple(Share(node=node, weight=0.5) for node in NODES),
         drops=(Drop(node=NodeId("tromso"), reason=Reason.SILENT),),
-        blobs=tuple(rec.Addend(blob=blob, weight=0.5) for blob in inputs),
+        blobs=tuple(rec.Addend(blob=blob, weight=0.5) for blob in blobs),
         anchor_digest=0,
         target_digest=0,
         momentum_digest=None,
@@ -119,13 +136,6 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = (), *, snapsho
         reach=0.3,
         why="all 2 expected came, 1 removed",
     )
-    reserved = store.reserve(fragment, terms.codec_down)
-    addends = [(data, 0.5) for data in inputs.values()]
-    result = commits.compute(store.ledger, store.buffers[fragment], draft, addends, pool=store.pool)
-    record = store.commit(draft, result, reserved)
-    if snapshots:
-        store.take_snapshots()
-    return record
 
 
 def fetch(store: Store, fragment: int = 0) -> rec.AnchorFetched:
@@ -163,7 +173,7 @@ def adopt(store: Store) -> None:
     )  # fmt: skip
 
 
-def _delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
+def delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
     version, terms = store.ledger.versions[fragment] + 1, store.ledger.windows[fragment]
     of, codec = store.ledger.spec.identity.layout.fragments[fragment], codec_named(terms.codec_up)
     generator = torch.Generator().manual_seed(1000 * version + 10 * fragment + ord(node[0]))
