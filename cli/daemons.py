@@ -35,7 +35,7 @@ from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.recovery import Place
-from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.store import Store, as_they_are
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
@@ -222,7 +222,7 @@ def open_run(
                 ExitCode.REFUSED,
             )
 
-    place: Place = MappedBuffers(directory) if map_buffers else lambda buffers: buffers
+    place: Place = MappedBuffers(directory) if map_buffers else as_they_are
     store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind, place=place))
     if store is None and rewind:
         raise CommandError(f"{directory} holds no run to rewind; leave out --rewind, or give its folder: --state DIR")

@@ -1,9 +1,10 @@
 """The arithmetic of a commit: sum the deltas, step the target, encode the update, and apply what was encoded.
 
-A pure job: buffers and blobs in, new buffers and one blob out; nothing is changed in place, so that a
+Buffers and blobs in, buffers and one blob out. Nothing is changed in place unless the caller allows it, so that a
 commit that cannot be made durable leaves no trace. The decoded update is canonical: it is what every anchor gets.
 """
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ class Buffers:
     anchor: Tensor
     target: Tensor
     outer: dict[str, Tensor]  # state of the outer optimizer by name, as `state_names` says; empty without momentum
+    largest: float = math.inf  # no magnitude in them is larger
 
     @classmethod
     def begin(cls, anchor: Tensor, terms: Terms) -> "Buffers":
@@ -339,10 +341,20 @@ def _gap(buffers: Buffers, step: Step) -> float:
 
 @torch.no_grad()
 def commit(
-    buffers: Buffers, delta: Tensor | Sum, step: Step, terms: Terms, codec_down: str, pool: Pool = NO_POOL
+    buffers: Buffers,
+    delta: Tensor | Sum,
+    step: Step,
+    terms: Terms,
+    codec_down: str,
+    pool: Pool = NO_POOL,
+    in_place: bool = False,
 ) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
-    Raises NonFiniteError: the sum or the step left what fp32 holds."""
+
+    `in_place`: the old buffers may become the new ones. They do where it is known before that every number stays
+    finite, so that an error leaves them as they were.
+    Raises NonFiniteError: the sum or the step left what fp32 holds.
+    """
     codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
@@ -361,8 +373,12 @@ def commit(
         return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
     header, update = _header(codec, step), pool.buffer(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
-    new_target, new_anchor = pool.empty(numel), pool.empty(numel)
-    new_momentum = None if momentum is None else pool.empty(numel)
+    in_place = in_place and isinstance(delta, Sum) and _stays_finite(buffers, delta, step, blocks)
+    if in_place:
+        new_target, new_anchor, new_momentum = buffers.target, buffers.anchor, momentum
+    else:
+        new_target, new_anchor = pool.empty(numel), pool.empty(numel)
+        new_momentum = None if momentum is None else pool.empty(numel)
     found = fast.outer(
         OuterStep(
             delta=None if isinstance(delta, Sum) else delta,
@@ -382,6 +398,7 @@ def commit(
             steps=blocks.steps(step.fragment),
         )
     )
+    assert not in_place or (isinstance(found, Found) and math.isfinite(found.largest))
     if isinstance(found, int):
         raise NonFiniteError(found)
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
@@ -391,7 +408,24 @@ def commit(
         delta_norm_sq = norm_sq(delta)
     else:
         delta_norm_sq = total_of(found.tile_sums)
+        after = replace(after, largest=math.inf if outer.keys() - {"momentum"} else found.largest)
     return _result(after, seal(header, update), delta_norm_sq, found)
+
+
+_FAR_FROM_THE_LARGEST = 2.0**120
+
+
+def _stays_finite(buffers: Buffers, delta: Sum, step: Step, codec: BlockCodec) -> bool:
+    """Whether no number of this commit can come near the largest of fp32, by bounds of all that goes into it."""
+    if codec.kernel_key().absolute or not isinstance(delta.codec, BlockCodec):  # a step of its own, however large
+        return False
+    lr, mu, old = step.outer.lr, step.outer.momentum, buffers.largest
+    each = [abs(w) * delta.codec.largest(p, delta.fragment) for p, w in zip(delta.payloads, delta.weights, strict=True)]
+    moved = abs(step.outer.delta_scale) * sum(each)
+    momentum = mu * old + moved
+    target = old + lr * (mu * momentum + moved)
+    anchor = old + 2 * (target + old)  # what is decoded is less than twice what was encoded
+    return max(momentum, anchor) < _FAR_FROM_THE_LARGEST
 
 
 @torch.no_grad()
@@ -416,7 +450,7 @@ def _header(codec: Codec, step: Step) -> BlobHeader:
 
 def _result(after: Buffers, update: bytearray, delta_norm_sq: float, found: Found | None = None) -> Result:
     """`found`: by the pass that wrote these buffers, momentum included."""
-    if found is None or not found.finite or after.outer.keys() - {"momentum"}:
+    if found is None or not math.isfinite(found.largest) or after.outer.keys() - {"momentum"}:
         anchor_digest = finite_digest(after.anchor)  # an update is finite, and may lead beyond what fp32 holds
         target_digest, outer_digest = digest(after.target), after.outer_digest(finite_digest)
     else:

@@ -210,9 +210,10 @@ def compute(
     inputs: Inputs,
     others: Sequence[bytes | bytearray] = (),
     pool: Pool = NO_POOL,
+    in_place: bool = False,
 ) -> Result:
     """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`;
-    new tensors come from the pool.
+    new tensors come from the pool; `in_place` as `aggregator.commit` has it.
     Raises NonFiniteError: finite deltas added up to more than fp32 holds."""
     codecs = codecs_of(ledger, draft)
     step = step_of(ledger, draft, codecs.terms)
@@ -227,7 +228,7 @@ def compute(
     following = ledger.terms_of(draft.fragment, draft.version + 1)
     if isinstance(delta, Sum) and leaves_a_choice(following):
         delta = delta.whole(pool)
-    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
+    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool, in_place)
     result = replace(result, weights=weights, cosines=directions)
     if isinstance(delta, Tensor):
         result = replace(result, chosen=next_codecs(following, delta, step.fragment))

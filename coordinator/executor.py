@@ -497,8 +497,7 @@ class CoordinatorExecutor:
 
         def compute() -> Result:
             began = self._clock.now()
-            buffers, pool = self._store.buffers[draft.fragment], self._store.pool
-            result = commits.compute(ledger, buffers, draft, addends, apart, pool)
+            result = self._store.compute(draft, addends, apart)
             return dataclasses.replace(result, seconds=self._clock.now() - began)
 
         def computed(result: Result) -> None:

@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 
 Failed = Callable[[Exception], None]
 
+_AGAIN_S = 0.01  # between two tries to take the state
 LOOK_S = 1.0  # after this long without any call it is checked that the state directory is still ours
 
 
@@ -141,8 +142,15 @@ class StorageQueue:
         self._once_there_is_room("the final model", partial(self._store.export, path), lambda _: done(), self._fatal)
 
     def cut(self, done: Callable[[StateCopy], None]) -> None:
-        """Take the state between two calls, for a copy."""
-        self._submit(self._store.cut, done, self._fatal)
+        """Take the state between two calls, for a copy, at a moment at which no commit is being made."""
+
+        def taken(copy: StateCopy | None) -> None:
+            if copy is not None:
+                done(copy)
+            elif not self._given_up:
+                self._clock.call_later(_AGAIN_S, partial(self.cut, done))
+
+        self._submit(self._store.cut, taken, self._fatal)
 
     def look(self) -> None:
         """Check that the state directory is still ours, if nothing was written for a while. To be called regularly.

@@ -6,6 +6,7 @@ target and optimizer state by repeating the arithmetic on the stored inputs (pro
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,13 +69,17 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A snapshot to be saved. Commits replace a fragment's buffers and change none, so these stay as they are: they are
-    lent, and never used again for others."""
+    """A snapshot to be saved. No commit changes its buffers, and they are never used again for others."""
 
     fragment: int
     buffers: Buffers
     segment: int  # that the journal was in
     tail: _Tail
+
+
+def as_they_are(buffers: Buffers) -> Buffers:
+    """Keep buffers where they were made."""
+    return buffers
 
 
 class Store:
@@ -87,7 +92,7 @@ class Store:
         ledger: Ledger,
         buffers: list[Buffers],
         files: Files = DISK,
-        place: Place = lambda buffers: buffers,
+        place: Place = as_they_are,
     ) -> None:
         """Use `create` or `recover`."""
         self.directory, self._files, self._place = directory, files, place
@@ -100,6 +105,8 @@ class Store:
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two good snapshots of each fragment."""
         self._lent = set(range(len(buffers)))  # fragments whose present buffers others may have, too
+        self._seized = set[int]()  # those whose buffers are ahead of the ledger: a commit is written over them
+        self._sharing = threading.Lock()  # of what may be read and what may be written over
         sizes = [sum(tensor.nbytes for tensor in (each.anchor, *each.tensors)) for each in buffers]
         self.pool = Pool(max(MOST_RESULT_BYTES, *sizes))  # with the sum of the deltas
         self._tails = [_Tail() for _ in buffers]
@@ -116,7 +123,7 @@ class Store:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
-        place: Place = lambda buffers: buffers,
+        place: Place = as_they_are,
     ) -> "Store":
         """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid.
 
@@ -153,7 +160,7 @@ class Store:
         rewind: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
-        place: Place = lambda buffers: buffers,
+        place: Place = as_they_are,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
@@ -234,6 +241,25 @@ class Store:
         self._journal.reserve(size)
         return size
 
+    def compute(
+        self, draft: rec.WindowCommitted, inputs: commits.Inputs, others: Sequence[bytes | bytearray] = ()
+    ) -> Result:
+        """As `commits.compute`, for `commit`. Any thread, one at a time.
+
+        It is written over the fragment's buffers where nobody else may have them. Until the commit is durable nothing
+        takes them then but snapshots for nodes, which are told later.
+        """
+        fragment = draft.fragment
+        before, alone = self.buffers[fragment], self._seize(fragment)
+        try:
+            result = commits.compute(self.ledger, before, draft, inputs, others, self.pool, alone)
+            if result.buffers.anchor is before.anchor:
+                self.buffers[fragment], alone = result.buffers, False
+            return result
+        finally:
+            if alone:
+                self._seized.discard(fragment)
+
     def release(self, reserved: int) -> None:
         self._journal.release(reserved)
 
@@ -263,9 +289,12 @@ class Store:
         """What to save next: of the fragments whose snapshot is due, the one with the longest tail. None while one is
         being saved. Raises as `require_ours`."""
         due = [fragment for fragment in range(len(self.buffers)) if self._is_due(fragment)]
-        if self._saving is not None or not due:
+        if self._saving is not None:
             return None
-        return self._cut(max(due, key=lambda fragment: self._tails[fragment].num_bytes))
+        for fragment in sorted(due, key=lambda fragment: self._tails[fragment].num_bytes, reverse=True):
+            if (cut := self._cut(fragment)) is not None:
+                return cut
+        return None
 
     def save(self, cut: Cut) -> None:
         """Write a snapshot. Any thread. Raises as `snapshots.save`."""
@@ -338,7 +367,10 @@ class Store:
         for fragment, buffers in brought.items():
             self.buffers[fragment] = self._place(buffers)
             self._lent.add(fragment)
-            self._save_now(self._cut(fragment))
+            self._seized.discard(fragment)
+            cut = self._cut(fragment)
+            assert cut is not None
+            self._save_now(cut)
         _log.warning(
             "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
             "note='nodes resync from here'",
@@ -369,8 +401,12 @@ class Store:
         metadata = {"run": identity.fingerprint(), "model": identity.model}
         snapshots.export(path, self.named_anchors(), metadata, self._files)
 
-    def cut(self) -> StateCopy:
-        self._lent |= set(range(len(self.buffers)))
+    def cut(self) -> StateCopy | None:
+        """None: a commit is being written over a fragment. Try again soon."""
+        with self._sharing:
+            self._lent |= set(range(len(self.buffers)))
+            if self._seized:
+                return None
         return StateCopy.of(self.ledger.saved(), self.buffers)
 
     def close(self) -> None:
@@ -384,9 +420,10 @@ class Store:
         """Let a commit's buffers take the place of the fragment's; what nobody reads any more goes to the pool."""
         old, placed = self.buffers[fragment], self._place(computed)
         self.buffers[fragment] = placed
+        self._seized.discard(fragment)
         if placed is not computed:
             self.pool.give(computed.tensors)
-        elif fragment not in self._lent:
+        elif not self._is_shared(fragment, old):
             kept = {tensor.data_ptr() for tensor in placed.tensors}  # a commit need not change all of them
             self.pool.give([tensor for tensor in old.tensors if tensor.data_ptr() not in kept])
         self._lent.discard(fragment)
@@ -407,13 +444,29 @@ class Store:
         long = tail.num_bytes >= TAIL_RATIO * snapshot_bytes or tail.seconds >= TAIL_S
         return long and tail.commits >= SNAPSHOT_LEAST
 
-    def _cut(self, fragment: int) -> Cut:
+    def _cut(self, fragment: int) -> Cut | None:
+        """None: a commit is being written over the fragment, and its snapshot can wait for it."""
         self.require_ours()
-        tail, self._tails[fragment] = self._tails[fragment], _Tail()
-        self._lent.add(fragment)
-        buffers, segment = self.buffers[fragment], self._journal.segment
-        self._saving = Cut(fragment=fragment, buffers=buffers, segment=segment, tail=tail)
+        with self._sharing:
+            if fragment in self._seized:
+                return None
+            tail, self._tails[fragment] = self._tails[fragment], _Tail()
+            buffers, segment = self.buffers[fragment], self._journal.segment
+            self._saving = Cut(fragment=fragment, buffers=buffers, segment=segment, tail=tail)
         return self._saving
+
+    def _is_shared(self, fragment: int, buffers: Buffers) -> bool:
+        """Whether somebody else may read these, which are or were the fragment's."""
+        return fragment in self._lent or (self._saving is not None and self._saving.buffers is buffers)
+
+    def _seize(self, fragment: int) -> bool:
+        """Whether a commit may be written over the fragment's buffers. Not where its snapshot has waited for long."""
+        with self._sharing:
+            may = self._place is as_they_are and not self._is_shared(fragment, self.buffers[fragment])
+            may = may and self._tails[fragment].commits <= SNAPSHOT_EVERY
+            if may:
+                self._seized.add(fragment)
+        return may
 
     def _save_now(self, cut: Cut) -> None:
         refused = None

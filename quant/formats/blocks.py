@@ -7,6 +7,7 @@ A payload is `[scales bf16 × num_blocks][zeros up to a multiple of 64][codes]`,
 tables.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,13 @@ class BlockCodec(Codec):
     def steps(self, fragment: Fragment) -> Tensor | None:
         """A number for each block that the encoder's arithmetic takes, fp32 [num_blocks]; None: that of its key."""
         return None
+
+    def largest(self, payload: Tensor, fragment: Fragment) -> float:
+        """No magnitude that a valid payload decodes to is larger. It reads the scales; without them it is infinity."""
+        scales = bf16_bits(payload[: self.layout.scale_bytes(fragment.numel)])
+        if not scales.numel():
+            return math.inf
+        return 2.0 ** (self.code_bits - 1) * float(from_bf16(scales.bitwise_and(0x7FFF).max()))
 
     # --- Operations: by kernels if there are any for the operands' device, else by the reference
 

@@ -84,7 +84,7 @@ class Found:
     anchor_digest: int
     target_digest: int
     momentum_digest: int  # 0 without a momentum
-    finite: bool  # anchor and momentum; the target is where the payload could be written
+    largest: float  # magnitude in the new tensors; infinity if one is not finite
 
 
 class BlockKernels(ABC):

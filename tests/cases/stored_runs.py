@@ -102,7 +102,7 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = (), *, snapsho
     drafted = draft(store, fragment, tuple(inputs))
     reserved = store.reserve(fragment, store.ledger.windows[fragment].codec_down)
     addends = [(data, 0.5) for data in inputs.values()]
-    result = commits.compute(store.ledger, store.buffers[fragment], drafted, addends, pool=store.pool)
+    result = store.compute(drafted, addends)
     record = store.commit(drafted, result, reserved)
     if snapshots:
         store.take_snapshots()

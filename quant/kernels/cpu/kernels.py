@@ -129,13 +129,13 @@ class CpuKernels(BlockKernels):
         if bad >= 0:
             return bad
         digests = [int(np.add.reduce(found[:, 2 * k])) for k in range(FOUND // 2)]
-        largest = found[:, 1::2].max(axis=0, initial=0)
+        largest = min(found[:, 1::2].max(initial=0), np.uint64(INFINITY))
         return Found(
             tile_sums=norms.tolist(),
             anchor_digest=digests[0],
             target_digest=digests[1],
             momentum_digest=digests[2],
-            finite=bool((largest < INFINITY).all()),
+            largest=float(np.uint32(largest).view(np.float32)),
         )
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -331,6 +332,36 @@ def test_a_commit_changes_nothing_that_it_was_given(spec: RunSpec) -> None:
     new = [result.buffers.anchor, result.buffers.target, *result.buffers.outer.values()]
     assert not {tensor.data_ptr() for tensor in new} & {tensor.data_ptr() for tensor in tensors}
     assert bits(commit(buffers, [(blob, 0.5), (delta(noise(2), "q4"), 0.5)], spec.terms)) == bits(result)
+
+
+@pytest.mark.parametrize(("codec", "written_over"), [("q4", True), ("q8", True), ("e3m0", True), ("fp32", False)])
+def test_a_commit_in_place_has_the_same_bits_and_is_one_only_where_nothing_can_go_wrong(
+    spec: RunSpec, codec: str, written_over: bool
+) -> None:
+    terms = spec.terms.replace(codec_up=codec)
+    apart = here = begun(terms)
+    for version in (1, 2, 3, 4):
+        deltas = [(delta(noise(version + 10 * k), codec, version=version), 0.5) for k in (0, 1)]
+        this = step(version)
+        merged = aggregator.to_merge(deltas, this, [codec] * 2, [(version - 1, version)] * 2)
+        one = aggregator.commit(apart, merged, this, terms, codec)
+        before = here
+        other = aggregator.commit(here, merged, this, terms, codec, in_place=True)
+        assert bits(one) == bits(other) and one.delta_norm == other.delta_norm
+        apart, here = one.buffers, other.buffers
+        assert (here.anchor is before.anchor) == (written_over and version > 1), "of the first no bound is known"
+    if not written_over:
+        return
+    old = [tensor.clone() for tensor in here.tensors]
+    for scale, error in ((1e35, nullcontext()), (3e37, pytest.raises(NonFiniteError))):
+        huge = [(delta(torch.full((1280,), scale), codec, version=5), 1.0)] * 2
+        this = dataclasses.replace(step(5), outer=OuterSettings(lr=2.0, momentum=0.9, delta_scale=3.0))
+        with error:
+            result = aggregator.commit(
+                here, aggregator.to_merge(huge, this, [codec] * 2, [(4, 5)] * 2), this, terms, codec, in_place=True
+            )
+            assert result.buffers.anchor is not here.anchor
+        assert all(torch.equal(tensor, was) for tensor, was in zip(here.tensors, old, strict=True))
 
 
 def test_the_norm_of_the_merged_delta_is_reported_and_infinity_makes_no_update(spec: RunSpec) -> None:

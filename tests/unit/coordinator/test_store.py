@@ -21,7 +21,7 @@ from farloop.algo.methods import METHODS
 from farloop.algo.outer_optimizers import OuterKind, state_names
 from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator.aggregator import Buffers, Pool
+from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, StateLocked, StateMismatch
@@ -380,10 +380,39 @@ def test_commits_take_turns_with_buffers_that_nobody_reads_and_leave_those_alone
     run_rounds(store, SNAPSHOT_EVERY - 3)
     assert not made, "nothing new, from the third round on"
     cut = store.cut()
+    assert cut is not None
     before = [image(buffers) for buffers in cut.buffers]
     run_rounds(store, 3 * SNAPSHOT_EVERY)
     assert [image(buffers) for buffers in cut.buffers] == before
     assert 0 < len(made) <= 3 * 2 * 4, "one set of buffers for each that was lent"
+    restarted(store).close()
+
+
+def test_a_commit_is_written_over_what_nobody_else_has_and_nobody_takes_that_before_it_is_durable(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_rounds(store, 2)
+    places = [[tensor.data_ptr() for tensor in buffers.tensors] for buffers in store.buffers]
+    make_durable, taken = store.commit, []
+
+    def between(draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
+        if taken:  # then others have all of them
+            return make_durable(draft, result, reserved)
+        assert store.buffers[draft.fragment].version == draft.version > store.ledger.versions[draft.fragment]
+        with monkeypatch.context() as due:
+            due.setattr(store, "_is_due", lambda fragment: fragment == draft.fragment)
+            assert store.next_snapshot() is None
+        if draft.version == 4:
+            taken.append(store.cut())
+        return make_durable(draft, result, reserved)
+
+    monkeypatch.setattr(store, "commit", between)
+    for _ in range(2):
+        run_rounds(store, 1)
+        if not taken:
+            assert [[tensor.data_ptr() for tensor in buffers.tensors] for buffers in store.buffers] == places
+    assert taken[0] is None
+    assert store.cut() is not None
     restarted(store).close()
 
 
