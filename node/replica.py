@@ -28,6 +28,7 @@ from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
+from farloop.quant.codec import Codec
 from farloop.quant.digest import canonicalise_
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
@@ -323,9 +324,7 @@ class Replica:
         anchor = (
             torch.empty_like(self.anchors[index]) if spare is None or spare.numel() != self.own[index].numel else spare
         )
-        anchor.copy_(self.anchors[index])
-        self._decode_add(index, sent, anchor)
-        digest = self.weights.digest(index, anchor)
+        digest = self._apply(index, sent, self.anchors[index], anchor)
         self._ahead = _Ahead(index=index, version=version, changes=changes, anchor=anchor, digest=digest)
 
     def _take_ahead(self, index: int, version: int) -> bool:
@@ -345,14 +344,27 @@ class Replica:
         """anchor += decoded; the digest of the whole anchor."""
         self._changes[index] += 1
         with self._with_the_weights(self.anchors[index], changes=True) as anchor:
-            self._decode_add(index, sent, anchor)
-            return self.weights.digest(index, anchor)
+            return self._apply(index, sent, anchor, anchor)
+
+    @torch.no_grad()
+    def _apply(self, index: int, sent: Sent, base: Tensor, out: Tensor) -> int:
+        """out = base + decoded, of the own part; the digest of the whole fragment. `out` may be `base`."""
+        if self.weights.sharded:
+            assert out is base
+            self._decode_add(index, sent, out)
+            return self.weights.digest(index, out)
+        codec, payload = self._payload(index, sent, out)
+        return codec.apply_into(payload, base, out, self.own[index], seed=sent.seed)
 
     @torch.no_grad()
     def _decode_add(self, index: int, sent: Sent, out: Tensor) -> None:
-        codec = codec_named(sent.codec)
-        payload = self.weights.payload_of(index, codec, sent.payload).to(out.device)
+        codec, payload = self._payload(index, sent, out)
         codec.decode_add_(payload, out, 1.0, self.own[index], seed=sent.seed)
+
+    def _payload(self, index: int, sent: Sent, out: Tensor) -> tuple[Codec, Tensor]:
+        """What was sent, of the own part, where `out` is."""
+        codec = codec_named(sent.codec)
+        return codec, self.weights.payload_of(index, codec, sent.payload).to(out.device)
 
     def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
         """Replace the anchor by a snapshot; False if it is not one."""

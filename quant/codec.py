@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
+from farloop.quant.digest import digest
 from farloop.quant.errors import BadPayload, NonFiniteError
 
 # --- Parameters of a spelling
@@ -239,6 +240,14 @@ class Codec(ABC):
             u = t.mul_(w)
             acc[start : start + u.numel()].add_(u)
             start += u.numel()
+
+    def apply_into(self, payload: Tensor, base: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> int:
+        """out = fl(base + decoded), bit for bit as `decode_add_` with a weight of 1 does it; `out` may be `base`.
+        Returns the digest of `out`. Raises as `decode_into`."""
+        if out is not base:
+            out.copy_(base)
+        self.decode_add_(payload, out, 1.0, fragment, seed=seed)
+        return digest(out)
 
     def sum_into(
         self,

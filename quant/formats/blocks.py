@@ -188,6 +188,13 @@ class BlockCodec(Codec):
         self._require_operands(fragment, payload, acc=acc)
         fast.add([payload], [finite_weight(weight)], acc, overwrite=False)
 
+    def apply_into(self, payload: Tensor, base: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> int:
+        """As `Codec.apply_into`; kernels do it in one pass."""
+        self._require_operands(fragment, payload, base=base, out=out)
+        fast = self._kernels(payload, base, out)
+        found = None if fast is None else fast.apply(payload, base, out)
+        return Codec.apply_into(self, payload, base, out, fragment, seed=seed) if found is None else found
+
     def sum_into(
         self,
         payloads: Sequence[Tensor],

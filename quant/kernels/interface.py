@@ -106,6 +106,10 @@ class BlockKernels(ABC):
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
         """acc (+)= Σ fl(weight · decoded), payload after payload, acc fp32 [numel]; `overwrite` begins at +0."""
 
+    def apply(self, payload: Tensor, base: Tensor, out: Tensor) -> int | None:
+        """out = fl(base + decoded), fp32 [numel], and its digest, in one pass; `out` may be `base`. None: not done."""
+        return None
+
     def tile_sums(self, payload: Tensor, numel: int) -> list[float] | None:
         """Sums of squares of what a payload decodes to, one for each 4096 elements, as `norm.py` defines them; None:
         decode it, and sum that."""

@@ -141,6 +141,18 @@ class CpuKernels(BlockKernels):
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
         self._read(payloads, weights, OVERWRITE if overwrite else ADD, acc, 0, acc.numel())
 
+    def apply(self, payload: Tensor, base: Tensor, out: Tensor) -> int:
+        loop, numel = self.loops.apply.compiled(), out.numel()
+        digests = np.empty(-(-numel // TILE), dtype=np.uint64)
+
+        def run(places: Places, tensors: list[int], place: int, count: int) -> int:
+            first_tile, present = place * BLOCK // TILE, min(count * BLOCK, numel - place * BLOCK)
+            how = (*places[0], *tensors, place, present, digests[first_tile:].ctypes.data)
+            return on_parts(lambda first, last: loop(*how, first, last), num_blocks=-(-present // TILE), block=TILE)
+
+        self._run(run, [payload], [base, out], numel=numel, length=numel, encodes=False, written=1, unit=TILE)
+        return int(np.add.reduce(digests))
+
     def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
         self._read([payload], [1.0], DECODE, out, start, numel)
 

@@ -62,6 +62,7 @@ _ENCODE = (
 )
 _NORM = "int64(uint64, uint64, uint64, uint64, uint64)"
 _ADD = "int64(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64)"
+_APPLY = "int64(uint64, uint64, uint64, uint64, uint64, uint64, uint64, uint64, uint64)"
 _OUTER = (
     "int64(uint64, uint64, uint64, uint64, uint64, float32, "  # of the deltas as in `add`, or their sum; its scale
     "uint64, uint64, uint64, float32, float32, "  # target, momentum, anchor, lr, mu
@@ -79,11 +80,12 @@ class BlockLoops:
 
     encode: Kernel
     add: Kernel
+    apply: Kernel
     norm: Kernel
     outer: Kernel
 
     def __iter__(self) -> Iterator[Kernel]:
-        yield from (self.encode, self.add, self.norm, self.outer)
+        yield from (self.encode, self.add, self.apply, self.norm, self.outer)
 
 
 NORM_TILE = 4096  # elements of one sum of squares
@@ -265,6 +267,37 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                             acc[first + i] = acc[first + i] + weight * decoded[i]
         return np.int64(-1)
 
+    def apply(
+        scales_address: Number,
+        codes_address: Number,
+        base_address: Number,
+        out_address: Number,
+        place: Number,
+        count: Number,
+        digests_address: Number,
+        begin: Number,
+        end: Number,
+    ) -> Number:
+        # Tiles [begin, end) of `count` elements, as in `outer`.
+        scales = bytes_at(scales_address)
+        codes = bytes_at(codes_address)
+        base = floats_at(base_address)
+        out = floats_at(out_address)
+        digests = addresses_at(digests_address)
+        decoded = stack_floats()
+        for tile in range(begin, end):
+            total = np.uint64(0)
+            for b in range(tile * NORM_BLOCKS, min((tile + _ONE) * NORM_BLOCKS, (count + B - _ONE) // B)):
+                first = b * B
+                read(decoded, after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES))
+                for i in range(B):
+                    decoded[i] = base[first + i] + decoded[i]
+                for i in range(B):
+                    out[first + i] = decoded[i]
+                total += digest_of(decoded, min(B, count - first), place * B + first)
+            digests[tile] = total
+        return np.int64(-1)
+
     def norm(
         scales_address: Number, codes_address: Number, partials_address: Number, begin: Number, end: Number
     ) -> Number:
@@ -393,6 +426,7 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
     return BlockLoops(
         encode=Kernel(f"{name}_encode", _ENCODE, encode),
         add=Kernel(f"{name}_add", _ADD, add),
+        apply=Kernel(f"{name}_apply", _APPLY, apply),
         norm=Kernel(f"{name}_norm", _NORM, norm),
         outer=Kernel(f"{name}_outer", _OUTER, outer),
     )

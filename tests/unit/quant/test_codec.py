@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec, flat
+from farloop.quant.digest import digest
 from farloop.quant.errors import BadPayload, NonFiniteError
 from farloop.quant.registry import CODECS, codec_named
 
@@ -332,6 +333,20 @@ def test_a_sum_of_several_is_one_after_the_other(codec: Codec, fragment: Fragmen
         codec.decode_add_(payload, expected, weight, fragment, seed=seed)
     codec.sum_into(payloads, weights, total, fragment, seeds=seeds)
     assert same_bits(total, expected)
+
+
+@every_codec
+@on(flat(0), flat(65), flat(4096), flat(2 * 4096 + 700), MIXED, MATRICES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_update_is_applied_as_it_is_added_and_gives_the_digest(
+    codec: Codec, fragment: Fragment, in_place: bool
+) -> None:
+    payload = codec.encode(gaussian(fragment), fragment, seed=2)
+    base, expected = gaussian(fragment, 1), gaussian(fragment, 1)
+    codec.decode_add_(payload, expected, 1.0, fragment, seed=2)
+    out = base if in_place else torch.full((fragment.numel,), torch.nan)
+    assert codec.apply_into(payload, base, out, fragment, seed=2) == digest(expected)
+    assert same_bits(out, expected) and (in_place or same_bits(base, gaussian(fragment, 1)))
 
 
 @every_codec
