@@ -78,6 +78,9 @@ class DeltaIntake:
     """Makes memory of this size."""
     _offers: dict[BlobId, Offer] = field(default_factory=dict)  # offers of the deltas in progress
     _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
+    _begun: dict[NodeId, dict[int, BlobId]] = field(default_factory=dict)
+    """The same by node and fragment: a node has one delta of a fragment under way."""
+    _held_bytes: int = 0  # of all of them
     _keeping: set[BlobId] = field(default_factory=set)  # complete, and being made durable
     _waiting: dict[BlobId, Offer] = field(default_factory=dict)  # offers that wait for room, in order
     _crowded: dict[BlobId, Offer] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class DeltaIntake:
 
     @property
     def held_bytes(self) -> int:
-        return sum(reassembly.size for reassembly in self._partial.values())
+        return self._held_bytes
 
     def let_in(
         self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
@@ -107,11 +110,11 @@ class DeltaIntake:
         if kept is None and not self._has_room(offer):
             self._waiting[offer.blob] = offer
             return None
-        # A node has one delta of a fragment under way: what it began before is void.
         blob = offer.blob
-        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment) and b != blob]:
-            self._forget(other)
-            session.cancel(other)  # else its memory stays with the session
+        before = self._begun.get(blob.node, {}).get(blob.fragment)
+        if before is not None and before != blob:  # it is void
+            self._forget(before)
+            session.cancel(before)  # else its memory stays with the session
         reassembly = kept or Reassembly(offer.size, offer.digest, self.buffer(offer.size))
         try:
             reassembly = session.expect(blob, offer.size, offer.digest, reassembly, now)
@@ -120,7 +123,10 @@ class DeltaIntake:
         except LimitReached:
             self._crowded[blob] = offer
             return None
+        if kept is not reassembly:
+            self._held_bytes += reassembly.size - (kept.size if kept is not None else 0)
         self._partial[blob], self._offers[blob] = reassembly, offer
+        self._begun.setdefault(blob.node, {})[blob.fragment] = blob
         self._asleep.discard(blob)
         return None
 
@@ -147,10 +153,8 @@ class DeltaIntake:
             self._waiting[other] = self._crowded.pop(other)
         if blob not in self._partial:
             return None
-        del self._partial[blob]
-        self._asleep.discard(blob)
         self._keeping.add(blob)
-        return self._offers.pop(blob)
+        return self._forget(blob)
 
     def settled(self, blob: BlobId) -> None:
         self._keeping.discard(blob)
@@ -162,6 +166,10 @@ class DeltaIntake:
     def check(self) -> None:
         """Assert the invariants."""
         assert self._partial.keys() == self._offers.keys() >= self._asleep
+        assert {(b.node, b.fragment): b for b in self._partial} == {
+            (node, fragment): blob for node, begun in self._begun.items() for fragment, blob in begun.items()
+        }
+        assert self._held_bytes == sum(reassembly.size for reassembly in self._partial.values())
         assert self.held_bytes <= self.most_bytes or len(self._partial) == 1
         assert not self._waiting or self._partial, "something is waited for"
 
@@ -174,17 +182,23 @@ class DeltaIntake:
             if self.held_bytes + offer.size > self.most_bytes:
                 self._forget(blob)
 
-    def _forget(self, blob: BlobId) -> None:
-        del self._partial[blob], self._offers[blob]
+    def _forget(self, blob: BlobId) -> Offer:
+        """Nothing more of it is awaited. Returns its offer."""
+        self._held_bytes -= self._partial.pop(blob).size
+        begun = self._begun[blob.node]
+        del begun[blob.fragment]
+        if not begun:
+            del self._begun[blob.node]
         self._asleep.discard(blob)
+        return self._offers.pop(blob)
 
     def _has_room(self, offer: Offer) -> bool:
-        """Whether there is room, without the delta that it replaces: a node has one delta of a fragment in progress."""
-        blob = offer.blob
-        others = {b: r.size for b, r in self._partial.items() if (b.node, b.fragment) != (blob.node, blob.fragment)}
-        own = [size for other, size in others.items() if other.node == blob.node]
-        fits = not own or sum(own) + offer.size <= self.most_bytes_of_a_node
-        return fits and (not others or sum(others.values()) + offer.size <= self.most_bytes)
+        """Whether there is room, without the delta that it replaces."""
+        own = {fragment: self._partial[blob].size for fragment, blob in self._begun.get(offer.blob.node, {}).items()}
+        replaced = own.pop(offer.blob.fragment, 0)
+        others = self._held_bytes - replaced
+        fits = not own or sum(own.values()) + offer.size <= self.most_bytes_of_a_node
+        return fits and (not others or others + offer.size <= self.most_bytes)
 
 
 def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) -> Expected:

@@ -1,16 +1,25 @@
 """What an event costs does not grow with the number of nodes, and a commit costs each of them the same."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 from coordinator_run import Run
 from interpreter_work import work_of
+from plain_runs import plain_offer
 
+from farloop.algo import schedule
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.net.link_table import COORDINATOR, LinkTable
 from farloop.coordinator.observe.straggler_detector import SlowLinks
+from farloop.coordinator.uploads import DeltaIntake
+from farloop.quant.blob import blob_bytes
+from farloop.quant.registry import codec_named
 from farloop.wire import messages as msg
+from farloop.wire.messages import Role
+from farloop.wire.session import Session
 
 FEW, MANY = 16, 96
 GROWTH = 1.5
@@ -94,3 +103,20 @@ def test_a_nodes_link_costs_a_look_at_all_links_the_same_among_many_as_among_few
         return work_of(lambda: table.rows(2.0) if look == "status" else places.round_over(table, nodes)) / count
 
     assert per_node(MANY) < GROWTH * per_node(FEW)
+
+
+def test_an_offer_costs_the_intake_the_same_among_many_partial_deltas_as_among_few(spec: RunSpec) -> None:
+    fragment = spec.identity.layout.fragments[0]
+    terms = schedule.first_windows(spec.terms, spec.identity.layout)[0]
+    size = blob_bytes(codec_named(terms.codec_up), fragment)
+
+    def per_offer(count: int) -> float:
+        intake = DeltaIntake()
+        offers = [plain_offer(NodeId(f"node-{number}"), size=size) for number in range(count)]
+        window, session = Window(terms=terms, expected=set()), Session(Role.COORDINATOR, 0.0)
+        with mock.patch.object(session, "expect", lambda blob, size, digest, reassembly, now: reassembly):
+            work = work_of(lambda: [intake.let_in(session, o, window, fragment, terms.codec_up, 0.0) for o in offers])
+        assert intake.held_bytes == count * size
+        return work / count
+
+    assert per_offer(MANY) < GROWTH * per_offer(FEW)
