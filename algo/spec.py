@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any, Literal
 
 from farloop.algo.terms import FLAT, LATER, Terms, field_of
@@ -201,14 +202,20 @@ def _digest(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+@cache
+def fields_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...] | None:
+    """The fields of a dataclass, None of another type; looked up once, for messages are walked field by field."""
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else None
+
+
 def to_plain(value: Any) -> Any:
     """A frozen dataclass as JSON-ready dictionaries and lists; `Terms` in their flat form."""
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
     if isinstance(value, Terms):
         fields = [(name, field_of(name), value.value(name)) for name in FLAT]
+    elif (own := fields_of(value.__class__)) is not None:
+        fields = [(field.name, field, getattr(value, field.name)) for field in own]
     else:
-        fields = [(field.name, field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return value
     return {name: to_plain(held) for name, field, held in fields if not field.metadata or held != field.default}

@@ -9,6 +9,7 @@ import math
 from enum import Enum
 from typing import Any, Final, TypeVar
 
+from farloop.algo.spec import fields_of
 from farloop.algo.terms import Terms
 from farloop.wire.machine_info import Inventory, printable, trimmed
 from farloop.wire.reasons import OutOfBounds
@@ -42,48 +43,50 @@ def bounded(message: _T) -> _T:
     Raises:
         OutOfBounds: something in it is out of bounds; names the field and the nearest value that is not.
     """
-    found: _T = _checked(message, type(message).__name__, "")
+    found: _T = _checked_fields(message, type(message).__name__)
     return found
 
 
-def _checked(value: Any, where: str, name: str) -> Any:
+def _checked(value: Any, parent: str, name: str) -> Any:
+    """The value of a field. `parent`: where that is; made into a text only where one is needed."""
     match value:
         case None | bool() | bytes() | Enum():
             return value
         case int():
             most = MOST_DIGEST if name in _DIGESTS else MOST_NUMBER
             if not LEAST_NUMBER <= value <= most:
-                raise OutOfBounds(f"{where} is {value}: a number from 0 to {most} is wanted")
+                raise OutOfBounds(f"{parent}.{name} is {value}: a number from 0 to {most} is wanted")
             return value
         case float():
             if not math.isfinite(value) and name not in _MAY_BE_NAN:
-                raise OutOfBounds(f"{where} is {value}: a finite number is wanted")
+                raise OutOfBounds(f"{parent}.{name} is {value}: a finite number is wanted")
             return value
         case str() if name in _SHOWN:
             return printable(value, MOST_WORDS)
         case str():
             if len(value) > MOST_CHARACTERS:
-                raise OutOfBounds(f"{where} has {len(value)} characters: at most {MOST_CHARACTERS} are allowed")
+                raise OutOfBounds(f"{parent}.{name} has {len(value)} characters: at most {MOST_CHARACTERS} are allowed")
             return value
         case tuple():
             if len(value) > MOST_ITEMS:
-                raise OutOfBounds(f"{where} has {len(value)} items: at most {MOST_ITEMS} are allowed")
-            return tuple(_checked(item, where, name) for item in value)
+                raise OutOfBounds(f"{parent}.{name} has {len(value)} items: at most {MOST_ITEMS} are allowed")
+            return tuple(_checked(item, parent, name) for item in value)
         case Inventory():
-            return trimmed(value)
+            return _checked_fields(trimmed(value), f"{parent}.{name}")
         case Terms():
             flat = value.flat()
-            return value.replace(**{name: _checked(flat[name], f"{where}.{name}", name) for name in flat})
+            where = f"{parent}.{name}"
+            return value.replace(**{flat_name: _checked(flat[flat_name], where, flat_name) for flat_name in flat})
         case _:
-            assert dataclasses.is_dataclass(value) and not isinstance(value, type), where
-            return _checked_fields(value, where)
+            return _checked_fields(value, f"{parent}.{name}")
 
 
 def _checked_fields(value: Any, where: str) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
+    fields, changed = fields_of(value.__class__), {}
+    assert fields is not None, where
+    for field in fields:
         held = getattr(value, field.name)
-        found = _checked(held, f"{where}.{field.name}", field.name)
+        found = _checked(held, where, field.name)
         if found is not held and found != held:
             changed[field.name] = found
     return dataclasses.replace(value, **changed) if changed else value

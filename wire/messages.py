@@ -625,11 +625,13 @@ def decode(data: bytes | memoryview) -> Message | None:
             raise RemoteProtocolError(f"message {number} is unknown here and must be understood")
         return None
     message = validate(cls, fields)
+    if cls in SENT_BY[Role.NODE]:
+        return bounded(message)
     try:
         encode(message)
     except OverflowError as error:  # a number written as a string of digits gets past validation
         raise RemoteProtocolError(f"{cls.__name__} holds a number beyond 64 bits") from error
-    return bounded(message) if cls in SENT_BY[Role.NODE] else message
+    return message
 
 
 def validate(cls: type[_T], fields: Any) -> _T:

@@ -5,10 +5,9 @@ is possible, and never refused because a node is late.
 """
 
 import math
-from dataclasses import asdict
 from typing import Final
 
-from farloop.algo.spec import BlobKind, NodeId
+from farloop.algo.spec import BlobKind, NodeId, to_plain
 from farloop.algo.stages import Part, described, fault_of, is_source
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
@@ -153,7 +152,7 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
     if progress.compute_share > 1.0:
         return f"it claims compute_share = {progress.compute_share:g}, and 1 is all of its time"
     for way, moved in zip(("sent", "received"), moved_by(progress), strict=True):
-        for kind, count in asdict(moved).items():
+        for kind, count in to_plain(moved).items():
             if count < 0:
                 return f"it claims {count} bytes of {kind} {way}"
     return None

@@ -7,12 +7,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from farloop.algo.schedule import learning_rate
-from farloop.algo.spec import Layout, NodeId, RoundPlan
+from farloop.algo.spec import Layout, NodeId, RoundPlan, to_plain
 from farloop.algo.stages import fragments_of
 from farloop.coordinator import executor
 from farloop.coordinator.aggregator import Result
@@ -403,7 +402,7 @@ class Observer(executor.Observer):
         metrics.node_share.labels(node).set(progress.compute_share)
         metrics.node_blocked.labels(node).set(progress.blocked_s)
         for direction, moved in (("up", sent), ("down", received)):
-            for kind, count in asdict(moved).items():
+            for kind, count in to_plain(moved).items():
                 metrics.node_bytes.labels(node, direction, kind).set(count)
 
     def _write(self, event: MetricsEvent) -> None:
