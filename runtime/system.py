@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import re
@@ -37,7 +38,9 @@ class LoopClock:
     def call_later(self, delay_s: float, action: Action) -> Timer:
         if delay_s <= 0:
             return self._loop.call_soon(self._run, action)
-        return self._loop.call_later(delay_s, self._run, action)
+        # uvloop counts whole milliseconds, from the beginning of the present one. It would call up to one too early;
+        # who then asks for the rest of it would be called again and again until the time has come.
+        return self._loop.call_later(math.ceil(1e3 * delay_s + 1) / 1e3, self._run, action)
 
     def post(self, action: Action) -> None:
         """Run `action` on the loop. Any thread."""

@@ -1,13 +1,15 @@
 """What this process asks of the system (`runtime/system.py`)."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import threading
 
 import pytest
+import uvloop
 
-from farloop.runtime.system import ThreadWorker, yield_cores
+from farloop.runtime.system import LoopClock, ThreadWorker, yield_cores
 
 _FAULTS = """
 import resource, sys
@@ -43,3 +45,19 @@ def test_a_worker_that_yields_has_a_lower_priority_and_others_keep_theirs() -> N
     worker.close()
     assert found == [max(before, 10)]
     assert nice() == before
+
+
+def test_a_timer_calls_no_earlier_than_it_was_asked_to() -> None:
+    """Else whoever asks again for the rest of a millisecond is called dozens of times for each timer."""
+    early = []
+
+    async def calls() -> None:
+        clock = LoopClock(lambda error: pytest.fail(str(error)))
+        for delay_s in [0.0021 * number for number in range(1, 9)] * 4:
+            due, called = clock.now() + delay_s, asyncio.Event()
+            clock.call_later(delay_s, called.set)
+            await called.wait()
+            early.append(clock.now() < due)
+
+    uvloop.run(calls())
+    assert len(early) == 32 and not any(early)
