@@ -44,19 +44,27 @@ def measure(
     codec: str,
     rounds: int,
     processes: int,
+    step_s: float,
     out: Path,
     environ: Mapping[str, str],
 ) -> list[Row]:
-    """A row for each number of nodes, whose files and logs are in a folder of `out`.
+    """A row for each number of nodes, whose steps last `step_s` and whose files and logs are in a folder of `out`.
 
     Raises CommandError: a process failed, or took too long.
     """
     environ = {**environ, "CUDA_VISIBLE_DEVICES": ""}
-    return [_row(count, parameters, codec, rounds, processes, out / str(count), environ) for count in counts]
+    return [_row(count, parameters, codec, rounds, processes, step_s, out / str(count), environ) for count in counts]
 
 
 def _row(
-    nodes: int, parameters: int, codec: str, rounds: int, processes: int, out: Path, environ: Mapping[str, str]
+    nodes: int,
+    parameters: int,
+    codec: str,
+    rounds: int,
+    processes: int,
+    step_s: float,
+    out: Path,
+    environ: Mapping[str, str],
 ) -> Row:
     out.mkdir(parents=True)
     save_file({"weights": torch.zeros(parameters)}, out / "first.safetensors")
@@ -71,8 +79,8 @@ def _row(
     commands = {"coordinator": ["-m", "farloop.bench.sync_trace", "marks.json", "coordinator", "run.toml"]}
     cuts = [nodes * part // min(processes, nodes) for part in range(min(processes, nodes) + 1)]
     for first, last in pairwise(cuts):
-        words = ["-m", "farloop.bench.coordinator_nodes", f"nodes-{first}.json", address, str(first), str(last - first)]
-        commands[f"nodes-{first}"] = words
+        words = [f"nodes-{first}.json", address, str(first), str(last - first), str(step_s)]
+        commands[f"nodes-{first}"] = ["-m", "farloop.bench.coordinator_nodes", *words]
     peaks = run_together(commands, out, environ)
     seen = [node for first in cuts[:-1] for node in json.loads((out / f"nodes-{first}.json").read_text())]
     marks, counted = Marks.read(out / "marks.json"), range(WARM_UP + 1, WARM_UP + rounds + 1)

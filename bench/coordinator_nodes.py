@@ -1,6 +1,7 @@
 """Nodes without models in one process, for `bench/coordinator.py`: the real machine and link of a node, made-up deltas.
 
-Every round each node offers one delta times a number near 1. It takes every update, and applies none.
+Every round each node offers one delta times a number near 1. It takes every update, and applies none. Its step lasts as
+long as it is told, and costs nothing.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ _deltas: dict[Fragment, Tensor] = {}  # of all nodes of this process
 class Node:
     """One node. `told` and `held`: when it heard of each version, and had its update, in monotonic seconds."""
 
-    def __init__(self, number: int, config: LinkConfig, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, number: int, config: LinkConfig, step_s: float, failed: Callable[[Exception], None]) -> None:
+        self._step_s, self._steps = step_s, False
         self.machine = NodeMachine(name=NodeId(f"node-{number}"), incarnation=1)
         self.told: dict[int, float] = {}
         self.held: dict[int, float] = {}
@@ -97,8 +99,18 @@ class Node:
                     self.ended.set()
             case _:
                 pass
-        while self.machine.running and self.machine.waiting is None:
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self.machine.running and self.machine.waiting is None and not self._steps:
+            self._steps = True
+            asyncio.get_running_loop().call_later(self._step_s, self._end_step)
+
+    def _end_step(self) -> None:
+        self._steps = False
+        if self.machine.running and self.machine.waiting is None:
             self._handle(ev.StepDone(tokens=1))
+        self._begin_step()
 
     def _handle(self, event: ev.Event) -> None:
         for command in self.machine.handle(event):
@@ -142,14 +154,14 @@ class Node:
         )  # fmt: skip
 
 
-async def _run(address: str, first: int, count: int) -> list[Node]:
+async def _run(address: str, first: int, count: int, step_s: float) -> list[Node]:
     failed = asyncio.get_running_loop().create_future()
 
     def fail(error: Exception) -> None:
         if not failed.done():
             failed.set_exception(error)
 
-    nodes = [Node(number, LinkConfig(coordinator=address), fail) for number in range(first, first + count)]
+    nodes = [Node(number, LinkConfig(coordinator=address), step_s, fail) for number in range(first, first + count)]
 
     async def report() -> None:
         while True:
@@ -167,10 +179,11 @@ async def _run(address: str, first: int, count: int) -> list[Node]:
 
 
 def main() -> None:
-    """FILE ADDRESS FIRST COUNT: be the nodes FIRST to FIRST + COUNT − 1 until the run is over."""
+    """FILE ADDRESS FIRST COUNT SECONDS: be the nodes FIRST to FIRST + COUNT − 1 until the run is over; a step lasts so
+    long."""
     torch.set_num_threads(1)
-    path, address, first, count = sys.argv[1:]
-    nodes = asyncio.run(_run(address, int(first), int(count)))
+    path, address, first, count, step_s = sys.argv[1:]
+    nodes = asyncio.run(_run(address, int(first), int(count), float(step_s)))
     Path(path).write_text(json.dumps([node.seen() for node in nodes]))
 
 

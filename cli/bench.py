@@ -387,6 +387,9 @@ def coordinator(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the nodes.", show_default="all cores")
     ] = None,
+    step_s: Annotated[
+        float, typer.Option("--step", metavar="SECONDS", min=0, max=3600, help="How long the nodes' steps last.")
+    ] = 0.0,
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -397,7 +400,9 @@ def coordinator(
     all links, the time from the close of a window until the last node heard of its commit and until
     the last had its update, and the coordinator's processor time and peak memory.
 
-    The nodes run on the same machine and slow the coordinator: the processor time tells most.
+    The nodes run on the same machine and slow the coordinator: the processor time tells most. With
+    steps of some seconds neither is short of it, and the difference of two lengths is what a second
+    of a round costs: heartbeats, reports and the status.
 
     Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
     """
@@ -407,7 +412,8 @@ def coordinator(
     counts = _sizes(nodes, least=1)
     codec_named(codec)
     out = _empty_folder(out, "coordinator")
-    rows = measure(counts, int(parameters), codec, rounds, processes or os.cpu_count() or 1, out.resolve(), os.environ)
+    processes = processes or os.cpu_count() or 1
+    rows = measure(counts, int(parameters), codec, rounds, processes, step_s, out.resolve(), os.environ)
     if as_json:
         return _echo_rows(rows)
     typer.echo(
