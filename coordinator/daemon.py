@@ -157,7 +157,7 @@ class Coordinator:
             links=self._links,
             metrics=self.metrics,
             model_path=config.state_dir / "model.safetensors",
-            changed=self._changed.set,
+            changed=self._moved,
         )
         self.observer.inventory = self._links.status
         self.observer.uplink = self.link.uplink
@@ -223,6 +223,11 @@ class Coordinator:
             self._changed.clear()
             await self._changed.wait()
         return True
+
+    def _moved(self) -> None:
+        """Wake `_until`, which every command would otherwise: it cannot be over while a session is open."""
+        if self.executor.finished or not self.executor.sessions:
+            self._changed.set()
 
     def _fail(self, error: Exception) -> None:
         """End the process with this error."""

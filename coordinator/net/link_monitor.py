@@ -187,7 +187,7 @@ class LinkMonitor:
         before, self._counted = self._counted, {}
         for node, peer in here.items():
             traffic = peer.session.traffic
-            probes = traffic.sent.probe + traffic.received.probe
+            probes = traffic.sent_blobs[BlobKind.PROBE].bytes + traffic.received_blobs[BlobKind.PROBE].bytes
             now = self._counted[peer.number] = (traffic.bytes_sent + traffic.bytes_received - probes, probes)
             was = before.get(peer.number, (0, 0))
             self._prober.has_moved(node, max(0, now[0] - was[0]), now[1] - was[1])

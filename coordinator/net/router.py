@@ -260,19 +260,26 @@ class SessionRouter:
         if lane is None:
             return
         peer = lane.peer
-        with self.working_for(peer) as session:
-            if sender.owner != peer.owner:
-                return session.close(Reason.WRONG_KEY, Reason.WRONG_KEY.sentence)
-            try:
-                session.receive(lane.number, parts, self._clock.now())
-            except RemoteProtocolError as error:
-                self._turned_away(Reason.MALFORMED, peer.who)
-                peer.bad_frames += 1
-                _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
-                if peer.bad_frames >= BAD_FRAMES or isinstance(error, OutOfBounds):
-                    self._end(peer, Reason.MALFORMED, str(error))
-            else:
-                peer.bad_frames = 0
+        try:  # as `working_for`, whose contexts cost a frame more than its checksum
+            self._receive(peer, lane.number, parts, sender)
+        except Exception as error:  # noqa: BLE001 - see there
+            self._contain(peer, error)
+        self.flush(peer)
+
+    def _receive(self, peer: Peer, lane: int, parts: Sequence[Buffer], sender: Sender) -> None:
+        session = peer.session
+        if sender.owner != peer.owner:
+            return session.close(Reason.WRONG_KEY, Reason.WRONG_KEY.sentence)
+        try:
+            session.receive(lane, parts, self._clock.now())
+        except RemoteProtocolError as error:
+            self._turned_away(Reason.MALFORMED, peer.who)
+            peer.bad_frames += 1
+            _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane, str(error))
+            if peer.bad_frames >= BAD_FRAMES or isinstance(error, OutOfBounds):
+                self._end(peer, Reason.MALFORMED, str(error))
+        else:
+            peer.bad_frames = 0
 
     def on_writable(self) -> None:
         for peer in self._peers:
@@ -369,8 +376,10 @@ class SessionRouter:
                 if isinstance(event, SessionClosed):
                     self._report_end(peer, event)
                 elif not peer.parted:
-                    with self._contained(peer):
+                    try:
                         self._report_one(peer, event)
+                    except Exception as error:  # noqa: BLE001 - see there
+                        self._contain(peer, error)
 
     def _report_one(self, peer: Peer, event: SessionEvent) -> None:
         if isinstance(event, MessageReceived) and peer.session.state is State.OPEN:

@@ -1,7 +1,7 @@
 """The coordinator's Prometheus metrics, link traffic included."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from shutil import disk_usage
 
@@ -212,6 +212,7 @@ class Metrics:
         self.node_bytes = gauge(
             "farloop_node_bytes", "All bytes since its start, up from it and down to it.", ["node", "direction", "kind"]
         )
+        self.node_bytes_of = cache(self.node_bytes.labels)  # ten of each report; they are never removed
 
     def count_samples(self, samples: SamplesStatus) -> None:
         """What became of the samples so far, from the ledger's numbers."""
@@ -313,6 +314,7 @@ class Metrics:
 # direction.
 
 _GIGABYTE = 1e9
+_KINDS = [(kind, kind.name.lower()) for kind in BlobKind]
 
 
 class TrafficMetrics:
@@ -335,8 +337,10 @@ class TrafficMetrics:
             old = before.get(peer.number, {})
             moved = 0
             for (direction, kind), count in counted.items():
+                if count == (before_it := old.get((direction, kind))):  # most: several hundred nodes have thousands
+                    continue
                 # What came early is counted as stray until its blob is known: that count falls again.
-                grown = max(0, count - old.get((direction, kind), 0))
+                grown = max(0, count - (before_it or 0))
                 if direction == "resent":
                     metrics.link_resends.labels(node).inc(grown)
                 else:
@@ -354,8 +358,8 @@ class TrafficMetrics:
 def counts(traffic: Traffic) -> dict[tuple[str, str], int]:
     """Bytes by direction and kind, and frames that were sent again, seen from the coordinator."""
     found = {("sent", "control"): traffic.sent_control.bytes, ("received", "control"): traffic.received_control.bytes}
-    for kind in BlobKind:
-        found["sent", kind.name.lower()] = traffic.sent_blobs[kind].bytes
-        found["received", kind.name.lower()] = traffic.received_blobs[kind].bytes
+    for kind, name in _KINDS:
+        found["sent", name] = traffic.sent_blobs[kind].bytes
+        found["received", name] = traffic.received_blobs[kind].bytes
     found["resent", ""] = traffic.rewinds + traffic.control_resends
     return found

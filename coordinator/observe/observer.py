@@ -403,7 +403,7 @@ class Observer(executor.Observer):
         metrics.node_blocked.labels(node).set(progress.blocked_s)
         for direction, moved in (("up", sent), ("down", received)):
             for kind, count in to_plain(moved).items():
-                metrics.node_bytes.labels(node, direction, kind).set(count)
+                metrics.node_bytes_of(node, direction, kind).set(count)
 
     def _write(self, event: MetricsEvent) -> None:
         before = self._timeline.dropped
