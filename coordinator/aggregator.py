@@ -23,7 +23,17 @@ from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterSettings, resta
 from farloop.algo.spec import Fragment, RoundPlan
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
+from farloop.quant.blob import (
+    HEADER_BYTES,
+    BlobHeader,
+    Bytes,
+    Expected,
+    Parsed,
+    as_tensor,
+    blob_bytes,
+    parse_blob,
+    seal,
+)
 from farloop.quant.codec import Codec, finite_weight
 from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
 from farloop.quant.errors import NonFiniteError
@@ -196,7 +206,7 @@ class Sum:
 
 @torch.no_grad()
 def merge(
-    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
+    inputs: Sequence[tuple[Bytes | Parsed, float]],
     step: Step,
     codecs_up: Sequence[str],
     named: Sequence[tuple[int, int]],
@@ -212,7 +222,7 @@ def whole(delta: Tensor | Sum) -> Tensor:
 
 @torch.no_grad()
 def to_merge(
-    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
+    inputs: Sequence[tuple[Bytes | Parsed, float]],
     step: Step,
     codecs_up: Sequence[str],
     named: Sequence[tuple[int, int]],
@@ -243,28 +253,28 @@ def to_merge(
         # One after the other, so that a single payload lies here decompressed.
         total, scratch = torch.zeros(fragment.numel), _scratch(expected)
         for (blob, weight), expect in zip(inputs, expected, strict=True):
-            header, payload = parse_blob(blob, expect, scratch=scratch)
+            header, payload, _ = parse_blob(blob, expect, scratch=scratch)
             header.codec.decode_add_(payload, total, weight, fragment, seed=header.seed)
         return total
     parsed = [parse_blob(blob, expect) for (blob, _), expect in zip(inputs, expected, strict=True)]
     return Sum(
         codec=codecs[0],
         fragment=fragment,
-        payloads=[payload for _, payload in parsed],
+        payloads=[each.payload for each in parsed],
         weights=[weight for _, weight in inputs],
-        seeds=[header.seed for header, _ in parsed],
+        seeds=[each.header.seed for each in parsed],
     )
 
 
 @torch.no_grad()
-def products(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[Expected]) -> Gram:
+def products(blobs: Sequence[Bytes | Parsed], expected: Sequence[Expected]) -> Gram:
     """Inner products of encoded deltas. Deltas that cannot be decoded by tiles are held decoded, all at once."""
     return gram(_pieces(blobs, expected))
 
 
-def _pieces(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[Expected]) -> list[Pieces]:
-    def read(blob: bytearray | memoryview | bytes, expect: Expected) -> Iterator[Tensor]:
-        header, payload = parse_blob(blob, expect)
+def _pieces(blobs: Sequence[Bytes | Parsed], expected: Sequence[Expected]) -> list[Pieces]:
+    def read(blob: Bytes | Parsed, expect: Expected) -> Iterator[Tensor]:
+        header, payload, _ = parse_blob(blob, expect)
         return header.codec.decoded_tiles(payload, expect.fragment, seed=header.seed)
 
     return [partial(read, blob, expect) for blob, expect in zip(blobs, expected, strict=True)]
@@ -276,15 +286,13 @@ def _scratch(expected: Sequence[Expected]) -> bytearray | None:
     return bytearray(max(codec.payload_bytes(fragment) for codec, fragment in coded)) if coded else None
 
 
-def _merge_radially(
-    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]], expected: Sequence[Expected]
-) -> Tensor:
+def _merge_radially(inputs: Sequence[tuple[Bytes | Parsed, float]], expected: Sequence[Expected]) -> Tensor:
     fragment = expected[0].fragment
     scratch = _scratch(expected)  # for one payload at a time, as above
 
-    def pieces(blob: bytearray | memoryview | bytes, expect: Expected) -> Pieces:
+    def pieces(blob: Bytes | Parsed, expect: Expected) -> Pieces:
         def read() -> Iterator[Tensor]:
-            header, payload = parse_blob(blob, expect, scratch=scratch)
+            header, payload, _ = parse_blob(blob, expect, scratch=scratch)
             return header.codec.decoded_tiles(payload, fragment, seed=header.seed)
 
         return read
@@ -473,5 +481,5 @@ def apply_update_(anchor: Tensor, update: bytes | bytearray | memoryview, step: 
     expect = Expected(
         codecs=(codec,), fragment=step.fragment, version=step.version, base=step.version - 1, newest_epoch=step.epoch
     )
-    header, payload = parse_blob(update, expect)
+    header, payload, _ = parse_blob(update, expect)
     codec.decode_add_(payload, anchor, 1.0, step.fragment, seed=header.seed)

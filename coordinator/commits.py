@@ -20,7 +20,7 @@ from farloop.coordinator.aggregator import NO_POOL, Buffers, Pool, Result, Step,
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.quant.bit_rates import measure
-from farloop.quant.blob import Expected, pack_anchor, parse_blob, unpack_anchor
+from farloop.quant.blob import Expected, Parsed, pack_anchor, parse_blob, unpack_anchor
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
@@ -96,7 +96,8 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
 #
 # The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
 
-Inputs = Sequence[tuple[bytes | bytearray, float]]  # encoded deltas and their weights, in the order of the sum
+Delta = bytes | bytearray | Parsed  # an encoded delta, or one that was verified
+Inputs = Sequence[tuple[Delta, float]]  # deltas and their weights, in the order of the sum
 
 
 class WrongAnchor(Exception):
@@ -175,7 +176,7 @@ def apart(record: WindowCommitted) -> list[BlobId]:
 
 
 def _measured(
-    ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray], terms: Terms
+    ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[Delta], terms: Terms
 ) -> tuple[tuple[float, ...] | None, tuple[float | None, ...]]:
     """Weights by a robust rule, and cosines: both follow from all pairs of deltas."""
     rule, full = _rule(draft, terms), terms.admission.screen == "full" and spools_inputs(terms)
@@ -208,7 +209,7 @@ def compute(
     buffers: Buffers,
     draft: WindowCommitted,
     inputs: Inputs,
-    others: Sequence[bytes | bytearray] = (),
+    others: Sequence[Delta] = (),
     pool: Pool = NO_POOL,
     in_place: bool = False,
 ) -> Result:
@@ -241,7 +242,7 @@ def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | 
     norms = []
     expected = _expected(ledger, draft, [addend.blob for addend in draft.blobs])
     for (data, _), expect in zip(inputs, expected, strict=True):
-        header, payload = parse_blob(data, expect)
+        header, payload, _ = parse_blob(data, expect)
         norms.append(payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed))
     return draft.blobs[norms.index(max(norms))].blob if norms else None
 

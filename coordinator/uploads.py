@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farloop.algo.spec import BlobId, Fragment, NodeId
 from farloop.coordinator import commits
-from farloop.coordinator.commits import spools_inputs
+from farloop.coordinator.commits import Delta, spools_inputs
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
@@ -18,7 +18,7 @@ from farloop.coordinator.decide.screening import measured
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
 from farloop.coordinator.storage.store import Store
-from farloop.quant.blob import Bytes, Expected, blob_bytes, parse_blob
+from farloop.quant.blob import Expected, blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
@@ -37,6 +37,7 @@ class Verified:
     """A delta that matches its offer."""
 
     offer: Offer  # the offer, with the measured squared norm if it was measured
+    delta: Delta
     payload: int = 0  # xxh3-64 of its encoded numbers; 0 where it was not taken
 
 
@@ -46,16 +47,21 @@ def is_measured(offer: Offer, ledger: Ledger) -> bool:
     return spools_inputs(ledger.spec.terms) and ledger.screening.measures(offer.blob.fragment, offer.window)
 
 
-def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verified:
-    """Read every number of a delta once, and measure the delta if it may be compared with others.
+def verify(data: bytearray, offer: Offer, expect: Expected, measures: bool) -> Verified:
+    """Check every number of a delta, and measure the delta if it may be compared with others.
 
     Raises BadBlob: it does not match its offer, or a number in it is not finite.
     """
-    header, payload = parse_blob(data, expect)
+    parsed = parse_blob(data, expect)
+    header, payload, digest = parsed
+    coded = header.codec.traits.entropy_coded
+    delta = data if coded else parsed  # decompressed it would take more memory until its window closes
     if not measures:
-        return Verified(offer=offer)
+        return Verified(offer=offer, delta=delta)
     norm_sq = payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed)
-    return Verified(offer=measured(offer, norm_sq), payload=xxhash.xxh3_64_intdigest(payload.numpy().data))
+    if coded:
+        digest = xxhash.xxh3_64_intdigest(payload.numpy().data)
+    return Verified(offer=measured(offer, norm_sq), delta=delta, payload=digest)
 
 
 # --- Intake
@@ -227,7 +233,7 @@ class DeltaUploads(DeltaIntake):
         """Begins with the durable deltas that have no outcome."""
         super().__init__(buffer=store.pool.buffer)
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
-        self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
+        self._held: dict[BlobId, Delta] = {b: store.read_input(b) for b in store.ledger.inputs}
 
     def receive(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
         """Receive a delta over this session if the fragment's open window still admits it."""
@@ -245,7 +251,7 @@ class DeltaUploads(DeltaIntake):
         expect, measures = expected_delta(offer, fragment, codec_up, ledger.epoch), is_measured(offer, ledger)
 
         def verified(found: Verified) -> None:
-            self._bytes[offer.blob] = data
+            self._held[offer.blob] = found.delta
             if commits.spools_inputs(ledger.spec.terms):
                 self._storage.spool(rec.InputStored.of(found.offer, found.payload), data, stored)
             else:
@@ -273,17 +279,17 @@ class DeltaUploads(DeltaIntake):
     def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
         return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
 
-    def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
+    def addends(self, draft: rec.WindowCommitted) -> list[tuple[Delta, float]]:
         """The deltas of a commit with their weights, in the order of the sum."""
-        return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]
+        return [(self._held[addend.blob], addend.weight) for addend in draft.blobs]
 
-    def apart(self, draft: rec.WindowCommitted) -> list[bytes | bytearray]:
+    def apart(self, draft: rec.WindowCommitted) -> list[Delta]:
         """Deltas of nodes in quarantine, which are only measured."""
-        return [self._bytes[blob] for blob in commits.apart(draft)]
+        return [self._held[blob] for blob in commits.apart(draft)]
 
     def forget(self, blobs: Sequence[BlobId]) -> None:
         for blob in blobs:
-            self._bytes.pop(blob, None)
+            self._held.pop(blob, None)
 
     def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
         self.settled(offer.blob)

@@ -575,7 +575,7 @@ class Replica:
             base=base,
             newest_epoch=epoch,
         )
-        header, payload = parse_blob(blob, expect)
+        header, payload, _ = parse_blob(blob, expect)
         return Sent(codec=codec, seed=header.seed, payload=payload)
 
 

@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
@@ -91,6 +91,14 @@ class Expected:
     """Blobs outlive their coordinator (journal, resumed transfers): older epochs are accepted, newer ones are not."""
 
 
+class Parsed(NamedTuple):
+    """A blob that `parse_blob` has found to be the expected one."""
+
+    header: BlobHeader
+    payload: Tensor  # uint8, decompressed
+    digest: int  # xxh3-64 of the payload as it stands in the blob
+
+
 def blob_bytes(codec: Codec, fragment: Fragment) -> int:
     """Size of a fragment's blob, header included; an upper bound if the codec is entropy coded."""
     return HEADER_BYTES + codec.payload_bytes(fragment)
@@ -138,26 +146,32 @@ def seal(header: BlobHeader, blob: bytearray) -> bytearray:
         header.salt,
         len(blob) - HEADER_BYTES,
     )
-    _CHECKSUM.pack_into(blob, _FIELDS.size, _checksum(memoryview(blob)))
+    view = memoryview(blob)
+    _CHECKSUM.pack_into(blob, _FIELDS.size, _checksum(view, xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])))
     return blob
 
 
-def parse_blob(data: Bytes, expect: Expected, *, scratch: bytearray | None = None) -> tuple[BlobHeader, Tensor]:
+def parse_blob(data: Bytes | Parsed, expect: Expected, *, scratch: bytearray | None = None) -> Parsed:
     """Parse and validate an untrusted blob. No size in it decides an allocation.
 
-    `scratch` takes a decompressed payload: a buffer of that length or more, reused from blob to blob.
-
-    Returns:
-        The header, and the validated payload: uint8, a view of `data` unless that is read-only or compressed.
+    What was parsed before, for the same receiver, is returned as it is: its bytes are not read again. `scratch` takes a
+    decompressed payload: a buffer of that length or more, reused from blob to blob. The payload is a view of `data`
+    unless that is read-only or compressed.
 
     Raises:
         BadBlob: the bytes are not the expected blob, for any reason.
     """
+    if isinstance(data, Parsed):
+        header = data.header
+        assert header.codec in expect.codecs and header.fragment.index == expect.fragment.index
+        assert (header.version, header.base) == (expect.version, expect.base) and header.epoch <= expect.newest_epoch
+        return data
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise BadBlob(f"{len(view)} bytes are no header")
     header, compressed = _parse_header(view, expect)
-    if _CHECKSUM.unpack_from(view, _FIELDS.size)[0] != _checksum(view):
+    digest = xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])
+    if _CHECKSUM.unpack_from(view, _FIELDS.size)[0] != _checksum(view, digest):
         raise BadBlob("the checksum is wrong")
     if compressed:
         payload = as_tensor(_decompressed(view[HEADER_BYTES:], header.codec.payload_bytes(header.fragment), scratch))
@@ -167,7 +181,7 @@ def parse_blob(data: Bytes, expect: Expected, *, scratch: bytearray | None = Non
         header.codec.validate(payload, header.fragment)
     except BadPayload as error:
         raise BadBlob(f"{header.codec.name} payload: {error}") from error
-    return header, payload
+    return Parsed(header, payload, digest)
 
 
 def as_tensor(data: Bytes) -> Tensor:
@@ -255,8 +269,8 @@ def _require_equal(what: str, found: object, right: object) -> None:
         raise BadBlob(f"{what}: {found!r} instead of {right!r}")
 
 
-def _checksum(blob: memoryview) -> int:
-    payload = xxhash.xxh3_64_intdigest(blob[HEADER_BYTES:])
+def _checksum(blob: memoryview, payload: int) -> int:
+    """`payload` is the digest of the blob's payload."""
     digest: int = xxhash.xxh3_64_intdigest(blob[: _FIELDS.size], seed=payload)
     return digest
 

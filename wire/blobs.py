@@ -122,6 +122,7 @@ class Reassembly:
         self.data = bytearray(size) if data is None else data
         self.islands = Ranges()
         """What has arrived beyond the prefix."""
+        self._hasher = xxhash.xxh3_64()  # of the prefix: no byte of it changes, and it has just been in the cache
 
     @property
     def arrived(self) -> int:
@@ -145,16 +146,18 @@ class Reassembly:
         start, end = self.islands.add(start, end)
         if start <= self.received:
             self.islands.remove(start, end)
+            self._hash(self.received, end)
             self.received = end
 
     def clear(self) -> None:
         """Forget all bytes."""
         self.received = 0
+        self._hasher.reset()
         self.islands.clear()
 
     def verify(self) -> bool:
         """Whether the complete buffer has the announced digest."""
-        return blob_digest(self.data) == self.digest
+        return self._hasher.intdigest() == self.digest
 
     def check(self) -> None:
         assert 0 <= self.received <= self.size
@@ -164,3 +167,6 @@ class Reassembly:
 
     def _keep(self, offset: int, chunk: memoryview) -> None:
         self.data[offset : offset + len(chunk)] = chunk
+
+    def _hash(self, start: int, end: int) -> None:
+        self._hasher.update(memoryview(self.data)[start:end])

@@ -242,7 +242,7 @@ class Store:
         return size
 
     def compute(
-        self, draft: rec.WindowCommitted, inputs: commits.Inputs, others: Sequence[bytes | bytearray] = ()
+        self, draft: rec.WindowCommitted, inputs: commits.Inputs, others: Sequence[commits.Delta] = ()
     ) -> Result:
         """As `commits.compute`, for `commit`. Any thread, one at a time.
 

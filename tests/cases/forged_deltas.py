@@ -71,7 +71,7 @@ class ForgingLink(SimulatedLink):
             base=offer.blob.version,
             newest_epoch=_ANY_EPOCH,
         )
-        header, payload = parse_blob(data, expect)
+        header, payload, _ = parse_blob(data, expect)
         if self._deceit is None:
             self._board.payloads[offer.blob.node, fragment.index] = payload.clone()
             return offer, data

@@ -68,7 +68,7 @@ def check_decoded(codec: Codec, fragment: Fragment, payload: Tensor, seed: int) 
 
 def check_blob(codec: Codec, fragment: Fragment, blob: bytes | bytearray, scratch: bytearray | None = None) -> None:
     """Raises BadBlob, or the blob decodes to finite numbers."""
-    parsed, payload = parse_blob(blob, expected(codec, fragment), scratch=scratch)
+    parsed, payload, _ = parse_blob(blob, expected(codec, fragment), scratch=scratch)
     check_decoded(codec, fragment, payload, parsed.seed)
 
 

@@ -67,7 +67,7 @@ def decoded(blob: bytes | bytearray, codec: str, version: int = 1) -> Tensor:
     expect = Expected(
         codecs=(codec_named(codec),), fragment=FRAGMENT, version=version, base=version - 1, newest_epoch=2
     )
-    header, payload = parse_blob(blob, expect)
+    header, payload, _ = parse_blob(blob, expect)
     return codec_named(codec).decode(payload, FRAGMENT, seed=header.seed)
 
 
@@ -315,7 +315,7 @@ def test_the_update_says_what_it_is(spec: RunSpec) -> None:
     """Q: version, base and epoch are in its header, and a blob of another version is not it."""
     result = commit(begun(spec.terms), [(delta(noise(1), "q4"), 1.0)], spec.terms)
     expect = Expected(codecs=(codec_named("q4"),), fragment=FRAGMENT, version=1, base=0, newest_epoch=2)
-    header, _ = parse_blob(result.update, expect)
+    header, _, _ = parse_blob(result.update, expect)
     assert header == BlobHeader(codec=codec_named("q4"), fragment=FRAGMENT, version=1, base=0, epoch=2)
     with pytest.raises(BadBlob, match="version"):
         aggregator.apply_update_(noise(0), result.update, step(2), "q4")

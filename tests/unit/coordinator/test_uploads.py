@@ -20,8 +20,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
-from farloop.coordinator.uploads import DeltaIntake, DeltaUploads
-from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.coordinator.uploads import DeltaIntake, DeltaUploads, expected_delta, verify
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, Parsed, blob_bytes, pack_blob, parse_blob
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly, blob_digest
@@ -287,11 +287,25 @@ def test_a_delta_is_let_in_verified_durable_and_kept_until_it_is_forgotten(run: 
         anchor_digest=0, target_digest=0, momentum_digest=None, next_window=None, update_size=0, update_digest=0,
         outer_lr=1.0, outer_momentum=0.0, why="",
     )  # fmt: skip
-    assert desk.uploads.addends(draft) == [(data, 0.5)]
+    ((found, weight),) = desk.uploads.addends(draft)
+    assert isinstance(found, Parsed) and found.payload.numpy().tobytes() == data[HEADER_BYTES:] and weight == 0.5
     assert desk.begin().addends(draft) == [(data, 0.5)], "durable without an outcome: it is here after a restart"
     desk.uploads.forget([offer.blob])
     with pytest.raises(KeyError):
         desk.uploads.addends(draft)
+
+
+@pytest.mark.parametrize("codec", ["q4", "q4r"])
+def test_a_delta_is_kept_as_it_came_and_known_by_its_numbers(run: RunSpec, codec: str) -> None:
+    """A compressed one is decompressed when its window closes: many may wait until then."""
+    offer, data = delta(run, codec)
+    expect = expected_delta(offer, run.identity.layout.fragments[0], codec, 1)
+    found, parsed = verify(data, offer, expect, measures=True), parse_blob(data, expect)
+    if codec == "q4r":
+        assert found.delta is data and len(parsed.payload) > len(data) - HEADER_BYTES
+    else:
+        assert isinstance(found.delta, Parsed) and found.delta.payload.data_ptr() == parsed.payload.data_ptr()
+    assert found.payload == blob_digest(parsed.payload.numpy().tobytes())
 
 
 def test_wrong_bytes_are_dropped_with_a_reason_and_leave_no_trace(run: RunSpec) -> None:

@@ -48,7 +48,7 @@ def decoded(replica: Replica, encoded: Encoded, codec: str) -> tuple[int, Tensor
     """The seed, and what the coordinator reads, if it accepts the blob."""
     coder, fragment = codec_named(codec), replica.layout.fragments[0]
     expect = Expected(codecs=(coder,), fragment=fragment, version=7, base=6, newest_epoch=5)
-    header, payload = parse_blob(encoded.data, expect)
+    header, payload, _ = parse_blob(encoded.data, expect)
     assert header.epoch == 5
     return header.seed, coder.decode(payload, fragment, seed=header.seed)
 

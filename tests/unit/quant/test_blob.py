@@ -68,7 +68,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys(
 
 @every_codec
 def test_a_blob_comes_back_with_its_header(codec: Codec) -> None:
-    parsed, payload = parse_blob(blob_of(codec), expected(codec))
+    parsed, payload, _ = parse_blob(blob_of(codec), expected(codec))
     assert parsed == header(codec)
     assert torch.equal(payload, payload_of(codec))
 
@@ -98,7 +98,7 @@ def test_a_buffer_of_the_wrong_size_is_refused() -> None:
 def test_an_empty_fragment_makes_a_blob_too(codec: Codec) -> None:
     blob = pack_blob(header(codec, flat(0)), codec.encode(torch.empty(0), flat(0)))
     assert len(blob) <= blob_bytes(codec, flat(0))
-    _, payload = parse_blob(blob, expected(codec, fragment=flat(0)))
+    _, payload, _ = parse_blob(blob, expected(codec, fragment=flat(0)))
     assert not codec.decode(payload, flat(0)).numel()
 
 
@@ -108,15 +108,27 @@ def test_blobs_may_be_read_only_and_at_odd_addresses(codec: Codec) -> None:
     for offset in range(4):
         shifted = memoryview(bytearray(offset) + blob)[offset:]
         for view in (shifted, shifted.toreadonly()):
-            _, payload = parse_blob(view, expected(codec))
+            _, payload, _ = parse_blob(view, expected(codec))
             assert torch.equal(payload, payload_of(codec))
 
 
 def test_a_writable_blob_is_not_copied() -> None:
     blob = blob_of(CODECS["q4"])
-    _, payload = parse_blob(blob, expected(CODECS["q4"]))
+    _, payload, _ = parse_blob(blob, expected(CODECS["q4"]))
     blob[-1] ^= 0xFF
     assert int(payload[-1]) == blob[-1]
+
+
+def test_what_was_parsed_is_not_read_again() -> None:
+    blob = blob_of(CODECS["q4"])
+    parsed = parse_blob(blob, expected(CODECS["q4"]))
+    assert parsed.digest == xxhash.xxh3_64_intdigest(blob[HEADER_BYTES:])
+    blob[-1] ^= 0xFF
+    assert parse_blob(parsed, expected(CODECS["q4"])) is parsed
+    with pytest.raises(BadBlob, match="checksum"):
+        parse_blob(blob, expected(CODECS["q4"]))
+    with pytest.raises(AssertionError):
+        parse_blob(parsed, expected(CODECS["q4"], version=99))
 
 
 def test_a_read_only_blob_cannot_be_changed_through_its_payload() -> None:
@@ -224,7 +236,7 @@ def test_a_mutated_blob_is_refused_or_decodes_to_finite_numbers(
     if honest_checksum:
         blob = sealed(blob)
     try:
-        parsed, payload = parse_blob(blob, expected(codec))
+        parsed, payload, _ = parse_blob(blob, expected(codec))
     except BadBlob:
         assert blob != original
         return

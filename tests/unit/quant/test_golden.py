@@ -175,7 +175,7 @@ def test_a_released_blob_is_still_read(name: str) -> None:
     expect = Expected(
         codecs=(codec,), fragment=header.fragment, version=header.version, base=header.base, newest_epoch=5
     )
-    parsed, payload = parse_blob(bytes.fromhex(released[key]), expect)
+    parsed, payload, _ = parse_blob(bytes.fromhex(released[key]), expect)
     assert parsed == header
     assert torch.equal(payload, blob_payload(codec))
 

@@ -104,6 +104,7 @@ def test_ranges_are_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
     [
         ([(0, b"goo"), (0, b"bad"), (3, b"d")], True),  # a duplicate with other bytes does not change the prefix
         ([(0, b"goof")], False),
+        ([(2, b"xx"), (2, b"od"), (0, b"go")], True),  # of what is beyond a gap the last bytes count
         ([(0, b"go"), (3, b"x"), None, (0, b"good")], True),  # cleared, it starts again
     ],
 )
