@@ -106,7 +106,7 @@ def test_large_parts_are_written_past_the_page_cache_to_the_same_bytes(
 
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(fcntl, "fcntl", flag)
-    large = os.urandom(DIRECT_BYTES + 5 * 4096 + 77)
+    large = os.urandom(5 * DIRECT_BYTES + 5 * 4096 + 77)  # more than one piece
     parts = [b"header", memoryview(bytearray(large))[3:], b"between", large, b"", b"end"]
     expected = b"".join(bytes(part) for part in parts)
     file = DISK.create(tmp_path / "file")
