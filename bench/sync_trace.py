@@ -22,14 +22,14 @@ STAGES = {
     "taken": "node: take the delta",
     "encoded": "node: encode",
     "arrived": "send up",
-    "verified": "coordinator: verify",
+    "stored": "coordinator: verify, write to disk",
     "computed": "coordinator: sum, outer step, encode",
     "told": "coordinator: write to disk, publish",
     "received": "send down",
     "applied": "node: decode, add, digest",
     "merged": "node: merge",
 }
-"""Marks in the order of a round, each with the stage that it ends. Those that are not here lie beside them."""
+"""Marks in the order of a round, each with the stage that it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,6 @@ class Marks(list[Mark]):
         from farloop.coordinator.executor import CoordinatorExecutor
 
         self.after(CoordinatorExecutor, "_keep_delta", "arrived", lambda _, offer, data: offer.blob.version + 1)
-        self.after(CoordinatorExecutor, "_compute_now", "verified", lambda _, commit: commit.draft.version)
         self.after(CoordinatorExecutor, "_commit", "stored", lambda _, command: command.draft.version)
         self.after(commits, "compute", "computed", lambda ledger, buffers, draft, *rest: draft.version)
         self.after(CoordinatorExecutor, "_publish", "told", lambda _, nodes, committed: committed.version)

@@ -1,12 +1,9 @@
 """The coordinator's executor: turns what sessions and storage report into events, and carries out the commands.
 
 It never waits. Commands run one after the other in the order the machine gave them, so that a record is durable before
-what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The machine
-hears of a delta once it is verified, and the commands that follow wait until it is durable. Only what tells nothing of
-it goes ahead: other bytes are received and published, and the arithmetic of a commit begins.
-
-The same executor runs in the daemon (`daemon.py`) and in the simulator (`sim/world.py`): time, workers, files and
-sockets are ports.
+what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The same
+executor runs in the daemon (`daemon.py`) and in the simulator (`sim/world.py`): time, workers, files and sockets
+are ports.
 """
 
 import dataclasses
@@ -14,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -69,17 +65,6 @@ class Observer:
     def refresh(self, machine: CoordinatorMachine) -> None: ...
 
 
-@dataclass(slots=True)
-class _Commit:
-    """A commit from the begin of its arithmetic to its record."""
-
-    draft: rec.WindowCommitted
-    reserved: int | None = None
-    """Room for its record; not before its command's turn, at which all that it follows from is durable."""
-    computed: Callable[[int], None] | None = None
-    """What to do with this room once the arithmetic is over."""
-
-
 class CoordinatorExecutor:
     """One start of the coordinator of one run. All methods are called in one thread."""
 
@@ -119,10 +104,8 @@ class CoordinatorExecutor:
         self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
         self._changed, self._saw, self._check = changed, saw, check
         self._peers: dict[int, Peer] = {}  # sessions that have greeted, by number
-        self._commands: deque[ev.Command | BlobId] = deque()
-        """A delta stands before the commands that may follow from it: it is durable first."""
-        self._commits: dict[int, _Commit] = {}  # by fragment
-        self._drafts: deque[rec.WindowCommitted] = deque()  # of those whose arithmetic has to wait for memory
+        self._commands: deque[ev.Command] = deque()
+        self._drafts: deque[tuple[rec.WindowCommitted, int]] = deque()  # with a reservation each, to be computed
         self._result_bytes = 0  # of the commits that are being computed or made durable
         self._busy = False  # whether a command waits for storage
         self._scheduled = False  # whether `_go_on` is about to be called
@@ -277,35 +260,11 @@ class CoordinatorExecutor:
         self._scheduled = False
         self._arm()
         while self._commands and not (self._busy or self._stopped):
-            command = self._commands[0]
-            if not isinstance(command, BlobId):
-                self._commands.popleft()
-                self._carry_out(command)
-            elif self._deltas.is_settled(command):
-                self._commands.popleft()
-            else:
-                self._go_ahead()
-                break
+            command = self._commands.popleft()
+            self._observer.carries_out(command)
+            self._saw(command)
+            self._execute(command)
         self._changed()
-
-    def _go_ahead(self) -> None:
-        """Carry out, or begin, those of the waiting commands that tell nobody of the delta that is not durable yet."""
-        for command in list(self._commands):
-            match command:
-                case ev.Receive() | ev.Publish():  # what is published has a record, and that is durable
-                    self._commands.remove(command)
-                    self._carry_out(command)
-                case ev.Commit(draft=draft):
-                    self._begin(draft)
-                case BlobId() | ev.Tell(message=msg.Stored()):
-                    pass
-                case _:
-                    return  # what comes after it may follow from it
-
-    def _carry_out(self, command: ev.Command) -> None:
-        self._observer.carries_out(command)
-        self._saw(command)
-        self._execute(command)
 
     def _release(self) -> None:
         """What a command waited for is durable."""
@@ -399,15 +358,11 @@ class CoordinatorExecutor:
     def _keep_delta(self, offer: msg.Offer, data: bytearray) -> None:
         peer = self.sessions.get(offer.blob.node)
 
-        def done(event: ev.Event) -> None:
-            self._commands.append(offer.blob)
-            self._happened_to(peer, event)
-
         def failed(error: Exception) -> None:
             self._fail(peer, error, self._deltas.broken(offer, error))
 
         try:
-            self._deltas.keep(offer, data, done, self._go_on, failed)
+            self._deltas.keep(offer, data, partial(self._happened_to, peer), failed)
         except Exception as error:  # noqa: BLE001 - the edge of a session
             failed(error)
 
@@ -446,40 +401,26 @@ class CoordinatorExecutor:
     # --- Commits
 
     def _commit(self, command: ev.Commit) -> None:
-        """It is a commit's turn: reserve room for its record, and write it when the arithmetic is over."""
-        commit = self._begin(command.draft)
-        fragment, version = commit.draft.fragment, commit.draft.version
-
-        def reserved(room: int) -> None:
-            commit.reserved = room
-            self._finish(commit)
+        """Reserve room, compute, make durable: three jobs."""
+        draft = command.draft
 
         def refused(error: Exception) -> None:
-            self.happened(ev.CommitFailed(fragment=fragment, version=version, detail=str(error)))
+            self.happened(ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error)))
 
-        self.storage.reserve(fragment, command.codec_down, reserved, refused)
+        self.storage.reserve(draft.fragment, command.codec_down, partial(self._compute_commit, draft), refused)
 
-    def _begin(self, draft: rec.WindowCommitted) -> _Commit:
-        """Begin with the arithmetic of a commit, unless that has begun."""
-        if draft.fragment not in self._commits:
-            self._commits[draft.fragment] = _Commit(draft)
-            self._drafts.append(draft)
-            self._compute_next()
-        return self._commits[draft.fragment]
-
-    def _finish(self, commit: _Commit) -> None:
-        if commit.reserved is not None and commit.computed is not None:
-            del self._commits[commit.draft.fragment]
-            commit.computed(commit.reserved)
+    def _compute_commit(self, draft: rec.WindowCommitted, reserved: int) -> None:
+        self._drafts.append((draft, reserved))
+        self._compute_next()
 
     def _compute_next(self) -> None:
         """Compute the next commits, within a memory limit: at a run's end all fragments commit at once."""
         while self._drafts:
-            num_bytes = self._num_result_bytes(self._drafts[0].fragment)
+            num_bytes = self._num_result_bytes(self._drafts[0][0].fragment)
             if self._result_bytes and self._result_bytes + num_bytes > MOST_RESULT_BYTES:
                 return
             self._result_bytes += num_bytes
-            self._compute_now(self._commits[self._drafts.popleft().fragment])
+            self._compute_now(*self._drafts.popleft())
 
     def _num_result_bytes(self, fragment: int) -> int:
         """Of the new buffers of a commit: anchor, target and the outer optimizer's state."""
@@ -490,8 +431,7 @@ class CoordinatorExecutor:
         self._result_bytes = max(0, self._result_bytes - self._num_result_bytes(fragment))
         self._compute_next()
 
-    def _compute_now(self, commit: _Commit) -> None:
-        draft = commit.draft
+    def _compute_now(self, draft: rec.WindowCommitted, reserved: int) -> None:
         addends, apart = self._deltas.addends(draft), self._deltas.apart(draft)
         ledger, started = self._store.ledger, self._clock.now()
 
@@ -501,23 +441,17 @@ class CoordinatorExecutor:
             return dataclasses.replace(result, seconds=self._clock.now() - began)
 
         def computed(result: Result) -> None:
-            now = self._clock.now()
-            done = partial(self._committed, result, now - started, now)
-            commit.computed = lambda reserved: self.storage.commit(draft, result, reserved, done)
-            self._finish(commit)
+            merge_s = self._clock.now() - started
+            self.storage.commit(draft, result, reserved, partial(self._committed, result, merge_s, self._clock.now()))
 
         def failed(error: Exception) -> None:
             if not isinstance(error, NonFiniteError):  # finite deltas can add up to more than fp32 holds
                 return self._fatal(error)
-
-            def overflowed(reserved: int) -> None:
-                self.storage.release(reserved)
-                self._result_over(draft.fragment)
-                longest = partial(commits.longest, ledger, draft, addends)
-                self._compute.submit(longest, partial(self._overflowed, draft, error), self._fatal)
-
-            commit.computed = overflowed
-            self._finish(commit)
+            self.storage.release(reserved)
+            self._result_over(draft.fragment)
+            longest = partial(commits.longest, ledger, draft, addends)
+            overflow = partial(self._overflowed, draft, error)
+            self._compute.submit(longest, overflow, self._fatal)
 
         self._compute.submit(compute, computed, failed)
 

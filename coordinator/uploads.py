@@ -22,7 +22,7 @@ from farloop.quant.blob import Expected, blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
-from farloop.runtime.ports import Action, Clock, Worker
+from farloop.runtime.ports import Clock, Worker
 from farloop.wire import messages as msg
 from farloop.wire.blobs import Reassembly, blob_digest
 from farloop.wire.messages import AnchorRef, Offer
@@ -165,10 +165,6 @@ class DeltaIntake:
     def settled(self, blob: BlobId) -> None:
         self._keeping.discard(blob)
 
-    def is_settled(self, blob: BlobId) -> bool:
-        """Whether a delta that has arrived is durable, or was rejected."""
-        return blob not in self._keeping
-
     def check(self) -> None:
         """Assert the invariants."""
         assert self._partial.keys() == self._offers.keys() >= self._asleep
@@ -242,25 +238,23 @@ class DeltaUploads(DeltaIntake):
         wrong = self.let_in(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
-    def keep(self, offer: msg.Offer, data: bytearray, done: Done, durable: Action, failed: Failed) -> None:
-        """Verify and store a delta. It counts once it is verified; nothing that follows from it may be told before it
-        is `durable`. `failed` gets unexpected errors."""
+    def keep(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
+        """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         expect, measures = expected_delta(offer, fragment, codec_up, ledger.epoch), is_measured(offer, ledger)
 
         def verified(found: Verified) -> None:
-            self._held[offer.blob] = found.delta
-            if commits.spools_inputs(ledger.spec.terms):
-                self._storage.spool(rec.InputStored.of(found.offer, found.payload), data, stored)
-            else:
+            def stored() -> None:
                 self.settled(offer.blob)
-            done(ev.InputStored(offer=found.offer, payload=found.payload))
+                self._held[offer.blob] = found.delta
+                done(ev.InputStored(offer=found.offer, payload=found.payload))
 
-        def stored() -> None:
-            self.settled(offer.blob)
-            durable()
+            if commits.spools_inputs(ledger.spec.terms):
+                self._storage.spool(rec.InputStored.of(found.offer, found.payload), data, stored, failed)
+            else:
+                stored()
 
         def refused(error: Exception) -> None:
             if isinstance(error, BadBlob):

@@ -46,7 +46,7 @@ class NodeDisconnected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputStored:
-    """A delta is whole and verified, and is being made durable: no later command tells of it before."""
+    """A delta is whole, verified and durable."""
 
     offer: Offer
     payload: int = 0  # as in its record

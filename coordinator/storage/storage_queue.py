@@ -7,11 +7,12 @@ reservation is repeated by the machine, which is told. Any other error of storag
 until a restart reads it.
 """
 
-from collections import deque
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from farloop.coordinator.aggregator import Result
@@ -31,15 +32,11 @@ _AGAIN_S = 0.01  # between two tries to take the state
 LOOK_S = 1.0  # after this long without any call it is checked that the state directory is still ours
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Delta:
     record: rec.InputStored
     data: bytes | bytearray
-    done: Action
-
-    @property
-    def name(self) -> str:
-        return f"a delta of {self.record.blob.node}"
+    error: Exception | None = None  # why it is not durable, after its turn
 
 
 class StorageQueue:
@@ -60,8 +57,7 @@ class StorageQueue:
         """
         self.hold = StorageHold(alarms)
         self._store, self._worker, self._clock, self._fatal = store, worker, clock, fatal
-        self._gathered: deque[_Delta] = deque()  # to be appended; only the worker takes out of it
-        self._tries_again = False  # whether the first of them waits for room
+        self._gathered: SimpleQueue[_Delta] = SimpleQueue()
         self._beside = beside
         self._called_at = clock.now()
         self._given_up = False
@@ -79,31 +75,26 @@ class StorageQueue:
         call = partial(self._append, record, data)
         self._once_there_is_room(f"an anchor of {record.node}", call, lambda _: done(), failed)
 
-    def spool(self, record: rec.InputStored, data: bytearray, done: Action) -> None:
+    def spool(self, record: rec.InputStored, data: bytearray, done: Action, failed: Failed) -> None:
         """Store a delta, once there is room: its node would not send a dropped delta again.
 
-        Deltas that arrive while the disk is busy are appended together, with one sync. They are always appended in
-        their order, in which they were decided about: one that waits for room holds up those after it.
+        Deltas that arrive while the disk is busy are appended together, with one sync.
         """
-        self._gathered.append(_Delta(record, data, done))
-        self._submit(self._append_gathered, self._appended, self._fatal)
+        what, delta = f"a delta of {record.blob.node}", _Delta(record, data)
 
-    def _appended(self, found: tuple[list[_Delta], tuple[_Delta, NoRoom] | None]) -> None:
-        deltas, refused = found
-        for delta in deltas:
-            self.hold.end(delta.name)
-            delta.done()
-        if refused is None or self._tries_again:
-            return
-        first, error = refused
-        self.hold.begin(first.name, error)
-        self._tries_again = True
+        def over(_: None) -> None:  # this job, or one before it, has had its turn with the delta
+            if delta.error is None:
+                self.hold.end(what)
+                done()
+            elif isinstance(delta.error, NoRoom):
+                self.hold.begin(what, delta.error)
+                call = partial(self._append, record, data)
+                self._pause(lambda: self._once_there_is_room(what, call, lambda _: done(), failed))
+            else:
+                failed(delta.error)
 
-        def again() -> None:
-            self._tries_again = False
-            self._submit(self._append_gathered, self._appended, self._fatal)
-
-        self._pause(again)
+        self._gathered.put(delta)
+        self._submit(self._append_gathered, over, failed)
 
     def reserve(self, fragment: int, codec_down: str, done: Callable[[int], None], refused: Failed) -> None:
         """Reserve room for an update, to be given to `commit` or `release`.
@@ -235,20 +226,23 @@ class StorageQueue:
         self._store.append(record, attachment)
         self._store.sync()
 
-    def _append_gathered(self) -> tuple[list[_Delta], tuple[_Delta, NoRoom] | None]:
-        """Append all waiting deltas with one sync, up to the first that there is no room for."""
-        appended, refused = list[_Delta](), None
-        while self._gathered and refused is None:
-            delta = self._gathered[0]
-            try:
-                self._store.append(delta.record, delta.data)
-            except NoRoom as error:
-                refused = delta, error
-            else:
-                appended.append(self._gathered.popleft())
-        if appended:
-            self._store.sync()
-        return appended, refused
+    def _append_gathered(self) -> None:
+        """Append all waiting deltas with one sync."""
+        batch: list[_Delta] = []
+        with suppress(Empty):
+            while True:
+                batch.append(self._gathered.get_nowait())
+        try:
+            for delta in batch:
+                try:
+                    self._store.append(delta.record, delta.data)
+                except NoRoom as error:
+                    delta.error = error
+            if any(delta.error is None for delta in batch):
+                self._store.sync()
+        except Exception as error:  # noqa: BLE001 - each of the batch is told of it
+            for delta in batch:
+                delta.error = error
 
 
 def _update(fragment: int) -> str:

@@ -13,8 +13,7 @@ class VirtualHost:
         self.agenda = EventQueue()
         self.process = Process(self.agenda)
         self.clock = VirtualClock(self.process)
-        self.storage_s = JOB_S  # that every job of the disk takes
-        self.storage = VirtualWorker(self.process, lambda: self.storage_s)
+        self.storage = VirtualWorker(self.process, lambda: JOB_S)
         self.compute = VirtualWorker(self.process, lambda: JOB_S)
         self.errors: list[Exception] = []
 

@@ -23,7 +23,6 @@ from typing import Any
 from plain_node import train
 
 from farloop.cli.main import main
-from farloop.coordinator import commits
 from farloop.coordinator import executor as coordinator
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage import files, journal, snapshots, store
@@ -145,7 +144,6 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "prune-before": before(files.OsFiles, "delete", _names("journal-*.log")),
     "prune-unlinked": after(Path, "unlink", _names("journal-*.log")),
     "prune-after": after(files.OsFiles, "delete", _names("journal-*.log")),
-    "commit-computed": after(commits, "compute"),
     "commit-before": before(store.Store, "commit"),
     "commit-durable": durable_before_memory,
     "commit-after": after(store.Store, "commit"),

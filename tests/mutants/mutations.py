@@ -448,13 +448,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "unit/coordinator/test_power_loss.py",
     ),
     _of(
-        "what follows from a delta is told before it is durable",
-        "coordinator/executor.py",
-        "            elif self._deltas.is_settled(command):\n",
-        "            elif True:\n",
-        "unit/coordinator/test_executor.py",
-    ),
-    _of(
         "a rename is not made durable",
         "coordinator/storage/files.py",
         'raise _failed(path, "rename", error) from error\n            directory.sync()\n',

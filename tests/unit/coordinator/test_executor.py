@@ -1,6 +1,6 @@
 """Covers `coordinator/executor.py`: what an unexpected error ends. What a run does: `tests/unit/sim`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,11 @@ import stored_runs
 from disk_faults import refuse
 from plain_runs import plain_hello, plain_spec
 from virtual_files import VirtualFiles
-from virtual_host import JOB_S, VirtualHost
+from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
-from farloop.coordinator import commits
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.errors import MachineBroken, StorageFailed
 from farloop.coordinator.executor import CoordinatorExecutor
@@ -24,7 +22,7 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.uploads import DeltaUploads
 from farloop.wire import events as wire_ev
-from farloop.wire.messages import Committed, Fetch, Finished, Offer, Role, Stored, Welcome
+from farloop.wire.messages import Fetch, Finished, Offer, Role, Welcome
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -53,8 +51,7 @@ class Desk(VirtualHost):
 
     def __init__(self, spec: RunSpec, files: VirtualFiles | None = None) -> None:
         super().__init__()
-        self.files = files or VirtualFiles()
-        self.store = store = stored_runs.begun(Path("/state"), spec, files=self.files)
+        store = stored_runs.begun(Path("/state"), spec, files=files or VirtualFiles())
         self.machine = CoordinatorMachine(store.ledger.copy(), now=0.0)
         self.eyes, self.ended = Eyes(), list[tuple[Peer, Exception]]()
         self.executor = CoordinatorExecutor(
@@ -147,94 +144,6 @@ def test_commands_wait_for_the_record_before_them_and_for_nothing_that_is_told_m
     assert [type(command) for command in desk.eyes.commands] == [ev.Record]
     desk.run()
     assert [type(command) for command in desk.eyes.commands] == [ev.Record, ev.Tell, ev.Tell, ev.Forget]
-
-
-def closing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A delta has arrived with which a window closes; what comes of it, in order."""
-    stored_runs.fix_rounds(desk.store)
-    stored, data = stored_runs.delta(desk.store, stored_runs.NODES[0], 0)
-    codec_down = desk.store.ledger.windows[0].codec_down
-    commit = ev.Commit(draft=stored_runs.draft(desk.store, 0, [stored.blob]), codec_down=codec_down)
-    told = ev.Tell(node=A, message=Stored(blob=stored.blob))
-    diary: list[str] = []
-
-    def notes(owner: Any, call: str, what: Callable[..., str]) -> None:
-        inner = getattr(owner, call)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = inner(*args, **kwargs)
-            diary.append(what(*args))
-            return result
-
-        monkeypatch.setattr(owner, call, noted)
-
-    def decide(event: ev.Event, now: float) -> list[ev.Command]:
-        if isinstance(event, ev.CommitDone):
-            diary.append("done")
-        return [told, commit, DECIDED] if isinstance(event, ev.InputStored) else []
-
-    notes(commits, "compute", lambda *args: "computed")
-    notes(desk.store, "sync", lambda: "durable")
-    notes(desk.store, "append", lambda record, *rest: type(record).__name__)
-    notes(desk.store, "commit", lambda *args: "committed")
-    notes(desk.eyes, "carries_out", lambda command: type(command).__name__)
-    monkeypatch.setattr(DeltaUploads, "arrived", lambda self, blob: self._keeping.add(blob) or stored.offer())
-    monkeypatch.setattr(desk.machine, "handle", decide)
-    desk.executor.heard(desk.peer, wire_ev.BlobReceived(blob=stored.blob, data=data))
-    return diary
-
-
-TOLD = ["InputStored", "durable", "Tell", "Commit", "Tell"]
-"""In this order what has to do with a delta becomes durable and is carried out; its commit follows."""
-
-
-def test_a_sum_begins_before_its_last_delta_is_durable_and_nothing_follows_from_it_before(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """O: the record of a commit is behind those of its deltas."""
-    desk.storage_s = 10 * JOB_S
-    diary = closing(desk, monkeypatch)
-    desk.run_for(5 * JOB_S)
-    assert diary == ["computed"]
-    desk.run()
-    assert diary == ["computed", *TOLD, "durable", "committed", "done"]
-
-
-def test_a_sum_of_a_delta_without_room_waits_for_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    diary = closing(desk, monkeypatch)
-    desk.files.exhausted = True
-    desk.run_for(10 * RETRY_S)
-    assert diary == ["computed"]
-    desk.files.exhausted = False
-    desk.run()
-    assert diary == ["computed", *TOLD, "durable", "committed", "done"]
-
-
-def test_a_sum_of_a_delta_that_never_is_durable_leaves_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.files.failing_sync = lambda path: path.suffix == ".log"
-    diary = closing(desk, monkeypatch)
-    desk.run()
-    assert [type(error) for error in desk.errors] == [StorageFailed]
-    assert sorted(diary) == ["InputStored", "computed"] and desk.store.ledger.versions[0] == 0
-
-
-def test_bytes_come_and_go_past_a_delta_that_is_not_durable_and_nothing_else_does(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk.storage_s = 10 * JOB_S
-    closing(desk, monkeypatch)
-    desk.run_for(5 * JOB_S)
-    committed = Committed(
-        fragment=0, version=1, size=1, digest=1, anchor_digest=1, merged=(), drops=(), next_window=None, rounds=()
-    )  # fmt: skip
-    ahead = [ev.Receive(offer=OFFER), ev.Publish(nodes=(), committed=committed)]
-    behind = [ev.Forget(blob=BLOB), ev.Receive(offer=OFFER)]
-    del desk.executor._commands[-1]  # a message that might tell of the delta
-    desk.decide(*ahead, *behind)
-    desk.run_for(JOB_S)
-    assert desk.eyes.commands == ahead
-    desk.run()
-    assert desk.eyes.commands[len(ahead) :][-2:] == behind
 
 
 @pytest.mark.parametrize("there", [True, False])

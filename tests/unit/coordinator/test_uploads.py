@@ -269,7 +269,7 @@ class Desk(VirtualHost):
 
     def keep(self, offer: Offer, data: bytearray) -> list[ev.Event]:
         told: list[ev.Event] = []
-        self.uploads.keep(offer, data, told.append, lambda: None, self.fatal)
+        self.uploads.keep(offer, data, told.append, self.fatal)
         self.run()
         return told
 
