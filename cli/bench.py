@@ -384,12 +384,8 @@ def coordinator(
     rounds: Annotated[
         int, typer.Option(min=2, help="Rounds of each number of nodes, after two that do not count.")
     ] = 8,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the nodes.", show_default="all cores")
-    ] = None,
-    step_s: Annotated[
-        float, typer.Option("--step", metavar="SECONDS", min=0, max=3600, help="How long the nodes' steps last.")
-    ] = 0.0,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes of nodes.", show_default="all cores")] = None,
+    step_s: Annotated[float, typer.Option("--step", metavar="S", min=0, max=3600, help="Seconds of a step.")] = 0.0,
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
