@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 _PAIR = re.compile(r"""(?:^|\s+)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
+_END = re.compile(r"(?<!:)[:;,]$")  # of a value that a sentence follows; `::` is an address
 _PLAIN = re.compile(r"[^\s\"'=]*[^\s\"'=:]")
 
 
@@ -43,9 +44,9 @@ def pairs_of(message: str) -> dict[str, str]:
     while found:
         last, end = found[1], found.end()
         fields[last] = _unquoted(found[2])
-        found = None if found[2].endswith(":") else _PAIR.match(message, end)
+        found = None if re.search(r"(?<!:):$", found[2]) else _PAIR.match(message, end)
     if rest := message[end:].strip(" :;,\n"):
-        fields[last] = fields[last].rstrip(":;,")
+        fields[last] = _END.sub("", fields[last])
         fields["detail"] = f"{fields['detail']}; {rest}" if "detail" in fields else rest
     return fields
 

@@ -334,7 +334,7 @@ class Copying:
         self._alarms.pop(_WHAT, None)
         self._copied, self._copied_at = state, time.monotonic()
         self.copies, self.bytes = self.copies + 1, written
-        _log.info("copied url=%s versions=%s bytes=%d", self._bucket.url, list(state[0]), written)
+        _log.info("copied url=%s versions=%s bytes=%d", self._bucket.url, ",".join(map(str, state[0])), written)
         return True
 
     @property

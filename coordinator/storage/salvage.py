@@ -78,7 +78,7 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
         except NoRoom:
             raise  # it says nothing of the folder
         except StorageError as error:
-            _log.info("salvage skips versions=%s why=%r", list(found.ledger.versions), str(error))
+            _log.info("salvage skips versions=%s why=%r", ",".join(map(str, found.ledger.versions)), str(error))
             continue
         return Salvage(
             run=found.ledger.spec.identity.name,

@@ -419,14 +419,19 @@ class Store:
     def _swap(self, fragment: int, computed: Buffers) -> None:
         """Let a commit's buffers take the place of the fragment's; what nobody reads any more goes to the pool."""
         old, placed = self.buffers[fragment], self._place(computed)
+        shared = self._is_shared(fragment, old)
+        kept = {tensor.data_ptr() for tensor in placed.tensors}  # a commit need not change all of them
+        left = [tensor for tensor in old.tensors if tensor.data_ptr() not in kept]
         self.buffers[fragment] = placed
         self._seized.discard(fragment)
         if placed is not computed:
             self.pool.give(computed.tensors)
-        elif not self._is_shared(fragment, old):
-            kept = {tensor.data_ptr() for tensor in placed.tensors}  # a commit need not change all of them
-            self.pool.give([tensor for tensor in old.tensors if tensor.data_ptr() not in kept])
-        self._lent.discard(fragment)
+        elif not shared:
+            self.pool.give(left)
+        if shared and len(left) < len(old.tensors):
+            self._lent.add(fragment)  # whoever reads the old ones has some of the new ones
+        else:
+            self._lent.discard(fragment)
 
     def _lengthen(self, fragment: int, version: int, seconds: float = 0.0) -> None:
         tail = self._tails[fragment]

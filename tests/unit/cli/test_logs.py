@@ -40,6 +40,7 @@ def test_any_text_comes_back_from_its_repr(text: str) -> None:
         ("not saved n=1 detail='late' again", {"n": "1", "detail": "late; again"}),
         ("not saved n=1: a=b c=d; tried again", {"n": "1", "detail": "a=b c=d; tried again"}),
         ("not saved path='b:' n=2: it is gone", {"path": "b:", "n": "2", "detail": "it is gone"}),
+        ("not saved host=:: port=7: it is gone", {"host": "::", "port": "7", "detail": "it is gone"}),
         ("not saved in='a': free space in /x", {"in": "a", "detail": "free space in /x"}),
     ],
 )

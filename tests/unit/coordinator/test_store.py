@@ -416,6 +416,21 @@ def test_a_commit_is_written_over_what_nobody_else_has_and_nobody_takes_that_bef
     restarted(store).close()
 
 
+def test_what_a_commit_leaves_in_place_is_not_written_over_while_others_read_it(store: Store) -> None:
+    """A commit without a change of target and momentum: a copy of the version before has them, too."""
+    run_rounds(store, 1)
+    cut = store.cut()
+    assert cut is not None
+    before = [image(buffers) for buffers in cut.buffers]
+    compute, now = store.compute, store.buffers[0]
+    same = dataclasses.replace(now, version=now.version + 1, anchor=now.anchor.clone(), largest=1.0)
+    store.compute = lambda *args: dataclasses.replace(compute(*args), buffers=same)  # type: ignore[method-assign]
+    commit(store, 0, snapshots=False)
+    store.compute = compute  # type: ignore[method-assign]
+    commit(store, 0, snapshots=False)
+    assert [image(buffers) for buffers in cut.buffers] == before
+
+
 def test_a_pool_keeps_no_more_than_it_may_and_frees_as_much_as_it_has_to_make() -> None:
     pool = Pool(100 * 4)
     small, large, other = torch.empty(30), torch.empty(60), torch.empty(40)
