@@ -156,7 +156,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a blob's checksum is not looked at",
         "quant/blob.py",
-        "if _CHECKSUM.unpack_from(view, _FIELDS.size)[0] != _checksum(view):",
+        "if _CHECKSUM.unpack_from(view, _FIELDS.size)[0] != _checksum(view, digest):",
         "if not len(view):",
         "unit/quant/test_blob.py",
     ),
@@ -273,7 +273,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a node's deltas have no bound",
         "coordinator/uploads.py",
-        "fits = not own or sum(own) + offer.size <= self.most_bytes_of_a_node",
+        "fits = not own or sum(own.values()) + offer.size <= self.most_bytes_of_a_node",
         "fits = True",
         "unit/coordinator/test_uploads.py",
     ),
