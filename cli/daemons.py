@@ -34,8 +34,8 @@ from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
-from farloop.coordinator.storage.recovery import Place
-from farloop.coordinator.storage.store import Store, as_they_are
+from farloop.coordinator.storage.recovery import Place, as_they_are
+from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node

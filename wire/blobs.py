@@ -146,7 +146,7 @@ class Reassembly:
         start, end = self.islands.add(start, end)
         if start <= self.received:
             self.islands.remove(start, end)
-            self._hash(self.received, end)
+            self._hasher.update(memoryview(self.data)[self.received : end])
             self.received = end
 
     def clear(self) -> None:
@@ -167,6 +167,3 @@ class Reassembly:
 
     def _keep(self, offset: int, chunk: memoryview) -> None:
         self.data[offset : offset + len(chunk)] = chunk
-
-    def _hash(self, start: int, end: int) -> None:
-        self._hasher.update(memoryview(self.data)[start:end])

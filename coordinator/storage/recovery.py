@@ -159,6 +159,11 @@ Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises Stor
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
 
 
+def as_they_are(buffers: Buffers) -> Buffers:
+    """The place where buffers were made: the only one in which a commit may write over them."""
+    return buffers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     """A commit that is repeated if no snapshot holds it."""
@@ -235,7 +240,7 @@ class Recovery:
         if self.lost or not inputs or not all(found.has_update(*key) for key in ledger.commits):
             raise self.fault
 
-    def restore(self, read: Read, place: Place = lambda buffers: buffers) -> None:
+    def restore(self, read: Read, place: Place = as_they_are) -> None:
         """The buffers of every fragment, where `place` puts them.
 
         Raises:
@@ -301,9 +306,7 @@ class Recovery:
         return restored
 
 
-def recovered(
-    directory: Path, items: Items, read: Read, files: Files = DISK, place: Place = lambda buffers: buffers
-) -> Recovery:
+def recovered(directory: Path, items: Items, read: Read, files: Files = DISK, place: Place = as_they_are) -> Recovery:
     """All of it.
 
     Raises:

@@ -30,6 +30,7 @@ from farloop.coordinator.storage.recovery import (
     Items,
     Place,
     UpdateSource,
+    as_they_are,
     fetched,
     named_anchors,
     recovered,
@@ -75,11 +76,6 @@ class Cut:
     buffers: Buffers
     segment: int  # that the journal was in
     tail: _Tail
-
-
-def as_they_are(buffers: Buffers) -> Buffers:
-    """Keep buffers where they were made."""
-    return buffers
 
 
 class Store:
@@ -288,9 +284,9 @@ class Store:
     def next_snapshot(self) -> Cut | None:
         """What to save next: of the fragments whose snapshot is due, the one with the longest tail. None while one is
         being saved. Raises as `require_ours`."""
-        due = [fragment for fragment in range(len(self.buffers)) if self._is_due(fragment)]
         if self._saving is not None:
             return None
+        due = [fragment for fragment in range(len(self.buffers)) if self._is_due(fragment)]
         for fragment in sorted(due, key=lambda fragment: self._tails[fragment].num_bytes, reverse=True):
             if (cut := self._cut(fragment)) is not None:
                 return cut
