@@ -10,13 +10,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 NO_USE = frozenset({ExitCode.USAGE, ExitCode.REFUSED, ExitCode.INTERRUPTED})
-"""Codes after which a restart would end the same way, or is not wanted."""
+"""Causes after which a restart would end the same way, or is not wanted."""
 
 FORGIVEN_S = 3600.0  # a node that has run for this long has all of its restarts again
 
@@ -78,7 +79,7 @@ def _run(spec: WorkerSpec, parameters: RendezvousParameters) -> ExitCode:
         raise CommandError(
             f"cannot meet {where}: {error}; is [node] rendezvous right?", ExitCode.UNREACHABLE
         ) from error
-    return outcome(_codes(result)) if result.is_failed() else ExitCode.DONE
+    return outcome(causes(result.failures)) if result.is_failed() else ExitCode.DONE
 
 
 class _Agent(LocalElasticAgent):
@@ -89,10 +90,11 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            codes, most = _codes(result), worker_group.spec.max_restarts
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            most = worker_group.spec.max_restarts
             if time.monotonic() - self._started > FORGIVEN_S:
                 self._remaining_restarts = most
-            if NO_USE & set(codes.values()):
+            if NO_USE & set(causes(result.failures).values()):
                 self._remaining_restarts = 0
             nth = f"{most - self._remaining_restarts + 1} of {most}" if self._remaining_restarts else "none"
             _log.error("ranks failed codes=%r restart=%r", str(codes), nth)
@@ -108,8 +110,14 @@ class _Agent(LocalElasticAgent):
         self._started = time.monotonic()
 
 
-def _codes(result: RunResult) -> dict[int, int]:
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+def causes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """The exit codes by rank, without those of ranks that the agent interrupted because another one had failed.
+
+    Torch lists them as they ended, and keeps times in whole seconds.
+    """
+    first = min(failures, key=lambda rank: failures[rank].timestamp)
+    codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    return {rank: code for rank, code in codes.items() if rank == first or code != ExitCode.INTERRUPTED}
 
 
 def _rendezvous_of(config: NodeConfig) -> tuple[object, RendezvousParameters]:
