@@ -425,9 +425,9 @@ class CoordinatorMachine:
         self._give_up(offer, reason)
 
     def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
-        """Stop waiting for a node's delta: it is not computed again."""
+        """Stop waiting for a node's delta, also where it was late already: it is not computed again."""
         node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
-        if window and window.terms.window == offer.window and node in window.missing:
+        if window and window.terms.window == offer.window and node in window.expected - window.contributors:
             window.removed[node] = reason
             self._closing.try_one(offer.blob.fragment)
 

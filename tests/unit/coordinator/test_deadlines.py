@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Commands, Run
+from coordinator_run import A, B, C, Commands, Run, brief
 from plain_runs import plain_progress
 
 from farloop.algo.spec import NodeId, RunSpec
+from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import SILENT
 from farloop.coordinator.decide.deadlines import ALARM, FIRST_S, FLOOR_S, MULTIPLE, UNKNOWN_S
@@ -25,12 +26,12 @@ REPORT = plain_progress(position=0.0, inner_steps=0, tokens=0, loss=None, tokens
 class World(Run):
     """Nodes with a pace in seconds a window; one without a pace is a liar. Every commit is durable at once."""
 
-    def __init__(self, spec: RunSpec, paces: dict[NodeId, float | None], *, drops: bool = True) -> None:
+    def __init__(self, spec: RunSpec, paces: dict[NodeId, float | None], *, drops: bool = True, floor: int = 1) -> None:
         self.paces, self.ticks, self.freed_at = dict(paces), 0, 0.0
         self.lie: Callable[[World], Any] = honest
         self.reports = True
         self.commits: list[tuple[float, rec.WindowCommitted]] = []
-        super().__init__(spec, paces, now=0.0, at_once=True, machine={"drops_silent": drops}, steps=10**6)
+        super().__init__(spec, paces, now=0.0, at_once=True, machine={"drops_silent": drops}, steps=10**6, floor=floor)
 
     def durable(self, fragment: int = 1, **changes: Any) -> Commands:
         self.commits.append((self.now, self.draft(fragment)))
@@ -141,6 +142,24 @@ def test_a_node_that_falls_silent_does_not_hold_the_run(world: World, lie: Calla
     then = world.now
     world.run(200.0)
     assert len(world.committed_since(then)) > 80, "as quick as without it"
+
+
+@pytest.mark.parametrize(("lie", "late"), [(waiting, Reason.LATE), (honest, Reason.STALLED)])
+def test_a_delta_that_fails_once_nobody_waits_for_it_ends_its_window(
+    spec: RunSpec, lie: Callable[[World], None], late: Reason
+) -> None:
+    """The node sends no other one: a window that needs it would be held for good."""
+    world = World(spec, {A: 2.0, B: 2.0}, floor=2)
+    world.run(60.0)
+    world.falls(lie)
+    head, offer = world.head, world.offer(B, world.head)
+    world.say(B, offer)
+    world.reports = late is Reason.LATE
+    world.until(lambda: world.machine.windows[head].removed == {B: late}, 2 * FIRST_S)
+    idle = ev.InputFailed(offer=offer, reason=Reason.IDLE, detail="")
+    assert brief(world.handle(idle)[:3]) == f"dropped {head} of b IDLE; forget {head} of b; b: IDLE"
+    (_, record) = world.commits[-1]
+    assert record.version == offer.window and not record.merged and record.drops[-1].reason is Reason.IDLE
 
 
 def test_before_a_node_is_dropped_an_alarm_says_what_it_owes(world: World) -> None:
@@ -311,5 +330,5 @@ def test_a_run_that_nobody_is_connected_to_says_who_is_missing(world: World) -> 
     for node in (A, B):
         world.part(node)
     world.run(FLOOR_S)
-    world.spoil(A, 0)
+    world.part(A)  # anything that happens
     assert "a owes" in world.alarms[ALARM] and "it is not connected" in world.alarms[ALARM]
