@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from farloop.algo.outer_optimizers import OuterKind
 from farloop.algo.spec import Pattern
-from farloop.algo.terms import LateUpdatePolicy
+from farloop.algo.terms import LateUpdatePolicy, Terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,12 @@ def method_named(name: str) -> Method:
     near = difflib.get_close_matches(name, METHODS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
     raise ValueError(f"there is no method {name!r}; {hint}")
+
+
+def are_screened(terms: Terms) -> bool:
+    """Whether the coordinator compares deltas, and so measures each of them. It never compares gradients: they are not
+    stored, so a restart could not repeat the judgement."""
+    return terms.admission.screen != "off" and method_named(terms.method).inner
 
 
 def default_mix(method: Method, nodes: int) -> float:

@@ -193,7 +193,7 @@ class Contribution:
     base: int
     steps: int  # inner steps inside the delta
     tokens: int
-    norm_sq: float  # squared norm of the decoded delta
+    norm_sq: float  # squared norm of the decoded delta; 0 where the node leaves it to the coordinator to measure
 
 
 def _digest(value: object) -> str:

@@ -126,7 +126,7 @@ def finish(packed: Packed) -> Encoded:
         base=command.blob.version,
         steps=command.steps,
         tokens=command.tokens,
-        norm_sq=payload_norm_sq(header.codec, payload, header.fragment, seed=header.seed),
+        norm_sq=payload_norm_sq(header.codec, payload, header.fragment, seed=header.seed) if command.measure else 0.0,
     )
     data = seal(header, packed.data)
     offer = Offer(

@@ -91,6 +91,7 @@ class Encode:
     tokens: int
     consumed: int | None = None  # samples of its leases that the node has used by now; None for who brings its own
     history: int = 0  # the history that the anchor is of
+    measure: bool = True  # whether its offer tells its norm; else the coordinator measures it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

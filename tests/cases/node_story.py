@@ -179,7 +179,9 @@ def delta(window: int, seq: int, fragment: int = 0, *, incarnation: int = 1) -> 
 
 
 def encode(window: int, seq: int, fragment: int = 0, *, steps: int) -> ev.Encode:
-    return ev.Encode(blob=delta(window, seq, fragment), window=window, codec="q4", steps=steps, tokens=steps * TOKENS)
+    return ev.Encode(
+        blob=delta(window, seq, fragment), window=window, codec="q4", steps=steps, tokens=steps * TOKENS, measure=False
+    )
 
 
 def offer_of(command: ev.Command) -> msg.Offer:

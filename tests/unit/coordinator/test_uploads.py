@@ -308,6 +308,18 @@ def test_a_delta_is_kept_as_it_came_and_known_by_its_numbers(run: RunSpec, codec
     assert found.payload == blob_digest(parsed.payload.numpy().tobytes())
 
 
+@pytest.mark.parametrize("screen", ["off", "norm"])
+def test_a_norm_that_a_node_leaves_to_the_coordinator_is_measured(run: RunSpec, screen: str) -> None:
+    """Nodes that know older terms do so where nothing is screened any more."""
+    desk = Desk(dataclasses.replace(run, terms=run.terms.replace(screen=screen)))
+    offer, data = delta(run, run.terms.codecs.up)
+    (share,) = offer.contributors
+    assert share.norm_sq > 0.0
+    untold = dataclasses.replace(offer, contributors=(dataclasses.replace(share, norm_sq=0.0),))
+    (kept,) = desk.keep(untold, data)
+    assert isinstance(kept, ev.InputStored) and kept.offer.contributors[0].norm_sq == pytest.approx(512.0)
+
+
 def test_wrong_bytes_are_dropped_with_a_reason_and_leave_no_trace(run: RunSpec) -> None:
     desk, (offer, data) = Desk(run), delta(run, run.terms.codecs.up)
     data[-1] ^= 1

@@ -65,6 +65,8 @@ def test_a_delta_becomes_a_blob_that_the_coordinator_accepts_and_its_offer(repli
     expected = Contribution(node=A, incarnation=2, base=6, steps=30, tokens=3000, norm_sq=share.norm_sq)
     size, digest = len(encoded.data), blob_digest(encoded.data)
     assert encoded.offer == Offer(blob=command().blob, size=size, digest=digest, window=7, contributors=(expected,))
+    untold = encode_delta(replica, dataclasses.replace(command(codec), measure=False), delta.clone(), 5, 60)
+    assert untold.data == encoded.data and untold.offer.contributors == (dataclasses.replace(expected, norm_sq=0.0),)
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if codec_named(name).beta > 0.0])

@@ -110,6 +110,13 @@ def test_an_encoded_delta_is_offered_and_forgotten_at_its_outcome() -> None:
     assert story.machine.waiting is None and story.machine.lost_steps == 0
 
 
+@pytest.mark.parametrize("screen", ["off", "norm", "full"])
+def test_a_node_measures_its_deltas_where_the_coordinator_does_not(screen: str) -> None:
+    """H: what it said of them would not be believed."""
+    (command,) = Story(screen=screen).begin().steps(4)
+    assert isinstance(command, ev.Encode) and command.measure == (screen == "off")
+
+
 @pytest.mark.parametrize(("tau", "mix", "inside"), [(0, 0.0, 4), (3, 0.0, 1), (3, 0.5, 1), (3, 1.0, 4)])
 def test_the_steps_inside_a_delta_are_h_without_overlap_and_h_minus_tau_with_it(
     tau: int, mix: float, inside: int
