@@ -16,7 +16,7 @@ from torch import nn
 
 from farloop.bench.processes import free_port, run_together, status_bytes
 from farloop.config.exit_codes import CommandError
-from farloop.config.memory import JOINS, memory_of
+from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
 from farloop.config.settings import load_run, planned
 from farloop.config.sources import dump_toml
 from farloop.node.library import join
@@ -80,8 +80,8 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Pe
     spec = planned(load_run(out / "run.toml", flags=[], environ={}), weights=False).spec
     memory = memory_of(spec)
     told = {
-        # The node draws the same first weights, and fetches no snapshots.
-        "coordinator": sum(memory.coordinator_ram.values()) - memory.coordinator_ram[JOINS],
+        # The node draws the same first weights, and fetches no snapshots. None are due in a run of two rounds.
+        "coordinator": sum(n for term, n in memory.coordinator_ram.items() if term not in (JOINS, BESIDE_A_SNAPSHOT)),
         "node": sum(memory.node_host.values()) + sum(memory.node_device.values()),
     }
     words = {"coordinator": "run.toml", "node": "node.toml"}
@@ -132,6 +132,7 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
     spec = planned(load_run(out / "run.toml", flags=[], environ={}), weights=False).spec
     memory = memory_of(spec, ranks=ranks, shard=ranks > 1)
     told = memory.node_host["anchors"] + memory.node_device["encode buffers"]
+    told += memory.node_host["moments that are being written"]
     peaks = {}
     for way, where in (("loop", "-"), ("node", address)):
         daemon = {} if where == "-" else {"coordinator": ["-m", "farloop.cli.main", "coordinator", "run.toml"]}

@@ -7,28 +7,37 @@ P is the number of parameters, F the elements of the largest fragment (both with
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
+from farloop.algo.terms import Terms
+from farloop.coordinator.commits import leaves_a_choice
 from farloop.coordinator.downloads import MOST_BYTES
 from farloop.coordinator.storage.files import File
 from farloop.coordinator.storage.journal import SEGMENT_BYTES
 from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
+from farloop.coordinator.uploads import MOST_BYTES as MOST_UPLOAD_BYTES
 from farloop.node.library import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
+from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import codec_named
 
 FP32 = 4
 
 PROCESS_BYTES = 520 << 20
-"""Of a process that has imported torch and compiled the kernels, without a model: libraries, code and the heap's slack.
-Measured with the CPU build of torch 2.13 under Linux; the CUDA build takes up to 2 GB more."""
+"""Of a coordinator that has imported torch and compiled the kernels, without a model: libraries, code and the heap's
+slack. Measured with the CPU build of torch 2.13 under Linux, as below; the CUDA build takes up to 2 GB more."""
 
-JOINS = "snapshots for nodes that join"
+TRAINING_BYTES = 110 << 20
+"""What a process that trains takes besides: torch's optimizers import its compiler, and the first step makes the
+working memory of the matrix library."""
 
-Terms = Mapping[str, int]
+JOINS, BESIDE_A_SNAPSHOT = "snapshots for nodes that join", "commits while a snapshot is written"
+
+Table = Mapping[str, int]
 """Bytes by name."""
 
 
@@ -36,11 +45,11 @@ Terms = Mapping[str, int]
 class Memory:
     """Bytes of the coordinator, and of each process of a node. Sums are peaks: no term is missing at the worst time."""
 
-    coordinator_ram: Terms
-    coordinator_disk: Terms
-    node_host: Terms  # of the first process, which owns the link; with [node] anchors = "device" less by the anchors
-    node_device: Terms  # of each process; on CPUs it is host memory as well
-    node_disk: Terms  # of all processes; with [node] save_every_rounds or save_optimizer off it is less
+    coordinator_ram: Table
+    coordinator_disk: Table
+    node_host: Table  # of the first process, which owns the link; with [node] anchors = "device" less by the anchors
+    node_device: Table  # of each process; on CPUs it is host memory as well
+    node_disk: Table  # of all processes; with [node] save_every_rounds or save_optimizer off it is less
     ranks: int
 
     def plain(self) -> dict[str, object]:
@@ -76,16 +85,18 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
     )
     one_up, one_down = (blob_bytes(codec_named(spelling), largest) for spelling in (terms.codecs.up, terms.codecs.down))
     nodes = terms.admission.min_nodes
-    results = max((2 + outer) * FP32 * largest.numel, min(MOST_RESULT_BYTES, (2 + outer) * FP32 * parameters))
+    whole = (2 + outer) * FP32 * largest.numel  # of a fragment on the coordinator
     coordinator_ram = {
         "process": PROCESS_BYTES,
         "anchors": FP32 * parameters,
         "targets": FP32 * parameters,
         "outer optimizer's state": outer * FP32 * parameters,
-        "one window: sum of its deltas": FP32 * largest.numel,
-        "one window: new buffers": results,
-        "a snapshot that is being written": (2 + outer) * FP32 * largest.numel,
-        "payloads in flight": nodes * one_up + one_down,
+        "sum of a window's deltas": 0 if _has_no_sum(terms) else FP32 * largest.numel,
+        # Commits over the old buffers take them for first versions, and while a snapshot of the fragment is written.
+        "new buffers of commits": max(whole, min(MOST_RESULT_BYTES, (2 + outer) * FP32 * parameters)),
+        BESIDE_A_SNAPSHOT: 0 if _is_in_place(terms) else whole,
+        # At a run's end all fragments are sent at once.
+        "payloads in flight": min(nodes * up, max(MOST_UPLOAD_BYTES, one_up)) + one_down,
         "newest updates": min(MOST_RECENT_BYTES, down),
         JOINS: min(FP32 * parameters, max(MOST_BYTES, FP32 * largest.numel)),
     }
@@ -95,12 +106,14 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
     # is full, or when every fragment has a snapshot in it.
     segment = min(SEGMENT_BYTES, rounds * a_round)
     coordinator_disk = {
-        "snapshots": KEEP * state + (2 + outer) * FP32 * largest.numel,
+        "snapshots": KEEP * state + whole,
         "journal": KEEP * rounds * a_round + segment,
         "room ahead in the journal": 2 * File.allocation_step,  # of two segments while one follows the other
         "final model": FP32 * parameters,
     }
     part = ranks if shard else 1
+    # As `Replica.can_apply_ahead` has it.
+    ahead = max((f.numel for f in layout.fragments if f.numel <= parameters // 4), default=0)
     anchors = {
         "anchors": FP32 * parameters // part,
         "residuals": FP32 * parameters // part if codec_named(terms.codecs.up).beta else 0,
@@ -108,12 +121,20 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "starts of rounds": FP32 * parameters // part if terms.schedule.eager else 0,
         "weights during an evaluation": FP32 * parameters // part if shard else 0,
     }
-    on_host = {"process": PROCESS_BYTES, **anchors, "payloads in flight": one_up + one_down}
+    on_host = {
+        "process": PROCESS_BYTES + TRAINING_BYTES,
+        **anchors,
+        "payloads in flight": up + one_down,
+        "moments that are being written": 2 * FP32 * largest.numel // part if method.inner else 0,
+    }
     trained = {
         "parameters": FP32 * parameters // part,
         "gradients": FP32 * parameters // part,
         "optimizer's moments": 2 * FP32 * parameters // part if method.inner else 0,
-        "encode buffers": 2 * FP32 * largest.numel // part,
+        # Gradients are freed and made anew in every step, and do not fill the same places.
+        "allocator's slack": 3 * parameters // part,
+        "encode buffers": FP32 * largest.numel // part,
+        "an update that is applied ahead": 0 if shard else FP32 * ahead,
     }
     codec = codec_named(terms.codecs.up)
     node_disk = {"residuals": FP32 * parameters if codec.beta and codec.traits.sparse else 0}
@@ -134,5 +155,22 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
     )
 
 
-def _there(terms: Terms) -> Terms:
+def _has_no_sum(terms: Terms) -> bool:
+    """Whether a commit sums, steps and encodes in one pass (`aggregator.commit`)."""
+    up, down = codec_named(terms.codecs.up), codec_named(terms.codecs.down)
+    alike = isinstance(up, BlockCodec) and up.name == down.name and not terms.codecs.up_of
+    method = method_named(terms.method)
+    plain = method.outer in ("nesterov", "sgd") and not terms.outer.restart
+    mean = terms.outer.merge is None and MERGE_RULES[method.merge].linear
+    return alike and plain and mean and not leaves_a_choice(terms)
+
+
+def _is_in_place(terms: Terms) -> bool:
+    """Whether it does so over the old buffers, because the scales of the payloads bound its numbers."""
+    up = codec_named(terms.codecs.up)
+    bounded = isinstance(up, BlockCodec) and up.layout.scale_bytes(1) > 0 and not up.kernel_key().absolute
+    return bounded and _has_no_sum(terms)
+
+
+def _there(terms: Table) -> Table:
     return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.cli.main import app
-from farloop.config.memory import JOINS, PROCESS_BYTES, memory_of
+from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, PROCESS_BYTES, TRAINING_BYTES, memory_of
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
 
 RUN = """
@@ -52,7 +52,7 @@ def test_a_parameter_takes_twelve_bytes_on_the_coordinator_and_twenty_on_a_node(
     device = memory.node_device
     assert device["parameters"] + device["gradients"] + device["optimizer's moments"] == 16 * padded
     assert memory.node_host["anchors"] == 4 * padded and "residuals" not in memory.node_host
-    assert ram["process"] == memory.node_host["process"] == PROCESS_BYTES
+    assert ram["process"] == PROCESS_BYTES and memory.node_host["process"] == PROCESS_BYTES + TRAINING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,32 @@ def test_a_parameter_takes_twelve_bytes_on_the_coordinator_and_twenty_on_a_node(
 def test_what_a_method_keeps_besides_is_counted(settings: dict[str, Any], term: str) -> None:
     run = spec(**settings)
     assert memory_of(run).node_host[term] == 4 * sum(fragment.numel for fragment in run.identity.layout.fragments)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "has_sum", "in_place"),
+    [(("q4", "q4"), False, True), (("fp32", "fp32"), False, False), (("q4", "q8"), True, False)],
+)
+def test_a_commit_is_told_to_be_in_place_where_it_is(
+    tmp_path: Path, codecs: tuple[str, str], has_sum: bool, in_place: bool
+) -> None:
+    run = spec(nodes=2, codec_up=codecs[0], codec_down=codecs[1])
+    store = stored_runs.begun(tmp_path, run)
+    stored_runs.run_rounds(store, 1)
+    before = store.buffers[0].target
+    stored_runs.run_rounds(store, 1)
+    assert (store.buffers[0].target is before) == in_place
+    store.close()
+    told = memory_of(run).coordinator_ram
+    assert (BESIDE_A_SNAPSHOT in told) != in_place and ("sum of a window's deltas" in told) == has_sum
+
+
+def test_at_the_end_of_a_run_all_fragments_are_on_their_way() -> None:
+    run = spec(nodes=2, codec_up="fp32", codec_down="fp32")
+    padded = sum(fragment.numel for fragment in run.identity.layout.fragments)
+    memory = memory_of(run)
+    assert memory.coordinator_ram["payloads in flight"] > 8 * padded
+    assert memory.node_host["payloads in flight"] > 4 * padded
 
 
 def test_a_node_saves_anchors_eight_updates_and_the_moments() -> None:
@@ -97,7 +123,7 @@ def test_check_tells_the_memory_of_a_model_that_is_a_config_alone(tmp_path: Path
     assert 32e9 < terms["coordinator_ram"]["anchors"] < 33e9
     assert told["coordinator_ram_bytes"] == sum(terms["coordinator_ram"].values())
     assert 96e9 < told["coordinator_ram_bytes"] - terms["coordinator_ram"][JOINS] < 120e9
-    assert 16e9 < told["node_device_bytes"] < 22e9 and 8e9 < told["node_host_bytes"] < 10e9
+    assert 16e9 < told["node_device_bytes"] < 22e9 and 12e9 < told["node_host_bytes"] < 14e9
     assert told["coordinator_disk_bytes"] > 2 * 96e9
     lines = CliRunner().invoke(app, ["config", "check", str(tmp_path / "run.toml")]).stdout
     assert "of memory, " in lines and "on its device besides activations" in lines and "fingerprint" not in lines
