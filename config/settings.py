@@ -223,6 +223,7 @@ LEAST = {
     ("data", "samples"): 1,
     ("node", "nproc"): 1,
     ("node", "restarts"): 0,
+    ("node", "save_every_rounds"): 0,
     ("node", "threads"): 0,
     ("node", "microbatch"): 0,
     ("node", "tau"): 0,

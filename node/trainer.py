@@ -168,6 +168,7 @@ def train(
         anchors="device" if config.anchors == "device" else "host",
         save_every_rounds=config.save_every_rounds,
         save_optimizer=config.save_optimizer,
+        hang_timeout_s=config.hang_timeout,
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
