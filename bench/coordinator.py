@@ -12,10 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_trace import Marks, cpu_per_round
+from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
 
 WARM_UP = 2  # rounds that are not counted
@@ -67,7 +68,7 @@ def _row(
     environ: Mapping[str, str],
 ) -> Row:
     out.mkdir(parents=True)
-    save_file({"weights": torch.zeros(parameters)}, out / "first.safetensors")
+    write_output(out / "first.safetensors", save({"weights": torch.zeros(parameters)}))
     address = f"tcp://127.0.0.1:{free_port()}"
     run = {
         "name": "coordinator", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco", "h": 1, "tau": 0,

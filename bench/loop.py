@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from farloop.bench.processes import free_port, started
-from farloop.config.exit_codes import CommandError
+from farloop.config.exit_codes import CommandError, code_of, write_output
 from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
 from farloop.node.model import GPT, ModelConfig, build
@@ -187,7 +187,13 @@ def measure(
         coordinator(loop, out, h, (turns + 3) * h, environ) as port,
         port_of(port) as at,
         join(
-            f"tcp://127.0.0.1:{at}", loop.module, loop.optimizer, name="loop", state_dir=out / "loop", timeout_s=60.0
+            f"tcp://127.0.0.1:{at}",
+            loop.module,
+            loop.optimizer,
+            name="loop",
+            state_dir=out / "loop",
+            timeout_s=60.0,
+            signals=False,
         ) as node,
     ):
         alone, exchanging = _Sums("alone", None), _Sums("farloop", node)
@@ -230,7 +236,7 @@ def coordinator(loop: Loop, out: Path, h: int, steps: int, environ: Mapping[str,
     """Its port, while it runs in `out` for one node with the weights that the loop has now."""
     port, (sequences, tokens) = free_port(), loop.batch.shape
     first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
-    save_file(first, out / FIRST)
+    write_output(out / FIRST, save(first))
     run = {
         "name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1), "init": FIRST,
         "batch_sequences": sequences, "sequence_tokens": tokens - 1,
@@ -248,7 +254,8 @@ def _wait_for(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise CommandError(f"the coordinator ended with exit code {process.returncode}: see {log}")
+            code = process.returncode
+            raise CommandError(f"the coordinator ended with exit code {code}: see {log}", code_of(code))
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return
         time.sleep(0.2)

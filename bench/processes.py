@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from farloop.config.exit_codes import CommandError
+from farloop.config.exit_codes import CommandError, code_of
 
 PATIENCE_S = 1800.0  # for all processes of one measurement
 _POLL_S = 0.05
@@ -53,7 +53,8 @@ def run_together(
                 if (code := running[name].poll()) is None:
                     continue
                 if code:
-                    raise CommandError(f"{name} ended with exit code {code}: see {out / f'{name}.log'}")
+                    log = out / f"{name}.log"
+                    raise CommandError(f"{name} ended with exit code {code}: see {log}", code_of(code))
                 peaks[name] = seen[name]
             if time.monotonic() > deadline:
                 raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_nodes import PEERS, weights
 from farloop.bench.sync_trace import Marks, Trace, trace_of
+from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
 from farloop.monitoring.units import size_text
 
@@ -136,7 +137,7 @@ def _farloop(
     trace: bool,
 ) -> Row:
     out.mkdir(parents=True)
-    save_file({f"weights.{k}": part for k, part in enumerate(weights(parameters))}, out / "first.safetensors")
+    write_output(out / "first.safetensors", save({f"weights.{k}": w for k, w in enumerate(weights(parameters))}))
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     run = {

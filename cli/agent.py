@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.node.parent import AGENT
 from farloop.node.trainer import NodeConfig
 
 _log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def launch(arguments: list[str], config: NodeConfig) -> ExitCode:
 
 
 def _run(spec: WorkerSpec, parameters: RendezvousParameters) -> ExitCode:
-    agent = _Agent(spec, DefaultLogsSpecs())
+    os.environ[AGENT] = str(os.getpid())
+    agent = _Agent(spec, DefaultLogsSpecs(os.devnull))  # else each start leaves a folder in /tmp
     try:
         result = agent.run()
         spec.rdzv_handler.shutdown()  # not after a signal: the other hosts may go on

@@ -405,7 +405,7 @@ def coordinator(
     from farloop.bench.coordinator import measure
     from farloop.quant.registry import codec_named
 
-    counts = _sizes(nodes, least=1)
+    counts = _sizes(nodes, least=1, most=1024)  # sessions of one coordinator
     codec_named(codec)
     out = _empty_folder(out, "coordinator")
     processes = processes or os.cpu_count() or 1
@@ -560,10 +560,10 @@ def _echo_rows(rows: Sequence["Row | NodesRow | LoopRow"]) -> None:
     typer.echo(json.dumps(told, indent=1))
 
 
-def _sizes(text: str, least: int = 12) -> list[int]:
+def _sizes(text: str, least: int = 12, most: int = 100_000) -> list[int]:
     words: list[Any] = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() and int(word) >= least for word in words):
-        raise CommandError(f"--nodes is a list of numbers of at least {least}, as 20,256, not {text!r}")
+    if not words or not all(word.isdecimal() and least <= int(word) <= most for word in words):
+        raise CommandError(f"--nodes is a list of numbers from {least} to {most}, as 20,256, not {text!r}")
     sizes = [int(word) for word in words]
     if twice := [size for size in sizes if sizes.count(size) > 1]:
         raise CommandError(f"--nodes names {twice[0]} twice: name each number once")

@@ -26,6 +26,7 @@ from farloop.cli.set import release, set_terms
 from farloop.cli.simulate import simulate_app
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
+from farloop.node.parent import end_with_torchrun
 
 DEMO_STEPS = 2000  # about three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps
 
@@ -427,6 +428,7 @@ def main() -> None:
     # Read when torch is loaded. New memory in pages of 2 MiB costs a quarter of that in pages of 4 KiB, and the buffers
     # of a commit are new each time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    end_with_torchrun(os.environ)  # a rank; torch, which takes seconds to load, is not loaded yet
     try:
         app(prog_name="farloop")
     except SystemExit as end:

@@ -1,7 +1,10 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
+import signal
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -48,7 +51,20 @@ class Commands(typer.Typer):
     def command(self, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
         """As typer's, with the error edge around the function."""
         register = super().command(name, **more)
-        return lambda function: register(ended_in_one_line()(function))
+        return lambda function: register(ended_in_one_line()(sigterm_interrupts()(function)))
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that what the command has started is ended too."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield  # only the main thread has signals
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def check_figure(plot: Path | None) -> None:

@@ -5,6 +5,7 @@ in `farloop --help`.
 """
 
 import errno
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ class ExitCode(IntEnum):
         return _MEANINGS[self]
 
 
+def code_of(code: int) -> ExitCode:
+    """What a command ends with whose process has ended with this code."""
+    return ExitCode(code) if code in set(ExitCode) else ExitCode.UNEXPECTED
+
+
 _MEANINGS = {
     ExitCode.DONE: "done, or left in order",
     ExitCode.UNEXPECTED: "unexpected error",
@@ -62,6 +68,8 @@ class CommandError(Exception):
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """A file that could be written is not: the disk, not the command, has to change."""
+
+_TOO_LARGE = re.compile(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes")  # torch's MemoryError on CPUs
 
 
 def cannot_write(path: Path, error: OSError) -> CommandError:
@@ -90,10 +98,10 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
-def write_output(path: Path, text: str) -> None:
+def write_output(path: Path, content: str | bytes) -> None:
     """Write an output file of a command. Raises CommandError."""
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:
@@ -123,6 +131,11 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode.USAGE, str(error)
         case UnknownCodec() | BadParameter() | UnsoundPairing() | UnsupportedHost():
             return ExitCode.USAGE, str(error)
+        case OSError() if error.errno in _DISK:
+            told = cannot_write(Path(error.filename or "a file"), error)
+            return told.code, str(told)
+        case RuntimeError() if asked := _TOO_LARGE.search(str(error)):
+            return ExitCode.USAGE, f"there is not enough memory: {int(asked[1]) / 1e9:.3g} GB were asked for at once"
         case _:
             return None
 

@@ -4,12 +4,9 @@ Inside the cluster everything is torch.distributed (started by torchrun); farloo
 of steps in which nothing is due, and the merged weights of a fragment at the steps where one is merged.
 """
 
-import ctypes
 import logging
 import os
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +24,7 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
 from farloop.node.devices import device_number
 from farloop.node.errors import Unreachable
+from farloop.node.parent import end_with_torchrun
 from farloop.wire.messages import pack, unpack, validate
 
 _log = logging.getLogger(__name__)
@@ -42,7 +40,6 @@ _LENGTH = 8
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 """Where torchrun tells its processes that its store outlives them."""
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _START_S = 600.0  # for all ranks of a start to be there
 
@@ -85,7 +82,7 @@ class Cluster:
             here = device_number(os.environ.get("LOCAL_RANK"), torch.cuda.device_count(), torch.cuda.current_device())
             device = torch.device("cuda", here)
             torch.cuda.set_device(device)
-        _end_with_torchrun()
+        end_with_torchrun(os.environ)
         owns_group = not dist.is_initialized()
         if (int(os.environ.get("WORLD_SIZE", "1")) if owns_group else dist.get_world_size()) == 1:
             return cls(device=device)
@@ -248,12 +245,6 @@ class Cluster:
             rest.copy_(torch.frombuffer(bytearray(data[_SHORT - _LENGTH :]), dtype=torch.uint8))
         dist.broadcast(rest, src=0, group=self.decisions)
         return told[_LENGTH:] + rest.numpy().tobytes()
-
-
-def _end_with_torchrun() -> None:
-    """Have the system kill this process when torchrun's agent, its parent, dies: a killed agent leaves its ranks."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _new_start(store: Store, rank: int, size: int) -> Store:

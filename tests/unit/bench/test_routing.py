@@ -70,4 +70,7 @@ def test_the_command_writes_its_findings_with_what_processes_measure(
     assert "paths as planned: 1000.0 ms measured, 157.5 predicted (+535 %)" in ended.output
     ended = farloop("bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--json")
     assert json.loads(ended.stdout) == json.loads((tmp_path / "routing.json").read_text())
-    assert "--nodes is a list of numbers of at least 12" in error_line("bench", "routing", "--nodes", "20,x")
+    assert "--nodes is a list of numbers from 12 to 100000" in error_line("bench", "routing", "--nodes", "20,x")
+    assert "from 1 to 1024, as" in error_line("bench", "coordinator", "--nodes", "2,1025"), (
+        "sessions of one coordinator"
+    )

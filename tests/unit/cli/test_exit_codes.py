@@ -1,16 +1,19 @@
 """Errors become one line and a number."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import typer
 
 from farloop.cli import agent, ranks
+from farloop.cli.options import sigterm_interrupts
 from farloop.config.exit_codes import (
     EPILOG,
     CommandError,
     ExitCode,
+    code_of,
     ended_in_one_line,
     explain,
     write_output,
@@ -74,6 +77,24 @@ def test_every_storage_error_names_the_next_step() -> None:
         (CommandError("two\nlines", ExitCode.REFUSED), 3, r"farloop: error: two lines\n"),
         (RuntimeError("x"), 1, r"(?s)Traceback.*farloop: error: RuntimeError: x \(this is a bug[^\n]*\n"),
         (KeyboardInterrupt(), 130, r"farloop: interrupted\n"),
+        (
+            OSError(28, "No space left on device", "/o/run.toml"),
+            6,
+            r"farloop: error: cannot write /o/run.toml: no space .*\n",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            6,
+            r"farloop: error: cannot write a file: no space left on device; .*\n",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 4000000000 bytes. Error code 12"
+            ),
+            2,
+            r".*not enough memory: 4 GB were asked for.*\n",
+        ),
     ],
 )
 def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
@@ -82,6 +103,20 @@ def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
     with pytest.raises(typer.Exit) as end, ended_in_one_line():
         raise error
     assert end.value.exit_code == code and re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_is_as_before_afterwards() -> None:
+    with pytest.raises(typer.Exit) as end, ended_in_one_line(), sigterm_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert end.value.exit_code == ExitCode.INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(6, ExitCode.STORAGE), (-9, ExitCode.UNEXPECTED), (77, ExitCode.UNEXPECTED)]
+)
+def test_a_command_ends_with_the_code_of_its_process(code: int, told: ExitCode) -> None:
+    assert code_of(code) is told
 
 
 @pytest.mark.parametrize(
