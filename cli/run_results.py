@@ -184,7 +184,7 @@ class NodeSummary(TypedDict):
     inner_steps: NotRequired[int]
     tokens: NotRequired[int]
     loss: NotRequired[float | None]
-    tokens_per_s: NotRequired[float]
+    tokens_per_s: NotRequired[float]  # of the whole run
     compute_share: NotRequired[float]
     blocked_s: NotRequired[float]
     lost_steps: NotRequired[int]
@@ -321,7 +321,7 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
         "seed": spec.identity.seed,
         "command": " ".join(["farloop", *sys.argv[1:]]),
         "machine": machine(),
-        "node_table": [_node_summary(node) for node in nodes],
+        "node_table": [_node_summary(node, run["started_s"]) for node in nodes],
     }
     if commit := source_commit():
         summary["commit"] = commit
@@ -334,5 +334,7 @@ def merged_steps(history: History, *, fragments: int, steps: int) -> int:
     return sum(min(inner - math.ceil(lost / fragments), steps) for inner, lost in history.steps.values())
 
 
-def _node_summary(node: NodeStatus) -> NodeSummary:
-    return cast(NodeSummary, {key: value for key, value in node.items() if key in NodeSummary.__annotations__})
+def _node_summary(node: NodeStatus, run_s: float) -> NodeSummary:
+    """The status has the speed of the last seconds, in which a node that has finished trained nothing."""
+    known = {key: value for key, value in node.items() if key in NodeSummary.__annotations__}
+    return cast(NodeSummary, {**known, "tokens_per_s": node["tokens"] / run_s if run_s else 0.0})

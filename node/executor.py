@@ -259,7 +259,7 @@ class NodeExecutor:
 
     def _choose_tau(self) -> None:
         """Choose the overlap again. Unless this node was told to, no longer than a quarter of a round: what is merged
-        later helps less."""
+        later helps less. One step less is within what the length of a step wavers by, and changes nothing."""
         machine = self.machine
         step_s = self.account.seconds("training", self._now()) / (machine.inner_steps + 1)
         tau = self._overlap.choose(step_s)
@@ -269,7 +269,7 @@ class NodeExecutor:
             schedule = machine.spec.terms.schedule
             tau = min(tau, max(schedule.tau, schedule.h // 4))
         tau = machine.own_tau(tau)
-        if tau != machine.chosen_tau:
+        if tau not in (machine.chosen_tau, machine.chosen_tau - 1):
             before = f" was={machine.chosen_tau}" if machine.chosen_tau else ""
             _log.info("overlap chosen tau=%d%s why='updates come in time over this link'", tau, before)
             self._handle(ev.OverlapChosen(tau=tau))

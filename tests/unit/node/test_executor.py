@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import queue
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -555,6 +556,18 @@ def test_the_overlap_that_is_logged_and_reported_is_the_one_that_is_used(
     assert taus[-1] == play.executor.progress().tau == 19
     chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
     assert len(chose) == 1 and "tau=19 why=" in chose[0]
+
+
+def test_an_overlap_does_not_waver_with_the_length_of_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One step more is taken, one less is not: it would be one more again a step later."""
+    caplog.set_level(logging.INFO, "farloop.node.executor")
+    play = Play(tmp_path, adapt_tau=True, steps=400, h=20, tau=2).begin()
+    for up_s in (3.0, 3.0, 2.0, 2.0, 2.0, 2.0):
+        play.exchange(up_s=up_s, commit_s=1.0, down_s=2.0)
+    told = [re.findall(r"overlap chosen tau=(\d+) was=(\d+)", record.getMessage()) for record in caplog.records]
+    changes = [int(tau) - int(was) for found in told for tau, was in found]
+    assert changes and -1 not in changes
+    assert len(changes) <= 4, "it was ten"
 
 
 # --- the driver, with its worker's thread
