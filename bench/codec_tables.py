@@ -205,15 +205,15 @@ def speed_table(rows: Sequence[SpeedRow], where: Where) -> Table:
     found: Mapping[tuple[str, str], SpeedRow] = {(row.codec, row.op): row for row in here}
     copy = found.get(("memcpy", "copy"))
     ops = [op for op in OPS if any(row.op == op for row in here)]
-    table = _table("codec", "by")
-    table.title = where.describe() + (f": memcpy {_gb_text(copy.gb_per_s)} GB/s" if copy else "")
+    table = _table("codec")
+    table.title = where.describe() + (f": GB/s, and % of a memcpy's {_gb_text(copy.gb_per_s)}" if copy else ": GB/s")
     table.title_justify, table.title_style = "left", "bold"
+    table.padding = (0, 1, 0, 0)  # fits into 80 columns
     for op in ops:
         table.add_column(op, justify="right", no_wrap=True)
     for codec in dict.fromkeys(row.codec for row in here if row.op != "copy"):
-        mine = [row for row in here if row.codec == codec]
         cells = [_speed_cell(found[codec, op]) if (codec, op) in found else NOTHING for op in ops]
-        table.add_row(_name(codec), f"[dim]{mine[0].path}[/]", *cells)
+        table.add_row(_name(codec), *cells)
     return table
 
 
@@ -228,8 +228,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> Table:
 
 
 def _speed_cell(row: SpeedRow) -> str:
-    share = f"{100 * row.ratio_to_memcpy:.0f}%"
-    return f"{_gb_text(row.gb_per_s)} [dim]{share:>4}[/]"
+    return f"{_gb_text(row.gb_per_s)} [dim]{100 * row.ratio_to_memcpy:3.0f}[/]"
 
 
 def _name(codec: str) -> str:

@@ -367,7 +367,7 @@ def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "codecs.json").read_text()) == told
     assert {path.name for path in tmp_path.iterdir()} == {"codecs.json", "codecs-speed.svg", "codecs-speed.png"}
     shown = farloop(*words, columns=110).stdout
-    assert "CPU, 1 thread: memcpy" in shown and "may fit the processor's cache" in shown
+    assert "CPU, 1 thread: GB/s, and % of a memcpy's" in shown and "may fit the processor's cache" in shown
     assert max(map(len, shown.splitlines())) <= 110 + len(str(tmp_path))
 
 
