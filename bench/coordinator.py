@@ -18,8 +18,10 @@ from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_trace import Marks, cpu_per_round
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
+from farloop.coordinator.net.sessions import RateLimits
 
 WARM_UP = 2  # rounds that are not counted
+MOST_NODES = RateLimits().sessions_of_an_address  # they have no keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -402,10 +402,10 @@ def coordinator(
 
     Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
     """
-    from farloop.bench.coordinator import measure
+    from farloop.bench.coordinator import MOST_NODES, measure
     from farloop.quant.registry import codec_named
 
-    counts = _sizes(nodes, least=1, most=1024)  # sessions of one coordinator
+    counts = _sizes(nodes, least=1, most=MOST_NODES)
     codec_named(codec)
     out = _empty_folder(out, "coordinator")
     processes = processes or os.cpu_count() or 1

@@ -71,6 +71,4 @@ def test_the_command_writes_its_findings_with_what_processes_measure(
     ended = farloop("bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--json")
     assert json.loads(ended.stdout) == json.loads((tmp_path / "routing.json").read_text())
     assert "--nodes is a list of numbers from 12 to 100000" in error_line("bench", "routing", "--nodes", "20,x")
-    assert "from 1 to 1024, as" in error_line("bench", "coordinator", "--nodes", "2,1025"), (
-        "sessions of one coordinator"
-    )
+    assert "from 1 to 512, as" in error_line("bench", "coordinator", "--nodes", "2,513"), "sessions of one address"
