@@ -66,7 +66,8 @@ class CommandError(Exception):
         self.code = code
 
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DISK = {*_FULL, errno.EIO}
 """A file that could be written is not: the disk, not the command, has to change."""
 
 _TOO_LARGE = re.compile(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes")  # torch's MemoryError on CPUs
@@ -131,7 +132,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode.USAGE, str(error)
         case UnknownCodec() | BadParameter() | UnsoundPairing() | UnsupportedHost():
             return ExitCode.USAGE, str(error)
-        case OSError() if error.errno in _DISK:
+        case OSError() if error.errno in _FULL:  # only writing fails so
             told = cannot_write(Path(error.filename or "a file"), error)
             return told.code, str(told)
         case RuntimeError() if asked := _TOO_LARGE.search(str(error)):
