@@ -169,7 +169,7 @@ def method_named(name: str) -> Method:
     raise ValueError(f"there is no method {name!r}; {hint}")
 
 
-def are_screened(terms: Terms) -> bool:
+def screens_deltas(terms: Terms) -> bool:
     """Whether the coordinator compares deltas, and so measures each of them. It never compares gradients: they are not
     stored, so a restart could not repeat the judgement."""
     return terms.admission.screen != "off" and method_named(terms.method).inner

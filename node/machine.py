@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, assert_never
 
-from farloop.algo.methods import are_screened
+from farloop.algo.methods import screens_deltas
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec
 from farloop.algo.stages import Part, fault_of, is_source
@@ -409,7 +409,7 @@ class NodeMachine:
                 tokens=tokens,
                 consumed=self._samples_used,
                 history=self.history,
-                measure=not are_screened(self.terms_of(state.fragment.index, terms.window)),
+                measure=not screens_deltas(self.terms_of(state.fragment.index, terms.window)),
             )
         )
 

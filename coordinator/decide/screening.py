@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from farloop.algo import schedule
-from farloop.algo.methods import are_screened
+from farloop.algo.methods import screens_deltas
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.terms import Terms
@@ -80,7 +80,7 @@ class Screening:
 
     def measures(self, fragment: int, window: int) -> bool:
         """Whether a delta of this window may be compared with others, in that window or a later one that takes it."""
-        return any(are_screened(terms) for terms in self.revisions.from_window(fragment, window))
+        return any(screens_deltas(terms) for terms in self.revisions.from_window(fragment, window))
 
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
         """Nodes whose deltas are not merged, with the reason.

@@ -11,7 +11,7 @@ from plain_runs import plain_terms
 
 from farloop.algo.fragments import NamedShape, partition
 from farloop.algo.merge_rules import MERGE_RULES
-from farloop.algo.methods import METHODS, are_screened, default_mix, max_tau, method_named
+from farloop.algo.methods import METHODS, default_mix, max_tau, method_named, screens_deltas
 from farloop.algo.schedule import POWERS, due_step, first_rounds, initial_h
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout
 from farloop.algo.terms import FLAT, LearningRate, Rewarm, Terms
@@ -254,8 +254,8 @@ def test_rows_are_found_by_name_and_refer_to_what_exists() -> None:
 
 
 def test_gradients_are_not_screened_whatever_the_terms_say() -> None:
-    assert are_screened(terms_of("diloco")) and not are_screened(terms_of("diloco", screen="off"))
-    assert not are_screened(terms_of("data-parallel"))
+    assert screens_deltas(terms_of("diloco")) and not screens_deltas(terms_of("diloco", screen="off"))
+    assert not screens_deltas(terms_of("data-parallel"))
 
 
 def test_the_table_is_read_without_torch() -> None:
