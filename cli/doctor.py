@@ -41,6 +41,9 @@ from farloop.node.data import load_corpus
 from farloop.node.errors import CorpusError
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
 from farloop.node.token_file import BYTES
+from farloop.quant.errors import UnsupportedHost
+from farloop.quant.registry import codec_named
+from farloop.quant.self_test import try_codecs
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 from farloop.wire.lanes import MOST_LANES
 from farloop.wire.machine_info import RDMA, Inventory, Nic
@@ -316,7 +319,20 @@ def devices() -> list[Finding]:
         built = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
         return [cpu, warn("gpu", built, fix)]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [cpu, ok("gpu", ", ".join(names))]
+    return [cpu, ok("gpu", ", ".join(names)), gpu_kernels(torch.device("cuda"))]
+
+
+def gpu_kernels(device: torch.device) -> Finding:
+    """Whether the kernels of the usual codecs run there, as a node tries them before it trains."""
+    names = ("q4", "q4r", "q8")
+    try:
+        faults = try_codecs([codec_named(name) for name in names], device)
+    except UnsupportedHost as error:
+        return fail("gpu kernels", str(error), "train on another device, or with another driver")
+    if faults:
+        told = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        return warn("gpu kernels", told, "codecs run in plain torch until this is mended, several times slower")
+    return ok("gpu kernels", f"{', '.join(names)} give the same bytes as on a CPU")
 
 
 def monotonic_clock() -> Finding:

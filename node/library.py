@@ -683,8 +683,7 @@ def join(
                 watch=watch,
             )
         node.endpoint, node._reserved = endpoint, reserved
-        if driver is not None:
-            warm_for(spec.terms)
+        warm_for(spec.terms, cluster.device)
         watch.on_ask = node.request_drain
         node._begin(buffers)
         if signals and threading.current_thread() is threading.main_thread():

@@ -7,7 +7,7 @@ CodecError
 ├── UnknownCodec      a name that no codec has (a ValueError too: it comes from a user's configuration)
 ├── BadParameter      a codec has no such parameter, or not of that value (a ValueError too)
 ├── UnsoundPairing    codecs that cannot serve a run as configured (a ValueError too)
-└── UnsupportedHost   a machine whose byte order is not the wire's
+└── UnsupportedHost   a machine whose byte order is not the wire's, or a device that computes other numbers
 """
 
 from collections.abc import Iterable
@@ -58,4 +58,5 @@ class UnsoundPairing(CodecError, ValueError):
 
 
 class UnsupportedHost(CodecError):
-    """Payloads are little-endian and moved without conversion, so a big-endian host cannot take part."""
+    """Payloads are little-endian and moved without conversion, and decode to the same numbers everywhere; this host or
+    its device cannot take part."""

@@ -7,9 +7,12 @@ A spelling is a name, plus the parameters that differ from the format's defaults
 import dataclasses
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from farloop.algo.terms import Terms
 from farloop.quant.codec import BETA, Codec, Parameter
@@ -28,6 +31,7 @@ from farloop.quant.formats.tables import E2M1, E3M0, NF4
 from farloop.quant.formats.ternary import TERNARY
 from farloop.quant.formats.topk import TOPK
 from farloop.quant.kernels.dispatch import warm
+from farloop.quant.self_test import try_codecs
 
 _log = logging.getLogger(__name__)
 
@@ -98,13 +102,18 @@ def downlink_spelling(spelling: str) -> str:
     return spelling_of(dataclasses.replace(codec, **{key: value for key, value in differs.items() if key not in said}))
 
 
-def warm_for(terms: Terms) -> None:
-    """Prepare the kernels of a run with these terms, including those of its fp32 snapshots.
+def warm_for(terms: Terms, device: torch.device | None = None) -> None:
+    """Prepare the kernels of a run with these terms, including those of its fp32 snapshots, and try them on the device
+    (`self_test.py`); None: on the CPU.
 
-    Call it before training begins (see `kernels/dispatch.py`). Raises as `codec_named`.
+    Call it before training begins (see `kernels/dispatch.py`). Raises as `codec_named` and `try_codecs`.
     """
+    started = time.monotonic()
     up = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
-    seconds = warm(codec_named(spelling).name for spelling in (*up, terms.codecs.down, "fp32"))
+    codecs = [codec_named(spelling) for spelling in dict.fromkeys((*up, terms.codecs.down, "fp32"))]
+    warm(codec.name for codec in codecs)
+    try_codecs(codecs, device or torch.device("cpu"))
+    seconds = time.monotonic() - started
     _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codecs.down, seconds)
 
 

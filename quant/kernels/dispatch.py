@@ -1,7 +1,8 @@
 """Which kernels run a block codec on which device. Faster paths are chosen here, and nowhere else."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -12,13 +13,34 @@ from farloop.quant.kernels.interface import BlockKernels, KernelKey
 
 _log = logging.getLogger(__name__)
 
+_left_out = set[tuple[str, str]]()
+"""(format, device type) that the reference serves, although there are kernels."""
+
+
+def leave_to_reference(name: str, device: torch.device) -> None:
+    """Never run the kernels of this format on such devices again."""
+    _left_out.add((name, device.type))
+
+
+@contextmanager
+def by_reference(name: str) -> Iterator[None]:
+    """Run no kernels of this format on a CPU within."""
+    key = (name, "cpu")
+    was_left_out = key in _left_out
+    _left_out.add(key)
+    try:
+        yield
+    finally:
+        if not was_left_out:
+            _left_out.discard(key)
+
 
 def fast_path(key: KernelKey, *devices: torch.device, only_encode: bool = False) -> BlockKernels | None:
     """The kernels of this key if all operands lie on one device that has some; None: the reference serves.
 
     `only_encode`: those too of which nothing but `encode` without a residual may be called.
     """
-    if any(device != devices[0] for device in devices):
+    if any(device != devices[0] for device in devices) or (key.name, devices[0].type) in _left_out:
         return None
     if devices[0].type == "cpu":
         return _cpu(key, only_encode)
@@ -72,8 +94,8 @@ def fast_sparse(*devices: torch.device) -> ModuleType | None:
 
 
 def fast_throw(*devices: torch.device) -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
-    """`throw` of `kernels/gpu/host.py` if all operands are on one GPU; None: the reference serves."""
-    if devices[0].type != "cuda" or any(device != devices[0] for device in devices):
+    """`throw` of `kernels/gpu/host.py`, for `ternary`, if all operands are on one GPU; None: the reference serves."""
+    if devices[0].type != "cuda" or any(device != devices[0] for device in devices) or ("ternary", "cuda") in _left_out:
         return None
     try:
         from farloop.quant.kernels.gpu.host import throw
@@ -91,6 +113,7 @@ def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     return cpu_kernels(key, only_encode=only_encode)
 
 
+@cache
 def _gpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.gpu.host import gpu_kernels
