@@ -27,7 +27,8 @@ from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import UNLIMITED, Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
-from farloop.node.zmq_dealer import LinkConfig, LinkThread, split_address
+from farloop.monitoring.addresses import Address, parse_tcp
+from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -57,8 +58,8 @@ SPEC = RunSpec(
 
 async def serve(endpoint: str, congestion: str) -> None:
     """Welcome a node, take each blob that it offers, push one of n bytes for each Fetch of n, answer each Ready."""
-    host, port = split_address(endpoint)
-    threading.Thread(target=serve_tcp, args=(host, port + 1, congestion), daemon=True).start()
+    here = parse_tcp(endpoint)
+    threading.Thread(target=serve_tcp, args=(here.host, here.port + 1, congestion), daemon=True).start()
     limits, versions = Limits(), iter(range(1, 1 << 30))
     router = ZmqRouter(
         endpoint=endpoint, key=None, allow=None, max_frame_bytes=limits.max_frame_bytes, congestion=congestion
@@ -99,7 +100,7 @@ async def serve(endpoint: str, congestion: str) -> None:
 
 
 def serve_tcp(host: str, port: int, congestion: str) -> None:
-    with socket.create_server((host, port)) as server:
+    with socket.create_server((host, port), family=Address(host=host, port=port).family) as server:
         choose(server, congestion)
         while True:
             connection, _ = server.accept()
@@ -280,9 +281,9 @@ def send(
     lanes: list[int],
 ) -> None:
     """Print the shares of raw TCP and of farloop, up and down: median, and lowest to highest."""
-    host, port = split_address(coordinator)
+    there = parse_tcp(coordinator)
     nodes = {number: Node(coordinator, congestion, number) for number in lanes}
-    with socket.create_connection((host, port + 1)) as connection:
+    with socket.create_connection((there.host, there.port + 1)) as connection:
         choose(connection, congestion)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         systems: dict[str, Callable[..., None]] = {"TCP": partial(over_tcp, connection)}
@@ -311,13 +312,13 @@ def send(
 
 def control(coordinator: str, congestion: str, mbit: float, megabytes: list[float], for_s: float) -> None:
     """Print how long control messages take, there and back, beside raw TCP and beside blobs, up and down."""
-    host, port = split_address(coordinator)
+    there = parse_tcp(coordinator)
     node = Node(coordinator, congestion)
     for size in megabytes:
         for up in (True, False):
             node.carry(int(size * 1e6), up=up)  # from here on the link is known, as from session to session
             for system, measure in (
-                ("TCP", partial(control_over_tcp, host, port + 1, congestion)),
+                ("TCP", partial(control_over_tcp, there.host, there.port + 1, congestion)),
                 ("farloop", node.control),
             ):
                 took, bytes_per_s = measure(int(size * 1e6), up=up, for_s=for_s)

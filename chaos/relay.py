@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import parse_host_port
+from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, resolved
 
 # --- Relay
 #
@@ -121,10 +121,8 @@ class Relay:
 
     async def start(self) -> None:
         """Listen. Raises `OSError` if the port is taken."""
-        listener = _small_socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = _made_small(bound_socket(Address(host=self._listen_host, port=self._listen_port)))
         try:
-            listener.bind((self._listen_host, self._listen_port))
             self._server = await asyncio.start_server(self._serve, sock=listener, limit=self.link.slice_bytes)
         except OSError:
             listener.close()
@@ -172,7 +170,7 @@ class Relay:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(self.link.rtt_s)
-        far_socket = _small_socket()
+        far_socket = _made_small(socket.socket(Address(host=self._target[0], port=0).family))
         far_socket.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(far_socket, self._target)
@@ -313,9 +311,8 @@ async def _finish(writer: asyncio.StreamWriter) -> None:
     await writer.wait_closed()
 
 
-def _small_socket() -> socket.socket:
-    """A TCP socket whose kernel buffers do not hide the back-pressure of a slow link."""
-    small = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _made_small(small: socket.socket) -> socket.socket:
+    """The TCP socket, with kernel buffers that do not hide the back-pressure of a slow link."""
     small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
     small.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     return small
@@ -332,7 +329,7 @@ REPORT_S = 10.0  # between two lines about what crossed
 def throttle(link: str, *, listen: str, to: str) -> None:
     """Relay until the first signal. Raises CommandError: an address or the link is none, or the port is taken."""
     try:
-        here, there = parse_host_port(listen, listens=True), parse_host_port(to)
+        here, there = parse_host_port(listen, listens=True), resolved(parse_host_port(to))
         thin = Link.parse(link)
     except (LinkError, ValueError) as error:
         raise CommandError(str(error)) from error
@@ -340,7 +337,7 @@ def throttle(link: str, *, listen: str, to: str) -> None:
         target_host=there.host,
         target_port=there.port,
         link=thin,
-        listen_host="0.0.0.0" if here.host == "*" else here.host,
+        listen_host=here.host,
         listen_port=here.port,
     )
     try:

@@ -9,7 +9,7 @@ from farloop.algo.terms import Terms
 from farloop.config.memory import Memory, memory_of
 from farloop.config.run_spec import Plan, loops_bring_data
 from farloop.config.settings import NodeFile, RunFile, load, planned
-from farloop.config.sources import parse_tcp
+from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
 from farloop.node.named_model import HF
 from farloop.node.trainer import NodeConfig

@@ -25,7 +25,6 @@ from farloop.algo.terms import Terms
 from farloop.config.exit_codes import CommandError, ExitCode, say_error
 from farloop.config.run_spec import Plan
 from farloop.config.settings import NodeFile, RunFile, planned
-from farloop.config.sources import Address, parse_host_port, parse_tcp
 from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
@@ -37,6 +36,7 @@ from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
+from farloop.monitoring.addresses import Address, parse_host_port, parse_tcp
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
 from farloop.node.pipeline.trainer import train_stage
@@ -335,8 +335,7 @@ def _pages(
 
     address = parse_host_port(config.http, listens=True)
     routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
-    host = "0.0.0.0" if address.host == "*" else address.host
-    with Endpoint(host, address.port, routes, names=config.http_names) as endpoint:
+    with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
 
 

@@ -32,9 +32,9 @@ from farloop.cli.status import DEFAULT_URL, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
 from farloop.config.settings import NodeFile, RunFile, load, planned
-from farloop.config.sources import Address, parse_host_port, parse_tcp
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
+from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, parse_tcp
 from farloop.monitoring.status import InventoryStatus
 from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data import load_corpus
@@ -198,7 +198,8 @@ def dial_back(address: Address) -> Finding:
     """Listen on the declared port, dial the declared address, and check that the connection arrives here."""
     token = secrets.token_bytes(16)
     try:
-        server = socket.create_server(("", address.port), family=socket.AF_INET, reuse_port=False)
+        server = bound_socket(Address(host="*", port=address.port))
+        server.listen()
     except OSError as error:
         return _somebody_listens(address, (error.strerror or str(error)).lower())
     with server:
@@ -382,12 +383,8 @@ def port(what: str, address: Address, key: str) -> Finding:
     """Whether the port is free, by binding it for a moment."""
     if address.port == 0:
         return ok(what, f"{address}: any free one")
-    host = "" if address.host in ("*", "0.0.0.0") else address.host
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, address.port))
+        bound_socket(address).close()
     except OSError as error:
         fix = f"stop what listens there (a coordinator that is running?), or choose another in {key}"
         detail = f"{address}: {(error.strerror or str(error)).lower()}"

@@ -14,9 +14,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, load_tables, nearest, parse_tcp
+from farloop.config.sources import ConfigError, load_tables, nearest
 from farloop.coordinator.routing import inventory as plain
 from farloop.coordinator.routing.sync_plan import bits_of
+from farloop.monitoring.addresses import parse_tcp
 
 _MBIT, _GBIT = 125e3, 125e6  # Bytes/s
 

@@ -30,8 +30,6 @@ from farloop.config.sources import (
     dump_toml,
     load_tables,
     nearest,
-    parse_host_port,
-    parse_tcp,
     read_environment,
     read_file,
     read_flags,
@@ -39,6 +37,7 @@ from farloop.config.sources import (
 from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.observe.straggler_detector import ADAPTS
 from farloop.coordinator.storage.copies import check_url
+from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.arguments import check_fingerprint
 from farloop.node.data import Share
@@ -51,7 +50,7 @@ from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
-from farloop.node.zmq_dealer import check_lanes, check_source
+from farloop.node.zmq_dealer import check_lanes
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name

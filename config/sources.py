@@ -1,7 +1,6 @@
-"""TOML text, addresses, and errors of the configuration. Loads no torch."""
+"""TOML text and errors of the configuration. Loads no torch."""
 
 import difflib
-import ipaddress
 import json
 import re
 import tomllib
@@ -41,78 +40,6 @@ def _value(value: object) -> str:
             return f"{{{', '.join(f'{key} = {_value(item)}' for key, item in value.items())}}}"
         case _:
             raise TypeError(f"{value!r} has no place in a settings file")
-
-
-ANY_HOST = ("*", "0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """A host and a port."""
-
-    host: str  # without the brackets of IPv6
-    port: int
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can be at the other end."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @property
-    def reachable_host(self) -> str:
-        """The host by which this machine reaches a listener on the address."""
-        return "127.0.0.1" if self.host in ANY_HOST else self.host
-
-    def overlaps(self, other: "Address") -> bool:
-        """Whether two listeners on one machine cannot have both addresses."""
-        same = self.host == other.host or self.host in ANY_HOST or other.host in ANY_HOST
-        return self.port == other.port != 0 and (
-            same or ("localhost" in (self.host, other.host) and self.is_loopback and other.is_loopback)
-        )
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_tcp(text: str, *, listens: bool = False) -> Address:
-    """The address in `tcp://host:port`.
-
-    Args:
-        listens: it will be bound, so port 0 (any free one) and host * (all interfaces) are valid.
-
-    Raises:
-        ValueError: one sentence.
-    """
-    if not text.startswith("tcp://"):
-        scheme, separator, _ = text.partition("://")
-        near = f"; did you mean tcp://{text}?" if not separator and ":" in text else ""
-        raise ValueError(f"tcp://host:port is wanted, not {text!r}{near}" if not separator else
-                         f"farloop speaks tcp:// only, not {scheme}://")  # fmt: skip
-    address = parse_host_port(text.removeprefix("tcp://"), listens=listens)
-    if not listens and address.host in ANY_HOST:
-        raise ValueError(
-            f"{address.host} means every interface, so a node cannot connect to it; name the coordinator's host"
-        )
-    return address
-
-
-def parse_host_port(text: str, *, listens: bool = False) -> Address:
-    """The address in `host:port`. As `parse_tcp`."""
-    host, separator, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    if not separator or not host or (":" in host and not bracketed):
-        example = "host:port is wanted, as 127.0.0.1:7700 or [::1]:7700"
-        raise ValueError(f"{example}, not {text!r}")
-    least = 0 if listens else 1
-    if not port.isascii() or not port.isdecimal() or not least <= int(port) <= 65535:
-        raise ValueError(f"{port!r} is not a port; take one from {least} to 65535")
-    return Address(host=host, port=int(port))
 
 
 PREFIX = "FARLOOP_"

@@ -41,7 +41,8 @@ class CoordinatorConfig:
     state_dir: Path
     """Journal, snapshots, metrics.jsonl and the final model."""
     bind: str = "tcp://127.0.0.1:7700"
-    """The one port that nodes must reach."""
+    """The one port that nodes must reach. Host * is every interface, of IPv4 and IPv6; an IPv6 address stands in
+    brackets, as tcp://[::1]:7700."""
     key: Path | None = None
     """Secret key file. CURVE is on with it, and required beyond loopback."""
     allow: Path | None = None

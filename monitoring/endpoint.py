@@ -22,6 +22,8 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Final, Self
 
+from farloop.monitoring.addresses import Address, bound_socket
+
 log = logging.getLogger(__name__)
 
 REQUEST_LIMIT_S = 5.0
@@ -326,13 +328,10 @@ def _head(response: Response) -> bytes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener = bound_socket(Address(host=host, port=port))
         listener.listen(MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
-        listener.close()
         raise EndpointError(_explain(host, port, error)) from error
     return listener
 
@@ -344,7 +343,7 @@ def _explain(host: str, port: int, error: OSError | OverflowError) -> str:
     if number == errno.EACCES:
         return f"port {port} on {host} is not allowed for this user: choose one above 1023, or 0 for any free one"
     if number == errno.EADDRNOTAVAIL:
-        return f"{host} is not an address of this machine: listen on 127.0.0.1 (this machine only) or 0.0.0.0 (all)"
+        return f"{host} is not an address of this machine: listen on 127.0.0.1 (this machine only) or * (all)"
     if isinstance(error, OverflowError):
         return f"{port} is not a port: choose one from 1 to 65535, or 0 for any free one"
     return f"cannot listen on {host} port {port}: {error}"

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
+from farloop.monitoring.addresses import plain_host, same_host
+
 _INFO: Final = getattr(socket, "TCP_INFO", None)
 _CONGESTION: Final = getattr(socket, "TCP_CONGESTION", None)
 _NAME_BYTES: Final = 16
@@ -29,7 +31,7 @@ def end_of(descriptor: int) -> tuple[str, int]:
     """Address and port of the peer; ("", 0) without one. Needs no descriptor of its own."""
     with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
         peer = connection.getpeername()
-        return (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else ("", 0)
+        return (plain_host(str(peer[0])), int(peer[1])) if isinstance(peer, tuple) else ("", 0)
     return "", 0
 
 
@@ -38,7 +40,7 @@ def hang_up(descriptor: int, host: str, port: int) -> bool:
     Its owner sees the end of the stream, and closes it."""
     with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
         peer = connection.getpeername()
-        if isinstance(peer, tuple) and (str(peer[0]), int(peer[1])) == (host, port):
+        if isinstance(peer, tuple) and (plain_host(str(peer[0])), int(peer[1])) == (host, port):
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
@@ -110,8 +112,3 @@ def _borrowed(descriptor: int, host: str) -> Iterator[socket.socket]:
         if not isinstance(peer, tuple) or not same_host(str(peer[0]), host):
             raise OSError(f"connected to {peer}, not to {host}")
         yield connection
-
-
-def same_host(one: str, other: str) -> bool:
-    """Whether two spellings are one address; an IPv4 address may come dressed as IPv6."""
-    return one.removeprefix("::ffff:").partition("%")[0] == other.removeprefix("::ffff:").partition("%")[0]

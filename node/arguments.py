@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.errors import LoopError
-from farloop.node.zmq_dealer import LinkConfig, check_lanes, check_source
+from farloop.node.zmq_dealer import LinkConfig, check_lanes
 from farloop.wire.keys import check_name
 from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from farloop.algo.spec import NodeId
+from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
 from farloop.node.reports import Activity
 from farloop.wire.messages import Progress, moved_by
@@ -188,9 +189,10 @@ def serve(address: str, metrics: Metrics, names: str = "") -> Endpoint:
     training has begun. 503 otherwise, with the reason.
     Raises EndpointError: the address is none, or cannot be bound.
     """
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isascii() or not port.isdecimal():
-        raise EndpointError(f"http is host:port, as 127.0.0.1:9710, not {address!r}")
+    try:
+        here = parse_host_port(address, listens=True)
+    except ValueError as error:
+        raise EndpointError(f"http: {error}") from error
 
     def text() -> Response:
         return Response(content_type=metrics.content_type, body=metrics.exposition())
@@ -204,4 +206,4 @@ def serve(address: str, metrics: Metrics, names: str = "") -> Endpoint:
         started, words = metrics.standing
         return Response(status=200 if started else 503, body=f"{words}\n".encode())
 
-    return Endpoint(host.strip("[]"), int(port), {METRICS: text, HEALTH: alive, READY: ready}, names=names)
+    return Endpoint(here.host, here.port, {METRICS: text, HEALTH: alive, READY: ready}, names=names)

@@ -115,7 +115,7 @@ class NodeConfig:
     lanes: int = 0
     """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
     bulk_source: str = ""
-    """IPv4 address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
+    """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
     several. It needs keys. Default: the system's choice, as for control messages."""
     max_uplink: str = ""
     """Most that the node sends, as 20mbit; empty: as fast as the link."""

@@ -6,13 +6,10 @@ A socket dials once: when its connection breaks the session ends with it, and `n
 import asyncio
 import contextlib
 import dataclasses
-import ipaddress
 import json
 import logging
 import math
 import random
-import re
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from farloop.monitoring.addresses import Address, check_route, check_source, look_up, parse_tcp
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, host_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
@@ -63,7 +61,7 @@ class LinkConfig:
     lanes: int = 0
     """Connections that carry blobs; 0: as many as the link is measured to need."""
     bulk_source: str = ""
-    """IPv4 address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
+    """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
     uplink: UplinkLimit = field(default_factory=UplinkLimit)
     """What it may send."""
     inventory: Inventory = NOTHING
@@ -81,7 +79,7 @@ class LinkConfig:
         except ValueError as error:
             raise ValueError(f"lanes: {error}") from None
         if self.bulk_source:
-            host = split_address(self.coordinator)[0]
+            host = parse_tcp(self.coordinator).host
             try:
                 check_source(self.bulk_source, host)
             except ValueError as error:
@@ -90,70 +88,10 @@ class LinkConfig:
             raise ValueError(refused)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of tcp://host:port. Raises BadAddress."""
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]*]+):([0-9]{1,5})", address)
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise BadAddress(f"the coordinator's address is tcp://host:port, as tcp://10.0.0.5:7700, not {address!r}")
-    return match[1].strip("[]"), int(match[2])
-
-
 def check_lanes(lanes: int) -> None:
     """Raises ValueError."""
     if not 0 <= lanes <= MOST_LANES:
         raise ValueError(f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {min(max(lanes, 0), MOST_LANES)}")
-
-
-def check_source(address: str, host: str = "") -> None:
-    """Raises ValueError unless connections of this machine can leave from the address, those to `host` where that is an
-    IP address. No network need be up."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        raise ValueError(f"{address!r} is not an IP address, as 10.0.0.5") from None
-    why = ""
-    if found.version == 6:
-        why = "is an IPv6 address, and links go over IPv4"
-    elif found.is_unspecified or found.is_multicast or found.is_reserved:
-        why = "is not the address of one network card"
-    elif found.is_loopback and _is_ip(host) and not ipaddress.ip_address(host).is_loopback:
-        why = f"never leaves this machine, and the coordinator {host} is beyond it"
-    else:
-        try:
-            with socket.socket() as trial:
-                trial.bind((address, 0))
-        except OSError as error:
-            why = f"is not an address of this machine: {error.strerror}"
-    if why:
-        raise ValueError(f"{address} {why}; the nearest is {_own_address(host)}")
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _own_address(host: str) -> str:
-    """That from which the system connects to `host`, or to the world unless that is an IPv4 address. It sends nothing:
-    UDP connects by the table of routes alone."""
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as trial:
-        trial.connect((host if _is_ip(host) and ":" not in host else "192.0.2.1", 9))
-        return str(trial.getsockname()[0])
-    return "127.0.0.1"
-
-
-def _check_route(address: str, host: str) -> None:
-    """Raises ValueError unless a lane can be opened from the address to `host`, an IPv4 address, now."""
-    check_source(address, host)
-    try:
-        with socket.socket(type=socket.SOCK_DGRAM) as trial:
-            trial.bind((address, 0))
-            trial.connect((host, 9))
-    except OSError as error:
-        raise ValueError(f"{address} does not reach {host}: {error.strerror}") from error
 
 
 DEAD_TCP_MS = 60_000
@@ -176,12 +114,12 @@ class ZmqDialer:
                 f"bulk_source {config.bulk_source} needs key and server_key: without keys the lanes of a session come "
                 "from one address"
             )
-        self.address, self.congestion = config.coordinator, config.congestion
-        self._host, self._port = split_address(config.coordinator)
-        self.bulk_address = config.coordinator
-        self.source = config.bulk_source
-        if self.source:
-            self.bulk_address = f"tcp://{self.source}:0;{config.coordinator.removeprefix('tcp://')}"
+        try:
+            self._address = parse_tcp(config.coordinator)
+        except ValueError as error:
+            raise BadAddress(f"the coordinator's address: {error}") from error
+        self.source, self.congestion = config.bulk_source, config.congestion
+        self.unreachable = set[Address]()  # addresses of the coordinator that did not answer when last tried
         self._limits, self._timing, self._failed = config.limits, config.timing, failed
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
@@ -237,24 +175,20 @@ class ZmqDialer:
         return dealer
 
     async def _dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
-        """ZeroMQ would look for an address in silence, and never say that there is none."""
-        loop = asyncio.get_running_loop()
+        """All lanes of a session connect to one address: that which answers first."""
         try:
-            async with asyncio.timeout(self._timing.liveness_s):
-                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            found = await look_up(self._address, self._timing.liveness_s)
             if self.source:
-                hosts = [str(address[0]) for family, *_, address in found if family == socket.AF_INET]
-                if not hosts:
-                    raise ValueError(f"the host {self._host!r} has no IPv4 address, as {self.source} is")
-                _check_route(self.source, hosts[0])
-        except TimeoutError:
-            failed(f"no name server answers for {self._host!r}")
+                found = [address for address in found if address.is_ipv6 == (":" in self.source)]
+                if not found:
+                    raise ValueError(f"the host {self._address.host!r} has no address of the family of {self.source}")
+                check_route(self.source, found[0].host)
         except OSError as error:
-            failed(f"the host {self._host!r} has no address: {error.strerror or error}")
+            failed(str(error))
         except ValueError as error:
             failed(f"no lane can be opened from [node] bulk_source: {error}")
         else:
-            connection = ZmqConnection(self)
+            connection = ZmqConnection(self, sorted(found, key=self.unreachable.__contains__))
             self._connections.add(connection)
             opened(connection)
 
@@ -282,8 +216,10 @@ class _Lane:
 class ZmqConnection:
     """The sockets of one session: a DEALER per lane, so that a full bulk lane never holds up control."""
 
-    def __init__(self, dialer: ZmqDialer) -> None:
+    def __init__(self, dialer: ZmqDialer, addresses: list[Address]) -> None:
+        """`addresses`: of the coordinator; at least one. They are tried in turn until one answers."""
         self._dialer, self._context = dialer, zmq.asyncio.Context()
+        self._addresses = addresses
         self._listener: ports.ConnectionListener
         self._lanes: dict[int, _Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -335,10 +271,27 @@ class ZmqConnection:
         monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
         assert isinstance(monitor, zmq.asyncio.Socket)
         lane = self._lanes[number] = _Lane(number, dealer, monitor, ready)
-        dealer.connect(self._dialer.address if number == CONTROL else self._dialer.bulk_address)
+        self._connect(lane)
         self._spawn(lane, partial(self._watch, lane), f"watch-{number}")
         self._spawn(lane, partial(self._read, lane), f"read-{number}")
         return lane
+
+    def _connect(self, lane: _Lane) -> None:
+        address, source = self._addresses[0], self._dialer.source
+        lane.socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        leaves_from = f"{Address(host=source, port=0)};" if lane.number > CONTROL and source else ""
+        lane.socket.connect(f"tcp://{leaves_from}{address}")
+
+    def _try_next(self, lane: _Lane) -> bool:
+        """Control could not be opened: connect to the next address, if there is one."""
+        if lane.number > CONTROL:
+            return False
+        self._dialer.unreachable.add(self._addresses[0])
+        if len(self._addresses) == 1:
+            return False
+        del self._addresses[0]
+        self._connect(lane)
+        return True
 
     def _spawn(self, lane: _Lane, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
         task = self._dialer.spawn(self._guarded(lane, work), name)
@@ -379,10 +332,11 @@ class ZmqConnection:
 
     async def _watch(self, lane: _Lane) -> None:
         """Report when the lane's connection is made, and when it ends or the key is refused."""
-        why = "cannot connect: is the coordinator running, and its port open from here?"
+        tried = f" to {', '.join(map(str, self._addresses))}" if len(self._addresses) > 1 else ""
+        why = f"cannot connect{tried}: is the coordinator running, and its port open from here?"
         if lane.number > CONTROL and self._dialer.source:
             why = f"no lane can be opened from [node] bulk_source: {self._dialer.source} does not reach the coordinator"
-        key_refused = False
+        key_refused = made = False
         while not self._closed and not lane.lost:
             told = await recv_monitor_message(lane.monitor)
             match told["event"]:
@@ -392,13 +346,14 @@ class ZmqConnection:
                     if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    why = "the connection ended"
+                    why, made = "the connection ended", True
+                    self._dialer.unreachable.discard(self._addresses[0])
                     if not self._closed:
                         self._listener.on_connected(lane.number)
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     why, key_refused = Reason.WRONG_KEY.sentence, True
                     break
-                case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
+                case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED if made or not self._try_next(lane):
                     break
         self._lost(lane, why, key_refused=key_refused)
 

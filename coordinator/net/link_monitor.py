@@ -22,8 +22,9 @@ from farloop.coordinator.net.link_table import (
     Running,
 )
 from farloop.coordinator.net.sessions import Peer
+from farloop.monitoring.addresses import parse_tcp, same_host
 from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
-from farloop.monitoring.tcp_connection import congestion_of, same_host, tcp_info
+from farloop.monitoring.tcp_connection import congestion_of, tcp_info
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
@@ -82,7 +83,7 @@ class LinkMonitor:
             if self._dialled.get(node) != wanted:
                 self._dialled[node] = wanted
                 self.reachable.pop(node, None)
-                reached = await reaches(member.inventory.address, None if peer.owner is not None else peer.counted_as)
+                reached = await reaches(member.inventory.address, None if peer.owner is not None else peer.address)
                 if reached is not None:
                     self.reachable[node] = reached
         self._dialled = {node: tried for node, tried in self._dialled.items() if NodeId(node) in members}
@@ -295,15 +296,15 @@ async def reaches(address: str, only: str | None) -> bool | None:
     Args:
         only: the only host that may be dialled; None for any.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) <= 65535:
+    try:
+        there = parse_tcp(address)
+    except ValueError:
         return None
-    if only is not None and not same_host(host, only):
+    if only is not None and not same_host(there.host, only):
         return None
     try:
         async with asyncio.timeout(DIAL_S):
-            _, writer = await asyncio.open_connection(host, int(port))
+            _, writer = await asyncio.open_connection(there.host, there.port)
     except (OSError, TimeoutError, UnicodeError):
         return False
     writer.close()

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from farloop.algo.spec import NodeId
+from farloop.monitoring.addresses import network_of
 from farloop.runtime.ports import Route
 from farloop.wire import messages as msg
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
@@ -99,7 +100,7 @@ class Bucket:
 
 
 class RateLimiter:
-    """Applies the limits. Peers with a key are counted by its owner, the others by their address."""
+    """Applies the limits. Peers with a key are counted by its owner, the others by their address (`network_of`)."""
 
     def __init__(self, limits: RateLimits) -> None:
         self.limits = limits
@@ -118,6 +119,7 @@ class RateLimiter:
             return Reason.CROWDED
         if address is None:
             return None if self._take("greeting", who, limits.greetings_of_a_key, now) else Reason.TOO_OFTEN
+        address = network_of(address)
         if self._sessions[address] >= limits.sessions_of_an_address:
             return Reason.CROWDED
         if not self._take("greeting", f"{who} at {address}", limits.greetings_of_a_key, now):
@@ -185,7 +187,7 @@ class Peer:
     session: Session
     owner: NodeId | None  # the node whose key it uses; None without keys
     who: str  # the owner; without keys the name that the greeting claims, and the address
-    counted_as: str  # what its session is counted by: the owner, or without keys the address
+    counted_as: str  # what its session is counted by: the owner, or without keys the network of the address
     token: bytes  # what the first frame of a further lane must hold
     routes: dict[int, Route]  # lane number → route of the socket; 0 is control
     address: str = ""  # where it came from, without keys
@@ -356,7 +358,7 @@ class Peers:
             uplink=self._uplink,
         )
         session.traffic.curve = owner is not None
-        token, counted_as = self._new_token(), address or who
+        token, counted_as = self._new_token(), network_of(address) if address else who
         peer = Peer(self._next, session, owner, who, counted_as, token, {0: route}, address or "", max_lanes)
         self._further_lanes += max_lanes - 1
         self._next += 1

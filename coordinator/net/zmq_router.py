@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
 from farloop.monitoring import descriptors
+from farloop.monitoring.addresses import network_of, parse_tcp, plain_host, resolved
 from farloop.monitoring.tcp_connection import choose_congestion, end_of, hang_up
 from farloop.runtime.ports import Buffer, Route, RouterListener, Sent
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
@@ -116,7 +117,9 @@ class ZmqRouter:
         self._monitor.connect(events)
         try:
             self._configure(key, max_frame_bytes)
-            self._socket.bind(endpoint)
+            here = resolved(parse_tcp(endpoint, listens=True))
+            self._socket.setsockopt(zmq.IPV6, here.is_ipv6)
+            self._socket.bind(f"tcp://{here}")
         except zmq.ZMQError as error:
             self.close()
             raise BindError(endpoint, error) from error
@@ -305,7 +308,7 @@ class _Sender:
     @property
     def address(self) -> str:
         try:
-            return str(self._frame.get("Peer-Address"))
+            return plain_host(str(self._frame.get("Peer-Address")))
         except zmq.ZMQError:
             return "?"
 
@@ -330,6 +333,10 @@ class Connection:
     host: str  # address of the peer; with `port` it tells this connection from a later one with the same descriptor
     port: int
     used_at: float  # when it was accepted, or last seen in use by a session
+    network: str = field(init=False)  # what it is counted by: the host, or the network of an IPv6 host
+
+    def __post_init__(self) -> None:
+        self.network = network_of(self.host)
 
 
 class Connections:
@@ -340,7 +347,7 @@ class Connections:
         self.most, self._is_used = most, is_used
         self._open: dict[int, Connection] = {}  # by descriptor
         self._strangers: dict[str, OrderedDict[int, Connection]] = {}
-        """Host → those of `_open` that no session used when last checked, the oldest first."""
+        """Network → those of `_open` that no session used when last checked, the oldest first."""
         self._closing: set[int] = set()  # told to go; ZeroMQ has yet to report their end
 
     def __len__(self) -> int:
@@ -352,10 +359,10 @@ class Connections:
         self._open[descriptor] = new = Connection(descriptor, host, port, now)
         self._add_stranger(new)
         going = None
-        if len(self._strangers[host]) > STRANGERS_OF_AN_ADDRESS:
-            going = self._oldest_stranger(host)
+        if len(self._strangers[new.network]) > STRANGERS_OF_AN_ADDRESS:
+            going = self._oldest_stranger(new.network)
         if going is None and len(self._open) - len(self._closing) > self.most:
-            going = self._oldest_stranger(self._host_with_most_strangers())
+            going = self._oldest_stranger(self._network_with_most_strangers())
         if going is not None:
             self._closing.add(going.descriptor)
         return going
@@ -391,34 +398,34 @@ class Connections:
         assert all(self._strangers.values()), "no empty entry is kept"
 
     def _add_stranger(self, connection: Connection) -> None:
-        self._strangers.setdefault(connection.host, OrderedDict())[connection.descriptor] = connection
+        self._strangers.setdefault(connection.network, OrderedDict())[connection.descriptor] = connection
 
     def _remove_stranger(self, connection: Connection) -> None:
-        those = self._strangers.get(connection.host, OrderedDict())
+        those = self._strangers.get(connection.network, OrderedDict())
         those.pop(connection.descriptor, None)
         if not those:
-            self._strangers.pop(connection.host, None)
+            self._strangers.pop(connection.network, None)
 
-    def _oldest_stranger(self, host: str) -> Connection | None:
-        """Removed from the strangers; None if sessions use all connections of this host by now."""
-        self._remove_used(host)
-        if host not in self._strangers:
+    def _oldest_stranger(self, network: str) -> Connection | None:
+        """Removed from the strangers; None if sessions use all connections of this network by now."""
+        self._remove_used(network)
+        if network not in self._strangers:
             return None
-        connection = next(iter(self._strangers[host].values()))
+        connection = next(iter(self._strangers[network].values()))
         self._remove_stranger(connection)
         return connection
 
-    def _host_with_most_strangers(self) -> str:
+    def _network_with_most_strangers(self) -> str:
         """Empty if there are no strangers."""
         while self._strangers:
-            host = max(self._strangers, key=lambda host: len(self._strangers[host]))
-            num_strangers = len(self._strangers[host])
-            self._remove_used(host)
-            if len(self._strangers.get(host, ())) == num_strangers:
-                return host
+            network = max(self._strangers, key=lambda network: len(self._strangers[network]))
+            num_strangers = len(self._strangers[network])
+            self._remove_used(network)
+            if len(self._strangers.get(network, ())) == num_strangers:
+                return network
         return ""
 
-    def _remove_used(self, host: str) -> None:
-        for connection in list(self._strangers.get(host, OrderedDict()).values()):
+    def _remove_used(self, network: str) -> None:
+        for connection in list(self._strangers.get(network, OrderedDict()).values()):
             if self._is_used(connection.descriptor):
                 self._remove_stranger(connection)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
-from farloop.node.errors import BadAddress
+from farloop.monitoring.addresses import parse_tcp
 from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.messages import Prepare, Switch
 from farloop.node.pipeline.routing import Limits
-from farloop.node.zmq_dealer import split_address
 from farloop.wire.messages import validate
 from farloop.wire.reasons import RemoteProtocolError
 
@@ -112,8 +111,8 @@ def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, st
             if node not in addresses:
                 raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
             try:
-                split_address(addresses[node])
-            except BadAddress as error:
+                parse_tcp(addresses[node])
+            except ValueError as error:
                 raise LayoutError(f"{path}: addresses of {node}: {error}") from error
 
 

@@ -18,6 +18,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from farloop.monitoring.addresses import Address, look_up, parse_tcp, resolved
 from farloop.node.pipeline import messages
 from farloop.node.pipeline.events import PeerBindError
 from farloop.node.pipeline.messages import FramedMessage, Message, PipelineMessage
@@ -111,6 +112,7 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 0.5  # interval of heartbeats to each peer
 WATCH_KEYS_S = 1.0  # interval of checks of the folder of keys
+LOOKUP_S = 10.0  # longest wait for a name server
 BACKOFF_S = (0.1, 2.0)  # first and longest pause before a peer is dialled again
 
 MOST_QUEUED = 4096  # most frames that wait for one peer; beyond it the connection is given up
@@ -246,8 +248,10 @@ class PeerLink:
             router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
             router.curve_server = True
         try:
-            router.bind(self._config.bind)
-        except zmq.ZMQError as error:
+            here = resolved(parse_tcp(self._config.bind, listens=True))
+            router.setsockopt(zmq.IPV6, here.is_ipv6)
+            router.bind(f"tcp://{here}")
+        except (zmq.ZMQError, ValueError) as error:
             raise PeerBindError(f"cannot listen for the other stages at {self._config.bind}: {error}") from error
         return router
 
@@ -346,22 +350,25 @@ class PeerLink:
     async def _keep_dialling(self, name: str, peer: _Peer) -> None:
         attempt = 0
         while True:
+            connected = False
             try:
-                connected = await self._connection(name, peer)
-            except (zmq.ZMQError, KeyFileError) as error:
+                for address in await look_up(parse_tcp(peer.address), LOOKUP_S):
+                    if connected := await self._connection(name, peer, address):
+                        break
+            except (zmq.ZMQError, KeyFileError, OSError, ValueError) as error:
                 _log.warning("cannot reach name=%s reason=%r", name, str(error))
-                connected = False
             peer.connected = False
             self._judge(name, peer)
             attempt = 0 if connected else attempt + 1
             first, longest = BACKOFF_S
             await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)))
 
-    async def _connection(self, name: str, peer: _Peer) -> bool:
+    async def _connection(self, name: str, peer: _Peer, address: Address) -> bool:
         """One connection from dial to end. Returns whether it was ever made."""
         dealer = self._socket(self._context, zmq.DEALER)
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._config.name}/{secrets.token_hex(4)}".encode())
         if self._config.peers is not None:
             dealer.curve_serverkey = load_public(self._config.peers / f"{name}.pub")
@@ -369,7 +376,8 @@ class PeerLink:
         assert isinstance(monitor, zmq.asyncio.Socket)
         sender: asyncio.Task[None] | None = None
         try:
-            dealer.connect(peer.address)
+            dealer.setsockopt(zmq.IPV6, address.is_ipv6)
+            dealer.connect(f"tcp://{address}")
             while True:
                 match (await recv_monitor_message(monitor))["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:

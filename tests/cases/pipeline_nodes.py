@@ -45,6 +45,7 @@ class Nodes:
         codec: str = "",
         normalise: Normalise = "visits",
         keys: Path | None = None,
+        bind: str = "tcp://127.0.0.1:0",
     ) -> None:
         self.layout = layout
         self.names = [name for stage in layout.stages for name in stage.replicas]
@@ -60,7 +61,7 @@ class Nodes:
                 layout=layout,
                 addresses={},
                 jobs=StageJobs(part),
-                peer=PeerConfig(name=name, bind="tcp://127.0.0.1:*", **own),
+                peer=PeerConfig(name=name, bind=bind, **own),
                 settings=settings or Settings(assemble_s=PATIENCE_S),
                 codec=codec,
                 normalise=normalise,

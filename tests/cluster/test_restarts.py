@@ -13,7 +13,7 @@ from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free
 
 from farloop.cli.daemons import connect
 from farloop.config.exit_codes import ExitCode
-from farloop.config.sources import Address
+from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from farloop.cli.daemons import connect, why
 from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
-from farloop.config.sources import Address
+from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.status import Status
 

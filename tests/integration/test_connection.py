@@ -14,10 +14,10 @@ import tiny_run
 from plain_runs import plain_hello
 
 from farloop.cli.doctor import dial_back
-from farloop.config.sources import Address
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.net.link_monitor import reaches
-from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, same_host, tcp_info
+from farloop.monitoring.addresses import Address
+from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, tcp_info
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.wire.link_measurement import INFO_BYTES, parse
 
@@ -71,11 +71,6 @@ def test_one_that_may_not_be_chosen_is_refused_with_those_that_may() -> None:
     refused = congestion_refused("warp9")
     assert refused is not None
     assert "congestion = 'warp9'" in refused and "reno" in refused and "\n" not in refused
-
-
-def test_an_address_has_several_spellings() -> None:
-    assert same_host("::ffff:10.0.0.1", "10.0.0.1") and same_host("fe80::1%eth0", "fe80::1")
-    assert not same_host("10.0.0.1", "10.0.0.2")
 
 
 def test_a_nodes_connections_use_the_control_that_it_chose(tmp_path: Path) -> None:

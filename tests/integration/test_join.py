@@ -40,7 +40,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
     model, state = nn.Linear(1, 1), tmp_path / "state"
     with pytest.raises(ValueError, match="name"):
         join(NOWHERE, model, name="not a name!", state_dir=state)
-    with pytest.raises(BadAddress, match="not 'coordinator:7700'"):
+    with pytest.raises(BadAddress, match="got 'coordinator:7700'; did you mean tcp"):
         join("coordinator:7700", model, name="a", state_dir=state)
     with pytest.raises(ValueError, match="go together"):
         join(NOWHERE, model, name="a", state_dir=state, key=tmp_path / "a.key")

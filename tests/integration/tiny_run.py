@@ -87,7 +87,7 @@ def serving(directory: Path, store: Store, **settings: Any) -> Iterator[Coordina
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        config = CoordinatorConfig(state_dir=directory, bind="tcp://127.0.0.1:*", http="", **settings)
+        config = CoordinatorConfig(state_dir=directory, bind="tcp://127.0.0.1:0", http="", **settings)
         made.append(Coordinator(config, store))
         started.set()
         await made[0].run(stop)

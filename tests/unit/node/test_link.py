@@ -13,9 +13,8 @@ from plain_runs import plain_hello, plain_spec
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.node.errors import BadAddress
 from farloop.node.link import LOOK_S, Downloads, NodeLink, Probing, Traffic, moved_by
-from farloop.node.zmq_dealer import LinkConfig, read_known, split_address, write_known
+from farloop.node.zmq_dealer import LinkConfig, read_known, write_known
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.limits import Limits, Timing
@@ -355,31 +354,6 @@ def test_every_byte_of_a_session_is_of_one_kind_and_direction_and_those_of_all_a
 
 
 # --- addresses and keys
-
-
-@pytest.mark.parametrize(
-    ("address", "host", "port"),
-    [
-        ("tcp://10.0.0.5:7700", "10.0.0.5", 7700),
-        ("tcp://coordinator.example:1", "coordinator.example", 1),
-        ("tcp://[::1]:65535", "::1", 65535),
-    ],
-)
-def test_an_address_is_a_host_and_a_port(address: str, host: str, port: int) -> None:
-    assert split_address(address) == (host, port)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "", "coordinator:7700", "tcp://coordinator", "tcp://:7700", "tcp://*:7700", "tcp://host:0", "tcp://host:65536",
-        "tcp://host:7700/", "tcp://two words:7700", "tcp://::1:7700", "ipc:///tmp/socket", "tcp://host:７７００",
-    ],
-)  # fmt: skip
-def test_anything_else_is_one_line_that_shows_how_it_looks(address: str) -> None:
-    with pytest.raises(BadAddress, match=r"tcp://host:port, as tcp://10\.0\.0\.5:7700, not ") as caught:
-        split_address(address)
-    assert repr(address) in str(caught.value) and caught.value.exit_code == 2
 
 
 KNOWN = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1.5e6)

@@ -1,0 +1,147 @@
+"""Names and IPv6 over real sockets: which address the lanes of a session connect to, and what daemons bind."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import NewRun, assert_all_agree, free_port
+from pipeline_layouts import layout_of
+from pipeline_nodes import Nodes, microbatches
+from test_link import key_files, linked, station, until, wait_for
+from typer.testing import CliRunner
+
+from farloop.cli.main import app
+from farloop.config.sources import dump_toml
+from farloop.monitoring import addresses
+from farloop.node.zmq_dealer import LinkConfig
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+
+pytestmark = pytest.mark.integration
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+
+
+class Resolver:
+    """Stands in for the system's: names of these tests have these addresses, after `delay_s`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, delay_s: float = 0.0, **hosts: tuple[str, ...]) -> None:
+        self.asked: list[str] = []
+        self._hosts, self._delay_s, self._system = hosts, delay_s, addresses.getaddrinfo
+        monkeypatch.setattr(addresses, "getaddrinfo", self._look_up)
+
+    async def _look_up(self, host: str) -> list[Any]:
+        if host not in self._hosts:
+            return await self._system(host)
+        self.asked.append(host)
+        await asyncio.sleep(self._delay_s)
+        return [("", "", 0, "", (address, 0)) for address in self._hosts[host]]
+
+
+def test_a_name_is_looked_up_once_for_all_lanes_and_a_slow_name_server_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(addresses, "SLOW_LOOKUP_S", 0.1)
+    resolver, port = Resolver(monkeypatch, delay_s=0.3, oslo=("127.0.0.2",)), free_port()
+    with station(f"tcp://127.0.0.2:{port}", protocol=5) as there:
+        with linked(LinkConfig(coordinator=f"tcp://oslo:{port}", lanes=8)) as (link, delivered):
+            wait_for(delivered, msg.Welcome)
+            until(lambda: link.num_lanes == 8 or there.turned_away)
+        assert resolver.asked == ["oslo"]
+    assert "slow name server host=oslo took=0." in caplog.text
+
+
+def test_all_lanes_take_the_first_address_that_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    with station(f"tcp://127.0.0.2:{port}", protocol=5) as there:
+        Resolver(monkeypatch, oslo=("127.0.0.3", "127.0.0.2"))
+        with linked(LinkConfig(coordinator=f"tcp://oslo:{port}", lanes=3)) as (link, delivered):
+            wait_for(delivered, msg.Welcome)
+            until(lambda: link.num_lanes == 3)
+            assert "no link" not in caplog.text, "an address that refuses costs no session"
+            there.break_lane(0)
+            wait_for(delivered, wire_ev.SessionClosed)
+            wait_for(delivered, msg.Welcome)
+            assert {str(address.host) for address in link._dialer.unreachable} == {"127.0.0.3"}
+    with linked(LinkConfig(coordinator=f"tcp://oslo:{port}")) as (_, delivered):
+        closed = wait_for(delivered, wire_ev.SessionClosed)
+        assert isinstance(closed, wire_ev.SessionClosed)
+        assert f"cannot connect to 127.0.0.3:{port}, 127.0.0.2:{port}: is the" in closed.detail
+
+
+@needs_ipv6
+@pytest.mark.parametrize("bind", ["[::]", "*", "[::1]"])
+def test_nodes_of_both_families_reach_a_coordinator(bind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With keys, and blobs from an address of their own."""
+    Resolver(monkeypatch, oslo=("::1",), lima=("::1", "127.0.0.1"))
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    key, _ = key_files(tmp_path / "allow", "a")
+    port = free_port()
+    with station(f"tcp://{bind}:{port}", key=server_key, allow=tmp_path / "allow", protocol=5) as there:
+        for host, source, seen in (
+            ("[::1]", "::1", "::1"), ("oslo", "", "::1"), ("lima", "", "::1"), ("127.0.0.1", "127.0.0.2", "127.0.0.1"),
+        ):  # fmt: skip
+            if bind == "[::1]" and seen != "::1":
+                continue
+            config = LinkConfig(
+                coordinator=f"tcp://{host}:{port}", key=key, server_key=server_pub, bulk_source=source, lanes=1
+            )
+            with linked(config) as (link, delivered):
+                wait_for(delivered, msg.Welcome)
+                until(lambda link=link: link.num_lanes == 1)
+                assert [there.host(lane) for lane in (0, 1)] == [seen, source or seen]
+
+
+@needs_ipv6
+def test_stages_of_a_pipeline_reach_each_other_by_ipv6_and_by_the_second_address_of_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Resolver(monkeypatch, oslo=("127.0.0.1", "::1"))
+    nodes = Nodes(layout_of(["a", "b"], ["ab"]), bind="tcp://[::1]:0")
+    assert all(address.startswith("tcp://[::1]:") for address in nodes.addresses.values())
+    for name, executor in nodes.executors.items():
+        named = {other: to.replace("[::1]", "oslo") for other, to in nodes.addresses.items() if other != name}
+        executor.link.meet(named)
+
+    def work(name: str, executor: Any, part: Any) -> None:
+        executor.step(microbatches(1, 0) if name == "a" else [])
+
+    nodes.train(work)
+
+
+@needs_ipv6
+def test_a_run_over_ipv6_from_its_settings_to_its_end(new_run: NewRun) -> None:
+    run = new_run(steps=8, h=4, tau=1, nodes=1)
+    run.tables["coordinator"] |= {"bind": f"tcp://[::]:{run.port}", "http": f"[::1]:{run.http}", "insecure": True}
+    node_http = free_port()
+    node = {"name": "a", "coordinator": f"tcp://[::1]:{run.port}", "http": f"[::1]:{node_http}", "threads": 1}
+    node_toml = run.folder / "a.toml"
+    node_toml.write_text(dump_toml({"node": node, "data": run.tables["data"]}))
+
+    def farloop(*words: str) -> str:
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    farloop("config", "check", str(run.write_toml()))
+    assert f"[::]:{run.port} is free" in farloop("doctor", str(run.write_toml()))
+    coordinator = run.start_coordinator()
+    run.until_said(coordinator.log, f"status http://[::1]:{run.http}")
+    assert "waiting" in farloop("status", "--url", f"[::1]:{run.http}")
+    assert f"[::1]:{run.port} accepts connections" in farloop("doctor", str(node_toml), "--url", f"[::1]:{run.http}")
+    run.start("node-a", "-m", "farloop.cli.main", "node", str(node_toml))
+    assert_all_agree(run, run.until_done(), "a")
