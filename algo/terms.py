@@ -5,6 +5,7 @@ Standard library only. Messages, the journal, RUN.toml and `farloop set` know ea
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NewType
@@ -149,9 +150,15 @@ class Terms:
     codecs: Codecs
     admission: Admission
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that is not finite, whoever gave it: rules compare with numbers, which NaN
+        passes, and a record that holds one is not equal to itself."""
+        for name in FLAT:
+            _require_finite(name, self.value(name))
+
     @classmethod
     def from_flat(cls, **values: Any) -> "Terms":
-        """Terms from values by flat name. Raises TypeError for an unknown or missing one."""
+        """Terms from values by flat name. Raises TypeError for an unknown or missing one, ValueError for NaN."""
         return cls(**{name: _PARTS[name](**held) if name in _PARTS else held for name, held in nest(values).items()})
 
     def flat(self) -> dict[str, Any]:
@@ -182,6 +189,15 @@ class Terms:
             "schema": nested,
             "ref": ref,
         }
+
+
+def _require_finite(name: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number; got {value}")
+    for item in value if isinstance(value, tuple) else ():
+        _require_finite(name, item)
+    for inside in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        _require_finite(f"{name}.{inside.name}", getattr(value, inside.name))
 
 
 _PARTS: Final[Mapping[str, type]] = {

@@ -119,7 +119,7 @@ def _check_optimizers(terms: Terms) -> None:
     check_outer(terms, method.outer)
     check_inner(terms, has_inner=method.inner)
     require(
-        math.isfinite(terms.inner.clip) and terms.inner.clip > 0.0,
+        terms.inner.clip > 0.0,
         f"clip is {terms.inner.clip}; it must be a number above 0 (a large one switches clipping off)",
     )
 
@@ -165,7 +165,7 @@ def check_learning_rate(terms: Terms) -> None:
     lr, steps = terms.schedule.lr, terms.schedule.steps
     _known(lr.shape, SHAPES, "lr.shape")
     for name, value in (("lr.peak", lr.peak), ("lr.minimum", lr.minimum)):
-        require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+        require(value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
     require(lr.minimum <= lr.peak, f"lr.minimum = {lr.minimum} is above lr.peak; at most {lr.peak}")
     warmup = lr.warmup_steps
     require(0 <= warmup <= steps, f"lr.warmup_steps is {warmup}; the run has {steps} steps, so 0 to that")
@@ -199,7 +199,7 @@ def _check_phases(terms: Terms) -> None:
             f"{least} to {schedule.steps - 1}",
         )
         require(
-            math.isfinite(rewarm.peak) and rewarm.peak >= max(lr.minimum, lr.constant),
+            rewarm.peak >= max(lr.minimum, lr.constant),
             f"lr.rewarms has a peak of {rewarm.peak}; the least is {max(lr.minimum, lr.constant)}",
         )
         require(
@@ -288,7 +288,7 @@ def _check_alpha(terms: Terms) -> None:
     )
     good = lr.peak * h ** (1 / POWERS[rule])
     require(
-        math.isfinite(alpha) and alpha > 0.0,
+        alpha > 0.0,
         f"h_alpha is {alpha or 'missing'}; h_rule = {rule} needs one above 0; {good:.3g} gives rounds of h = {h} at "
         "the peak of the learning rate, and longer ones as it falls",
     )
@@ -350,7 +350,7 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
     """Raise ValueError unless the method's outer optimizer can run by these terms."""
     outer = terms.outer
     for name, value in (("outer_lr", outer.lr), ("weight_decay", terms.inner.weight_decay)):
-        require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+        require(value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
     momentum = outer.momentum
     require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
     require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes only 0")
@@ -362,7 +362,7 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
         )
     clip, buffer, spread = outer.clip, outer.buffer, outer.spread
     if clip is not None:
-        require(math.isfinite(clip) and clip > 0.0, f"outer_clip is {clip}; it must be above 0, or left out")
+        require(clip > 0.0, f"outer_clip is {clip}; it must be above 0, or left out")
     require(buffer >= 1, f"outer_buffer is {buffer}; the least is 1, where every delta steps the momentum")
     most = 1.0 / buffer
     require(0.0 <= spread <= most, f"outer_spread is {spread}; with outer_buffer = {buffer} it is 0 to {most:g}")
@@ -421,7 +421,7 @@ def check_admission(terms: Terms, method: Method) -> None:
         near = difflib.get_close_matches(admission.screen, SCREENS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(SCREENS)}"
         raise ValueError(f"screen is {admission.screen!r}; {hint}")
-    if not 2.0 <= admission.norm_band < float("inf"):
+    if admission.norm_band < 2.0:
         raise ValueError(f"norm_band is {admission.norm_band}; the least is 2.0, for honest nodes differ")
     if outer.merge is None:
         return

@@ -5,7 +5,6 @@ long as it is told, and costs nothing.
 """
 
 import asyncio
-import json
 import random
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, NodeId
+from farloop.monitoring.status import dumps
 from farloop.node import events as ev
 from farloop.node.errors import LinkFailed
 from farloop.node.link import NodeLink
@@ -184,7 +184,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path, address, first, count, step_s = sys.argv[1:]
     nodes = asyncio.run(_run(address, int(first), int(count), float(step_s)))
-    Path(path).write_text(json.dumps([node.seen() for node in nodes]))
+    Path(path).write_text(dumps([node.seen() for node in nodes]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches, seed_of
 from farloop.bench.routing import small_instance
+from farloop.monitoring.status import dumps
 from farloop.node.model import GPT, build
 from farloop.node.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
@@ -185,7 +186,7 @@ def run_nodes(
             learning_rate=learning_rate,
             out=str(folder / f"{name}.json"),
         )
-        (folder / f"{name}-settings.json").write_text(json.dumps(asdict(settings)))
+        (folder / f"{name}-settings.json").write_text(dumps(asdict(settings)))
         with (folder / f"{name}.log").open("w") as log:
             command = [sys.executable, "-m", "farloop.bench.pipeline_node", str(folder / f"{name}-settings.json")]
             processes[name] = subprocess.Popen(command, stdout=log, stderr=log)

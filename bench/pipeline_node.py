@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from farloop.monitoring.status import dumps
 from farloop.node.model import ModelConfig, build
 from farloop.node.pipeline.executor import Executor
 from farloop.node.pipeline.layout import Settings, read_layout
@@ -107,7 +108,7 @@ def main(settings_file: str) -> None:
     executor.close()
     save_file(dict(part.state_dict()), out.with_suffix(".safetensors"))
     told = Told(seconds=seconds, losses=losses, weights=str(out.with_suffix(".safetensors")))
-    out.write_text(json.dumps(asdict(told)))
+    out.write_text(dumps(asdict(told)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from farloop.algo.spec import NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms, field_of
 from farloop.bench.training import BuiltIn, OnStep, cpu_threads
 from farloop.config.exit_codes import writing
+from farloop.monitoring.status import dumps
 from farloop.node.data import Corpus, load_corpus
 from farloop.node.errors import NodeError
 from farloop.sim.network import LinkConditions
@@ -74,7 +75,7 @@ def run_key(spec: RunSpec, device: str = CPU) -> str:
     del settings["identity"]["name"]
     settings["terms"] = _chosen(spec.terms)
     made_by = [FORMAT, torch.__version__, *([] if device == CPU else [device])]
-    content = json.dumps([*made_by, settings], sort_keys=True, separators=(",", ":"))
+    content = dumps([*made_by, settings], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -156,15 +157,16 @@ class Kept:
         """The result of an earlier run; a file that cannot be read counts as none."""
         try:
             fields: dict[str, Any] = json.loads(self._path(key).read_text())["result"]
-            curve = tuple((x, y) for x, y in fields["curve"])
-            result = RunResult(**{**fields, "curve": curve, "moved": tuple(fields["moved"])})
+            curve = tuple((x, _number(y)) for x, y in fields["curve"])
+            moved = tuple(fields["moved"])
+            result = RunResult(**{**fields, "loss": _number(fields["loss"]), "curve": curve, "moved": moved})
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return result if result.key == key else None
 
     def put(self, spec: RunSpec, result: RunResult) -> None:
         """Keep a result. Raises CommandError: it cannot be written."""
-        text = json.dumps(
+        text = dumps(
             {"result": dataclasses.asdict(result), "torch": torch.__version__, "terms": to_plain(spec.terms)}, indent=1
         )
         path = self._path(result.key)
@@ -175,6 +177,11 @@ class Kept:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
+
+
+def _number(value: float | None) -> float:
+    """A loss from JSON, which has null for one that is not finite."""
+    return math.nan if value is None else value
 
 
 # --- all runs of a plan

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from farloop.bench.sync_trace import Marks
+from farloop.monitoring.status import dumps
 
 TENSORS = 25
 _PATIENCE_S = 120.0  # of a peer, for one round
@@ -154,7 +155,7 @@ def as_hivemind(address: str, rank: int, nodes: int, parameters: int, rounds: in
     plain = {"start": True, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "use_auto_relay": False}
     if rank == 0:
         dht = hivemind.DHT(**plain)
-        known.with_suffix(".new").write_text(json.dumps([str(address) for address in dht.get_visible_maddrs()]))
+        known.with_suffix(".new").write_text(dumps([str(address) for address in dht.get_visible_maddrs()]))
         known.with_suffix(".new").rename(known)
     else:
         while not known.exists():
@@ -194,7 +195,7 @@ def main(words: Sequence[str]) -> None:
     torch.set_num_threads(1)
     path, system, address, *rest = words
     times, end = as_farloop(address, *rest) if system == "farloop" else PEERS[system](address, *map(int, rest))
-    Path(path).write_text(json.dumps({"rounds": times, "end": end}))
+    Path(path).write_text(dumps({"rounds": times, "end": end}))
     if system == "torchft":
         sys.stdout.flush()
         os._exit(0)  # its threads outlive its shutdown

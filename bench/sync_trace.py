@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from farloop.monitoring.status import dumps
+
 STAGES = {
     "stepped": "",
     "taken": "node: take the delta",
@@ -65,7 +67,7 @@ class Marks(list[Mark]):
         setattr(owner, call, marked)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps([dataclasses.asdict(mark) for mark in self]))
+        path.write_text(dumps([dataclasses.asdict(mark) for mark in self]))
 
     @classmethod
     def read(cls, path: Path) -> Self:

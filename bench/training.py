@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from farloop.algo.spec import Fragment, NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms
 from farloop.config.exit_codes import writing
 from farloop.coordinator.aggregator import first_anchor
+from farloop.monitoring.status import dumps
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corpus
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, PRESETS, build, from_json
@@ -223,7 +223,7 @@ def outer_gradients(
         found = _train(settings, corpus, fragment, on_step)
     if path is not None:
         tensors = {f"node{n}.{part}": t for part in _PARTS for n, t in enumerate(getattr(found, part))}
-        metadata = {"settings": json.dumps(to_plain(settings)), "torch": torch.__version__}
+        metadata = {"settings": dumps(to_plain(settings)), "torch": torch.__version__}
         unfinished = path.with_suffix(".part")
         with writing(path):
             unfinished.write_bytes(save(tensors, metadata))
@@ -298,5 +298,5 @@ def _fragment(model: GPT) -> Fragment:
 
 
 def _key(settings: Settings, corpus: Corpus) -> str:
-    content = json.dumps([dataclasses.asdict(settings), corpus.digest, torch.__version__], sort_keys=True)
+    content = dumps([dataclasses.asdict(settings), corpus.digest, torch.__version__], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]

@@ -6,7 +6,6 @@ every version that the node holds.
     python -m farloop.chaos.storm_node NODE.toml PACE ANCHORS
 """
 
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 from farloop.config.exit_codes import ended_in_one_line
 from farloop.config.logs import LogLevel, set_up
 from farloop.config.settings import load_node
+from farloop.monitoring.status import dumps
 from farloop.node.library import Node
 from farloop.node.trainer import train
 
@@ -70,7 +70,7 @@ def _write_down(node: Node, told: list[tuple[int, int]], book: TextIO) -> None:
     now = list(zip(replica.versions.values(), replica.digests.values(), strict=True))
     for fragment, (version, digest) in enumerate(now):
         if version >= 0 and (not told or told[fragment] != (version, digest)):
-            book.write(json.dumps([fragment, version, f"{digest:016x}"]) + "\n")
+            book.write(dumps([fragment, version, f"{digest:016x}"]) + "\n")
     book.flush()
     told[:] = now
 

@@ -1,7 +1,6 @@
 """`farloop bench`: options, progress and output of the measurements in `farloop.bench`."""
 
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -15,6 +14,7 @@ import typer
 
 from farloop.cli.options import AsJson, Commands, TextData, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text, size_text
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def codecs(
         report = run(plan, watch=watch)
     files = write_report(report, out)
     if as_json:
-        typer.echo(json.dumps(report.plain(), indent=1))
+        typer.echo(dumps(report.plain(), indent=1))
     else:
         _show(report, files, console)
 
@@ -173,7 +173,7 @@ def write_report(report: "CodecReport", out: Path) -> list[Path]:
     from farloop.plots.codecs import plot_quality, plot_speed
 
     files = [out / "codecs.json"]
-    write_output(files[0], json.dumps(report.plain(), indent=1))
+    write_output(files[0], dumps(report.plain(), indent=1))
     for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
         for kind in ("svg", "png") if wanted else ():
             files.append(out / f"codecs-{name}.{kind}")
@@ -244,7 +244,7 @@ def memory(
         rows = [row for count in ranks for row in measure_ranks(model, count, out.resolve() / str(count), os.environ)]
         if as_json:
             listed = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]
-            typer.echo(json.dumps({"machine": machine(), "commit": source_commit(), "ranks": listed}, indent=1))
+            typer.echo(dumps({"machine": machine(), "commit": source_commit(), "ranks": listed}, indent=1))
             return
         for row in rows:
             typer.echo(
@@ -255,7 +255,7 @@ def memory(
     peaks = measure(model, out.resolve(), os.environ)
     if as_json:
         told = {peak.who: {**dataclasses.asdict(peak), "ratio": peak.ratio} for peak in peaks}
-        typer.echo(json.dumps({"machine": machine(), "commit": source_commit(), **told}, indent=1))
+        typer.echo(dumps({"machine": machine(), "commit": source_commit(), **told}, indent=1))
         return
     for peak in peaks:
         typer.echo(
@@ -290,7 +290,7 @@ def gpu(
     found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
     if as_json:
         told = {"machine": machine(), "commit": source_commit(), "found": dataclasses.asdict(found)}
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(dumps(told, indent=1))
         return
     typer.echo(f"Commit {source_commit()}, torch {torch.__version__}. {markdown(found)}")
 
@@ -471,7 +471,7 @@ def routing(
     made = _processes(console) if run_processes else None
     if made is not None:
         found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
-    write_output(out / "routing.json", json.dumps(found, indent=1) + "\n")
+    write_output(out / "routing.json", dumps(found, indent=1) + "\n")
     what = "Planning measured, all other seconds predicted or simulated."
     if made is not None:
         what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
@@ -479,7 +479,7 @@ def routing(
     for kind in (".svg", ".png"):
         plot(out / f"routing{kind}", findings, caption, made)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(dumps(found, indent=1))
     else:
         for line in [*lines(findings), *(_measured(made) if made is not None else ())]:
             typer.echo(line)
@@ -557,7 +557,7 @@ def _echo_rows(rows: Sequence["Row | NodesRow | LoopRow"]) -> None:
     from farloop.bench.machine import machine, source_commit
 
     told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
-    typer.echo(json.dumps(told, indent=1))
+    typer.echo(dumps(told, indent=1))
 
 
 def _sizes(text: str, least: int = 12, most: int = 100_000) -> list[int]:
@@ -693,7 +693,7 @@ def quality(
             found = _compare_grid(asked_for(grid, {**named, "global_batch": global_batch}, lists), where, **running)
     except RunFailed as error:
         raise CommandError(str(error), ExitCode(error.exit_code)) from error
-    write_output(out / "quality.json", json.dumps(dataclasses.asdict(found), indent=1))
+    write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
     write_output(out / "quality.md", markdown(found))
     if as_json:
         return typer.echo((out / "quality.json").read_text())

@@ -18,7 +18,6 @@ to 6 s, random). A process that fails again before it recovered is not counted. 
 leave out node_back, for which no other node waits.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -39,6 +38,7 @@ from farloop.cli.options import facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import duration_text, size_text
 from farloop.plots.style import INK, color_of, figure, ticks
 from farloop.quant.registry import warm_for
@@ -88,11 +88,11 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
         "machine": machine(),
         **({"commit": commit} if (commit := source_commit()) else {}),
     }
-    write_output(folder / "chaos.json", json.dumps(report, indent=1))
+    write_output(folder / "chaos.json", dumps(report, indent=1))
     if outcome.memory:
         draw_memory(folder / "memory.svg", outcome.memory)
     if as_json:
-        typer.echo(json.dumps(report))
+        typer.echo(dumps(report))
     else:
         console.print(faults_table(outcome))
         console.print(result_table(outcome, folder))

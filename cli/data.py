@@ -1,7 +1,6 @@
 """`farloop data`: token files from texts and datasets."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from farloop.cli.options import AsJson, Commands
 from farloop.cli.progress import LINE_EVERY_S, progress_console
 from farloop.config.exit_codes import CommandError, writing
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _tell(file: Path, header: "Header", more: dict[str, Any], *, as_json: bool) 
     facts = {"file": str(file), "bytes": header.file_bytes, **dataclasses.asdict(header)}
     facts |= {key: value if isinstance(value, int) else value and str(value) for key, value in more.items()}
     if as_json:
-        typer.echo(json.dumps(facts))
+        typer.echo(dumps(facts))
         return
     held_out = percent_text(header.validation_tokens / header.tokens)
     lines = [

@@ -31,7 +31,7 @@ from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.config.settings import LEAST
 from farloop.config.sources import nearest
-from farloop.monitoring.status import Status
+from farloop.monitoring.status import Status, dumps
 from farloop.node.model import PRESETS, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
@@ -96,7 +96,7 @@ def run_demo(
     summary = _finish(plan, planned, status)
     report = write_report(plan.out, summary, plan.out / "state" / "metrics.jsonl", f"farloop demo: {plan.run.method}")
     if as_json:
-        typer.echo(json.dumps(summary))
+        typer.echo(dumps(summary))
     else:
         console.print(summary_table(summary))
         console.print(f"report   {report}\nmodel    {plan.out / 'model.safetensors'}", soft_wrap=True)
@@ -113,7 +113,7 @@ def _prepare(plan: DemoPlan) -> None:
         )
     make_output_folder(plan.out)
     kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
-    write_output(plan.out / "demo.json", json.dumps(kept, indent=1))
+    write_output(plan.out / "demo.json", dumps(kept, indent=1))
 
 
 def _load(folder: Path) -> DemoPlan:
@@ -187,7 +187,7 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)
     summary = summarise(status, plan.out / "state" / "metrics.jsonl", planned.spec, loss_start=start, loss_end=end)
-    write_output(plan.out / "summary.json", json.dumps(summary, indent=1))
+    write_output(plan.out / "summary.json", dumps(summary, indent=1))
     metrics = plan.out / "metrics.jsonl"
     with suppress(FileExistsError):
         metrics.symlink_to(Path("state") / "metrics.jsonl")

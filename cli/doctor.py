@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import email.utils
 import importlib.metadata
-import json
 import os
 import platform
 import secrets
@@ -35,7 +34,7 @@ from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, parse_tcp
-from farloop.monitoring.status import InventoryStatus
+from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data import load_corpus
 from farloop.node.errors import CorpusError
@@ -293,7 +292,7 @@ def examine(
 def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
     """One line per finding, with the fix after an arrow; or a JSON list."""
     if as_json:
-        return typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], ensure_ascii=False))
+        return typer.echo(dumps([dataclasses.asdict(finding) for finding in findings], ensure_ascii=False))
     for finding in findings:
         level = typer.style(f"{finding.level:<4}", fg=_COLORS[finding.level], bold=finding.level != "ok")
         fix = f" → {finding.fix}" if finding.fix else ""

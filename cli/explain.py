@@ -1,6 +1,5 @@
 """`farloop explain`: why a window closed, from `decisions.jsonl` and the journal, as a table or JSON."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from farloop.coordinator.observe.decision_log import FILE, missing
 from farloop.coordinator.observe.event_log import files, parsed
 from farloop.coordinator.observe.window_inspection import ClosedWindow, look_back, newest_versions
 from farloop.coordinator.storage.state_reader import read_journal, steadily
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, duration_text, size_text
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
@@ -45,7 +45,7 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     if not explained:
         raise CommandError(_unknown(window, list(fragments), version, newest, final))
     if as_json:
-        return typer.echo(json.dumps(explained, indent=1))
+        return typer.echo(dumps(explained, indent=1))
     for number, facts in enumerate(explained):
         console.print(*([Text()] if number else []), _picture(facts), sep="\n")
 

@@ -1,6 +1,5 @@
 """`farloop export` and `farloop eval`: the global model as a folder that other tools load, and its loss."""
 
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ import typer
 
 from farloop.cli.options import STATE, AsJson, StateFolder, TextData
 from farloop.config.exit_codes import CommandError, cannot_write
+from farloop.monitoring.status import dumps
 
 OwnModel = Annotated[
     str,
@@ -79,7 +79,7 @@ def export(
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
         versions = list(ledger.versions)
-        typer.echo(json.dumps({"folder": str(folder), "versions": versions, "dtype": dtype, "files": files}))
+        typer.echo(dumps({"folder": str(folder), "versions": versions, "dtype": dtype, "files": files}))
         return
     rounds = f"after round {ledger.current_round}" if any(ledger.versions) else "before its first commit"
     typer.echo(f"run {ledger.spec.identity.name} {'at its end' if ledger.finished else rounds}, in {dtype}: {folder}")
@@ -127,7 +127,7 @@ def evaluate(
     same = evaluation_name(chosen) == identity.evaluation_set
     if as_json:
         told = {"loss": loss, "sequences": len(chosen), "digest": chosen.digest, "is_the_run_s": same}
-        typer.echo(json.dumps({**told, "versions": list(ledger.versions)}))
+        typer.echo(dumps({**told, "versions": list(ledger.versions)}))
         return
     whose = "the run's evaluation set" if same else "another set than the run's"
     typer.echo(f"loss {loss:.4f} nats per token, perplexity {math.exp(min(loss, 700.0)):.4g}")

@@ -1,6 +1,5 @@
 """`farloop journal`: read a coordinator's state folder, also while it runs, or repair it."""
 
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from farloop.cli.options import STATE, AsJson, Commands, StateFolder, facts
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import plural, size_text
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _print_records(records: "Iterable[Placed]", console: Console, *, as_json: bo
 
     if as_json:
         for at in records:
-            typer.echo(json.dumps(plain(at), default=repr))
+            typer.echo(dumps(plain(at), default=repr))
         return
     rows = Table.grid(expand=True, padding=(0, 2, 0, 0))
     rows.add_column(justify="right", no_wrap=True, min_width=6)
@@ -126,7 +126,7 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
     report = verify(state)
     if as_json:
         told = {key: value for key, value in asdict(report).items() if key not in ("refused", "epochs")}
-        typer.echo(json.dumps({"good": not report.faults, "starts": not report.refused, **told}))
+        typer.echo(dumps({"good": not report.faults, "starts": not report.refused, **told}))
     else:
         rows = facts()
         rows.add_row("run", Text(report.run or "–", style="bold cyan"))
@@ -188,7 +188,7 @@ def salvage_journal(
         told = {"run": found.run, "versions": list(found.versions), "epoch": found.epoch, "given_up": lost}
         told |= {"deltas_given_up": found.deltas, "damage": list(found.damage)}
         told |= {"written": aside is not None, "old_files": None if aside is None else str(aside)}
-        return typer.echo(json.dumps(told))
+        return typer.echo(dumps(told))
     rows = facts()
     rows.add_row("run", Text(found.run, style="bold cyan"))
     for fault in found.damage:
@@ -248,7 +248,7 @@ def replay_journal(
     console = Console(highlight=False)
     if as_json:
         for replayed in results:
-            typer.echo(json.dumps(_replayed_json(replayed)))
+            typer.echo(dumps(_replayed_json(replayed)))
     else:
         _print_replayed(results, console)
     if first := next((replayed for replayed in results if not replayed.same), None):

@@ -4,7 +4,6 @@ Heavy modules are imported inside the commands, so that `farloop --help` answers
 """
 
 import importlib.metadata
-import json
 import os
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from farloop.cli.set import release, set_terms
 from farloop.cli.simulate import simulate_app
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
+from farloop.monitoring.status import dumps
 from farloop.node.parent import end_with_torchrun
 
 DEMO_STEPS = 2000  # about three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps
@@ -287,7 +287,7 @@ def status(
     from farloop.cli import status as pages
 
     if as_json:
-        typer.echo(json.dumps(pages.fetch(url)))
+        typer.echo(dumps(pages.fetch(url)))
     elif network:
         pages.show_network(url, Console(highlight=False))
     else:
@@ -318,7 +318,7 @@ def methods(as_json: AsJson = False) -> None:
     from farloop.cli.methods import methods_json, methods_table
 
     if as_json:
-        typer.echo(json.dumps(methods_json()))
+        typer.echo(dumps(methods_json()))
     else:
         Console(highlight=False).print(methods_table())
 
@@ -340,7 +340,7 @@ def codecs(
 
     measured = brief(tuple(CODECS.values())) if measure else None
     if as_json:
-        typer.echo(json.dumps(codec_list_json(measured), indent=1))
+        typer.echo(dumps(codec_list_json(measured), indent=1))
     else:
         # Full width in a pipe or file; on a narrow terminal columns wrap.
         width = None if sys.stdout.isatty() else TABLE_COLUMNS
@@ -390,7 +390,7 @@ def check_config(
     lines, memory = check(file, flags=flags or [], environ=os.environ, ranks=ranks, shard=shard)
     if as_json:
         told = {"memory": memory.plain()} if memory is not None else {}
-        typer.echo(json.dumps({"file": str(file), "lines": lines, **told}, indent=1))
+        typer.echo(dumps({"file": str(file), "lines": lines, **told}, indent=1))
         return
     typer.echo(f"{file} is good")
     for label, value in lines:

@@ -1,6 +1,5 @@
 """`farloop plan`: options, text and JSON. The planner is `farloop.coordinator.routing`."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ import typer
 
 from farloop.cli.options import AsJson, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def plan(
         found = {**plan_json(given, made, plan_s), "set": words, "away": sorted(gone)}
         if laid is not None:
             found |= laid.json()
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(dumps(found, indent=1))
     else:
         from rich.console import Console
 

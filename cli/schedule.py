@@ -5,7 +5,6 @@ whether rounds are long enough for its fragments.
 """
 
 import dataclasses
-import json
 import os
 import re
 from bisect import bisect_right
@@ -18,6 +17,7 @@ import typer
 
 from farloop.cli.options import AsJson, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
+from farloop.monitoring.status import dumps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -169,7 +169,7 @@ def schedule(
 
         draw_schedule(plot, shown.terms, shown.rounds)
     if as_json:
-        typer.echo(json.dumps(shown.plain(), indent=1))
+        typer.echo(dumps(shown.plain(), indent=1))
     else:
         _show(shown, notes, plot)
 

@@ -1,12 +1,12 @@
 """`farloop set` and `farloop release`: requests to a running coordinator through its admin socket."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from farloop.cli.options import STATE, AsJson, StateFolder
+from farloop.monitoring.status import dumps
 
 DisbelievedNodes = Annotated[
     list[str] | None, typer.Option("--node", show_default=False, help="A node whose claim is wrong; repeatable.")
@@ -29,7 +29,7 @@ def set_terms(
     from farloop.config.admin_client import change_terms
 
     answer = change_terms(words, state, dry_run=dry_run)
-    typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
+    typer.echo(dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
 def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
@@ -56,4 +56,4 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return "none" if value is None else value if isinstance(value, str) else dumps(value)

@@ -1,6 +1,5 @@
 """`farloop simulate bandwidth` and `farloop simulate run`; the simulators are in `farloop.sim`."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import typer
 
 from farloop.cli.options import AsJson, Commands, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def bandwidth(
         draw_bandwidth(plot, trainings)
     if as_json:
         found = [curve_json(curve) for curve in curves]
-        typer.echo(json.dumps({"methods": found} if method == ALL else found[0], indent=1))
+        typer.echo(dumps({"methods": found} if method == ALL else found[0], indent=1))
     else:
         _show(curves, plot)
 
@@ -343,7 +343,7 @@ def run(
 
         draw_flow(plot, scenario, rows)
     if as_json:
-        typer.echo(json.dumps(report_json(scenario, rows), indent=1))
+        typer.echo(dumps(report_json(scenario, rows), indent=1))
     else:
         _show_outcome(scenario, rows, plot)
 

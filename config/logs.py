@@ -4,11 +4,12 @@ All messages of farloop have the form `event key=value …`, and a sentence may 
 """
 
 import ast
-import json
 import logging
 import re
 from datetime import UTC, datetime
 from enum import StrEnum
+
+from farloop.monitoring.status import dumps
 
 _PAIR = re.compile(r"""(?:^|\s+)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
 _END = re.compile(r"(?<!:)[:;,]$")  # of a value that a sentence follows; `::` is an address
@@ -66,7 +67,7 @@ class JsonLines(logging.Formatter):
         fields = _fields(record)
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
+        return dumps(fields, ensure_ascii=False)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, str]:
@@ -76,7 +77,7 @@ def _fields(record: logging.LogRecord) -> dict[str, str]:
 
 
 def _quoted(value: str) -> str:
-    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+    return value if _PLAIN.fullmatch(value) else dumps(value, ensure_ascii=False)
 
 
 def _unquoted(text: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from farloop.algo.methods import METHODS
@@ -38,6 +38,7 @@ from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.observe.straggler_detector import ADAPTS
 from farloop.coordinator.storage.copies import check_url
 from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
+from farloop.monitoring.status import dumps
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.arguments import check_fingerprint
 from farloop.node.data import Share
@@ -106,7 +107,7 @@ class Key:
         return _resolved(value, given.folder) if isinstance(value, Path) else value
 
     def _validated(self, value: object, *, is_text: bool) -> Any:
-        adapter: TypeAdapter[Any] = TypeAdapter(self.kind)
+        adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if self.kind is float else self.kind)
         if is_text and self.kind == _PATHS:  # a file has a list
             return tuple(Path(part.strip()) for part in str(value).split(","))
         if is_text and self.kind == _SHARES_OF_DATA:
@@ -115,7 +116,7 @@ class Key:
         if is_text:
             return adapter.validate_strings(value)
         # Strict validation accepts text for a path only as JSON.
-        return adapter.validate_json(json.dumps(value), strict=True)
+        return adapter.validate_json(dumps(value), strict=True)
 
     def _hint(self, given: Given) -> str:
         """The value in the right type, as 600 for `"600"`."""
@@ -178,8 +179,8 @@ def _meanings(owner: type) -> dict[str, str]:
 
 def _shown(value: object) -> str:
     try:
-        return json.dumps(value)
-    except TypeError:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
         return str(value)
 
 
@@ -326,9 +327,9 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
     settings.check("coordinator", "copy_to", check_url)
-    if not 0.0 < coordinator["copy_every_s"] < math.inf:  # also if it is nan
+    if coordinator["copy_every_s"] <= 0.0:
         raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted, as 600")
-    if not 0.0 <= coordinator["probe_idle_s"] < math.inf:
+    if coordinator["probe_idle_s"] < 0.0:
         raise settings.error(
             "coordinator", "probe_idle_s", "0 seconds or more are wanted, as 10; probe_bytes = 0 ends all probes"
         )
@@ -352,7 +353,7 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
-    if not 0.0 <= settings.section("node")["hang_timeout"] < math.inf:
+    if settings.section("node")["hang_timeout"] < 0.0:
         raise settings.error("node", "hang_timeout", "0 seconds or more are wanted, as 60")
     settings.check("node", "lanes", check_lanes)
     host = parse_tcp(settings.section("node")["coordinator"]).host
@@ -413,7 +414,7 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
             raise settings.error("node", key, "a stage of a pipeline trains its part of a built-in model; leave it out")
     settings.check("pipeline", "codec", _check_codec)
     for key in ("patience_s", "late_s", "liveness_s"):
-        if not 0.0 < values[key] < math.inf:
+        if values[key] <= 0.0:
             raise settings.error("pipeline", key, f"{values[key]:g} is not a duration; seconds above 0 are wanted")
     if values["peers"] is not None and node["key"] is None:
         raise settings.error("pipeline", "peers", "needs [node] key (this side's secret key), which is missing")
@@ -516,7 +517,7 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
             raise settings.error(section, name, f"{bound}, not {value}")
         if (section, name) in _SHARES and value is not None:
             most, what = _SHARES[section, name]
-            if not (0.0 <= value <= most and value < math.inf):
+            if not 0.0 <= value <= most:
                 raise settings.error(section, name, f"{value:g} is not a {what}")
     for section, name, rule in (
         ("run", "model", check_model_name),
@@ -605,7 +606,7 @@ def json_text(settings: Settings) -> str:
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for (section, key), setting in settings.by_name.items():
         tables.setdefault(section, {})[key] = {"value": _plain(setting.value), "from": setting.origin}
-    return json.dumps(tables, indent=2, ensure_ascii=False)
+    return dumps(tables, indent=2, ensure_ascii=False)
 
 
 def _assignment(setting: Setting) -> str:

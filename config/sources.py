@@ -1,7 +1,6 @@
 """TOML text and errors of the configuration. Loads no torch."""
 
 import difflib
-import json
 import re
 import tomllib
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farloop.config.exit_codes import CommandError
+from farloop.monitoring.status import dumps
 
 
 def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -33,7 +33,7 @@ def _value(value: object) -> str:
         case int() | float():
             return repr(value)
         case str():
-            return json.dumps(value)  # a TOML basic string escapes as JSON does
+            return dumps(value)  # a TOML basic string escapes as JSON does
         case list():
             return f"[{', '.join(_value(item) for item in value)}]"
         case dict():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farloop.coordinator.decide.revising import NotNow
+from farloop.monitoring.status import dumps
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class AdminSocket:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 line = await reader.readline()
-            writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+            writer.write(dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
         except (TimeoutError, ValueError, OSError) as error:  # ValueError: a line without an end
             _log.info("admin client disconnected why=%r", str(error))
@@ -107,7 +108,7 @@ def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
         door.settimeout(timeout_s)
         door.connect(address)
-        door.sendall(json.dumps(request).encode() + b"\n")
+        door.sendall(dumps(request).encode() + b"\n")
         with door.makefile("rb") as answers:
             answer = json.loads(answers.readline(MAX_BYTES))
     if not isinstance(answer, dict):

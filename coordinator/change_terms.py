@@ -5,7 +5,6 @@ The machine loads no torch and knows no codecs, so codec names are checked here.
 
 import asyncio
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.revising import NotNow, described
 from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
+from farloop.monitoring.status import dumps
 from farloop.quant.codec_checks import check_codecs, check_downlink
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing
 from farloop.quant.registry import codec_named, downlink_spelling
@@ -115,7 +115,7 @@ class ChangeTerms:
         if dry_run:
             return answer
         self._happened(ev.TermsGiven(revision=revision))
-        _log.info("terms changed revision=%d changes=%s", revision.number, json.dumps(answer["changes"]))
+        _log.info("terms changed revision=%d changes=%s", revision.number, dumps(answer["changes"]))
         while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes nobody
             await asyncio.sleep(_POLL_S)
         return answer

@@ -414,15 +414,15 @@ class DecisionEvent(TypedDict):
 # --- JSON
 
 
-def dumps(value: Any) -> str:
+def dumps(value: Any, **style: Any) -> str:
     """A JSON document that every reader takes: numbers that are not finite become null.
 
     Python would write NaN and Infinity, which browsers and jq refuse. Raises TypeError for values without a JSON form.
     """
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, **style)
     except ValueError:  # rare: only then is the document copied
-        return json.dumps(_finite(value), allow_nan=False)
+        return json.dumps(_finite(value), allow_nan=False, **style)
 
 
 def _finite(value: Any) -> Any:

@@ -291,7 +291,7 @@ def _chunks(runs: Runs) -> Iterator[tuple[int, int, int]]:
 
 
 def _as_bytes(head: Head) -> bytes:
-    fields = json.dumps({**asdict(head), "digest": f"{head.digest:016x}"}).encode()
+    fields = json.dumps({**asdict(head), "digest": f"{head.digest:016x}"}, allow_nan=False).encode()
     line = fields + b" " + _checksum(fields)
     assert len(line) < _HEAD, "what it has of other lengths is bounded"
     return line.ljust(_HEAD - 1) + b"\n"

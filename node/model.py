@@ -68,7 +68,7 @@ def config_json(config: ModelConfig) -> str:
     sizes = dataclasses.asdict(config)
     if config.vocabulary == VOCABULARY:
         del sizes["vocabulary"]
-    return json.dumps(sizes, sort_keys=True, separators=(",", ":"))
+    return json.dumps(sizes, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def from_json(text: str) -> ModelConfig:

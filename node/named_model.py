@@ -162,7 +162,7 @@ def config_text(name: str) -> str:
         raise ModelError(f"{file} names no architecture: it has no model_type")
     if values.get("quantization_config"):
         raise ModelError(f"{file}: the weights are quantised, and training needs plain ones: take the model in bf16")
-    return HF + json.dumps(_portable(values), sort_keys=True, separators=(",", ":"))
+    return HF + json.dumps(_portable(values), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _portable(values: Any) -> Any:
@@ -433,7 +433,7 @@ def save_tokenizer(source: Path, folder: Path) -> None:
         raise ModelError(f"there is no tokenizer {source}")
     shutil.copyfile(source, folder / "tokenizer.json")
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
+    config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, allow_nan=False), encoding="utf-8")
 
 
 def _built_in(config: Any, seed: int) -> NamedModel:

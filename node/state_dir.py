@@ -78,7 +78,7 @@ class NodeState:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
-                json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file)
+                json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file, allow_nan=False)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)

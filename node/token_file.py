@@ -185,7 +185,7 @@ class TokenWriter:
             content.update(piece)
         header = dataclasses.replace(header, digest=_closed(content, header))
         main.seek(0)
-        main.write(MAGIC + json.dumps(dataclasses.asdict(header)).encode() + b"\n")
+        main.write(MAGIC + json.dumps(dataclasses.asdict(header), allow_nan=False).encode() + b"\n")
         main.flush()
         os.fsync(main.fileno())
         self._part.replace(self._path)
@@ -225,5 +225,5 @@ def _closed(content: "hashlib._Hash", header: Header) -> str:
     """The digest, from a hash over all that follows the header."""
     facts = dataclasses.asdict(header)
     del facts["digest"]
-    content.update(json.dumps(facts, sort_keys=True).encode())
+    content.update(json.dumps(facts, sort_keys=True, allow_nan=False).encode())
     return content.hexdigest()[:16]

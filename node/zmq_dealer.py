@@ -507,7 +507,7 @@ def write_known(path: Path, coordinator: str, known: LinkKnown) -> None:
     """Keep it for the next start. A file that cannot be written costs no more than that."""
     try:
         new = path.with_suffix(".new")
-        new.write_text(json.dumps({"coordinator": coordinator, **dataclasses.asdict(known)}))
+        new.write_text(json.dumps({"coordinator": coordinator, **dataclasses.asdict(known)}, allow_nan=False))
         new.replace(path)
     except OSError as error:
         _log.warning("link not kept path=%s reason=%r", path, str(error))

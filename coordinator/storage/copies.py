@@ -187,7 +187,7 @@ def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
         "objects": objects,
         "ledger": base64.b64encode(rec.encode(cut.ledger)[1]).decode(),
     }
-    text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1).encode()
+    text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1, allow_nan=False).encode()
     bucket.put(f"{_folder(number)}/manifest.json", text)
     _delete_old(bucket, kept)
     return total + len(text)
@@ -275,7 +275,7 @@ def _digest(data: bytes) -> str:
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
-    return _digest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+    return _digest(json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
 # --- Periodic copies, in a thread of their own: no commit waits for one

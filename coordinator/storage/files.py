@@ -460,7 +460,7 @@ class OsFiles(Files):
             at += tensor.nbytes
             if tensor.nbytes:
                 parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
         text += b" " * (-len(text) % 8)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with _Opened(OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))) as file:

@@ -4,7 +4,7 @@ import io
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,11 +73,13 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A record in its place in the journal."""
+    """A record in its place in the journal. Two are equal by the digest of their bytes: a record with NaN in it is not
+    equal to itself."""
 
     sequence: int
-    record: Record
+    record: Record = field(compare=False)
     attachment: Attachment
+    digest: int  # of the record's header, which has that of record and attachment
 
     @property
     def begins_a_journal(self) -> bool:
@@ -115,6 +117,7 @@ class RecordHeader:
     sequence: int
     durable: int
     body_digest: int
+    digest: int  # of all these
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -298,7 +301,7 @@ def read_records(
             record = records.decode(header.kind, body)
         except ValueError as error:
             raise JournalCorrupt(path, offset, str(error)) from error
-        yield Entry(sequence=sequence, record=record, attachment=attachment)
+        yield Entry(sequence=sequence, record=record, attachment=attachment, digest=header.digest)
         offset, sequence = attachment.offset + attachment.size, sequence + 1
 
 
@@ -306,7 +309,8 @@ def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
     """Parse a record header of this segment; None if `data` does not begin with one."""
     if len(data) < RECORD_HEADER_BYTES or not data.startswith(_RECORD_MAGIC):
         return None
-    if _DIGEST.unpack_from(data, _RECORD.size)[0] != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
+    (digest,) = _DIGEST.unpack_from(data, _RECORD.size)
+    if digest != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
         return None
     _, kind, record_bytes, attachment_bytes, sequence, durable, body_digest = _RECORD.unpack_from(data)
     return RecordHeader(
@@ -316,6 +320,7 @@ def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
         sequence=sequence,
         durable=durable,
         body_digest=body_digest,
+        digest=digest,
     )
 
 

@@ -20,7 +20,7 @@ from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.errors import NoRoom, StateLocked, StateMismatch
+from farloop.coordinator.errors import FolderChanged, NoRoom, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files
@@ -186,7 +186,7 @@ class Store:
                 _log.warning("journal reread cause='another coordinator wrote to it until epoch %d'", epoch)
                 found = changed
             else:
-                raise StateLocked(directory)
+                raise FolderChanged(directory, f"another process wrote to its journal during each of {_LOOKS} reads")
             journal.held_by(Claim(directory, epoch, files))
             journal.begin(fresh=True)
             store.append(rec.Rewound(epoch=epoch) if rewind else rec.EpochClaimed(epoch=epoch))

@@ -166,7 +166,7 @@ def _again(
                 _compare("target", record.target_digest, again.target_digest),
                 _compare("outer state", record.momentum_digest, again.momentum_digest),
             )
-            if again == record:
+            if rec.encode(again) == rec.encode(record):
                 following = result.buffers
             elif all(comparison.same for comparison in compared):
                 trouble = "the terms of the next window differ after replay"
@@ -358,7 +358,7 @@ class _Verifier:
             self._ledger = ledger_of(self._directory, record)
             report.run = self._ledger.spec.identity.name
             report.epochs = 1
-        elif isinstance(record, rec.LedgerSaved) and Ledger.resume(record) != self._ledger:
+        elif isinstance(record, rec.LedgerSaved) and rec.encode(record) != rec.encode(self._ledger.saved()):
             self._fault(where, "the ledger at the segment's beginning differs from the records before it")
             return False
         elif (wrong := self._out_of_turn(record)) is not None:

@@ -46,7 +46,7 @@ def dashboards() -> dict[Path, str]:
         model = json.loads(JSONEncoder(sort_keys=True, indent=1).encode(dashboard.build()))
         for number, panel in enumerate(model["panels"], start=1):
             panel["id"] = number
-        text = json.dumps(_without_nulls(model), indent=1, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(_without_nulls(model), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
         texts[HERE / f"{dashboard.name}.json"] = f"{text}\n"
     return texts
 

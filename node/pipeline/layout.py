@@ -91,7 +91,7 @@ def layout_json(layout: StageLayout, addresses: Mapping[str, str]) -> str:
         "paths": [{"nodes": [hop.node for hop in path.hops]} for path in layout.paths],
         "addresses": dict(addresses),
     }
-    return json.dumps(plain, indent=1)
+    return json.dumps(plain, indent=1, allow_nan=False)
 
 
 def _layout(file: _File) -> StageLayout:

@@ -275,6 +275,15 @@ def test_what_pickles_is_found_and_nothing_else() -> None:
     assert [line for line in safe if pickling(line)] == []
 
 
+def test_json_holds_no_bare_nan() -> None:
+    """Browsers and jq refuse NaN and Infinity: null by `monitoring.status.dumps`, or an error where none can be."""
+    for path in ALL:
+        for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) in ("json.dump", "json.dumps"):
+                words = {word.arg: word.value for word in call.keywords}
+                assert ast.unparse(words.get("allow_nan", call)) == "False", f"{place_of(path)}:{call.lineno}"
+
+
 def test_files_are_described_and_not_too_long() -> None:
     for path in ALL:
         assert ast.get_docstring(tree_of(path)), f"{place_of(path)} has no docstring"

@@ -124,7 +124,8 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         ({"h": "1"}, "h is 1, too short for 2 slots of one step or more; the least is 2"),
         ({"mix": "1.0"}, "mix is 0.5 and can be at most 0.99"),
         ({"outer_lr": "0.7"}, "nothing would change: outer_lr is 0.7 already"),
-        ({"outer_lr": "nan"}, "outer_lr"),
+        *(({key: "nan"}, f"{key}: expected a finite number; got nan") for key in ("outer_lr", "lr.drop_factor")),
+        ({"decay_share": "-inf"}, "lr.decay_share: expected a finite number; got -inf"),
         ({"floor": "2"}, "floor is 2, but a window can close with 1 contributions: at most 1"),
         # Windows change first, and the first of them lie in rounds of the old length.
         ({"h": "40", "tau": "30"}, "tau is 30; streaming with h = 10 takes 0 to 9, until the rounds have"),

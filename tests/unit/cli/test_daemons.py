@@ -100,7 +100,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
         (["--copy-to", "ftp://x"], "begins with s3://, gs://, az://, file://"),
         (["--copy-to", (tmp_path / "file" / "x").as_uri()], store),
         (["--copy-every", "0"], "--set: [coordinator] copy_every_s: seconds above 0 are wanted, as 600"),
-        (["--copy-every", "nan"], "seconds above 0 are wanted, as 600"),
+        (["--copy-every", "nan"], '--set: [coordinator] copy_every_s: a number is wanted, not "nan"'),
     ):
         assert line in error_line("coordinator", str(tmp_path / "run.toml"), *words)
         assert not (tmp_path / "state").exists()

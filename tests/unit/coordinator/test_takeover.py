@@ -5,6 +5,7 @@ write, and stops. The folder stays whole. And a folder that lost its journal.
 """
 
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import stored_runs
 from disk_faults import refuse
 
 from farloop.algo.spec import RunSpec
+from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import Lock, OsFiles
 from farloop.coordinator.storage.journal import Claim, Journal, claim_epoch, require_epoch
@@ -94,6 +96,31 @@ def test_what_the_first_commits_while_the_second_reads_is_not_lost(tmp_path: Pat
     second.close()
     first.close()
     whole_at(first.directory, [1, 0])
+
+
+def test_a_journal_that_changes_during_every_read_is_not_said_to_be_locked(tmp_path: Path, spec: RunSpec) -> None:
+    stored_runs.begun(tmp_path, spec).close()
+
+    def meanwhile(_: RunSpec) -> None:
+        with segment_paths(tmp_path)[0].open("ab") as journal:
+            journal.write(b"a record that")
+
+    with pytest.raises(FolderChanged, match=r"another process wrote to its journal during each of 3 reads;"):
+        Store.recover(tmp_path, accept=meanwhile)
+
+
+def test_a_record_that_is_not_equal_to_itself_keeps_no_start_out(tmp_path: Path, spec: RunSpec) -> None:
+    """Segments are compared by digests, and summaries by bytes."""
+    store = stored_runs.begun(tmp_path / "state", spec, segment_bytes=8 << 10)
+    store.append(rec.EvaluationTaken(loss=1.0, versions=(0, 0), position=math.nan))
+    stored_runs.run_rounds(store, 4)
+    store.close()
+    for epoch in (2, 3):
+        again = stored_runs.recovered(store.directory)
+        assert again.ledger.epoch == epoch and math.isnan(again.ledger.evaluations[0].position)
+        again.close()
+    assert len(segment_paths(store.directory)) > 1
+    whole_at(store.directory, [4, 4])
 
 
 def test_what_the_first_still_writes_after_the_second_has_begun_does_no_harm(first: Store) -> None:

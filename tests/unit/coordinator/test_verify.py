@@ -1,5 +1,6 @@
 """What a reader finds in a state folder: all of it, or what is wrong and where; and commits made again (protocol P)."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,18 @@ def told(folder: Path) -> tuple[str, str]:
     """Where the first fault is, and what it is."""
     fault = verify(folder).faults[0]
     return fault.where, fault.what
+
+
+def test_terms_with_nan_are_named_with_their_place(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("farloop.algo.terms._require_finite", lambda name, value: None)
+        lr = dataclasses.replace(spec.terms.schedule.lr, drop_factor=float("nan"))
+        stored_runs.begun(tmp_path, dataclasses.replace(spec, terms=spec.terms.replace(lr=lr))).close()
+    where, what = told(tmp_path)
+    assert where == "journal-000000.log byte 40"
+    assert "RunStarted.spec.terms: " in what and "lr.drop_factor: expected a finite number; got nan" in what
 
 
 def changed_snapshot(folder: Path, name: str) -> Path:
