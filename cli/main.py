@@ -1,28 +1,23 @@
 """The command table: `farloop COMMAND`. A command parses its options here or in its own module.
 
-Heavy modules are imported inside the commands, so that `farloop --help` answers at once.
+A module of the table is imported when its command is called, and heavy ones inside the commands, so that `--help` and
+wrong usage are answered at once.
 """
 
-import importlib.metadata
+import importlib
 import os
 import sys
+from collections import UserDict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+import typer.core
+import typer.main
 from rich.console import Console
 
-from farloop.cli.bench import bench_app
-from farloop.cli.data import data_app
-from farloop.cli.export import evaluate, export
-from farloop.cli.journal import journal_app
-from farloop.cli.keys import keys_app
 from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
-from farloop.cli.plan import plan
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
-from farloop.cli.schedule import schedule
-from farloop.cli.set import release, set_terms
-from farloop.cli.simulate import simulate_app
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
 from farloop.monitoring.status import dumps
@@ -34,22 +29,116 @@ PAGES = "http://127.0.0.1:9700"
 
 TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"  # sections of `--help`
 
+
+class Elsewhere(NamedTuple):
+    """A command, or a group of them, whose module is imported when it is called."""
+
+    section: str
+    place: str  # module:attribute, below farloop.cli
+    summary: str  # the first paragraph of its help
+
+    def load(self, name: str) -> Any:
+        module, _, attribute = self.place.partition(":")
+        found = getattr(importlib.import_module(f"farloop.cli.{module}"), attribute)
+        if not isinstance(found, Commands):
+            alone = Commands(self.summary)
+            alone.command(name)(found)
+            found = alone
+        command: Any = typer.main.get_command(found)
+        command.name, command.rich_help_panel = name, self.section
+        return command
+
+
+ELSEWHERE = {
+    "export": Elsewhere(
+        TRAIN,
+        "export:export",
+        "Write the newest global model as a folder: of Hugging Face where the model is one, else of safetensors files.",
+    ),
+    "eval": Elsewhere(
+        TRAIN,
+        "export:evaluate",
+        "Loss of the newest global model on text that no node trains on: the validation part of --data.",
+    ),
+    "set": Elsewhere(
+        TRAIN,
+        "set:set_terms",
+        "Change hyperparameters of a live run; some apply from the next window, others from a later round.",
+    ),
+    "release": Elsewhere(
+        TRAIN,
+        "set:release",
+        "Continue a run that is held because a node reports newer versions than the state folder has.",
+    ),
+    "schedule": Elsewhere(
+        INSPECT,
+        "schedule:schedule",
+        "Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.",
+    ),
+    "plan": Elsewhere(
+        INSPECT,
+        "plan:plan",
+        "Plan a run over unequal links: islands, stages, paths, bits and H, with predicted times.",
+    ),
+    "journal": Elsewhere(
+        INSPECT,
+        "journal:journal_app",
+        "Read a coordinator's state folder, running or not; only salvage --write changes it.",
+    ),
+    "bench": Elsewhere(INSPECT, "bench:bench_app", "Measure the cost of a codec, a method or a setting."),
+    "simulate": Elsewhere(
+        INSPECT,
+        "simulate:simulate_app",
+        "Predict the cost of a link, a method or failures before a run starts.",
+    ),
+    "keys": Elsewhere(CONFIGURE, "keys:keys_app", "Create keys for encrypted links and manage the allow list."),
+    "data": Elsewhere(
+        CONFIGURE,
+        "data:data_app",
+        "Build token files from texts, JSONL, Parquet and Hugging Face datasets, and check them.",
+    ),
+}
+
+
+class _Commands(UserDict[str, Any]):
+    """Commands by name. One from elsewhere is made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(found := self.data[name], Elsewhere):
+            found = self.data[name] = found.load(name)
+        return found
+
+
+class FrontDoor(typer.core.TyperGroup):
+    """The commands of this module and those from elsewhere."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.here = self.commands  # of this module
+        self.commands = _Commands({**self.here, **ELSEWHERE})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes what the table says, so nothing is imported."""
+        listed = {
+            name: typer.core.TyperCommand(name, help=entry.summary, rich_help_panel=entry.section)
+            for name, entry in ELSEWHERE.items()
+        }
+        whole, self.commands = self.commands, {**self.here, **listed}
+        super().format_help(ctx, formatter)
+        self.commands = whole
+
+
 app = Commands(
     "Train one model on GPU clusters that are far apart and connected by slow links.",
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
+    cls=FrontDoor,
 )
 config_app = Commands("Check or show a RUN.toml or NODE.toml.")
-app.command(rich_help_panel=INSPECT)(schedule)
-app.command(rich_help_panel=INSPECT)(plan)
-app.command(rich_help_panel=TRAIN)(export)
-app.command("eval", rich_help_panel=TRAIN)(evaluate)
-app.add_typer(journal_app, name="journal", rich_help_panel=INSPECT)
-app.add_typer(bench_app, name="bench", rich_help_panel=INSPECT)
-app.add_typer(simulate_app, name="simulate", rich_help_panel=INSPECT)
 app.add_typer(config_app, name="config", rich_help_panel=CONFIGURE)
-app.add_typer(keys_app, name="keys", rich_help_panel=CONFIGURE)
-app.add_typer(data_app, name="data", rich_help_panel=CONFIGURE)
 
 RunToml = Annotated[
     Path, typer.Argument(metavar="RUN.toml", show_default=False, help="The training run and its coordinator.")
@@ -234,10 +323,6 @@ def chaos(
     run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
 
 
-app.command("set", rich_help_panel=TRAIN)(set_terms)
-app.command(rich_help_panel=TRAIN)(release)
-
-
 @app.command(rich_help_panel=TRAIN)
 def throttle(
     link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="E.g. 50mbit/50ms.")],
@@ -411,7 +496,9 @@ def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"farloop {importlib.metadata.version('farloop')}")
+        from importlib.metadata import version
+
+        typer.echo(f"farloop {version('farloop')}")
         raise typer.Exit
 
 

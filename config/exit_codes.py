@@ -110,8 +110,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     # Late, for the speed of `farloop --help`.
     from farloop.coordinator.errors import Fenced, NoFolder, StorageError
     from farloop.monitoring.endpoint import EndpointError
-    from farloop.node.errors import CorpusError, NodeError
-    from farloop.node.named_model import ModelError
+    from farloop.node.errors import CorpusError, ModelError, NodeError
     from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing, UnsupportedHost
     from farloop.wire.keys import KeyFileError
 

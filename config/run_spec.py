@@ -30,12 +30,11 @@ from farloop.node.data import (
     load_mixture,
     num_samples,
 )
-from farloop.node.errors import CorpusError
+from farloop.node.errors import CorpusError, ModelError
 from farloop.node.model import PRESETS, VOCABULARY, build, config_json
 from farloop.node.named_model import (
     HF,
     OWN,
-    ModelError,
     check_model_name,
     config_text,
     factory_weights,

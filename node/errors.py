@@ -14,6 +14,7 @@ NodeError             carries the exit code of the daemon
 └── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
 
 CorpusError           the text or the tokens cannot be used, also where no node is (bad configuration)
+ModelError            a named model cannot be built or read, also where no node is (bad configuration)
 """
 
 import re
@@ -29,6 +30,10 @@ def lost_another(error: BaseException) -> bool:
 
 class CorpusError(ValueError):
     """The data cannot be used; one line for the person who named it."""
+
+
+class ModelError(ValueError):
+    """The named model cannot be built here; one line for the person who named it."""
 
 
 class NodeError(Exception):

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farloop.algo.fragments import plain_name, trainable_tensors
 from farloop.algo.spec import Identity
+from farloop.node.errors import ModelError
 from farloop.node.model import PRESETS, build, from_json
 
 _log = logging.getLogger(__name__)
@@ -50,10 +51,6 @@ _DROPPED: Final = frozenset(
     | {"torch_dtype", "dtype", "transformers_version"}
 )
 """Keys of a config.json that name code, kernels or number formats, or change with the version that wrote it."""
-
-
-class ModelError(ValueError):
-    """The named model cannot be built here; one line for the person who named it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from farloop.algo.fragments import trainable_tensors
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.config.settings import load_node, load_run
 from farloop.node import named_model
+from farloop.node.errors import ModelError
 from farloop.node.model import PRESETS, build
 from farloop.node.named_model import (
-    ModelError,
     blocks_of,
     causal_lm_loss,
     checkpoint_blocks_,

@@ -1,0 +1,75 @@
+"""What is answered without the libraries that take seconds to import: help, wrong usage and wrong settings."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from farloop.cli.main import ELSEWHERE, app
+
+ROOT = Path(__file__).parents[3]
+
+HEAVY = ["torch", "numba", "scipy", "matplotlib", "zmq"]
+
+SCRIPT = """
+import contextlib, io, json, sys
+from farloop.cli.main import app
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            app(words, prog_name="farloop")
+        except SystemExit as end:
+            code = end.code
+    loaded = [name for name in %r if name in sys.modules]
+    print(json.dumps([" ".join(words), code, loaded, said.getvalue()]), flush=True)
+    if loaded:
+        break
+"""
+
+
+def answered(lines: list[str], folder: Path) -> list[tuple[str, int, list[str], str]]:
+    """Of each command line, all in one process: words, exit code, heavy modules that are loaded then, output."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT % HEAVY],
+        input=json.dumps([line.split() for line in lines]),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_help_of_every_command_imports_nothing_heavy(tmp_path: Path) -> None:
+    words = ["--help", "--version"]
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        words += [f"{name} --help", *(f"{name} {inner} --help" for inner in getattr(command, "commands", ()))]
+    for line, code, loaded, said in answered(words, tmp_path):
+        assert (code, loaded) == (0, []), line
+        assert "Usage" in said or line == "--version"
+
+
+def test_top_help_and_version_import_no_command(tmp_path: Path) -> None:
+    script = "import sys; from farloop.cli.main import app\ntry: app([sys.argv[1]])\nexcept SystemExit: pass\n"
+    script += "print(*(name for name in sys.modules if name.startswith('farloop.cli.')))"
+    for word in ("--help", "--version"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, word], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert set(done.stdout.splitlines()[-1].split()) == {
+            "farloop.cli.main",
+            "farloop.cli.options",
+            "farloop.cli.ranks",
+        }
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_table_says_what_the_command_says(name: str) -> None:
+    command = ELSEWHERE[name].load(name)
+    assert " ".join(command.help.split("\n\n")[0].split()) == ELSEWHERE[name].summary
+    assert command.name == name
