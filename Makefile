@@ -52,9 +52,16 @@ mutants: $(VENV)/.dev
 fuzz: $(VENV)/.dev
 	nice $(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
-# On one CUDA device: the tests marked gpu, and what a node costs a training loop there. Without one it exits with 2.
+# On one CUDA device: kernels against the reference, copies, codecs, a loop with a node. Without one it exits with 2.
+# SITE=FOLDER: with PYTHON and the packages that it and FOLDER have; nothing is installed.
+ifdef SITE
+gpu:
+	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
+	PYTHONPATH="$(CURDIR)/.cache/tree:$(abspath $(SITE))" $(PYTHON) -m farloop.cli.main bench gpu $(GPU_ARGS)
+else
 gpu: $(VENV)/.dev
 	$(BIN)/farloop bench gpu $(GPU_ARGS)
+endif
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,103 +1,253 @@
-"""What a node costs its training loop on a CUDA device: time, waits, memory, compiled models, and the codecs' speed.
+"""What farloop does on a CUDA device, in parts with a time limit each: kernels, copies, codecs, a loop with a node.
 
-A coordinator in a process of its own, and a loop in this one, first without farloop and then with it. On a CPU the same
-script is a dry run of a tiny model, whose numbers say nothing; so the first run on a GPU does not end at a typo.
+Every part is a process of its own, which prints a JSON line for each number as soon as it has it: a part that fails or
+is too slow is a row that says so, and the others stand. On a CPU the same script is a dry run of a tiny model, whose
+numbers say nothing; so the first run on a GPU does not end at a typo.
 """
 
 import contextlib
+import importlib.util
+import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
 
-from farloop.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows, settled
+from farloop.bench.codec_speed import QUICK, Bench, Where, codec_rows
 from farloop.bench.loop import FIRST, Loop, coordinator
+from farloop.bench.machine import machine, source_commit
 from farloop.config.exit_codes import CommandError
+from farloop.monitoring.status import dumps
+from farloop.node.devices import Where as Place
+from farloop.node.devices import lock_in_memory
 from farloop.node.library import Node, join
 from farloop.node.model import PRESETS, ModelConfig, build
+from farloop.quant.digest import digest
+from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named
 
-BILLION = ModelConfig(layers=20, dim=2048, heads=16, hidden=5632, context=1024)  # 1.03 · 10⁹ parameters
-CODECS = ("bf16", "q8", "q4", "e3m0", "q4r")
-OPS = ("encode", "decode", "add", "fused")
+Row = dict[str, Any]
+"""`part` and `what` was measured, then numbers with their units in their names; or `failed`: why."""
 
-_TESTS = {"cuda": ("tests/unit",), "cpu": ("--collect-only", "tests/unit/node/test_on_device.py")}
-_PATIENCE_S = 300.0  # for the tests, and for a coordinator's first snapshots
+MODELS: Final[Mapping[str, ModelConfig]] = {
+    "quarter": ModelConfig(layers=12, dim=1280, heads=10, hidden=3456, context=1024),  # 0.24 · 10⁹ parameters
+    "billion": ModelConfig(layers=20, dim=2048, heads=16, hidden=5632, context=1024),  # 1.03 · 10⁹ parameters
+    "nano": PRESETS["nano"],
+}
+CODECS = ("q4", "q4r", "q8", "bf16", "fp32", "e3m0", "e2m1", "nf4")
+OPS = ("encode", "decode", "add", "fused", "outer")
+
+PARTS: Final[Mapping[str, float]] = {
+    "laws": 170, "tests": 165, "copies": 60, "codecs": 70, "loop-host": 110, "loop-device": 80, "compiled": 90,
+}  # fmt: skip
+"""The parts in their order, and the seconds that each may take."""
+
+_TOGETHER = ("laws", "tests")  # they compile on the host most of the time
+_LEAST_S = 10.0  # a part is not begun with less
+_SIGKILL: Final = 9
+_DRY_LIMIT_S = 300.0  # a CPU may be busy, and its times say nothing
+_LAWS = "tests/unit/quant/kernels/test_kernels.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """How much is measured."""
 
-    model: ModelConfig
     sequences: int  # of a step
     tokens: int  # of a sequence
     h: int  # inner steps of a round
     rounds: int  # that are timed
-    elements: int  # of a timed vector of the codecs
+    elements: int  # of a timed vector
 
 
-ON_CUDA = Scale(model=BILLION, sequences=8, tokens=1024, h=30, rounds=2, elements=256 << 20)
-DRY_RUN = Scale(model=PRESETS["nano"], sequences=2, tokens=16, h=8, rounds=1, elements=1 << 16)
+ON_CUDA = Scale(sequences=32, tokens=1024, h=60, rounds=2, elements=256 << 20)
+DRY_RUN = Scale(sequences=2, tokens=16, h=8, rounds=1, elements=1 << 16)
 
 
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """Seconds and bytes; memory and waits are 0 on a CPU."""
-
-    device: str
-    parameters: int
-    tests: str  # the last line of pytest
-    plain_step_s: float = 0.0  # of the loop without farloop, mean
-    node_step_s: float = 0.0  # with it, mean over whole rounds
-    plain_waits: Sequence[int] = ()  # of each step: calls that wait for the device
-    node_waits: Sequence[int] = ()
-    extra_bytes: int = 0  # peak of device memory above that of the loop without farloop
-    predicted_bytes: int = 0
-    compiled_error: dict[str, float] = field(default_factory=dict)
-    """|loss of the compiled model − loss of the module| / loss after merges, by the mode of torch.compile."""
-    codecs: Sequence[SpeedRow] = ()
+def require_cuda() -> None:
+    """Raise CommandError unless there is a CUDA device."""
+    if not torch.cuda.is_available():
+        raise CommandError("no CUDA device: nothing was measured. --dry-run tries the script on a CPU")
 
 
-def measure(device: str, out: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Found:
-    """Everything, in `out`, an empty folder; "cpu" is the dry run. Raises CommandError: a process failed."""
-    scale = ON_CUDA if device == "cuda" else DRY_RUN
-    say("tests")
-    module = build(scale.model, 0)
-    found = Found(
-        device=torch.cuda.get_device_name() if device == "cuda" else "CPU, dry run: the numbers say nothing",
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        tests=_tested(device, environ),
-    )
-    say("codecs")
-    bench = Bench(Where(device=device, threads=1), scale.elements, QUICK)
-    found.codecs = settled([row for name in CODECS for row in codec_rows(bench, codec_named(name), OPS)])
-    del bench
-    say("first weights, and a coordinator")
-    loop = Timed(module, torch.device(device), scale.sequences, scale.tokens)
-    with coordinator(loop, out, scale.h, scale.h * (scale.rounds + 20), environ) as port:
-        _trained(loop, scale, f"tcp://127.0.0.1:{port}", out, found, say)
-    return found
+def measure(
+    parts: Sequence[str],
+    model: str,
+    out: Path,
+    environ: Mapping[str, str],
+    budget_s: float,
+    say: Callable[[str], None],
+    *,
+    dry: bool,
+) -> bool:
+    """Run these parts one after the other in `out`, and say their rows as they come; none takes more than what is left
+    of `budget_s`. Returns whether none failed."""
+    rows, deadline = list[Row](), time.monotonic() + budget_s
+
+    def tell(row: Row) -> None:
+        rows.append(row)
+        say(dumps(row))
+        (out / "gpu.md").write_text(_markdown(rows))
+
+    def run(part: str) -> None:
+        limit_s = min(PARTS[part], deadline - time.monotonic()) if not dry else _DRY_LIMIT_S
+        if limit_s < _LEAST_S:
+            tell({"part": part, "failed": f"no time left: {budget_s:g} s are for all parts"})
+        else:
+            _run(part, _command(part, model, dry=dry), out, environ, limit_s, tell)
+
+    device = "CPU, dry run: the numbers say nothing" if dry else torch.cuda.get_device_name()
+    tell({"part": "machine", "what": device, "is": machine(), "cuda": torch.version.cuda, "commit": source_commit()})
+    together = [part for part in parts if part in _TOGETHER]
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        list(pool.map(run, together))
+    for part in parts:
+        if part not in together:
+            run(part)
+    return not any("failed" in row for row in rows)
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    """A table for the documentation."""
+    lines = ["| part | what | found |", "| --- | --- | --- |"]
+    for row in rows:
+        found = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("part", "what"))
+        lines.append(f"| {row['part']} | {row.get('what', '')} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+def _run(
+    part: str, command: list[str], out: Path, environ: Mapping[str, str], limit_s: float, tell: Callable[[Row], None]
+) -> None:
+    """One part as a process; what it prints beside JSON lines is in PART.log."""
+    log = out / f"{part}.log"
+    where = Path(__file__).resolve().parent.parent if command[1:3] == ["-m", "pytest"] else out
+    own = {"KERNELS": "triton", "TRITON_INTERPRET": "0"} if part == "laws" else {}
+    last = ""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command[1:]], cwd=where, env={**environ, **own, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        timer = threading.Timer(limit_s, os.killpg, (process.pid, _SIGKILL))
+        timer.start()
+        with process.stdout:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    tell({"part": part, **json.loads(line)})
+                else:
+                    file.write(line)
+                    last = line.strip("= \n") or last
+        code = process.wait()
+        timed_out = not timer.is_alive()
+        timer.cancel()
+    if timed_out:
+        tell({"part": part, "failed": f"not done after {limit_s:.0f} s; see {log}"})
+    elif code:
+        tell({"part": part, "failed": f"exit code {code}: {last or log.read_text()[-300:].strip()}; see {log}"})
+    elif where != out:
+        tell({"part": part, "what": "pytest", "said": last})
+
+
+def _command(part: str, model: str, *, dry: bool) -> list[str]:
+    if part not in _TOGETHER:
+        return ["python", "-m", "farloop.bench.gpu", part, model, "dry" if dry else "cuda"]
+    root = Path(__file__).resolve().parent.parent
+    if part == "laws":
+        files, only = [_LAWS], []
+    else:  # by name: collecting every test takes longer than running these
+        marked = [path for path in sorted((root / "tests/unit").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+        files, only = [str(path.relative_to(root)) for path in marked if path.name != "test_path.py"], ["-m", "gpu"]
+    several = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") and not dry else []
+    collected = ["--collect-only"] if dry else []
+    return ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *collected, *only, *files]
+
+
+# --- What a part does, in its own process
+
+
+def told(what: str, **numbers: object) -> None:
+    """One row."""
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
+    sys.stdout.write(dumps({"what": what, **rounded}) + "\n")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Where a part runs, and how much it measures."""
+
+    device: torch.device
+    scale: Scale
+    model: ModelConfig
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def best_s(self, job: Callable[[], object], times: int = 3) -> float:
+        """The shortest of some runs of a job, after one that does not count."""
+        found = []
+        for _ in range(times + 1):
+            self.wait()
+            began = time.perf_counter()
+            job()
+            self.wait()
+            found.append(time.perf_counter() - began)
+        return min(found[1:])
+
+
+def copies(part: Part) -> None:
+    """Copies on the device and over PCIe, from memory that is locked and that is not."""
+    n = part.scale.elements
+    x, y, host = (torch.zeros(n, device=where) for where in (part.device, part.device, "cpu"))
+    told("copy on the device", gb_per_s=8e-9 * n / part.best_s(lambda: y.copy_(x)))
+    for locked in (False, True):
+        if locked and part.device.type == "cuda":
+            began = time.perf_counter()
+            lock_in_memory([host])
+            told("lock in memory", gb=4e-9 * n, seconds=time.perf_counter() - began, locked=host.is_pinned())
+        what = "locked" if locked else "pageable"
+        told(f"host to device, {what}", gb_per_s=4e-9 * n / part.best_s(lambda: x.copy_(host, non_blocking=True)))
+        told(f"device to host, {what}", gb_per_s=4e-9 * n / part.best_s(lambda: host.copy_(x)))
+
+
+def codecs(part: Part) -> None:
+    """Bytes moved a second by every operation, and as a share of a copy."""
+    bench = Bench(Where(device=part.device.type, threads=1), part.scale.elements, QUICK)
+    dry = part.scale is DRY_RUN
+    for name in CODECS[:2] if dry else CODECS:
+        for row in codec_rows(bench, codec_named(name), OPS[:3] if dry else OPS):
+            share = {"gb_per_s": row.gb_per_s, "of_a_copy": row.ratio_to_memcpy, "first_s": row.warmup_s}
+            told(f"{row.codec} {row.op}", by=row.path, **share)
+    for what, job in (("digest", digest), ("norm", norm_sq)):
+        told(what, gb_per_s=4e-9 * bench.x.numel() / part.best_s(lambda job=job: job(bench.x)))  # type: ignore[misc]
 
 
 class Timed(Loop):
     """The loop, and what is measured of it."""
 
     def seconds(self, count: int, node: Node | None = None) -> float:
-        """Of a step, mean; to the end of what the device does for them."""
+        """Of a step, mean, without the time that a late update blocked it; to the end of what the device does."""
         self._wait()
-        began = time.perf_counter()
+        began, blocked = time.perf_counter(), _blocked_s(node)
         for _ in range(count):
             self.step(node)
         self._wait()
-        return (time.perf_counter() - began) / count
+        return (time.perf_counter() - began - (_blocked_s(node) - blocked)) / count
 
     def waits(self, count: int, node: Node | None = None) -> list[int]:
         """Of each of these steps: how many calls of this process waited for the device."""
@@ -121,88 +271,96 @@ class Timed(Loop):
             torch.cuda.synchronize(self.device)
 
 
-def _trained(loop: Timed, scale: Scale, address: str, out: Path, found: Found, say: Callable[[str], None]) -> None:
-    h, rounds = scale.h, scale.rounds
-    say("the loop without farloop")
-    loop.seconds(max(3, h // 3))
-    loop.forget_peak()
-    found.plain_step_s, before = loop.seconds(h * rounds), loop.peak()
-    found.plain_waits = loop.waits(h)
-    loop.module.load_state_dict(load_file(out / FIRST))
-    say("the loop with farloop")
-    with join(address, loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", timeout_s=60.0) as node:
+def _blocked_s(node: Node | None) -> float:
+    if node is None or node.executor is None:
+        return 0.0
+    return node.executor.account.all_seconds(time.monotonic())["blocked"]
+
+
+@contextlib.contextmanager
+def _joined(part: Part, loop: Timed, anchors: Place) -> Iterator[Node]:
+    h, rounds = part.scale.h, part.scale.rounds
+    out = Path(tempfile.mkdtemp(dir="."))
+    with (
+        coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port,
+        join(
+            f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", timeout_s=60.0,
+            anchors=anchors, signals=False,
+        ) as node,
+    ):  # fmt: skip
+        loop.module.load_state_dict(load_file(out / FIRST))
+        yield node
+
+
+def loop(part: Part, anchors: Place) -> None:
+    """A step without and with a node, mean over whole rounds: time, waits, memory."""
+    h, rounds = part.scale.h, part.scale.rounds
+    timed = Timed(build(part.model, 0), part.device, part.scale.sequences, part.scale.tokens)
+    told("model", parameters=sum(parameter.numel() for parameter in timed.module.parameters()))
+    timed.seconds(max(3, h // 3))
+    timed.forget_peak()
+    plain_s, plain_bytes = timed.seconds(h * rounds), timed.peak()
+    told("a step without farloop", ms=1e3 * plain_s, waits=statistics.median(timed.waits(h)))
+    with _joined(part, timed, anchors) as node:
         largest = max(fragment.numel for fragment in node.spec.identity.layout.fragments)
-        code_bytes = max(map(codec_named(node.spec.terms.codecs.up).payload_bytes, node.spec.identity.layout.fragments))
-        found.predicted_bytes = 8 * largest + code_bytes
-        loop.seconds(h + h // 2, node)  # kernels are compiled, buffers made
-        loop.forget_peak()
-        found.node_step_s = loop.seconds(h * rounds, node)
-        found.extra_bytes = loop.peak() - before
-        found.node_waits = loop.waits(h, node)
-        modes = ("default", "reduce-overhead") if loop.device.type == "cuda" else ("eager",)
-        for mode in modes:
-            say(f"torch.compile, {mode}")
-            compiled = torch.compile(loop.module, backend="eager") if mode == "eager" else torch.compile(
-                loop.module, mode=mode
-            )  # fmt: skip
-            for _ in range(h + h // 2):
-                loop.step(node, compiled)
+        timed.seconds(h + h // 2, node)  # buffers are made
+        timed.forget_peak()
+        node_s, waits = timed.seconds(h * rounds, node), timed.waits(h, node)
+        told(
+            f"a step with farloop, anchors on the {anchors}",
+            ms=1e3 * node_s,
+            more_percent=100 * (node_s / plain_s - 1),
+            waits=statistics.median(waits),
+            most_waits=max(waits),
+            more_mb=1e-6 * (timed.peak() - plain_bytes),
+            two_largest_fragments_mb=8e-6 * largest,
+        )
+
+
+def compiled(part: Part) -> None:
+    """|loss of the compiled model − loss of the module| / loss after merges, by the mode of torch.compile."""
+    timed = Timed(build(part.model, 0), part.device, part.scale.sequences, part.scale.tokens)
+    with _joined(part, timed, "host") as node:
+        for mode in ("default", "reduce-overhead") if part.device.type == "cuda" else ("eager",):
+            how: Any = {"backend": "eager"} if mode == "eager" else {"mode": mode}
+            model = torch.compile(timed.module, **how)
+            for _ in range(part.scale.h + part.scale.h // 2):
+                timed.step(node, model)
             with torch.no_grad():
-                right, seen = float(loop.loss(loop.module)), float(loop.loss(compiled))
-            found.compiled_error[mode] = abs(seen - right) / right
+                right, seen = float(timed.loss(timed.module)), float(timed.loss(model))
+            told(f"torch.compile over merges, {mode}", error=abs(seen - right) / right)
 
 
 @contextlib.contextmanager
 def _counted_waits(device: torch.device) -> Iterator[Callable[[], int]]:
     """Counts the calls inside that wait for the device."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield lambda: sum("synchronizing" in str(each.message) for each in told)
+            yield lambda: sum("synchronizing" in str(each.message) for each in found)
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def _tested(device: str, environ: Mapping[str, str]) -> str:
-    """The last line of the tests that are marked `gpu`; a dry run collects them alone."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / "tests").exists():
-        return "no tests: not a source tree"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *_TESTS[device]]
-    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=_PATIENCE_S)
-    if done.returncode:
-        raise CommandError(f"the tests marked gpu failed:\n{done.stdout[-4000:]}{done.stderr[-1000:]}")
-    return done.stdout.strip().splitlines()[-1].strip("= ")
+def main(name: str, model: str, where: str) -> None:
+    """A part, in the process that `measure` started for it."""
+    dry = where == "dry"
+    part = Part(device=torch.device("cpu" if dry else "cuda"), scale=DRY_RUN if dry else ON_CUDA, model=MODELS[model])
+    torch.manual_seed(0)
+    if dry:
+        torch.set_num_threads(1)
+    jobs: Mapping[str, Callable[[], None]] = {
+        "copies": lambda: copies(part),
+        "codecs": lambda: codecs(part),
+        "loop-host": lambda: loop(part, "host"),
+        "loop-device": lambda: loop(part, "device"),
+        "compiled": lambda: compiled(part),
+    }
+    jobs[name]()
 
 
-def markdown(found: Found) -> str:
-    """Two tables for the documentation."""
-    overhead = 100 * (found.node_step_s / found.plain_step_s - 1)
-    steps = f"{1e3 * found.plain_step_s:.1f} ms and {1e3 * found.node_step_s:.1f} ms: {overhead:+.1f} %"
-    waits = ", ".join(
-        f"{what} {statistics.median(counts):g} (most {max(counts)})"
-        for what, counts in (("without", found.plain_waits), ("with", found.node_waits))
-    )
-    memory = f"{found.extra_bytes / 1e6:.0f} MB; {found.predicted_bytes / 1e6:.0f} MB for two deltas and their codes"
-    compiled = ", ".join(f"{mode} {error:.1e}" for mode, error in found.compiled_error.items())
-    lines = [
-        f"Device: {found.device}. Model: {found.parameters / 1e6:.1f} M parameters.",
-        "",
-        "| | what | found | wanted |",
-        "| --- | --- | --- | --- |",
-        f"| G1 | tests marked gpu: kernels, blobs, anchors and weights against a CPU | {found.tests} | all pass |",
-        f"| G2 | a step without and with farloop, mean over whole rounds | {steps} | at most 1 % |",
-        f"| G3 | calls in a step that wait for the device, median | {waits} | 0, and 1 for the gradient's norm |",
-        f"| G4 | device memory above the loop without farloop | {memory} | at most that |",
-        f"| G5 | error of a compiled model's loss after merges | {compiled} | below 1e-2 |",
-        "",
-        "| codec | operation | by | GB/s | of a copy |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in found.codecs:
-        share = f"{row.ratio_to_memcpy:.2f}"
-        lines.append(f"| {row.codec} | {row.op} | {row.path} | {row.gb_per_s:.1f} | {share} |")
-    return "\n".join(lines)
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -267,32 +267,26 @@ def memory(
 @bench_app.command()
 def gpu(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the script on a CPU, with a tiny model.")] = False,
+    parts: Annotated[str, typer.Option(metavar="PART,…", help="Only these parts.")] = "",
+    model: Annotated[str, typer.Option(help="Of the loops: quarter (0.24 G parameters) or billion.")] = "quarter",
+    budget: Annotated[float, typer.Option(min=20, metavar="SECONDS", help="For all parts together.")] = 465,
     out: NewFolder = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Run the tests that need a CUDA device, and measure what a node costs a training loop there.
+    """Measure on a CUDA device: kernels against the reference, copies, codecs, a loop with a node.
 
-    Step time and device memory of a model of a billion parameters with and without farloop, calls
-    that wait for the device, torch.compile over merges, and the speed of the codecs: some minutes
-    and 30 GB on one GPU, and as much memory and disk on its host. It prints Markdown tables.
-    Without a CUDA device it exits with 2.
+    Each part has a time limit, prints JSON lines as numbers come, and is a row with the reason where
+    it fails; then the command exits with 1. A table is in gpu.md.
 
-    Example: farloop bench gpu
+    Example: farloop bench gpu --parts codecs,loop-device
     """
-    import torch
+    from farloop.bench.gpu import MODELS, PARTS, measure, require_cuda
 
-    if not dry_run and not torch.cuda.is_available():
-        raise CommandError("no CUDA device: nothing was measured. --dry-run tries the script on a CPU")
-    from farloop.bench.gpu import markdown, measure
-    from farloop.bench.machine import machine, source_commit
-
-    out = _empty_folder(out, "gpu")
-    found = measure("cpu" if dry_run else "cuda", out.resolve(), os.environ, lambda what: typer.echo(what, err=True))
-    if as_json:
-        told = {"machine": machine(), "commit": source_commit(), "found": dataclasses.asdict(found)}
-        typer.echo(dumps(told, indent=1))
-        return
-    typer.echo(f"Commit {source_commit()}, torch {torch.__version__}. {markdown(found)}")
+    if not dry_run:
+        require_cuda()
+    chosen = [_one_of("--parts", part, PARTS) for part in parts.split(",")] if parts else [*PARTS]
+    model, out = "nano" if dry_run else _one_of("--model", model, MODELS), _empty_folder(out, "gpu")
+    if not measure(chosen, model, out.resolve(), os.environ, budget, typer.echo, dry=dry_run):
+        raise typer.Exit(ExitCode.UNEXPECTED)
 
 
 @bench_app.command()
@@ -315,13 +309,12 @@ def loop(
     from farloop.bench.loop import measure, text
     from farloop.node.model import PRESETS
 
-    if model not in PRESETS:
-        raise CommandError(f"--model {model!r}: there are {', '.join(PRESETS)}")
+    _one_of("--model", model, PRESETS)
     emulated = _emulated(link) if link else None
 
     @contextmanager
     def port_of(port: int) -> Iterator[int]:
-        with emulated.ports(port, 1) if emulated is not None else nullcontext([port]) as (at,):
+        with emulated.ports(port, 1) if emulated else nullcontext([port]) as (at,):
             yield at
 
     out = _empty_folder(out, "loop")
@@ -521,6 +514,12 @@ def lines(findings: "Findings") -> list[str]:
         f"paths {slow.path_old_s:.1f} → {slow.path_new_s:.1f} s"
     )
     return text
+
+
+def _one_of(option: str, name: str, known: Iterable[str]) -> str:
+    if name not in known:
+        raise CommandError(f"{option} {name!r}: there are {', '.join(known)}")
+    return name
 
 
 def _empty_folder(out: Path | None, command: str) -> Path:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from farloop.bench import gpu
 from farloop.bench.processes import run_together
 from farloop.bench.sync_trace import STAGES
 from farloop.cli.main import app
@@ -161,6 +162,7 @@ def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> N
         ("coordinator --nodes 2,3,2", "--nodes names 2 twice"),
         ("loop --h 2", "--h"),
         ("sync --rounds 1 --trace", "--trace needs --rounds 2 or more"),
+        ("gpu --dry-run --parts laws,copys", "--parts 'copys': there are laws, tests, copies"),
     ],
 )
 def test_a_bench_is_refused_before_anything_is_started(words: str, said: str, tmp_path: Path) -> None:
@@ -176,14 +178,25 @@ def test_a_loop_is_measured_with_a_model_that_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_what_a_gpu_is_measured_with_runs_on_a_cpu(tmp_path: Path) -> None:
-    """The whole script, so that its first run on a GPU does not end at a typo; on a CPU it claims nothing."""
+    """Every part, so that its first run on a GPU does not end at a typo; on a CPU it claims nothing."""
     result = CliRunner().invoke(app, ["bench", "gpu", "--dry-run", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
-    assert "CPU, dry run: the numbers say nothing" in result.stdout
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| ")]
-    assert [row.split()[1] for row in rows[2:7]] == ["G1", "G2", "G3", "G4", "G5"]
-    assert "tests collected" in rows[2] and "eager 0.0e+00" in rows[6]
-    assert {row.split()[1] for row in rows[9:]} == {"bf16", "q8", "q4", "e3m0", "q4r"}
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert rows[0]["what"] == "CPU, dry run: the numbers say nothing"
+    assert {row["part"] for row in rows} == {"machine", *gpu.PARTS} and not any("failed" in row for row in rows)
+    assert all("tests collected" in row["said"] for row in rows if row["part"] in ("laws", "tests"))
+    assert rows[-1] == {"part": "compiled", "what": "torch.compile over merges, eager", "error": 0.0}
+    assert len((tmp_path / "gpu.md").read_text().splitlines()) == len(rows) + 2
+
+
+def test_a_part_that_fails_or_is_too_slow_is_a_row_and_loses_nothing(tmp_path: Path) -> None:
+    rows = list[gpu.Row]()
+    for code in ("import time; time.sleep(60)", "raise SystemExit(3)", "pass"):
+        line = f"""print('{{"what": "copy", "gb_per_s": 2}}', flush=True); {code}"""
+        gpu._run("copies", ["python", "-c", line], tmp_path, os.environ, 5.0, rows.append)
+    told = {"part": "copies", "what": "copy", "gb_per_s": 2}
+    assert rows[0] == rows[2] == rows[4] == told and len(rows) == 5
+    assert "not done after 5 s" in rows[1]["failed"] and "exit code 3" in rows[3]["failed"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
