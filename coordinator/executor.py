@@ -48,7 +48,7 @@ JUMP_S = 1.2  # after a look that comes this late the process has stood still: i
 class Router(Protocol):
     def working_for(self, peer: Peer) -> AbstractContextManager[Session]: ...
 
-    def closed_by_us(self, peer: Peer, reason: Reason) -> None: ...
+    def closed_by_us(self, peer: Peer, reason: Reason, told: str) -> None: ...
 
 
 class Observer:
@@ -285,10 +285,10 @@ class CoordinatorExecutor:
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
                     self._tell(peer, refused)
-            case ev.CloseSession(session=number, reason=reason):
+            case ev.CloseSession(session=number, reason=reason, told=told):
                 if peer := self._peers.pop(number, None):
                     self._drop_session(peer)
-                    self._router.closed_by_us(peer, reason)
+                    self._router.closed_by_us(peer, reason, told)
             case ev.Tell(node=node, message=message):
                 if peer := self.sessions.get(node):
                     self._tell(peer, message)

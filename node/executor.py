@@ -443,8 +443,9 @@ class NodeExecutor:
                 self._resync(history)
             case ev.Renumber(incarnation=incarnation):
                 _log.warning(
-                    "the state folder is new or old: the coordinator knows a later start of this node, and none is "
-                    "connected; going on as start %d",
+                    "the coordinator knows another start of this node with this number or a higher one: the state "
+                    "folder is new, old or a copy; going on as start %d. If the other still runs, it ends: give every "
+                    "machine a name of its own",
                     incarnation,
                 )
                 self._state.renumber(incarnation)
@@ -696,7 +697,7 @@ _FIXES = {
     Reason.WRONG_PART: "give the stages that the run's layout has",
     Reason.WRONG_KEY: "on the coordinator: farloop keys authorize NAME.pub, and give the node that name",
     Reason.NAME_TAKEN: "stop the other process of this name, or give this node another name",
-    Reason.OLD_INCARNATION: "stop the newer process of this name, or give this node another name",
+    Reason.OLD_INCARNATION: "if it runs on another machine, give one of the two another name",
     Reason.FENCED: "the coordinator runs on an old copy of its state: see its alarms, then start this node again",
 }
 """What an operator does about it. Other details say it themselves."""

@@ -567,7 +567,9 @@ class NodeLink:
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
                     blob = msg.update_id(committed)
                     self._downloads.announced(session, blob, committed.size, committed.digest, now)
-                case wire_ev.MessageReceived(message=msg.Refused(retriable=False, newest=0)):
+                case wire_ev.MessageReceived(
+                    message=msg.Refused(retriable=False, newest=0) | msg.Leave(reason=Reason.OLD_INCARNATION)
+                ):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
                     self._downloads.ended(session, blob, now)

@@ -264,7 +264,7 @@ class NodeMachine:
             case msg.Refused(reason=reason, detail=detail, retriable=retriable):
                 if not retriable or (reason is Reason.OLD_INCARNATION and self.spec is not None):
                     self._stop(reason, detail)
-            case msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail):
+            case msg.Leave(reason=(Reason.WRONG_FROZEN | Reason.OLD_INCARNATION) as reason, detail=detail):
                 self._stop(reason, detail)
             case msg.Leave(reason=Reason.RUN_FINISHED):
                 if not self.ended:  # nothing will come any more, whatever is still missing here

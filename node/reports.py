@@ -260,6 +260,7 @@ class Reports:
             begins=True,
             saved=self.saved,
             can_evaluate=self._can_evaluate,
+            process=self._state.process,
         )
 
     def is_due(self, now: float) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -33,6 +34,7 @@ class NodeState:
     path: Path | None  # None in a simulation, which carries the state over to the next start itself
     incarnation: int  # grows with every start
     epoch: int  # highest epoch seen: a coordinator with a lower one is fenced
+    process: int = 0  # random, of a claimed start, and not in the file
 
     @classmethod
     def read(cls, state_dir: Path) -> "NodeState":
@@ -51,7 +53,7 @@ class NodeState:
         Raises StateUnusable: the folder or the file cannot be used.
         """
         known = known or cls.read(state_dir)
-        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch)
+        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch, secrets.randbits(62))
         claimed._save()
         return claimed
 

@@ -344,6 +344,8 @@ class Hello(Message):
     """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
     can_evaluate: bool = field(default=True, metadata=LATER)  # whether its loop can measure the loss on the fixed set
     early: int = field(default=0, metadata=LATER)  # see `Credit`
+    process: int = field(default=0, metadata=LATER)
+    """Random, of the process: two machines with one name may have the same incarnation."""
 
 
 @message(2, Role.COORDINATOR, since=1)
@@ -389,7 +391,7 @@ class Refused(Message):
     detail: str  # one line with the two values that disagree
     retriable: bool
     newest: int = field(default=0, metadata=LATER)
-    """The node's newest start, of which no process is connected: one that has lost its folder goes on behind it."""
+    """The number that another start of the node has: one that has not joined yet goes on behind it."""
 
 
 @message(4, since=1)  # opens a bulk lane; nobody sends it on the control lane

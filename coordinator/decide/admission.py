@@ -44,7 +44,11 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         return _refuse(Reason.WRONG_LAYOUT, f"the node's layout is {hello.layout}, the run's is {layout}")
     if fault := fault_of(hello.holds, identity.layout):
         return _refuse(Reason.WRONG_PART, f"the node {fault}")
-    if member and hello.incarnation == member.incarnation and hello.holds != member.holds:
+    same = member is not None and hello.incarnation == member.incarnation
+    if member and same and hello.process != member.process:
+        told = f"another process has joined as start {member.incarnation} of {name}"
+        return Refused(reason=Reason.OLD_INCARNATION, detail=told, retriable=True, newest=member.incarnation)
+    if member and same and hello.holds != member.holds:
         said = f"stages {described(member.holds)}, and now {described(hello.holds)}"
         return _refuse(Reason.WRONG_PART, f"this start of {name} held {said}: start it anew")
     for ref in (*hello.anchors, *hello.announced):

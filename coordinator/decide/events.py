@@ -174,6 +174,7 @@ class CloseSession:
 
     session: SessionId
     reason: Reason
+    told: str = ""  # the detail with which its node is told, so that it does not dial again; empty: it is not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

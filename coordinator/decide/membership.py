@@ -55,6 +55,7 @@ class Membership:
             self.members[name] = Member(
                 name=name,
                 incarnation=started.incarnation,
+                process=started.process,
                 holds=started.holds,
                 stage="training",
                 start_round=started.round,
@@ -130,12 +131,17 @@ class Membership:
             hello = as_newcomer(hello)
         if hello.round is not None:  # no later one was ever told of
             hello = dataclasses.replace(hello, round=min(max(0, hello.round), max(self._ledger.rounds)))
+        newer = member is None or hello.incarnation > member.incarnation
         if member and member.session is not None:
-            self._decisions.do(ev.CloseSession(session=member.session, reason=Reason.SUPERSEDED))
-        if member is None or hello.incarnation > member.incarnation:
+            told = f"start {hello.incarnation} of {name} has joined, this is {member.incarnation}" if newer else ""
+            why = Reason.OLD_INCARNATION if newer else Reason.SUPERSEDED
+            self._decisions.do(ev.CloseSession(session=member.session, reason=why, told=told))
+        if member is None or newer:
             if member:
                 self._leave(member, Reason.OLD_INCARNATION)
-            member = self.members[name] = Member(name=name, incarnation=hello.incarnation, holds=hello.holds)
+            member = self.members[name] = Member(
+                name=name, incarnation=hello.incarnation, process=hello.process, holds=hello.holds
+            )
             self._forget_one()
         elif hello.round is None and name in self._ledger.started:
             self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
@@ -296,6 +302,7 @@ class Membership:
             rec.NodeStarted(
                 node=member.name,
                 incarnation=member.incarnation,
+                process=member.process,
                 round=member.start_round,
                 holds=member.holds,
                 slot=member.start_slot,

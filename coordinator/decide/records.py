@@ -100,6 +100,7 @@ class NodeStarted:
     holds: tuple[int, ...] | None = field(default=None, metadata=LATER)  # stages of the model; None for all of it
     slot: int = field(default=0, metadata=LATER)  # first slot of that round in which it takes part
     frozen: int = field(default=0, metadata=LATER)  # digest of its weights that are not exchanged; 0: there are none
+    process: int = field(default=0, metadata=LATER)  # see `Hello`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

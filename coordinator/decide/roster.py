@@ -36,6 +36,7 @@ class Member:
 
     name: NodeId
     incarnation: int
+    process: int = 0  # of this start, see `Hello`
     holds: Part = None  # of the model
     stage: Stage = "joining"
     session: int | None = None

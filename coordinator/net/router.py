@@ -240,10 +240,13 @@ class SessionRouter:
         if self._paced:
             self._send_paced(self._clock.now())
 
-    def closed_by_us(self, peer: Peer, reason: Reason) -> None:
-        """End a session without a message."""
+    def closed_by_us(self, peer: Peer, reason: Reason, told: str = "") -> None:
+        """End a session now. Its node is told why if there is a detail to tell."""
         with self.working_for(peer) as session:
-            session.close(reason, reason.sentence)
+            if told:
+                self._end(peer, reason, told)
+            else:
+                session.close(reason, reason.sentence)
 
     # What the socket calls.
 

@@ -4,6 +4,7 @@
 of them; `brief` writes commands as text. So a law is a row of a table: given events → expected commands. The words:
 
     a greets | a joins | a returns | a is reborn   a hello: a newcomer's; the same and ready; in round 0; a new start's
+    a greets 7 | a returns 7                       ... of the process 7 (0 unless named)
     a is ready | a is ready 7                      (7: the digest of its frozen weights)
     a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
     a offers 1 | a sends 1 | a spoils 1            a delta of fragment 1: offered; also stored; also found CORRUPT
@@ -227,12 +228,12 @@ class Run:
                 return self.restart()
             case ("",):
                 return self.pass_time(float(who.removesuffix("s")))
-            case ("greets",):
-                return self.greet(node)
+            case "greets", *process:
+                return self.greet(node, process=int(process[0]) if process else 0)
             case ("joins",):
                 return self.join(node)
-            case ("returns",):
-                return self.greet(node, round=0)
+            case "returns", *process:
+                return self.greet(node, round=0, process=int(process[0]) if process else 0)
             case "is", "reborn":
                 return self.greet(node, incarnation=self.incarnations[node] + 1)
             case "is", "ready", *frozen:

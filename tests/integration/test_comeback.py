@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from loopback import PACED, Daemon, NewRun, assert_all_agree, further_than, merged_since, node_of
+from loopback import FARLOOP, PACED, Daemon, NewRun, assert_all_agree, further_than, merged_since, node_of
 
+from farloop.config.exit_codes import ExitCode
 from farloop.config.memory import memory_of
 from farloop.config.settings import load, planned
 from farloop.monitoring.status import Status
@@ -53,6 +54,32 @@ def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: Ne
     status = run.until_done(coordinator, a, b)
     assert_all_agree(run, status, "a", "b")
     assert "going on as start 3" in b.said, b.said
+
+
+def test_of_two_machines_with_one_name_the_newer_goes_on_and_the_older_ends(new_run: NewRun) -> None:
+    """Each begins with an empty folder, so that all of them count their starts from 1; and one was only suspended."""
+    run = new_run(steps=100_000, **PACED)
+    run.start_coordinator()
+    run.start_metronome("a")
+    first = run.start_node("b")
+    run.until("its work is merged", lambda status: min(status["versions"]) >= 1)
+
+    def replaced_by(number: int) -> Daemon:
+        file = run.node_toml("b", "", {"state_dir": str(run.folder / f"b-{number}")})
+        node = run.start(f"node-b-{number}", *FARLOOP, "node", str(file))
+        since = run.until("it has joined", lambda status: node_of(status, "b")["incarnation"] == number)["versions"]
+        run.until("its work is merged", lambda status: merged_since(status, since, "b"))
+        return node
+
+    second = replaced_by(2)
+    assert run.until_ended(first, 30.0) == ExitCode.REFUSED
+    assert "start 2 of b has joined, this is 1; if it runs on another machine" in first.last_line, first.last_line
+    second.signal(signal.SIGSTOP)
+    third = replaced_by(3)
+    second.signal(signal.SIGCONT)
+    assert run.until_ended(second, 30.0) == ExitCode.REFUSED
+    assert "start 3 of b has joined, this is 2" in second.last_line, second.last_line
+    assert 'reason="superseded"' not in run.page("/metrics")[1] and third.running
 
 
 def b_trains(status: Status) -> bool:

@@ -14,7 +14,7 @@ from farloop.coordinator.decide.admission import delta_refusal, progress_untrue,
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer, Refused
 from farloop.wire.reasons import Reason
 
 OLDEST, NEWEST = PROTOCOL_VERSIONS
@@ -67,6 +67,13 @@ def test_a_refusal_names_the_two_values_that_disagree(
     assert refused is not None and (refused.reason, refused.retriable) == (reason, False)
     assert detail in refused.detail
     assert refused.newest == (2 if reason is Reason.OLD_INCARNATION else 0)
+
+
+def test_another_process_with_the_number_of_a_start_is_told_to_go_on_behind_it(ledger: Ledger) -> None:
+    refused = refusal(hello(process=8, holds=(0,)), A, ledger, Member(name=A, incarnation=2, process=7))
+    assert refused == Refused(
+        reason=Reason.OLD_INCARNATION, detail="another process has joined as start 2 of a", retriable=True, newest=2
+    )
 
 
 def test_an_older_start_waits_while_a_newer_one_is_connected(ledger: Ledger) -> None:

@@ -81,7 +81,7 @@ class Desk(VirtualHost):
         except Exception as error:  # noqa: BLE001 - as the router does
             self.ended.append((peer, error))
 
-    def closed_by_us(self, peer: Peer, reason: Reason) -> None:
+    def closed_by_us(self, peer: Peer, reason: Reason, told: str = "") -> None:
         self.executor.heard(peer, wire_ev.SessionClosed(reason=reason, detail=""))
 
     def decide(self, *commands: ev.Command) -> None:

@@ -358,6 +358,8 @@ def test_a_start_that_the_coordinator_knows_a_later_one_of_goes_on_behind_it_unl
         replaced = Story().begin()
         (command,) = replaced.hear(dataclasses.replace(refused, retriable=retriable))
         assert command == ev.Stop(reason=Reason.OLD_INCARNATION, detail="x")
+    for story in (Story(), Story().begin()):
+        assert story.hear(msg.Leave(reason=Reason.OLD_INCARNATION, detail="x"))[-1] == command
 
 
 # --- rounds
