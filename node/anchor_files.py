@@ -170,22 +170,24 @@ class AnchorFiles:
         index: int,
         version: int,
         runs: Runs,
-        flat: Tensor,
+        flat: Callable[[], Tensor],
         changes: Callable[[], int] = lambda: 0,
         kind: Kind = "anchor",
+        beside: Callable[[Callable[[], bool]], Callable[[], bool]] = lambda job: job,
     ) -> None:
         """Write the own part of an anchor; it is dropped if `changes` gives another number before all is written.
-        `flat`: fp32 [numel of the own part]."""
+        `flat`: fp32 [numel of the own part], asked for in the thread, which `beside` prepares the job for."""
         path, before = self._path(index, version, kind), changes()
 
         def write() -> bool:
             try:
+                numbers = flat()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Never truncated: other ranks may have written their parts already.
                 with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
                     _write_all(file.fileno(), bytes(_HEAD), 0)
                     for first, at, count in _chunks(runs):
-                        part = flat[at : at + count].cpu().view(torch.uint8).numpy().data
+                        part = numbers[at : at + count].cpu().view(torch.uint8).numpy().data
                         if changes() != before:
                             break
                         _write_all(file.fileno(), part, _HEAD + 4 * first)
@@ -197,7 +199,7 @@ class AnchorFiles:
             path.unlink(missing_ok=True)
             return False
 
-        self._saving = self._submit(write)
+        self._saving = self._submit(beside(write))
 
     @property
     def is_busy(self) -> bool:

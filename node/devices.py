@@ -1,13 +1,16 @@
-"""What a node does on an accelerator and not on a CPU: which one it takes, locked host memory, a stream of its own.
+"""What a node does on an accelerator and not on a CPU: which one it takes, locked host memory, a stream of its own, and
+copies between the two that are queued and not waited for.
 
-On CPUs the same calls do nothing. What is written for CUDA here has been read and never run.
+On CPUs the same calls do nothing. No GPU has run this yet: tests run it on a pretend CUDA device.
 """
 
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,9 @@ _log = logging.getLogger(__name__)
 Where = Literal["host", "device"]  # where anchors are kept; on CPUs it is one place
 
 _CUDA_SUCCESS: Final = 0
+_MOST_KEPT: Final = 2  # buffers that outlast their use
+
+_T = TypeVar("_T")
 
 
 def device_number(local_rank: str | None, count: int, current: int) -> int:
@@ -97,17 +103,194 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def beside(self, job: Callable[[], None]) -> Callable[[], None]:
+    def beside(self, job: Callable[[], _T]) -> Callable[[], _T]:
         """The job for another thread. On the device it begins after all that was submitted before this call, and is
         over when it returns: training neither waits for it nor is waited for."""
         if (stream := self._stream) is None:
             return job
         submitted = torch.cuda.current_stream(self._device).record_event()
 
-        def run() -> None:
+        def run() -> _T:
             with torch.cuda.stream(stream):
                 stream.wait_event(submitted)
-                job()
+                done = job()
                 stream.synchronize()
+            return done
 
         return run
+
+    @contextmanager
+    def follows(self) -> Iterator[None]:
+        """What is queued inside begins after all that was submitted before; the current stream goes on meanwhile."""
+        if (stream := self._stream) is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+class Kept:
+    """fp32 [n] numbers that a replica keeps of a fragment: on the device of the weights, or in host memory.
+
+    Copies from host memory to the device and back are queued, one after the other, and not waited for. So the memory is
+    given out for reading or for writing only, which waits for what is under way.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.changes = 0
+        """Counts what is written. It grows before the numbers change."""
+        self._numbers = numbers
+        self._last: torch.cuda.Event | None = None  # copy that was queued
+        self._download: torch.cuda.Event | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._numbers.device
+
+    @property
+    def numel(self) -> int:
+        return self._numbers.numel()
+
+    def read(self) -> Tensor:
+        """The numbers, to be read before the next change."""
+        if (download := self._download) is not None:
+            download.synchronize()
+        return self._numbers
+
+    def write(self) -> Tensor:
+        """The numbers, to be changed before the next copy."""
+        self.changes += 1
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = self._download = None
+        return self._numbers
+
+    def replace(self, numbers: Tensor) -> Tensor:
+        """Have these instead; returns the old ones."""
+        old, self._numbers = self.write(), numbers
+        return old
+
+    def copy_into(self, there: Tensor) -> "torch.cuda.Event | None":
+        """Queue a copy to a device's memory on the current stream. Returns its event; None: it is done."""
+        return self._copy(there, self._numbers)
+
+    def copy_from(self, there: Tensor) -> "torch.cuda.Event | None":
+        """As `copy_into`, back."""
+        self.changes += 1
+        self._download = self._copy(self._numbers, there)
+        return self._download
+
+    def _copy(self, into: Tensor, source: Tensor) -> "torch.cuda.Event | None":
+        device = into.device if self._numbers is source else source.device
+        if device.type == "cpu":
+            into.copy_(source)
+            return None
+        stream = torch.cuda.current_stream(device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        into.copy_(source, non_blocking=True)
+        self._last = stream.record_event()
+        return self._last
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    memory: Tensor
+    view: Tensor  # the part of it that was lent last
+    of: "weakref.ref[Kept] | None" = None  # whose numbers it holds, at that count of changes
+    changes: int = 0
+    busy: "torch.cuda.Event | None" = None  # what uses it on the side stream
+
+    def holds(self, kept: Kept | None) -> bool:
+        return kept is not None and self.of is not None and self.of() is kept and kept.changes == self.changes
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.of is not None and self.holds(self.of())
+
+
+class Buffers:
+    """fp32 buffers on the device of the weights: for deltas, and for copies of what is kept in host memory.
+
+    At most two of the largest part outlast their use. Each remembers whose numbers it holds, so that a copy that is
+    wanted again is not made again. The training thread takes them; any thread gives them back.
+    """
+
+    def __init__(self, numel: int, device: torch.device, side: SideStream) -> None:
+        """`numel`: of the largest part."""
+        self._numel, self._device, self._side = numel, device, side
+        self._free, self._lent, self._lock = list[_Buffer](), list[_Buffer](), threading.Lock()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of those that nobody uses now."""
+        return sum(buffer.memory.nbytes for buffer in self._free)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more can be taken, and no copy is lost that may be wanted again."""
+        with self._lock:
+            return len(self._lent) + sum(buffer.is_of_use for buffer in self._free) < _MOST_KEPT
+
+    def take(self, numel: int) -> Tensor:
+        """fp32 [numel] of any content."""
+        buffer = self._take(numel)
+        self._wait_for(buffer)
+        return buffer.view
+
+    def copy_of(self, kept: Kept) -> Tensor:
+        """fp32 [n], what is kept in host memory."""
+        buffer = self._take(kept.numel, kept)
+        self._wait_for(buffer)
+        if not buffer.holds(kept):
+            kept.copy_into(buffer.view)
+        return buffer.view
+
+    def give_back(self, view: Tensor, kept: Kept | None = None, *, changed: bool = False) -> None:
+        """`kept`: whose numbers these are. `changed`: or are to be, once they are copied back, beside training."""
+        buffer = next(buffer for buffer in self._lent if buffer.view is view)
+        if kept is not None and changed:
+            with self._side.follows():
+                buffer.busy = kept.copy_from(view)
+        self._return(buffer, kept)
+
+    def copy_ahead(self, kept: Kept) -> None:
+        """Begin to copy what is kept in host memory beside training, if there is room: it will be wanted."""
+        if not self.has_room or any(buffer.holds(kept) for buffer in self._free):
+            return
+        buffer = self._take(kept.numel)
+        with self._side.follows():
+            buffer.busy = kept.copy_into(buffer.view)
+        self._return(buffer, kept)
+
+    def _take(self, numel: int, kept: Kept | None = None) -> _Buffer:
+        with self._lock:
+            buffer = max(self._free, key=lambda each: (each.holds(kept), not each.is_of_use), default=None)
+            is_worth_more = buffer is not None and buffer.is_of_use and not buffer.holds(kept)
+            if buffer is None or (is_worth_more and len(self._free) + len(self._lent) < _MOST_KEPT):
+                memory = torch.empty(self._numel, device=self._device)
+                buffer = _Buffer(memory, memory)
+            else:
+                self._free.remove(buffer)
+            buffer.view = buffer.memory[:numel]
+            self._lent.append(buffer)
+        return buffer
+
+    def _wait_for(self, buffer: _Buffer) -> None:
+        """Have the current stream begin after what uses the buffer on the side stream."""
+        if buffer.busy is not None:
+            torch.cuda.current_stream(self._device).wait_event(buffer.busy)
+            buffer.busy = None
+
+    def _return(self, buffer: _Buffer, kept: Kept | None) -> None:
+        buffer.of, buffer.changes = (None, 0) if kept is None else (weakref.ref(kept), kept.changes)
+        with self._lock:
+            self._lent.remove(buffer)
+            self._free.append(buffer)
+            if len(self._free) <= _MOST_KEPT:
+                return
+            least = min(self._free, key=lambda each: each.is_of_use)
+            self._free.remove(least)
+        if least.busy is not None:
+            least.busy.synchronize()

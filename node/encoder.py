@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
@@ -96,7 +97,7 @@ def encode_delta(
     packed, ratio = _empty(replica, command, codec, epoch), None
     seed, device = packed.header.seed, delta.device
     # All operands on one device: kernels take no others.
-    payload = packed.payload.to(device)
+    payload = packed.payload if device.type == "cpu" else torch.empty_like(packed.payload, device=device)
     previous = None if previous is None else previous.to(device)
     try:
         if residual is None:

@@ -172,9 +172,9 @@ class NodeExecutor:
         if self.replica.gradients:  # anchors change at every step
             self._files = None
         self.replica.files = self._files
-        run, sizes = run_of(spec, self.machine.history), {i: part.numel for i, part in self.replica.own.items()}
+        run = run_of(spec, self.machine.history)
         self._overlap = OverlapChooser(spec.identity.layout.slots)
-        self._residuals = Residuals(run, sizes, self._state.folder, self._in_worker)
+        self._residuals = Residuals(run, self.replica.zeros, self._state.folder, self._in_worker)
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
@@ -460,7 +460,7 @@ class NodeExecutor:
         self._variates.sent(command)
         self._overlap.sent(command.blob.fragment, self._now())
         replica, epoch, step = self.replica, self.machine.epoch, self.machine.inner_steps
-        residual = self._residuals.for_delta(command.blob, command.codec, replica.device)
+        residual = self._residuals.for_delta(command.blob, command.codec)
         if (packed := pack_at_once(replica, command, epoch, step, residual)) is not None:
             return self._in_worker(lambda: self._encoded(finish(packed)))
         delta = replica.take(command.blob.fragment)
@@ -512,7 +512,7 @@ class NodeExecutor:
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
         if data is not _IN_PLACE and not self.replica.install(fragment, version, data, self.machine.epoch):
             return self._mismatched(fragment, version)
-        self._residuals.installed(fragment, version, command.codec, self.replica.device)
+        self._residuals.installed(fragment, version, command.codec)
 
     def _mismatched(self, fragment: int, version: int) -> None:
         _log.error("anchor mismatch fragment=%d version=%d: requesting a snapshot", fragment, version)

@@ -72,7 +72,8 @@ class Moments:
             flatten_into(own.fragment, self._beside(tensors).sources(index, gradients=False), here)
             digests.append(self._weights.digest(index, here))
             row.copy_(here)
-        self._files.begin(index, version, self._runs(fragment, len(keys)), flat.view(-1), kind="optimizer")
+        numbers = flat.view(-1)
+        self._files.begin(index, version, self._runs(fragment, len(keys)), lambda: numbers, kind="optimizer")
         return described, digests
 
     def _described(self, fragment: Fragment) -> Described:

@@ -23,7 +23,7 @@ from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
-from farloop.node.devices import SideStream, lock_in_memory
+from farloop.node.devices import Buffers, Kept, SideStream, lock_in_memory
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
@@ -90,26 +90,29 @@ class Replica:
         self.weights = weights or Weights(layout, matched_parameters(module, layout, holds), holds)
         self.fragments = self.weights.fragments
         self.parameters = self.weights.parameters
-        self.device = self.weights.home  # of the anchors, and of all that is kept as they are
         self.own = {index: part.fragment for index, part in self.weights.own.items()}
         """What this process keeps of each held fragment, as a fragment: all of it, or a rank's part."""
-        self.anchors = {index: torch.zeros(f.numel, device=self.device) for index, f in self.own.items()}
+        self.anchors = {index: Kept(self.zeros(index)) for index in self.own}
         """fp32 [numel of the own part] each."""
         if self.weights.apart and self.weights.device.type == "cuda":
-            lock_in_memory(self.anchors.values())
+            lock_in_memory(anchor.read() for anchor in self.anchors.values())
         self.side = SideStream(self.weights.device)
+        largest = max((part.numel for part in self.own.values()), default=0)
+        self.buffers = Buffers(largest, self.weights.device, self.side)
         self.versions = dict.fromkeys(self.anchors, -1)  # version of each anchor; −1 if it is missing or damaged
         self.digests = dict.fromkeys(self.anchors, 0)  # of whole fragments
-        self._starts: dict[int, Tensor] = {}
+        self._starts: dict[int, Kept] = {}
         """Start of an eager node's round, fp32 as the anchor, for fragments where that is not the anchor."""
-        self.drifts: dict[int, Tensor] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
+        self.drifts: dict[int, Kept] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
         self._residuals: dict[int, Tensor] = {}  # of a rank's part, as they were added last
-        self._free: dict[int, list[Tensor]] = {}
         self._ahead: _Ahead | None = None
         self._spare: Tensor | None = None  # the memory of an anchor that such a one has replaced
-        self._changes = dict.fromkeys(self.anchors, 0)  # counts what is written into each anchor's memory
         self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
         self.moments: Moments | None = None  # the optimizer's state, where it is saved too; likewise
+
+    def zeros(self, index: int) -> Tensor:
+        """fp32 [numel of the own part] where anchors are kept: all that a replica keeps beside them begins so."""
+        return torch.zeros(self.own[index].numel, device=self.weights.home)
 
     def follow(self, evaluate: Callable[[], object]) -> None:
         """The other ranks: take part in what the lead does, until it goes on with training.
@@ -141,7 +144,7 @@ class Replica:
                 case ["first", int() as index, int() as wanted]:
                     self._first(index, wanted)
                 case ["collect", int() as index]:
-                    self.weights.collect_into(index, codec_named(_FP32), self.anchors[index], None)
+                    self.weights.collect_into(index, codec_named(_FP32), self.anchors[index].read(), None)
                 case ["merge", int() as index, float() as mix, float() as factor, list() as own]:
                     self._merge(index, mix, factor, [Sent(codec=codec, seed=seed) for codec, seed in own])
                 case ["learn", int() as index, list() as own, list() as update, outer_lr, lr_sum, alpha]:
@@ -175,39 +178,44 @@ class Replica:
     def take(self, index: int) -> Tensor:
         """The own part of the fragment's current delta, fp32 where the weights are, in a buffer that `give_back`
         reuses. Where the model is sharded, all ranks call it."""
-        part, start = self.own[index], self._start(index)
-        out = self._buffer(part.numel)
+        part, kept, buffers = self.own[index], self._start(index), self.buffers
         sources = self.weights.sources(index, gradients=self.gradients)
         if self.gradients:
+            out = buffers.take(part.numel)
             flatten_into(part, sources, out)
+        elif not self._is_apart(kept):
+            out = buffers.take(part.numel)
+            fragment_delta_into(part, kept.read(), sources, out)
         else:
-            start = out.copy_(start, non_blocking=True) if self.weights.apart else start
+            start = buffers.copy_of(kept)
+            out = buffers.take(part.numel) if buffers.has_room else start
             fragment_delta_into(part, start, sources, out)
+            if out is not start:  # the update that follows will want it
+                buffers.give_back(start, kept)
         return out
 
-    def _buffer(self, numel: int) -> Tensor:
-        """fp32 [numel] where the weights are."""
-        stock = self._free.setdefault(numel, [])
-        return stock.pop() if stock else torch.empty(numel, device=self.weights.device)
+    def _is_apart(self, kept: Kept) -> bool:
+        return self.weights.apart or kept.device != self.weights.device
 
     @contextmanager
-    def _with_the_weights(self, kept: Tensor, *, changes: bool = False) -> Iterator[Tensor]:
+    def _with_the_weights(self, kept: Kept, *, changes: bool = False) -> Iterator[Tensor]:
         """Of an anchor, or what is kept as it is: itself, or a copy of it on the device of the weights, which is
-        written back if it `changes`."""
-        if not self.weights.apart:
-            yield kept
+        copied back if it `changes`."""
+        if not self._is_apart(kept):
+            yield kept.write() if changes else kept.read()
             return
-        there = self._buffer(kept.numel()).copy_(kept, non_blocking=True)
-        yield there
-        if changes:
-            kept.copy_(there)
-        self.give_back(there)
+        there, changed = self.buffers.copy_of(kept), None
+        try:
+            yield there
+            changed = kept if changes else None  # a merge follows
+        finally:
+            self.buffers.give_back(there, changed, changed=changes)
 
     @torch.no_grad()
     def pack(self, index: int, codec: BlockCodec, payload: Tensor, seed: int) -> bool:
         """Encode the fragment's delta now, without a buffer for the delta; False where there is no path for that.
         Raises NonFiniteError: `payload` is meaningless then."""
-        fragment, start = self.layout.fragments[index], self._start(index)
+        fragment, start = self.layout.fragments[index], self._start(index).read()
         if self.weights.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
         sources = self.weights.sources(index, gradients=self.gradients)
@@ -250,7 +258,7 @@ class Replica:
         before = self._residuals.pop(index, None)
         if kept is None:
             return None
-        self._residuals[index] = before if kept and before is not None else torch.zeros(self.own[index].numel)
+        self._residuals[index] = before if kept and before is not None else self.zeros(index)
         return self._residuals[index]
 
     @torch.no_grad()
@@ -261,8 +269,8 @@ class Replica:
         assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.payload_bytes(own.fragment), dtype=torch.uint8, device=self.weights.device)
         delta = self.take(index)
-        bad = -1
-        with nullcontext() if residual is None else self._with_the_weights(residual, changes=True) as lost_here:
+        bad, lost = -1, None if residual is None else Kept(residual)
+        with nullcontext() if lost is None else self._with_the_weights(lost, changes=True) as lost_here:
             try:
                 for place, start, count in own.runs:
                     run = slice(start, start + count)
@@ -272,19 +280,20 @@ class Replica:
                     )
             except NonFiniteError as error:
                 bad = error.index
-        squares = [0.0, 0.0] if residual is None or bad >= 0 else [norm_sq(residual), norm_sq(delta)]
-        del delta  # not given back: parts differ in size, and each would keep a buffer
+        squares = [0.0, 0.0] if lost is None or bad >= 0 else [norm_sq(lost.read()), norm_sq(delta)]
+        self.give_back(delta)
         told = self.weights.gather([bad, *squares])
         if wrong := [place for place, *_ in told if place >= 0]:
             raise NonFiniteDelta(self.layout.fragments[index].tensor_at(min(wrong)), inner_step)
-        lost, taken = (sum(each[place] for each in told) for place in (1, 2))
-        return self.weights.collect(index, codec, payload.cpu()), (lost, taken)
+        sums = sum(each[1] for each in told), sum(each[2] for each in told)
+        return self.weights.collect(index, codec, payload.cpu()), sums
 
-    def _start(self, index: int) -> Tensor:
+    def _start(self, index: int) -> Kept:
         return self._starts.get(index, self.anchors[index])
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+        """Of `take`. From any thread, once the device is done with it."""
+        self.buffers.give_back(buffer)
 
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
         """anchor += decoded update; False if the bytes or the resulting digest are wrong."""
@@ -304,7 +313,7 @@ class Replica:
     def can_apply_ahead(self, index: int) -> bool:
         """Whether `apply_ahead` is worth a copy of the anchor in memory: of a quarter of them at most, on the CPU."""
         numel, kept = self.own[index].numel, sum(fragment.numel for fragment in self.own.values())
-        in_reach = not self.weights.sharded and self.weights.device.type == self.device.type == "cpu"
+        in_reach = not self.weights.sharded and self.weights.device.type == "cpu"
         return in_reach and _WORTH_AHEAD <= numel <= kept // 4 and self._ahead is None
 
     @torch.no_grad()
@@ -313,18 +322,16 @@ class Replica:
 
         `apply` takes it unless the anchor has changed meanwhile, and then does all again.
         """
-        changes = self._changes[index]
+        changes = self.anchors[index].changes
         if self._ahead is not None or self.versions[index] != version - 1:
             return
         try:
             sent = self.parsed(index, version, version - 1, codec, epoch, blob)
         except BadBlob:  # `apply` sees it again
             return
-        spare, self._spare = self._spare, None
-        anchor = (
-            torch.empty_like(self.anchors[index]) if spare is None or spare.numel() != self.own[index].numel else spare
-        )
-        digest = self._apply(index, sent, self.anchors[index], anchor)
+        before, spare, self._spare = self.anchors[index].read(), self._spare, None
+        anchor = torch.empty_like(before) if spare is None or spare.numel() != before.numel() else spare
+        digest = self._apply(index, sent, before, anchor)
         self._ahead = _Ahead(index=index, version=version, changes=changes, anchor=anchor, digest=digest)
 
     def _take_ahead(self, index: int, version: int) -> bool:
@@ -333,16 +340,14 @@ class Replica:
         if ahead is None:
             return False
         self._ahead = None
-        if (ahead.index, ahead.version, ahead.changes) != (index, version, self._changes[index]):
+        if (ahead.index, ahead.version, ahead.changes) != (index, version, self.anchors[index].changes):
             self._spare = ahead.anchor
             return False
-        self._changes[index] += 1
-        self._spare, self.anchors[index], self.digests[index] = self.anchors[index], ahead.anchor, ahead.digest
+        self._spare, self.digests[index] = self.anchors[index].replace(ahead.anchor), ahead.digest
         return True
 
     def _add(self, index: int, sent: Sent) -> int:
         """anchor += decoded; the digest of the whole anchor."""
-        self._changes[index] += 1
         with self._with_the_weights(self.anchors[index], changes=True) as anchor:
             return self._apply(index, sent, anchor, anchor)
 
@@ -380,10 +385,9 @@ class Replica:
 
     @torch.no_grad()
     def _set(self, index: int, payload: Tensor | None) -> int:
-        codec = codec_named(_FP32)
-        self._changes[index] += 1
-        codec.decode_into(self.weights.payload_of(index, codec, payload), self.anchors[index], self.own[index])
-        return self.weights.digest(index, self.anchors[index])
+        codec, anchor = codec_named(_FP32), self.anchors[index].write()
+        codec.decode_into(self.weights.payload_of(index, codec, payload), anchor, self.own[index])
+        return self.weights.digest(index, anchor)
 
     def load(self, index: int, version: int, wanted: int) -> bool:
         """Read the anchor from disk; False unless all of it is there, with this digest."""
@@ -397,9 +401,9 @@ class Replica:
 
     def _load(self, index: int, version: int) -> int:
         assert self.files is not None
-        self._changes[index] += 1
-        self.files.read(index, version, self.weights.own[index].runs, self.anchors[index])
-        return self.weights.digest(index, self.anchors[index])
+        anchor = self.anchors[index].write()
+        self.files.read(index, version, self.weights.own[index].runs, anchor)
+        return self.weights.digest(index, anchor)
 
     def save(self, index: int) -> None:
         """Begin to write the anchor to disk, while training goes on; `end_save` follows."""
@@ -408,8 +412,8 @@ class Replica:
 
     def _save(self, index: int, version: int) -> None:
         assert self.files is not None
-        runs = self.weights.own[index].runs
-        self.files.begin(index, version, runs, self.anchors[index], lambda: self._changes[index])
+        runs, anchor = self.weights.own[index].runs, self.anchors[index]
+        self.files.begin(index, version, runs, anchor.read, lambda: anchor.changes, beside=self.side.beside)
 
     def end_save(self, head: Head | None) -> None:
         """Wait until all ranks have written their parts; the file counts if all could. None: it is not wanted."""
@@ -431,8 +435,7 @@ class Replica:
 
     @torch.no_grad()
     def _first(self, index: int, wanted: int) -> bool:
-        anchor = self.anchors[index]
-        self._changes[index] += 1
+        anchor = self.anchors[index].write()
         flatten_into(self.own[index], self.weights.sources(index, gradients=False), anchor)
         canonicalise_(anchor)
         return self.weights.digest(index, anchor) == wanted
@@ -442,7 +445,7 @@ class Replica:
         self.weights.tell("collect", index)
         codec, fragment, version = codec_named(_FP32), self.layout.fragments[index], self.versions[index]
         blob = bytearray(blob_bytes(codec, fragment))
-        self.weights.collect_into(index, codec, self.anchors[index], as_tensor(blob)[HEADER_BYTES:])
+        self.weights.collect_into(index, codec, self.anchors[index].read(), as_tensor(blob)[HEADER_BYTES:])
         return seal(BlobHeader(codec=codec, fragment=fragment, version=version, base=version, epoch=epoch), blob)
 
     def merge(self, index: int, mix: float, own: Sequence[OwnDelta] = (), factor: float = 0.0, epoch: int = 0) -> None:
@@ -464,11 +467,11 @@ class Replica:
         start = self.anchors[index]
         self._starts.pop(index, None)
         if own:
-            fresh = torch.zeros_like(start)
+            fresh = self.zeros(index)
             for sent in own:
                 self._decode_add(index, sent, fresh)
-            eager_start_into(start, fresh, fresh, share=factor, gain=1.0)
-            start = self._starts[index] = fresh
+            eager_start_into(start.read(), fresh, fresh, share=factor, gain=1.0)
+            start = self._starts[index] = Kept(fresh)
         with self._with_the_weights(start) as there:
             self.weights.mix(index, there, mix)
 
@@ -481,9 +484,9 @@ class Replica:
     @torch.no_grad()
     def _learn(self, index: int, own: Sent, update: Sent, outer_lr: float, lr_sum: float, alpha: float) -> None:
         if index not in self.drifts:
-            self.drifts[index] = torch.zeros_like(self.anchors[index])
+            self.drifts[index] = Kept(self.zeros(index))
         decoded = [self._decoded(index, sent) for sent in (own, update)]
-        for (drift_part,), own_part, update_part in zip(tiles(self.drifts[index]), *decoded, strict=True):
+        for (drift_part,), own_part, update_part in zip(tiles(self.drifts[index].write()), *decoded, strict=True):
             mean_part = merged_by_plain_step(update_part, outer_lr)
             learn_(drift_part, own_part, mean_part, lr_sum=lr_sum, alpha=alpha)
 
@@ -491,7 +494,7 @@ class Replica:
         """The own part's decoded numbers, a tile at a time."""
         codec = codec_named(sent.codec)
         payload = self.weights.payload_of(index, codec, sent.payload)
-        return codec.decoded_tiles(payload, self.own[index], seed=sent.seed, device=self.device)
+        return codec.decoded_tiles(payload, self.own[index], seed=sent.seed, device=self.drifts[index].device)
 
     def correct(self, index: int, lr: float) -> None:
         """local ← local − lr · d_i, after an inner step at that rate; nothing while d_i is zero."""
@@ -546,9 +549,9 @@ class Replica:
     def _exchange_(self) -> None:
         """Swap weights and anchors, a tile at a time."""
         for fragment in self.fragments:
-            self._changes[fragment.index] += 1
+            flat = self.anchors[fragment.index].write()
             for slot in fragment.tensors:
-                local, anchor = rows_of(self.parameters[slot.name], slot), view(self.anchors[fragment.index], slot)
+                local, anchor = rows_of(self.parameters[slot.name], slot), view(flat, slot)
                 flats = (local.view(-1), anchor.view(-1)) if local.is_contiguous() else None
                 for here, there in tiles(*flats) if flats is not None else [(local, anchor)]:
                     kept = here.clone()
@@ -562,7 +565,8 @@ class Replica:
 
     def _begin_again(self) -> None:
         self.versions = dict.fromkeys(self.anchors, -1)
-        self._changes = {index: count + 1 for index, count in self._changes.items()}
+        for anchor in self.anchors.values():
+            anchor.changes += 1
         self._starts.clear()
         self.drifts.clear()
 

@@ -7,13 +7,12 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -151,15 +150,15 @@ Later = Callable[[Callable[[], None]], None]  # runs a job before the next encod
 class Residuals:
     """Error feedback of one node, for all of its fragments. Without it in the codec nothing is kept, or allocated."""
 
-    def __init__(self, run: str, sizes: Mapping[int, int], folder: Path | None, later: Later) -> None:
-        """`run`: fingerprint of its identity, and its history. `sizes`: elements of each fragment that this process
-        keeps. `folder` holds the copies; None: there are none."""
-        self._run, self._sizes, self._folder, self._later = run, sizes, folder, later
+    def __init__(self, run: str, zeros: Callable[[int], Tensor], folder: Path | None, later: Later) -> None:
+        """`run`: fingerprint of its identity, and its history. `zeros`: fp32, of what this process keeps of a fragment.
+        `folder` holds the copies; None: there are none."""
+        self._run, self._zeros, self._folder, self._later = run, zeros, folder, later
         self._machines: dict[int, Residual] = {}
         self._buffers: dict[int, Tensor] = {}
         self._payloads: dict[int, tuple[str, Tensor]] = {}  # codec and last payload, where the codec starts from it
 
-    def for_delta(self, blob: BlobId, codec: str, device: torch.device) -> Tensor | None:
+    def for_delta(self, blob: BlobId, codec: str) -> Tensor | None:
         """The residual to add to this delta, fp32 [numel], zero at first; None: the codec keeps none."""
         if codec_named(codec).beta == 0.0:
             self._drop(blob.fragment)
@@ -167,8 +166,7 @@ class Residuals:
         machine = self._machine(blob.fragment, codec)
         buffer = self._buffers.get(blob.fragment)
         if buffer is None or not machine.usable:
-            buffer = torch.zeros(self._sizes[blob.fragment], device=device)
-            self._buffers[blob.fragment] = buffer
+            buffer = self._buffers[blob.fragment] = self._zeros(blob.fragment)
         return buffer
 
     def previous(self, blob: BlobId, codec: str) -> Tensor | None:
@@ -188,14 +186,14 @@ class Residuals:
         if (machine := self._machines.get(blob.fragment)) is not None:
             self._do(machine, machine.dropped(blob) if merged_in is None else machine.merged(blob, version=merged_in))
 
-    def installed(self, fragment: int, version: int, codec: str, device: torch.device) -> None:
+    def installed(self, fragment: int, version: int, codec: str) -> None:
         """A snapshot replaced the anchor; at the first one a fitting copy on disk is used."""
         if codec_named(codec).beta == 0.0:
             return
         if (known := self._machines.get(fragment)) is not None:
             return self._do(known, known.reset())
         machine = self._machine(fragment, codec)
-        self._buffers[fragment] = torch.zeros(self._sizes[fragment], device=device)
+        self._buffers[fragment] = self._zeros(fragment)
         self._do(machine, machine.restore(self._read_tag(fragment), version=version))
 
     def begin_again(self, run: str) -> None:

@@ -99,7 +99,7 @@ class NotedNode(SimulatedNode):
         """Flip a bit of an anchor; of another one, where it does not hold that."""
         if self.replica is not None:
             anchors = self.replica.anchors
-            anchors.get(fragment, anchors[min(anchors)])[0] += 1.0
+            anchors.get(fragment, anchors[min(anchors)]).write()[0] += 1.0
 
     # --- what is noted of it
 

@@ -25,6 +25,7 @@ from farloop.node import events as ev
 from farloop.node import shards
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
+from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.library import Node
@@ -249,13 +250,19 @@ def rounds(
         assert theirs.first(index, first)
         check(f"another first anchor of {index}", _lead(rank, ours.first, index, 5) in (False, None))
         check(f"the first anchor of {index}", _lead(rank, ours.first, index, first) in (True, None))
-        check(f"first anchor of {index}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]))
-        moved = theirs.anchors[index] + noise(fragment.numel, 3 + index)
+        check(
+            f"first anchor of {index}",
+            not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
+        )
+        moved = theirs.anchors[index].read() + noise(fragment.numel, 3 + index)
         zero_padding_(fragment, moved)
         blob = pack_anchor(moved, fragment, 0, EPOCH)
         assert theirs.install(index, 0, bytearray(blob), EPOCH)
         _lead(rank, ours.install, index, 0, bytearray(blob), EPOCH)
-        check(f"anchor of {index}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]))
+        check(
+            f"anchor of {index}",
+            not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
+        )
         if leads:
             check(f"digest of {index}", ours.digests == theirs.digests)
     for number, spelling in enumerate(codecs):
@@ -281,7 +288,7 @@ def rounds(
                 if residual is not None:
                     lost = ours_residual if leads else ours._residuals[index]
                     assert lost is not None
-                    check(f"residual by {told}", not _part_differs(rank, index, lost, residual))
+                    check(f"residual by {told}", not _part_differs(rank, index, Kept(lost), Kept(residual)))
                 version[index] += 1
                 down = update(layout, index, codec_named(spelling), version[index], 10 * number + turn)
                 assert not theirs.apply(index, version[index], bytearray(down), spelling, EPOCH, 0), "another digest"
@@ -298,7 +305,8 @@ def rounds(
                 )
                 check(f"update by {told}", good in (True, None))
                 check(
-                    f"anchor after {told}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index])
+                    f"anchor after {told}",
+                    not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
                 )
                 own = ()
                 if turn:
@@ -323,11 +331,12 @@ def rounds(
                     theirs.correct(index, 0.01)
                     _lead(rank, ours.correct, index, 0.01)
                     check(
-                        f"drift after {told}", not _part_differs(rank, index, ours.drifts[index], theirs.drifts[index])
+                        f"drift after {told}",
+                        not _part_differs(rank, index, ours.drifts[index], theirs.drifts[index]),
                     )
                     check(f"corrected weights after {told}", same_weights(rank))
     for replica in (ours, theirs):
-        for anchor in replica.anchors.values():
+        for anchor in (kept.write() for kept in replica.anchors.values()):
             anchor.mul_(2.0)
     kept_aside = {name: ours.weights._local(name).clone() for name in ours.parameters}
     with theirs.anchors_in_place():
@@ -348,9 +357,9 @@ def rounds(
     check("weights after an evaluation", restored)
     sent = _lead(rank, ours.anchor_blob, 0, EPOCH)
     if leads:
-        expected = pack_anchor(theirs.anchors[0], layout.fragments[0], theirs.versions[0], EPOCH)
+        expected = pack_anchor(theirs.anchors[0].read(), layout.fragments[0], theirs.versions[0], EPOCH)
         check("a snapshot", sent == theirs.anchor_blob(0, EPOCH) == expected)
-    kept = sum(anchor.numel() for anchor in ours.anchors.values())
+    kept = sum(anchor.numel for anchor in ours.anchors.values())
     return {
         "differ": differ,
         "compared": compared,
@@ -377,9 +386,9 @@ def _digest_of(whole: Replica, index: int) -> int:
     return digest(flat)
 
 
-def _part_differs(rank: Rank, index: int, own: Tensor, whole: Tensor) -> bool:
+def _part_differs(rank: Rank, index: int, own: Kept, whole: Kept) -> bool:
     return any(
-        not same_bits(own[start : start + count], whole[place : place + count])
+        not same_bits(own.read()[start : start + count], whole.read()[place : place + count])
         for place, start, count in rank.ours.weights.own[index].runs
     )
 
@@ -391,16 +400,16 @@ def faults(way: str) -> dict[str, Any]:
     for index in ours.anchors:
         assert rank.theirs.first(index, _digest_of(rank.theirs, index))
         _lead(rank, ours.install, index, 0, rank.theirs.anchor_blob(index, EPOCH), EPOCH)
-    before = {index: anchor.clone() for index, anchor in ours.anchors.items()}
+    before = {index: anchor.read().clone() for index, anchor in ours.anchors.items()}
     codec = codec_named("q4")
     good = update(layout, 0, codec, 1, 5)
     cut, flipped = good[:-1], bytearray(good)
     flipped[-3] ^= 1
     answers = [_lead(rank, ours.apply, 0, 1, blob, "q4", EPOCH, 0) for blob in (cut, flipped)]
-    untouched = all(same_bits(ours.anchors[index], was) for index, was in before.items())
+    untouched = all(same_bits(ours.anchors[index].read(), was) for index, was in before.items())
     wrong = _lead(rank, ours.apply, 0, 1, bytearray(good), "q4", EPOCH, 0)  # not the announced digest
     lost = ours.versions[0]
-    snapshot = pack_anchor(rank.theirs.anchors[0], layout.fragments[0], 1, EPOCH)
+    snapshot = pack_anchor(rank.theirs.anchors[0].read(), layout.fragments[0], 1, EPOCH)
     mended = _lead(rank, ours.install, 0, 1, snapshot, EPOCH)
     name = "experts.down"
     local = ours.weights._local(name)
@@ -567,7 +576,7 @@ def shared_state(folder: Path) -> bool:
     if rank.cluster.leads:
         for index in range(len(layout.fragments)):
             anchor = Head(run="run", history=0, fragment=index, version=7, digest=0, size=0)
-            kept._files.begin(index, 7, [], torch.empty(0))
+            kept._files.begin(index, 7, [], lambda: torch.empty(0))
             for head in (anchor, kept.save(anchor) if kept._files.ended() else None):
                 assert head is not None and (head is anchor or kept._files.ended())
                 kept._files.finish(head)

@@ -66,7 +66,7 @@ class Node:
         self.drift.sent(command)
         with torch.no_grad():
             for parameter in self.module.parameters():
-                parameter.fill_(float(self.replica.anchors[0][0]) - own)
+                parameter.fill_(float(self.replica.anchors[0].read()[0]) - own)
         return blob, encode_delta(self.replica, command, self.replica.take(0), 0, 0).data
 
     def update(self, mean: float = 0.25) -> bytearray:
@@ -91,7 +91,7 @@ class Node:
         blob, data = sent or self.send()
         version, update = self.version + 1, self.update()
         self.drift.heard(commit(version, nodes, final=final))
-        self.replica.anchors[0] -= OUTER_LR * 0.25
+        self.replica.anchors[0].write().sub_(OUTER_LR * 0.25)
         update[-1] ^= not whole
         self.drift.applied(applied(version), update)
         self.drift.settled(blob, version if merged else None, data, 0)
@@ -107,7 +107,7 @@ class Node:
         (after,) = {float(x) for p in self.module.parameters() for x in p.detach().flatten()}
         self.replica.merge(0, 0.0)
         self.drift.merged(0)
-        return float(self.replica.anchors[0][0]) - after
+        return float(self.replica.anchors[0].read()[0]) - after
 
 
 def test_a_merge_teaches_what_the_own_delta_differed_by_per_unit_of_learning_rate_and_it_adds_up() -> None:
@@ -141,7 +141,7 @@ def test_padding_stays_zero_and_weights_may_be_of_any_type(dtype: torch.dtype) -
     held = {slot.offset + i for slot in fragment.tensors for i in range(slot.numel)}
     assert len(held) == 300 < fragment.numel
     (drift,) = node.replica.drifts.values()
-    assert not drift[[i for i in range(fragment.numel) if i not in held]].any()
+    assert not drift.read()[[i for i in range(fragment.numel) if i not in held]].any()
 
 
 @pytest.mark.parametrize(

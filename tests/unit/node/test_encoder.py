@@ -44,6 +44,11 @@ def random(replica: Replica, seed: int = 0) -> Tensor:
     return delta
 
 
+def taken(replica: Replica, delta: Tensor) -> Tensor:
+    """In a buffer that the encoder gives back."""
+    return replica.buffers.take(len(delta)).copy_(delta)
+
+
 def decoded(replica: Replica, encoded: Encoded, codec: str) -> tuple[int, Tensor]:
     """The seed, and what the coordinator reads, if it accepts the blob."""
     coder, fragment = codec_named(codec), replica.layout.fragments[0]
@@ -57,7 +62,7 @@ def decoded(replica: Replica, encoded: Encoded, codec: str) -> tuple[int, Tensor
 def test_a_delta_becomes_a_blob_that_the_coordinator_accepts_and_its_offer(replica: Replica, codec: str) -> None:
     """H, Q: base and window in the header, norm² of what it decodes to."""
     delta, fragment, coder = random(replica), replica.layout.fragments[0], codec_named(codec)
-    encoded = encode_delta(replica, command(codec), delta.clone(), 5, 60)
+    encoded = encode_delta(replica, command(codec), taken(replica, delta), 5, 60)
     seed, read = decoded(replica, encoded, codec)
     assert torch.equal(read, coder.decode(coder.encode(delta, fragment, seed=seed), fragment, seed=seed))
     (share,) = encoded.offer.contributors
@@ -65,7 +70,7 @@ def test_a_delta_becomes_a_blob_that_the_coordinator_accepts_and_its_offer(repli
     expected = Contribution(node=A, incarnation=2, base=6, steps=30, tokens=3000, norm_sq=share.norm_sq)
     size, digest = len(encoded.data), blob_digest(encoded.data)
     assert encoded.offer == Offer(blob=command().blob, size=size, digest=digest, window=7, contributors=(expected,))
-    untold = encode_delta(replica, dataclasses.replace(command(codec), measure=False), delta.clone(), 5, 60)
+    untold = encode_delta(replica, dataclasses.replace(command(codec), measure=False), taken(replica, delta), 5, 60)
     assert untold.data == encoded.data and untold.offer.contributors == (dataclasses.replace(expected, norm_sq=0.0),)
 
 
@@ -74,7 +79,7 @@ def test_what_was_lost_before_is_sent_now_and_what_is_lost_now_is_kept(replica: 
     """Error feedback: decoded + new residual = delta + β · old residual."""
     delta, before = random(replica), random(replica, seed=1)
     residual = before.clone()
-    encoded = encode_delta(replica, command(codec), delta.clone(), 5, 60, residual=residual)
+    encoded = encode_delta(replica, command(codec), taken(replica, delta), 5, 60, residual=residual)
     _, read = decoded(replica, encoded, codec)
     torch.testing.assert_close(read + residual, delta + codec_named(codec).beta * before, rtol=1e-5, atol=1e-5)
     assert encoded.residual_ratio == pytest.approx(float(residual.norm() / delta.norm()), rel=1e-5)
@@ -84,7 +89,7 @@ def test_what_was_lost_before_is_sent_now_and_what_is_lost_now_is_kept(replica: 
 def test_two_nodes_and_two_deltas_of_one_node_draw_other_random_numbers(replica: Replica) -> None:
     """Else the errors of stochastic rounding would add up. The same delta sent again is the same blob."""
     orders = [command("q4r", **blob) for blob in ({}, {"seq": 2}, {"node": NodeId("b")}, {"incarnation": 3})]
-    encoded = [encode_delta(replica, order, random(replica), 5, 60) for order in [*orders, orders[0]]]
+    encoded = [encode_delta(replica, order, taken(replica, random(replica)), 5, 60) for order in [*orders, orders[0]]]
     assert (encoded[0].offer, encoded[0].data) == (encoded[-1].offer, encoded[-1].data)
     seeds, reads = zip(*(decoded(replica, each, "q4r") for each in encoded[:-1]), strict=True)
     assert len(set(seeds)) == 4
@@ -124,7 +129,7 @@ def test_taken_and_encoded_in_one_pass_it_is_the_same_blob(codec: str, dtype: to
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(33, 20), nn.Linear(20, 7)).to(dtype)
     replica = replica_of(module, gradients=gradients)
-    replica.anchors[0].copy_(random(replica))
+    replica.anchors[0].write().copy_(random(replica))
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     packed = pack_at_once(replica, command(codec), 5, 60)

@@ -401,7 +401,7 @@ def test_first_weights_that_are_the_runs_do_not_cross_the_link(play: Play) -> No
     """R: they are proven by their digest; no snapshot comes."""
     play.begin()
     assert play.executor.replica is not None
-    assert torch.equal(play.executor.replica.anchors[0], play.anchor)
+    assert torch.equal(play.executor.replica.anchors[0].read(), play.anchor)
     assert (play.executor.replica.versions, play.executor.machine.versions) == ({0: 0}, (0,))
     assert not play.link.of(msg.Fetch)
 
@@ -415,7 +415,7 @@ def test_first_weights_that_are_others_are_asked_for_and_replaced_by_the_snapsho
     play.start()
     assert play.executor.settle()
     assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0, first=True)]
-    assert play.executor.replica is not None and torch.equal(play.executor.replica.anchors[0], play.anchor)
+    assert play.executor.replica is not None and torch.equal(play.executor.replica.anchors[0].read(), play.anchor)
 
 
 def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
@@ -514,13 +514,13 @@ def test_an_update_that_comes_before_its_merge_is_applied_by_the_worker(
     while not states[0].sent:
         assert play.step()
     play.commit()
-    before = replica.anchors[0].clone()
+    before = replica.anchors[0].read().clone()
     assert play.step()
     play.worker.run()
-    assert torch.equal(replica.anchors[0], before), "it is not due yet"
+    assert torch.equal(replica.anchors[0].read(), before), "it is not due yet"
     while states[0].sent:
         assert play.step()
-    assert torch.equal(replica.anchors[0], play.anchor) and not torch.equal(before, play.anchor)
+    assert torch.equal(replica.anchors[0].read(), play.anchor) and not torch.equal(before, play.anchor)
     assert replica.versions[0] == 1 and not added_here and play.weights_are_the_anchor
 
 

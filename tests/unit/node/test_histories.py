@@ -212,8 +212,8 @@ def test_anchors_and_samples_are_told_as_they_are() -> None:
     replica = Replica(module, slots(1), gradients=False)
     nothing = msg.Held(anchors=(), windows=(), final=(), rounds=(), revisions=())
     assert all_held(nothing, replica, LeaseCursor()) == nothing, "an anchor that is not there is not told of"
-    replica.anchors[0].copy_(torch.arange(256.0) / 3)
-    replica.versions[0], replica.digests[0] = 7, digest(replica.anchors[0])
+    replica.anchors[0].write().copy_(torch.arange(256.0) / 3)
+    replica.versions[0], replica.digests[0] = 7, digest(replica.anchors[0].read())
     samples = LeaseCursor()
     for start in (100, 10):
         samples.grant(Lease(start=start, count=5))

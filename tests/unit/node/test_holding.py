@@ -95,9 +95,9 @@ def part(*numbers: int) -> nn.Module:
 def test_a_replica_keeps_anchors_of_what_it_holds_and_no_more() -> None:
     replica = Replica(part(2, 3), LAYOUT, gradients=False, holds=(1,))
     assert list(replica.anchors) == [2, 3] and list(replica.parameters) == ["2.weight", "3.weight"]
-    assert sum(anchor.numel() for anchor in replica.anchors.values()) == sum(f.numel for f in LAYOUT.fragments[2:])
+    assert sum(anchor.numel for anchor in replica.anchors.values()) == sum(f.numel for f in LAYOUT.fragments[2:])
     with no_grad():
-        replica.anchors[3].fill_(1.0)
+        replica.anchors[3].write().fill_(1.0)
     replica.merge(3, 0.0)
     assert bool((replica.parameters["3.weight"] == 1.0).all()) and not replica.take(3).any()
     with replica.anchors_in_place():

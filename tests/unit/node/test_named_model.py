@@ -54,7 +54,7 @@ def with_anchors(module: nn.Module, plan: Plan, anchors: list[Tensor]) -> nn.Mod
     materialise_(module, torch.device("cpu"))
     replica = Replica(module, plan.spec.identity.layout, gradients=False)
     for index, anchor in enumerate(anchors):
-        replica.anchors[index].copy_(anchor)
+        replica.anchors[index].write().copy_(anchor)
         replica.merge(index, 0.0)
     return module.eval()
 

@@ -104,11 +104,11 @@ class Kept:
 
     def __init__(self, folder: Path | None = None, run: str = "run", codec: str = FEEDBACK) -> None:
         self.codec = codec
-        self.own = Residuals(run, {0: 300}, folder, lambda job: job())
+        self.own = Residuals(run, lambda _: torch.zeros(300), folder, lambda job: job())
 
     def send(self, seq: int, value: float, window: int = 4) -> "Kept":
         """An encoding that loses `value` everywhere."""
-        buffer = self.own.for_delta(delta(window, seq), self.codec, CPU)
+        buffer = self.own.for_delta(delta(window, seq), self.codec)
         assert buffer is not None
         buffer.fill_(value)
         self.own.encoded(delta(window, seq), self.codec, None)
@@ -119,12 +119,12 @@ class Kept:
         return self
 
     def install(self, version: int) -> "Kept":
-        self.own.installed(0, version, self.codec, CPU)
+        self.own.installed(0, version, self.codec)
         return self
 
     def next(self, version: int = 4, codec: str = "") -> float:
         """What is added to the next delta from this version: the same everywhere."""
-        buffer = self.own.for_delta(delta(version + 1, 99), codec or self.codec, CPU)
+        buffer = self.own.for_delta(delta(version + 1, 99), codec or self.codec)
         assert buffer is not None
         (value,) = set(buffer.tolist())
         return float(value)
@@ -133,7 +133,7 @@ class Kept:
 def test_what_a_merged_delta_lost_is_added_to_the_next() -> None:
     assert Kept().next() == 0.0
     assert Kept().send(1, 2.0).settle(1).next() == 2.0
-    assert Kept().own.for_delta(delta(4, 1), "q4", CPU) is None, "without feedback nothing is kept"
+    assert Kept().own.for_delta(delta(4, 1), "q4") is None, "without feedback nothing is kept"
 
 
 @pytest.mark.parametrize("outcome", ["dropped", "unknown"])
@@ -148,7 +148,7 @@ def test_what_another_delta_lost_is_not(outcome: str) -> None:
 def test_a_snapshot_ends_it_and_an_encoding_that_ends_after_it_is_not_read() -> None:
     assert Kept().send(1, 2.0).settle(1).install(9).next(9) == 0.0
     kept = Kept()
-    under_way = kept.own.for_delta(delta(4, 1), FEEDBACK, CPU)
+    under_way = kept.own.for_delta(delta(4, 1), FEEDBACK)
     assert under_way is not None
     kept.install(9)
     under_way.fill_(5.0)
