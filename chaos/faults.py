@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import time
-import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from farloop.chaos.journal_referee import Journal, Unreadable, read_journal
 from farloop.chaos.processes import Child, Children, free_port
 from farloop.config.admin_client import change_terms
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import Status
 
 # --- Full disk: a file that takes the free space of a small file system used by nothing else
@@ -125,7 +125,7 @@ Say = Callable[[str], None]
 def page(http: int, timeout_s: float = PAGE_TIMEOUT_S) -> Status | None:
     """The status page at a port of this machine, if it answers."""
     url = f"http://127.0.0.1:{http}/status"
-    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=timeout_s) as answer:
+    with suppress(OSError, ValueError), open_page(url, timeout_s) as answer:
         status: Status = json.load(answer)
         return status or None  # nothing is on the page before the first look at the run
     return None

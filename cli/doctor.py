@@ -15,7 +15,6 @@ import shutil
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, parse_tcp
+from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data import load_corpus
@@ -475,7 +475,7 @@ def wall_clock(url: str) -> Finding:
     """Compare wall time with the coordinator's, to read logs side by side. No decision depends on it."""
     page = page_of(url or DEFAULT_URL)
     try:
-        with urllib.request.urlopen(page, timeout=3.0) as answer:
+        with open_page(page, 3.0) as answer:
             theirs = email.utils.parsedate_to_datetime(answer.headers["Date"])
     except (OSError, TypeError, ValueError):
         return ok("wall clock", f"not compared: no page at {page} (no decision needs it)")

@@ -2,8 +2,6 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from http.client import HTTPException
 from typing import cast
 
@@ -12,6 +10,7 @@ from rich.console import Console
 from farloop.cli.progress import Display
 from farloop.cli.status_view import draw, draw_network
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import Status
 from farloop.monitoring.status_summary import cleaned, view_of
 
@@ -31,13 +30,12 @@ def fetch(url: str) -> Status:
     """
     page = page_of(url)
     try:
-        with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
-            status = json.loads(answer.read(MAX_BYTES))
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise CommandError(
-            f"{page} answers {error.code}; is this a farloop coordinator's [coordinator] http?"
-        ) from None
+        with open_page(page, TIMEOUT_S) as answer:
+            if answer.status != 200 and answer.headers.get_content_type() != "application/json":
+                raise CommandError(
+                    f"{page} answers {answer.status}; is this a farloop coordinator's [coordinator] http?"
+                )
+            status = json.loads(answer.read(MAX_BYTES))  # with 503 it stands still: an alarm says so
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)

@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from farloop.monitoring.healthcheck import open_page
 
 FARLOOP = (sys.executable, "-m", "farloop.cli.main")
 LIBRARY = Path(os.__file__).parent
@@ -114,7 +115,7 @@ class Run:
                 if daemon.poll():
                     sys.exit(f"{name} ended with exit code {daemon.returncode}: see {name}.log")
             try:
-                with urllib.request.urlopen(self._url, timeout=5) as page:
+                with open_page(self._url, 5) as page:
                     status: dict[str, Any] = json.load(page)
                 if reached(status):
                     return status

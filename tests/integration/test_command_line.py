@@ -12,11 +12,14 @@ import pytest
 import statuses
 from typer.testing import CliRunner, Result
 
+from farloop.chaos.faults import page
 from farloop.cli.daemons import connect, why
 from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
+from farloop.cli.status import fetch
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
+from farloop.monitoring.healthcheck import probe
 from farloop.monitoring.status import Status
 
 pytestmark = pytest.mark.integration
@@ -110,6 +113,24 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
     assert port("port", address, "[coordinator] bind").level == "ok"
     assert connect(address) == "connection refused"
     assert "is the coordinator running" in why(address)
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy"])
+def test_own_pages_are_read_past_the_proxy_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    for exception in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(exception, raising=False)
+    told = {"run": {"name": "r"}, "nodes": []}
+    routes = {
+        "/status": lambda: Response(content_type="application/json", body=json.dumps(told).encode()),
+        "/healthz": lambda: Response(status=503, body=b"stands still"),
+    }
+    with Endpoint("127.0.0.1", 0, routes) as endpoint:
+        assert fetch(f"127.0.0.1:{endpoint.port}") == told
+        assert wall_clock(f"127.0.0.1:{endpoint.port}").detail.startswith("within ")
+        assert probe(f"127.0.0.1:{endpoint.port}/status") == ""
+        assert probe(f"127.0.0.1:{endpoint.port}/healthz").endswith("/healthz answers 503: stands still")
+        assert page(endpoint.port, 5) == told
 
 
 def test_the_wall_clock_is_compared_only_where_a_page_answers() -> None:
