@@ -12,12 +12,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import typer
 import uvloop
 
 from farloop.algo.spec import Identity, RunSpec
@@ -38,10 +37,12 @@ from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.addresses import Address, parse_host_port, parse_tcp
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
+from farloop.monitoring.status import Status, dumps
 from farloop.node.library import Node
 from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
 from farloop.quant.registry import warm_for
+from farloop.runtime.log_queue import say, stack_of
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ def connect(address: Address, timeout_s: float = 3.0) -> str | None:
         return (error.strerror or str(error)).lower()
 
 
-STANDSTILL_S = 2.0  # without an answer for this long, the event loop is unhealthy
+STANDSTILL_S = 5.0  # an event loop that has not turned for this long is unhealthy
+END_S = 20.0  # and for this long, once it was asked to stop: the process ends without it
+BEAT_S = 0.5
 
 _DIFFERS = {
     "name": "the name differs",
@@ -172,9 +175,9 @@ def run_coordinator(
     finally:
         store.close()
     if not finished:
-        typer.echo("stopped before the run's end; the same command continues it")
+        say("stopped before the run's end; the same command continues it")
         return ExitCode.DONE
-    typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
+    say(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
     return ExitCode.DONE
 
 
@@ -200,7 +203,7 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
         ledger = restore(bucket, directory)
     except CopyFailed as error:
         raise CommandError(str(error)) from error
-    typer.echo(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
+    say(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
 
 
 def open_run(
@@ -282,15 +285,83 @@ def _flat(terms: Terms) -> dict[str, object]:
 async def _serve(config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None) -> bool:
     """Whether the run has finished."""
     warm_for(store.ledger.spec.terms)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     coordinator = Coordinator(config, store, adopt)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _ask_to_stop, stop)
-    with _pages(config, coordinator, loop, stop) as url:
-        typer.echo(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
+    with LoopWatch() as watch, _pages(config, coordinator, watch) as url:
+        say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
         _log.info("serving encrypted=%s", str(config.key is not None).lower())
-        await coordinator.run(stop)
+        await coordinator.run(watch.stop)
     return store.ledger.finished
+
+
+class LoopWatch:
+    """Watches from a thread whether the running loop turns, and takes the signals, which a loop that stands still would
+    not. Make it in the main thread."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        """Set by the first signal."""
+        self._loop, self._main = asyncio.get_running_loop(), threading.current_thread()
+        self.still_s = 0.0
+        """For how long the loop has not turned."""
+        self._looked_at = time.monotonic()
+        self._signals, self._wakeup = socket.socketpair()  # the interpreter writes a byte for each signal
+        self._wakeup.setblocking(False)
+        self._signals.settimeout(BEAT_S)
+        self._asked = self._told = False
+        self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._wakeup.close()
+        self._thread.join()
+        self._signals.close()
+
+    def _watch(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                numbers = self._signals.recv(64)
+                if not numbers:
+                    return
+                for _ in self._handlers.keys() & set(numbers):
+                    self._ask_to_stop()
+            self._look()
+
+    def _look(self) -> None:
+        before, self._looked_at = self._looked_at, time.monotonic()
+        self.still_s += min(self._looked_at - before, 2 * BEAT_S)  # a process that was suspended did not stand still
+        self._loop.call_soon_threadsafe(self._turn)
+        if (still_s := self.still_s) < STANDSTILL_S:
+            return
+        if not self._told:
+            self._told = True
+            _log.error("loop stands still for=%.0fs at=%r", still_s, stack_of(self._main))
+        if self._asked and still_s >= END_S:
+            say_error(f"the event loop has stood still for {still_s:.0f} s and cannot stop in order; start it again")
+            os._exit(ExitCode.HUNG)
+
+    def _turn(self) -> None:
+        self.still_s = 0.0
+        if self._told:
+            self._told = False
+            _log.warning("loop turns again")
+
+    def _ask_to_stop(self) -> None:
+        if self._asked:
+            say_error("stopped at once; nothing durable is lost")
+            os._exit(ExitCode.INTERRUPTED)
+        _log.info("stopping note='a second signal stops at once'")
+        self._asked = True
+        self._loop.call_soon_threadsafe(self.stop.set)
 
 
 def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
@@ -299,19 +370,12 @@ def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
     return f"run {spec.identity.name} at {endpoint}, fingerprint {spec.identity.fingerprint()}{again}{status}"
 
 
-def _ask_to_stop(stop: asyncio.Event) -> None:
-    if stop.is_set():
-        say_error("stopped at once; nothing durable is lost")
-        os._exit(ExitCode.INTERRUPTED)
-    _log.info("stopping note='a second signal stops at once'")
-    stop.set()
-
-
 @contextmanager
-def _pages(
-    config: CoordinatorConfig, coordinator: Coordinator, loop: asyncio.AbstractEventLoop, stop: asyncio.Event
-) -> Iterator[str]:
-    """Serve the HTTP pages and yield their URL; an empty text without pages."""
+def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch) -> Iterator[str]:
+    """Serve the HTTP pages and yield their URL; an empty text without pages.
+
+    While the loop stands still they answer 503, except for the metrics, which tell the age of the status.
+    """
     if not config.http:
         yield ""
         return
@@ -320,37 +384,35 @@ def _pages(
         return Response(content_type=coordinator.metrics.content_type, body=coordinator.metrics.exposition())
 
     def health() -> Response:
-        return Response(body=b"ok\n") if _turns(loop) else Response(status=503, body=b"the loop stands still\n")
+        if watch.still_s > STANDSTILL_S:
+            return Response(status=503, body=f"the event loop stands still for {watch.still_s:.0f} s\n".encode())
+        return Response(body=b"ok\n")
 
     def ready() -> Response:
         # Ready does not depend on nodes: behind a Kubernetes service none can join before.
-        return Response(status=503, body=b"stopping\n") if stop.is_set() else Response(body=b"ready\n")
+        return Response(status=503, body=b"stopping\n") if watch.stop.is_set() else health()
+
+    def told() -> tuple[int, bytes]:
+        text = coordinator.observer.status_json
+        if (age_s := coordinator.observer.age_s) < STANDSTILL_S or text == b"{}":
+            return 200, text
+        old: Status = json.loads(text)
+        what = f"standstill: the coordinator stands still, and all else here is {age_s:.0f} s old; its log says where"
+        return 503, dumps({**old, "alarms": [what, *old["alarms"]]}).encode()
 
     def status() -> Response:
-        return Response(content_type="application/json", body=coordinator.observer.status_json)
+        code, text = told()
+        return Response(status=code, content_type="application/json", body=text)
 
     def look() -> Response:
-        told = json.loads(coordinator.observer.status_json) or None
-        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.headers())
+        code, text = told()
+        body = page.page(json.loads(text) or None).encode()
+        return Response(status=code, content_type=page.TYPE, body=body, headers=page.headers())
 
     address = parse_host_port(config.http, listens=True)
     routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
     with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
-
-
-def _turns(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the event loop answers; called from another thread."""
-
-    async def answer() -> bool:
-        return True
-
-    question = asyncio.run_coroutine_threadsafe(answer(), loop)
-    try:
-        return question.result(STANDSTILL_S)
-    except TimeoutError:
-        question.cancel()
-        return False
 
 
 def run_node(file: NodeFile) -> ExitCode:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from farloop.runtime.log_queue import say
+
 if TYPE_CHECKING:
     from farloop.coordinator.errors import StorageError
 
@@ -51,7 +53,7 @@ _MEANINGS = {
     ExitCode.BROKEN_NUMBERS: "NaN or Inf in the weights",
     ExitCode.UNREACHABLE: "unreachable (retry)",
     ExitCode.STORAGE: "storage failed (check the disk, then retry)",
-    ExitCode.HUNG: "a process of the node hung (retry)",
+    ExitCode.HUNG: "a process hung (retry)",
     ExitCode.INTERRUPTED: "stopped at once by a signal (start again to continue)",
 }
 
@@ -150,14 +152,14 @@ def ended_in_one_line() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("farloop: interrupted", err=True)
+        say("farloop: interrupted", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:  # noqa: BLE001 - the edge of the process: it becomes an exit code
         found = explain(error)
         if found is None:
-            typer.echo(traceback.format_exc(), err=True)
+            say(traceback.format_exc(), err=True)
             found = ExitCode.UNEXPECTED, f"{type(error).__name__}: {error} (this is a bug; the traceback is above)"
         code, line = found
         say_error(line)
@@ -166,4 +168,4 @@ def ended_in_one_line() -> Iterator[None]:
 
 def say_error(line: str) -> None:
     """Print one line on standard error."""
-    typer.echo(f"farloop: error: {' '.join(line.split())}", err=True)
+    say(f"farloop: error: {' '.join(line.split())}", err=True)

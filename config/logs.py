@@ -6,10 +6,12 @@ All messages of farloop have the form `event key=value …`, and a sentence may 
 import ast
 import logging
 import re
+import sys
 from datetime import UTC, datetime
 from enum import StrEnum
 
 from farloop.monitoring.status import dumps
+from farloop.runtime.log_queue import LogQueue
 
 _PAIR = re.compile(r"""(?:^|\s+)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
 _END = re.compile(r"(?<!:)[:;,]$")  # of a value that a sentence follows; `::` is an address
@@ -26,11 +28,12 @@ class LogLevel(StrEnum):
 
 
 def set_up(level: LogLevel, *, json_lines: bool = False, rank: int = 0) -> None:
-    """Send all logs of this process to standard error; of ranks other than 0 warnings only."""
-    handler = logging.StreamHandler()
+    """Send all logs of this process to standard error; of ranks other than 0 warnings only. Nothing waits for it."""
+    handler = LogQueue(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else KeyValueLines())
     threshold = getattr(logging, level.upper())
     logging.basicConfig(level=max(threshold, logging.WARNING) if rank else threshold, handlers=[handler], force=True)
+    logging.captureWarnings(True)  # they would be written at once
 
 
 def pairs_of(message: str) -> dict[str, str]:

@@ -7,7 +7,8 @@ let answered = Date.now();
 async function refresh() {
   try {
     const answer = await fetch(location.pathname, { cache: "no-store", signal: AbortSignal.timeout(LIMIT_MS) });
-    if (!answer.ok) throw new Error(answer.statusText);
+    // With 503, the page of a coordinator that stands still.
+    if (!answer.headers.get("content-type").startsWith("text/html")) throw new Error(answer.statusText);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const part of document.querySelectorAll("[data-live]")) {
       const next = fresh.getElementById(part.id);

@@ -6,13 +6,11 @@ one is ahead of it: by an inner step, or by a collective that it has begun and t
 as in a long evaluation of all, none hangs.
 """
 
-import faulthandler
 import logging
 import os
 import secrets
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from farloop.node.cluster import Cluster
 from farloop.node.errors import RankFailed, lost_another
+from farloop.runtime.log_queue import stack_of
 from farloop.wire.messages import pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -208,8 +207,8 @@ class HangWatch:
     def _end(self, why: str) -> None:
         """End the process, whatever its training thread does; torchrun starts the node again."""
         _log.error("rank %d ends with code %d: %s; the stacks of its threads follow", self._rank, EXIT_CODE, why)
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback(sys.__stderr__)
+        for thread in threading.enumerate():
+            _log.error("stack thread=%r: %s", thread.name, stack_of(thread))
         self._exit(EXIT_CODE)
 
     def _exit(self, code: int) -> NoReturn:

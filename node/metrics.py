@@ -15,6 +15,7 @@ from farloop.algo.spec import NodeId
 from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
 from farloop.node.reports import Activity
+from farloop.runtime.log_queue import dropped_lines
 from farloop.wire.messages import Progress, moved_by
 from farloop.wire.uplink import Uplink
 
@@ -128,6 +129,7 @@ class Metrics(Collector):
         yield self._counter(
             "skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", progress.skipped_turns
         )
+        yield self._counter("log_dropped_lines", "Log lines that nobody read in time.", dropped_lines())
         moved = [
             ((direction, kind), count)
             for direction, counts in zip(("up", "down"), moved_by(progress), strict=True)

@@ -19,6 +19,7 @@ from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.monitoring.status import DecisionEvent, EventStatus, MetricsEvent, dumps
 from farloop.monitoring.status_summary import named
+from farloop.runtime.log_queue import FLUSH_S, BackgroundWriter
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -224,29 +225,47 @@ _END_BYTES = 1 << 20  # most bytes that are read to find the last line
 
 
 class MetricsLog:
-    """A run's metrics file, written by one process at a time. No method raises."""
+    """A run's metrics file, written by one process at a time, in a thread: the disk may hang. No method raises."""
 
     def __init__(self, path: Path, *, part_bytes: int = PART_BYTES, keep: int = KEEP_POINTS) -> None:
-        self.dropped = 0  # lines that were not written since this start
         self._path, self._part_bytes, self._keep = path, part_bytes, keep
+        self._writer = BackgroundWriter[bytes](path.name, self._write)
+        self._lost = 0
         self._fd: int | None = None
         self._size = 0  # bytes of whole lines; anything after them was cut short
         self._failing_since: int | None = None  # count of dropped lines when the current failure began
 
+    @property
+    def dropped(self) -> int:
+        """Lines that were not written since this start."""
+        return self._lost + self._writer.dropped
+
     def write(self, event: MetricsEvent | DecisionEvent) -> None:
-        """Append a line, or drop it."""
-        line = dumps(event).encode() + b"\n"
+        """Append a line, or drop it; returns at once."""
+        self._writer.put(dumps(event).encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Whether all lines have been written, or refused by the disk, within `FLUSH_S`."""
+        return self._writer.flush(FLUSH_S)
+
+    def close(self) -> None:
+        """Write what waits, within `FLUSH_S`, and close the file; the next line opens it again."""
+        if self.flush():
+            self._close()
+        else:
+            _log.warning("lines dropped path=%s why='the disk does not answer'", self._path)
+
+    def _write(self, line: bytes) -> None:
         try:
             self._append(line)
         except OSError as error:
             self._failed(error)
             return
         if self._failing_since is not None:
-            _log.info("lines written again path=%s dropped=%d", self._path, self.dropped - self._failing_since)
+            _log.info("lines written again path=%s dropped=%d", self._path, self._lost - self._failing_since)
             self._failing_since = None
 
-    def close(self) -> None:
-        """Close the file; the next line opens it again."""
+    def _close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -268,14 +287,14 @@ class MetricsLog:
 
     def _open(self) -> None:
         """Open the file, and end a line that a crash cut short."""
-        self.close()
+        self._close()
         fd = self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = self._size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             self._size += os.pwrite(fd, b"\n", size)
 
     def _put_aside(self) -> None:
-        self.close()
+        self._close()
         number = max(_parts(self._path), default=-1) + 1
         os.replace(self._path, _part_path(self._path, number))
         for old, path in _parts(self._path).items():
@@ -284,10 +303,10 @@ class MetricsLog:
 
     def _failed(self, error: OSError) -> None:
         if self._failing_since is None:
-            self._failing_since = self.dropped
+            self._failing_since = self._lost
             _log.warning("lines dropped path=%s why=%r", self._path, error.strerror)
-        self.dropped += 1
-        self.close()  # a file that is gone is begun anew with the next line
+        self._lost += 1
+        self._close()  # a file that is gone is begun anew with the next line
 
 
 def files(path: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """The coordinator's Prometheus metrics, link traffic included."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from shutil import disk_usage
@@ -20,6 +21,7 @@ from farloop.algo.spec import BlobKind, NodeId
 from farloop.algo.terms import Terms
 from farloop.coordinator.net.sessions import Peer
 from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus, UplinkStatus
+from farloop.runtime.log_queue import BackgroundWriter, dropped_lines
 from farloop.wire.reasons import Reason
 from farloop.wire.traffic import Traffic
 
@@ -184,9 +186,11 @@ class Metrics:
             "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
         self.copy_lag = gauge("farloop_copy_lag_seconds", "Age of the newest copy in the object store.")
-        self.log_dropped_lines = counter(
-            "farloop_metrics_log_dropped_lines", "Lines that could not be written to metrics.jsonl."
-        )
+        self.status_age = gauge("farloop_status_age_seconds", "Age of the status page: it is made every second.")
+        self._dropped_lines = counter("farloop_log_dropped_lines", "Lines that could not be written.", ["file"])
+        self._dropped = {"metrics.jsonl": 0, "stderr": 0}
+        for file in self._dropped:
+            self._dropped_lines.labels(file)
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
@@ -235,9 +239,22 @@ class Metrics:
     def describe(self, run: str, terms: Terms, folder: Path) -> None:
         """Which run this is, and where its state is kept."""
         self.info.labels(run, terms.method, terms.codecs.up, terms.codecs.down).set(1)
-        # Asked at a scrape, in its thread: a file system that does not answer holds up the scrape alone.
-        self.storage_free.set_function(lambda: disk_usage(folder).free)
-        self.storage_size.set_function(lambda: disk_usage(folder).total)
+        self._disk = BackgroundWriter[Path]("disk usage", self._measure, 1)  # a file system may not answer
+        self._folder = folder
+        self._measure(folder)
+
+    def _measure(self, folder: Path) -> None:
+        with suppress(OSError):  # the storage says so
+            usage = disk_usage(folder)
+            self.storage_free.set(usage.free)
+            self.storage_size.set(usage.total)
+
+    def saw_logs(self, dropped: int) -> None:
+        """How many lines of metrics.jsonl were dropped so far; and look at logs and disk."""
+        for file, count in (("metrics.jsonl", dropped), ("stderr", dropped_lines())):
+            self._dropped_lines.labels(file).inc(count - self._dropped[file])
+            self._dropped[file] = count
+        self._disk.put(self._folder)
 
     def window_closed(self, line: DecisionEvent) -> None:
         """A window is over, with these times and these deltas."""

@@ -32,7 +32,6 @@ from farloop.monitoring.status import (
     BytesStatus,
     CopyStatus,
     InventoryStatus,
-    MetricsEvent,
     NodeStatus,
     PartStatus,
     Status,
@@ -58,7 +57,8 @@ class Observer(executor.Observer):
 
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
         """`metrics_file` is appended to; a resumed run's clock continues where it ends."""
-        self.status_json = b"{}"
+        self.status_json, self._refreshed = b"{}", time.monotonic()
+        metrics.status_age.set_function(lambda: self.age_s)
         self.copies: Callable[[], CopyStatus] | None = None  # status of copies, if any
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """Status of machines and links."""
@@ -144,7 +144,7 @@ class Observer(executor.Observer):
         self._happenings.committed(record, time.monotonic())
         self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
         self._merged[record.fragment] = list(names)
-        self._write(
+        self._timeline.write(
             {
                 "event": "commit",
                 "t": self.t,
@@ -195,7 +195,7 @@ class Observer(executor.Observer):
             seen = ("stalled" if stalled else node["state"]) if node["connected"] else "away"
             if self._states.get(node["name"]) != seen:
                 self._states[node["name"]] = seen
-                self._write(
+                self._timeline.write(
                     {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
                 )
                 why = node["reason"] or doing(node)
@@ -237,7 +237,14 @@ class Observer(executor.Observer):
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.rollback_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))
-        self.status_json = dumps(status).encode()
+        self._metrics.saw_logs(self._timeline.dropped)
+        self.status_json, self._refreshed = dumps(status).encode(), time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the status was made, or tried for the first time: it is made every second while the loop
+        turns."""
+        return time.monotonic() - self._refreshed
 
     def status(self, machine: CoordinatorMachine) -> Status:
         ledger, now = machine.ledger, time.monotonic()
@@ -372,13 +379,13 @@ class Observer(executor.Observer):
         self._evaluated_at = {versions: t for versions, t in self._evaluated_at.items() if versions in known}
         self._evaluated_at[evaluation.versions] = self.t
         tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
-        self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
+        self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
         self._metrics.scored(loss)
         _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
         sent, received = moved_by(progress)
-        self._write(
+        self._timeline.write(
             {
                 "event": "progress",
                 "t": self.t,
@@ -404,11 +411,6 @@ class Observer(executor.Observer):
         for direction, moved in (("up", sent), ("down", received)):
             for kind, count in to_plain(moved).items():
                 metrics.node_bytes_of(node, direction, kind).set(count)
-
-    def _write(self, event: MetricsEvent) -> None:
-        before = self._timeline.dropped
-        self._timeline.write(event)
-        self._metrics.log_dropped_lines.inc(self._timeline.dropped - before)
 
 
 def _by_kind(moved: msg.BytesByKind) -> BytesStatus:

@@ -336,7 +336,7 @@ COORDINATOR = Dashboard(
         ], "Of its process. Anchors, momenta and the deltas of open windows are in memory.", unit="bytes", width=8),
         Graph("Copies and reports", [
             Line("age of the newest copy", "max(farloop_copy_lag_seconds{C})"),
-            Line("lines lost", "sum(increase(farloop_metrics_log_dropped_lines_total{C}[5m]))", axis="right"),
+            Line("lines lost", "sum(increase(farloop_log_dropped_lines_total{C}[5m]))", axis="right"),
         ],
             "Copies of the state to an object store, where that is set; lines of metrics.jsonl that the disk did not "
             "take in the last five minutes.", unit="s", width=8),

@@ -101,7 +101,7 @@ def test_a_run_is_held_by_a_full_disk_and_goes_on(new_run: NewRun) -> None:
         assert all(node["connected"] and node["incarnation"] == 1 for node in later["nodes"])
         metrics = run.page("/metrics")[1]
         assert "\nfarloop_storage_held 1.0\n" in metrics
-        assert "\nfarloop_metrics_log_dropped_lines_total 0.0\n" not in metrics
+        assert '\nfarloop_log_dropped_lines_total{file="metrics.jsonl"} 0.0\n' not in metrics
 
         coordinator.signal(signal.SIGTERM)
         assert run.until_ended(coordinator) == ExitCode.DONE

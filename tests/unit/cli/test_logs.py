@@ -1,15 +1,21 @@
 """Log lines: pairs told apart, on one line or as JSON."""
 
+import fcntl
 import json
 import logging
+import os
 import shlex
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.config.logs import JsonLines, KeyValueLines, pairs_of
+from farloop.config.logs import JsonLines, KeyValueLines, LogLevel, pairs_of, set_up
+from farloop.runtime.log_queue import MOST_WAITING, BackgroundWriter, LogQueue, dropped_lines, say
 
 
 def record(message: str, *args: object, exc_info: object = None) -> logging.LogRecord:
@@ -75,3 +81,79 @@ def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
     fields = json.loads(line)
     assert {"event": "page failed", "path": "/x", "level": "warning", "at": "node.link"}.items() <= fields.items()
     assert "ValueError: broken" in fields["traceback"] and "\n" not in line
+
+
+# --- Output that nobody reads
+
+
+@contextmanager
+def small_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The end to read of a pipe that is standard error, where logs go."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    handlers, level = logging.root.handlers[:], logging.root.level
+    logging.root.handlers[:] = []
+    with os.fdopen(write, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        set_up(LogLevel.INFO)
+        yield read
+        logging.captureWarnings(False)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+def test_lines_that_nobody_reads_are_dropped_and_counted_and_the_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_pipe(monkeypatch) as pipe:
+        read_late(pipe)
+
+
+def read_late(pipe: int) -> None:
+    written = 2 * MOST_WAITING
+    for number in range(written):
+        logging.info("line number=%d", number)
+    dropped = dropped_lines()
+    assert 0 < dropped <= written - MOST_WAITING, "none of them waited for a reader"
+    (handler,) = logging.root.handlers
+    assert isinstance(handler, LogQueue)
+    handler.flush()  # does not wait for a reader either, or this test ends here
+    lines = list[str]()
+
+    def reads() -> None:
+        with os.fdopen(pipe) as stream:
+            lines.extend(stream)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    while not handler.writer.flush():
+        pass
+    logging.info("last")
+    say("farloop: error: the very last", err=True)
+    sys.stderr.close()
+    reader.join()
+    numbers = [int(pairs_of(line)["number"]) for line in lines if " event=line " in line]
+    assert numbers == sorted(numbers) and len(numbers) == written - dropped
+    (gap,) = (pairs_of(line) for line in lines if "lines dropped" in line)
+    assert gap["count"] == str(dropped)
+    assert pairs_of(lines[-2])["event"] == "last" and lines[-1] == "farloop: error: the very last\n"
+
+
+def test_nobody_waits_for_a_line_to_be_printed_or_for_a_pipe_that_has_no_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with small_pipe(monkeypatch) as pipe:
+        say("x" * 10_000, err=True)
+        os.close(pipe)
+        logging.info("into a broken pipe")
+        logging.info("%d is a line that cannot be formatted", "x")
+        say("and so is this", err=True)
+        assert dropped_lines() == 2
+
+
+def test_what_does_not_take_an_item_stops_nobody() -> None:
+    hangs, taken = threading.Event(), list[int]()
+    writer = BackgroundWriter[int]("t", lambda item: (hangs.wait(), taken.append(item)), 2)
+    for item in range(5):
+        writer.put(item)
+    assert not writer.flush(0.01) and writer.dropped in (2, 3)
+    hangs.set()
+    assert writer.flush() and len(taken) == 5 - writer.dropped

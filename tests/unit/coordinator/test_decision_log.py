@@ -33,6 +33,7 @@ class Scene(Watched):
 
     def saw(self, event: ev.Event) -> None:
         self.log.saw(event, self.machine, self.now - 50.0, self.now)
+        assert self.log.timeline.flush()
 
     def carries_out(self, command: ev.Command) -> None:
         self.log.carries_out(command, self.now)

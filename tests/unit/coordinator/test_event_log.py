@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from farloop.coordinator.observe.event_log import KEEP, EventLog, MetricsLog, Re
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.monitoring.status import EventStatus, NodeEvent
 from farloop.monitoring.status_summary import view_of
+from farloop.runtime.log_queue import MOST_WAITING
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -250,6 +252,7 @@ LINE_BYTES = len(json.dumps(line(0.0))) + 1
 def write(log: MetricsLog, *times: float) -> None:
     for t in times:
         log.write(line(t))
+    assert log.flush()
 
 
 def times(path: Path) -> list[float]:
@@ -296,6 +299,24 @@ def test_lines_on_a_full_disk_are_dropped_whole_and_said_once(
     assert times(path) == [1.0, 5.0]
     dropped, again = caplog.messages
     assert dropped.startswith("lines dropped") and again == f"lines written again path={path} dropped=3"
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, real = threading.Event(), os.pwrite
+    monkeypatch.setattr("farloop.coordinator.observe.event_log.FLUSH_S", 0.01)
+    monkeypatch.setattr(os, "pwrite", lambda *wanted: answers.wait() and real(*wanted))
+    log = MetricsLog(path)
+    for t in range(MOST_WAITING + 100):
+        log.write(line(float(t)))
+    log.close()
+    assert log.dropped >= 99 and "the disk does not answer" in caplog.messages[0]
+    answers.set()
+    while not log.flush():
+        pass
+    log.close()
+    assert len(times(path)) == MOST_WAITING + 100 - log.dropped
 
 
 @pytest.mark.parametrize("calls", [["open"], ["replace"], ["open", "listdir"]])

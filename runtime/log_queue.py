@@ -1,0 +1,138 @@
+"""Writes that a daemon does not wait for: a bounded queue, and a thread that writes. What has no room is counted.
+
+Standard error may be a terminal that is stopped, or a pipe that nobody reads, and a file may lie on a network disk that
+hangs: a write to it then takes for ever. Standard library only.
+"""
+
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Generic, TextIO, TypeVar
+
+T = TypeVar("T")
+
+MOST_WAITING: Final = 4096  # items, of some hundred bytes each
+FLUSH_S: Final = 2.0  # longest wait at the end of a process
+
+
+class BackgroundWriter(Generic[T]):
+    """Hands items to `write` in a daemon thread of its own, in order."""
+
+    def __init__(self, name: str, write: Callable[[T], object], size: int = MOST_WAITING) -> None:
+        """`write` must not raise. The thread begins with the first item."""
+        self.dropped = 0  # items that had no room
+        self._name, self._write, self._size = name, write, size
+        self._lock = threading.Lock()
+        self._pid = 0
+
+    def put(self, item: T) -> None:
+        """Write the item later, or drop it: never waits. Any thread."""
+        if self._pid != os.getpid():  # the first item, here or in a process that was forked: threads are not inherited
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._queue = queue.Queue[T](self._size)
+            threading.Thread(target=self._run, args=(self._queue,), name=self._name, daemon=True).start()
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            with self._lock:
+                self.dropped += 1
+
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        """Whether all items have been written within this time."""
+        if self._pid != os.getpid():
+            return True
+        end, waiting = time.monotonic() + timeout_s, self._queue
+        with waiting.all_tasks_done:
+            while waiting.unfinished_tasks and (left_s := end - time.monotonic()) > 0:
+                waiting.all_tasks_done.wait(left_s)
+        return not waiting.unfinished_tasks
+
+    def _run(self, items: "queue.Queue[T]") -> None:
+        while True:
+            self._write(items.get())
+            items.task_done()
+
+
+class LogQueue(logging.Handler):
+    """Writes log lines to a stream. A gap is told as a line of its own, once there is room again."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.writer = BackgroundWriter[str]("logs", self._write)
+        self._stream, self._told, self._failed = stream, 0, 0
+
+    @property
+    def dropped(self) -> int:
+        """Lines that nobody will read."""
+        return self.writer.dropped + self._failed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.put(self.format(record))
+        except Exception as error:  # noqa: BLE001 - a message and arguments that do not fit each other, as logging has it
+            self.writer.put(f"{record.pathname}:{record.lineno}: cannot format a log line: {error}")
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def _write(self, line: str) -> None:
+        if (dropped := self.dropped) > self._told:
+            what = "log lines dropped count=%d cause='nobody read them in time'"
+            gap = logging.LogRecord(__name__, logging.WARNING, "", 0, what, (dropped - self._told,), None)
+            line, self._told = f"{self.format(gap)}\n{line}", dropped
+        try:
+            write_all(self._stream, f"{line}\n")
+        except (OSError, ValueError):  # nobody reads it any more: the pipe is broken, or the stream closed
+            self._failed += 1
+            self._told += 1
+
+
+def write_all(stream: TextIO, text: str) -> None:
+    """Write to a stream past its buffer, whose lock a write that hangs would keep. Raises OSError, ValueError."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # not a file: a test's, or a notebook's
+        stream.write(text)
+        stream.flush()
+        return
+    stream.flush()
+    data = text.encode(stream.encoding or "utf-8", "backslashreplace")
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # another program has made it non-blocking
+            select.select([], [descriptor], [])
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line, after the log lines before it. Where nobody reads it, go on without after `FLUSH_S`."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogQueue):
+            handler.flush()
+    stream = sys.stderr if err else sys.stdout
+
+    def write(text: str) -> None:
+        with suppress(OSError, ValueError):  # the reader is gone
+            write_all(stream, text)
+
+    writer = BackgroundWriter[str]("say", write)
+    writer.put(f"{line}\n")
+    writer.flush()
+
+
+def dropped_lines() -> int:
+    """Log lines of this process that nobody will read."""
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogQueue))
+
+
+def stack_of(thread: threading.Thread | None) -> str:
+    """Where a thread of this process is now; the innermost call last."""
+    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
