@@ -409,6 +409,7 @@ def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch
         body = page.page(json.loads(text) or None).encode()
         return Response(status=code, content_type=page.TYPE, body=body, headers=page.headers())
 
+    page.page(None)  # its files are read now: once the package is upgraded in place, they are others
     address = parse_host_port(config.http, listens=True)
     routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
     with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:

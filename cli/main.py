@@ -16,7 +16,18 @@ import typer.core
 import typer.main
 from rich.console import Console
 
-from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
+from farloop.cli.options import (
+    STATE,
+    AsJson,
+    Commands,
+    Level,
+    LogJson,
+    PagesUrl,
+    SetFlags,
+    StateFolder,
+    TextData,
+    print_anywhere,
+)
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
@@ -515,6 +526,7 @@ def main() -> None:
     # Read when torch is loaded. New memory in pages of 2 MiB costs a quarter of that in pages of 4 KiB, and the buffers
     # of a commit are new each time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    print_anywhere()
     end_with_torchrun(os.environ)  # a rank; torch, which takes seconds to load, is not loaded yet
     try:
         app(prog_name="farloop")

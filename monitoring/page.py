@@ -42,7 +42,7 @@ TYPE = "text/html; charset=utf-8"
 
 @lru_cache
 def _inline(kind: str) -> str:
-    return files("farloop.monitoring").joinpath(f"page.{kind}").read_text()
+    return files("farloop.monitoring").joinpath(f"page.{kind}").read_text(encoding="utf-8")
 
 
 def policy() -> str:

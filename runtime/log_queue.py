@@ -103,7 +103,8 @@ def write_all(stream: TextIO, text: str) -> None:
         stream.flush()
         return
     stream.flush()
-    data = text.encode(stream.encoding or "utf-8", "backslashreplace")
+    errors = stream.errors if stream.errors not in (None, "strict") else "backslashreplace"
+    data = text.encode(stream.encoding or "utf-8", errors)
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -1,6 +1,7 @@
 """Commands against real sockets on loopback."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from farloop.chaos.faults import page
 from farloop.cli.daemons import connect, why
 from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
+from farloop.cli.options import print_anywhere
 from farloop.cli.status import fetch
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
@@ -113,6 +115,37 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
     assert port("port", address, "[coordinator] bind").level == "ok"
     assert connect(address) == "connection refused"
     assert "is the coordinator running" in why(address)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words", "parts"),
+    [
+        ("ascii", ["methods"], ["tau"]),
+        ("latin-1", ["methods"], ["tau"]),
+        ("ascii", ["codecs", "--no-measure"], ["beta"]),
+        ("ascii", ["schedule", "--help"], []),
+        ("ascii", ["status", "--url", ""], ["fjord"]),
+        ("latin-1", ["status", "--url", ""], ["fjord"]),
+        ("ascii", ["config", "check", "no–such.toml"], ["no-such.toml"]),
+    ],
+)
+def test_commands_write_for_terminals_without_unicode(encoding: str, words: list[str], parts: list[str]) -> None:
+    with served(json.dumps(STATUS).encode()) as endpoint:
+        words = [word or f"127.0.0.1:{endpoint.port}" for word in words]
+        command = [sys.executable, "-m", "farloop.cli.main", *words]
+        environ = {**os.environ, "PYTHONIOENCODING": encoding}
+        ended = subprocess.run(command, env=environ, capture_output=True, check=False)
+    told = (ended.stdout + ended.stderr).decode(encoding)
+    assert "this is a bug" not in told and "Traceback" not in told, told
+    assert ended.returncode == (2 if "config" in words else 0) and all(part in told for part in parts), told
+
+
+def test_every_character_has_a_reading_in_ascii(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        print_anywhere()
+        stream.write("q4 · τ = ⌊½ β 10⁹⌋ → 3 ≤ é ▁█ \N{SNOWMAN}")
+    assert (tmp_path / "out").read_text() == "q4 - tau = [1/2 beta 10^9] -> 3 <= e _# ?"
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy"])

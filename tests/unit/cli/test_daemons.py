@@ -4,15 +4,19 @@ import dataclasses
 import logging
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command_line import error_line
 
-from farloop.cli.daemons import adoption, different_identity, different_terms, open_run
+from farloop.cli.daemons import _pages, adoption, different_identity, different_terms, open_run
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.coordinator.decide.adoption import PATIENCE_S
+from farloop.monitoring import page
+from farloop.monitoring.healthcheck import open_page
 
 DATA = DataConfig(max_bytes=300_000)
 
@@ -51,6 +55,18 @@ def test_a_run_is_wound_back_or_adopted_on_request_and_where_there_is_one(
         histories.append(store.ledger.history)
     assert histories == [0, 2, 2, 2]
     assert [record.getMessage()[:32] for record in caplog.records] == ["rewound history=2 versions=0,0,0"]
+
+
+def test_pages_are_served_after_their_files_were_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page._inline.cache_clear()
+    page.template.cache_clear()
+    config = CoordinatorConfig(state_dir=tmp_path, http="127.0.0.1:0")
+    coordinator: Any = SimpleNamespace(observer=SimpleNamespace(status_json=b"{}", age_s=0.0))
+    watch: Any = SimpleNamespace(still_s=0.0)
+    with _pages(config, coordinator, watch) as url:
+        monkeypatch.setattr(page, "files", None)
+        with open_page(url, 5.0) as answer:
+            assert answer.status == 200 and b"The run is being read." in answer.read()
 
 
 def test_the_flags_of_an_old_copy_do_not_contradict_each_other() -> None:
