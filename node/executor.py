@@ -129,7 +129,13 @@ class NodeExecutor:
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
         self.machine = NodeMachine(
-            name=name, incarnation=state.incarnation, epoch=state.epoch, tau=tau, adapt_tau=adapt_tau, holds=holds
+            name=name,
+            incarnation=state.incarnation,
+            epoch=state.epoch,
+            run=state.run,
+            tau=tau,
+            adapt_tau=adapt_tau,
+            holds=holds,
         )
         self.account = TimeAccount()
         self.metrics = Metrics(name, clock=now)
@@ -425,7 +431,7 @@ class NodeExecutor:
                 self._unsaved.pop(fragment, None)
                 self._unsaved[fragment] = None
                 self._reports.hold(self.replica)
-                self._state.see_epoch(self.machine.epoch)
+                self._state.see_epoch(self.machine.run, self.machine.epoch)
             case ev.Evaluate(versions=versions):
                 self._evaluate(versions)
             case ev.KeepSamples(leases=leases):

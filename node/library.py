@@ -710,10 +710,10 @@ def join(
 def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
     """Count this start of the node on all of its hosts: any of them may have the lead at the next one. The lead's."""
     kept = NodeState.read(folder)
-    incarnations, epochs = zip(*cluster.gather([kept.incarnation, kept.epoch]), strict=True)
+    incarnation, run, epoch = max(cluster.gather([kept.incarnation, kept.run, kept.epoch]))
     if not (cluster.leads or cluster.first_on_host):
         return None
-    state = NodeState.claim(folder, NodeState(kept.path, max(incarnations), max(epochs)))
+    state = NodeState.claim(folder, NodeState(kept.path, incarnation, epoch, run))
     return state if cluster.leads else None
 
 

@@ -46,11 +46,13 @@ class NodeMachine:
         name: NodeId,
         incarnation: int,
         epoch: int = 0,
+        run: str = "",
         tau: int | None = None,
         adapt_tau: bool | None = False,
         holds: Part = None,
     ) -> None:
-        """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced.
+        """`epoch`: the highest that earlier starts of the node have met in `run`, a fingerprint; a coordinator of this
+        run with a lower one is fenced.
         `tau`: the node's own overlap; the run's unless given. `adapt_tau`: whether `OverlapChosen` replaces it; None:
         as the run's terms say, if `tau` is None. `holds`: its part of the model."""
         self.name, self.incarnation, self.tau, self.holds = name, incarnation, tau, holds
@@ -58,7 +60,7 @@ class NodeMachine:
         self.chosen_tau = 0  # the last that was chosen for this node's link; 0 before the first
         self.spec: RunSpec | None = None  # with the terms of the newest revision that was told
         self.revisions: Revisions | None = None  # what windows and rounds run under, once there is a spec
-        self.epoch = epoch
+        self.epoch, self.run = epoch, run
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
@@ -279,12 +281,14 @@ class NodeMachine:
     def _welcomed(self, welcome: msg.Welcome) -> None:
         if welcome.recalls:
             return self._survey()
-        if welcome.epoch < self.epoch:
+        run = welcome.spec.identity.fingerprint()
+        if welcome.epoch < self.epoch and run == self.run:
             return self._stop(Reason.FENCED, f"epoch {welcome.epoch} after {self.epoch}")
-        if self.spec is not None and self.spec.identity.fingerprint() != welcome.spec.identity.fingerprint():
+        if self.spec is not None and run != self.run:
             return self._stop(Reason.WRONG_RUN, "the coordinator holds another run now")
         restarted = welcome.epoch > self.epoch
         self.connected, self.epoch, self._sessions = True, welcome.epoch, self._sessions + 1
+        self.run = run  # after its epoch, for the link's thread reads them in the other order
         self._current = welcome.versions
         if self.spec is None:
             if fault := fault_of(self.holds, welcome.spec.identity.layout):

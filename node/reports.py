@@ -242,6 +242,7 @@ class Reports:
     def hello(self) -> msg.Hello:
         """The first message of a session."""
         machine = self._machine
+        run = machine.run  # before its epoch, for the training thread changes them in the other order
         history, anchors, announced = self.announced.beside(*self._held)
         return msg.Hello(
             protocol_min=msg.PROTOCOL_VERSIONS[0],
@@ -250,7 +251,7 @@ class Reports:
             incarnation=machine.incarnation,
             fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
             layout=self.layout,
-            epoch_seen=max(self._state.epoch, machine.epoch),
+            epoch_seen=machine.epoch,
             anchors=anchors,
             round=machine.schedule.round if machine.schedule.start_round is not None else self._starts_in,
             device=self._device,
@@ -261,6 +262,7 @@ class Reports:
             saved=self.saved,
             can_evaluate=self._can_evaluate,
             process=self._state.process,
+            epoch_run=run,
         )
 
     def is_due(self, now: float) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,7 +32,8 @@ class NodeState:
 
     path: Path | None  # None in a simulation, which carries the state over to the next start itself
     incarnation: int  # grows with every start
-    epoch: int  # highest epoch seen: a coordinator with a lower one is fenced
+    epoch: int  # highest epoch seen in `run`: a coordinator of it with a lower one is fenced
+    run: str = ""  # fingerprint; empty before the first
     process: int = 0  # random, of a claimed start, and not in the file
 
     @classmethod
@@ -40,8 +41,8 @@ class NodeState:
         """What the folder holds; zeros if nothing. Raises StateUnusable: the file cannot be used."""
         path = state_dir / "node.json"
         try:
-            kept = json.loads(path.read_text()) if path.exists() else {"incarnation": 0, "epoch": 0}
-            return cls(path, int(kept["incarnation"]), int(kept["epoch"]))
+            kept: Any = json.loads(path.read_text()) if path.exists() else {"incarnation": 0, "epoch": 0, "run": ""}
+            return cls(path, int(kept["incarnation"]), int(kept["epoch"]), str(kept["run"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _unusable(path, error) from error
 
@@ -52,7 +53,7 @@ class NodeState:
         Raises StateUnusable: the folder or the file cannot be used.
         """
         known = known or cls.read(state_dir)
-        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch, secrets.randbits(62))
+        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch, known.run, secrets.randbits(62))
         claimed._save()
         return claimed
 
@@ -66,10 +67,10 @@ class NodeState:
         self.incarnation = incarnation
         self._save()
 
-    def see_epoch(self, epoch: int) -> None:
-        """Remember an epoch, durably, if it is the highest. Raises StateUnusable."""
-        if epoch > self.epoch:
-            self.epoch = epoch
+    def see_epoch(self, run: str, epoch: int) -> None:
+        """Remember an epoch, durably, if it is the highest of its run; others are forgotten. Raises StateUnusable."""
+        if run != self.run or epoch > self.epoch:
+            self.run, self.epoch = run, epoch
             self._save()
 
     def _save(self) -> None:
@@ -79,7 +80,8 @@ class NodeState:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
-                json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file, allow_nan=False)
+                kept = {"incarnation": self.incarnation, "epoch": self.epoch, "run": self.run}
+                json.dump(kept, file, allow_nan=False)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)

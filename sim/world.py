@@ -7,7 +7,7 @@ clock are not. Every invariant of every machine and session is checked after eve
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -225,7 +225,8 @@ class World:
         process = Process(self.agenda)
         host.down = False
         rng = random.Random(self._rng.random())
-        state = NodeState(None, len(host.actors) + 1, host.actor.state.epoch if host.actors else 0)
+        state = replace(host.actor.state) if host.actors else NodeState(None, 0, 0)
+        state.incarnation = len(host.actors) + 1
         host.actors.append(self._new_node(host, process, rng, state))
 
     def _new_node(self, host: Host, process: Process, rng: random.Random, state: NodeState) -> SimulatedNode:

@@ -327,7 +327,7 @@ class Hello(Message):
     incarnation: int  # grows with every start of the node
     fingerprint: str | None  # the run it was set up for; None takes whatever run the coordinator holds
     layout: str | None  # layout digest of its model, once it has one
-    epoch_seen: int  # highest epoch it has met; 0 for none
+    epoch_seen: int  # highest epoch it has met, in the run `epoch_run`; 0 for none
     anchors: tuple[AnchorRef, ...]  # what it holds; empty for a node that must be given everything
     round: int | None  # the round it is training in, or None before it was started
     device: str = ""
@@ -346,6 +346,8 @@ class Hello(Message):
     early: int = field(default=0, metadata=LATER)  # see `Credit`
     process: int = field(default=0, metadata=LATER)
     """Random, of the process: two machines with one name may have the same incarnation."""
+    epoch_run: str = field(default="", metadata=LATER)
+    """Fingerprint of the run that `epoch_seen` is of: in another run it means nothing."""
 
 
 @message(2, Role.COORDINATOR, since=1)

@@ -19,7 +19,7 @@ from farloop.coordinator.decide.closing import QUARANTINE, Closing, Participatio
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
 from farloop.coordinator.decide.revising import NotNow, revision_of
-from farloop.coordinator.decide.rollback import RollbackGuard
+from farloop.coordinator.decide.rollback import RollbackGuard, of_this_run
 from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
@@ -189,6 +189,8 @@ class CoordinatorMachine:
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Take one event; return the commands, in order."""
         self._run.now = now
+        if isinstance(event, ev.NodeHello):
+            event = dataclasses.replace(event, hello=of_this_run(event.hello, self.ledger))
         if self._adoption is not None:
             return self._adopting(self._adoption, event, now)
         held = self.holding

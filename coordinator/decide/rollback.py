@@ -40,11 +40,17 @@ TRUSTED_AFTER_S: Final = 60.0  # many times the longest redial pause
 
 MOST_STARTS: Final = 1 << 20  # epochs that a node may be ahead; more is impossible
 
-WAYS_OUT: Final = (
-    "this state folder looks like an old copy: put the newer one back and start again; or start once with "
-    "farloop coordinator RUN.toml --adopt-from-nodes, which goes on from the newest versions that nodes hold; or with "
+_IF_HELD: Final = "start once with --adopt-from-nodes, which goes on from the newest versions that nodes hold"
+
+_IF_ONLY_MET: Final = (
+    "if there is none, for the run was begun again on purpose, end coordinator and nodes, delete the nodes' state "
+    "folders (state_dir in NODE.toml), which remember the former one, and start all again"
+)
+
+_WAYS_OUT: Final = (
+    "this state folder looks like an old copy: put the newer one back and start again; or {}; or start once with "
     "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it; or, if "
-    "you know that the node is wrong, farloop release, which goes on without it"
+    "this node is wrong and others have seen nothing newer, farloop release, which goes on without it"
 )
 
 IF_RIGHT: Final = (
@@ -92,6 +98,12 @@ def standing_of(hello: Hello, ledger: Ledger) -> HelloStanding:
     return HelloStanding(kind=kind, detail=_joined(proofs))
 
 
+def of_this_run(hello: Hello, ledger: Ledger) -> Hello:
+    """The greeting without an epoch that the node met in another run."""
+    foreign = hello.epoch_run not in ("", ledger.spec.identity.fingerprint())
+    return dataclasses.replace(hello, epoch_seen=0) if foreign else hello
+
+
 def epoch_met(hello: Hello) -> int:
     """The highest epoch that a node knows, including that of a history which it has not followed yet."""
     return max(hello.epoch_seen, hello.history)
@@ -120,6 +132,7 @@ class RollbackGuard:
         """Time from which the claim of a single node holds only itself; None before the first node was let in."""
         self.held_s = 0.0  # duration of the last hold
         self._held_at = 0.0
+        self._ways_out = ""  # of the hold
         self._claims: dict[NodeId, str] = {}  # proofs of the nodes that hold the run
         self._against: set[NodeId] = set()  # nodes that contradict them
         self._kept_out_at: dict[NodeId, float] = {}  # when each node that is kept out was last heard of
@@ -141,13 +154,14 @@ class RollbackGuard:
             if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
                 self._held_at = now if self._run.held is None else self._held_at
                 self._run.held = f"node {node} {standing.detail}"
-                self._alarms[ALARM] = f"the run is held: {self._run.held}; {WAYS_OUT}"
+                self._ways_out = _WAYS_OUT.format(_IF_HELD if hello.anchors or hello.announced else _IF_ONLY_MET)
+                self._alarms[ALARM] = f"the run is held: {self._run.held}; {self._ways_out}"
         else:
             self._disbelieved.discard(node)
             if self._run.held is not None and not self._claims and self._disbelieved:
                 self._end_hold(now, trusted_at=None)  # it was released, and this is the first node to go on with
         if self._run.held is not None:
-            return Refused(reason=Reason.HOLDING, detail=f"{self._run.held}; {WAYS_OUT}", retriable=True)
+            return Refused(reason=Reason.HOLDING, detail=f"{self._run.held}; {self._ways_out}", retriable=True)
         if self._trusted_at is None:
             self._trusted_at = now + TRUSTED_AFTER_S
         self._end_alarm(node)

@@ -60,7 +60,8 @@ class Story:
         self.rounds = {plan.index: plan for plan in schedule.first_rounds(own, count=own.schedule.steps)}
         self.epoch, self.history = 1, 0
         self.open_at(0)
-        self.machine = NodeMachine(name=A, incarnation=incarnation, epoch=epoch, tau=node_tau, holds=holds)
+        run = self.spec.identity.fingerprint() if epoch else ""
+        self.machine = NodeMachine(name=A, incarnation=incarnation, epoch=epoch, run=run, tau=node_tau, holds=holds)
 
     # --- the coordinator
 

@@ -1,6 +1,8 @@
 """A coordinator started over an old copy of its state: it holds the run, and goes on once it may go back, or
 from what the nodes hold (S)."""
 
+import json
+import shutil
 import signal
 
 import pytest
@@ -59,6 +61,41 @@ def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
     assert_all_agree(run, status, "a", "b")
     assert [node_of(status, name)["incarnation"] for name in ("a", "b")] == [1, 1]
     assert not status["alarms"] and not verify(run.state_dir).faults
+
+
+def test_the_epoch_of_another_run_holds_nothing_and_that_of_a_former_one_until_the_folders_are_gone(
+    new_run: NewRun,
+) -> None:
+    run = new_run(steps=100_000, nodes=1, **PACED)
+    kept = run.folder / "b" / "node.json"
+    kept.parent.mkdir()
+
+    def met(run: str) -> None:
+        """The node's folder is of a run whose coordinator started five times."""
+        kept.write_text(json.dumps({"incarnation": 3, "epoch": 5, "run": run}))
+
+    def start() -> tuple[Daemon, Daemon]:
+        return run.start_coordinator(), run.start_node("b")
+
+    met("0123456789abcdef")
+    daemons = start()
+    fingerprint = run.until("it trains", lambda status: min(status["versions"]) >= 1)["run"]["fingerprint"]
+    assert json.loads(kept.read_text()) == {"incarnation": 4, "epoch": 1, "run": fingerprint}
+
+    for daemon in daemons:
+        daemon.kill()
+    met(fingerprint)
+    shutil.rmtree(run.state_dir)
+    daemons = start()
+    (alarm,) = run.until("it is held", lambda status: status["run"]["state"] == "holding")["alarms"]
+    assert "node b has met epoch 5, this start has 1" in alarm
+    assert "delete the nodes' state folders" in alarm and "--adopt-from-nodes" not in alarm
+
+    for daemon in daemons:
+        daemon.kill()
+    shutil.rmtree(kept.parent)
+    start()
+    run.until("it trains", lambda status: min(status["versions"]) >= 1 and not status["alarms"])
 
 
 def with_an_old_copy(run: Run) -> tuple[Daemon, Daemon, Status]:

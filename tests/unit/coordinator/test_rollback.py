@@ -22,6 +22,7 @@ from farloop.coordinator.decide.rollback import (
     Kind,
     RollbackGuard,
     as_newcomer,
+    of_this_run,
     standing_of,
 )
 from farloop.coordinator.decide.run_state import Decisions, RunState
@@ -123,6 +124,22 @@ HOLDING, FENCED, MALFORMED = (Reason.HOLDING, True), (Reason.FENCED, True), (Rea
 @pytest.fixture
 def guard(ledger: Ledger) -> Guard:
     return Guard(ledger)
+
+
+def test_an_epoch_of_another_run_proves_nothing(ledger: Ledger) -> None:
+    ours = ledger.spec.identity.fingerprint()
+    assert [of_this_run(hello(epoch_seen=9, epoch_run=run), ledger).epoch_seen for run in (ours, "", "b")] == [9, 9, 0]
+    run = Run(ledger.spec)
+    assert brief(run.greet(A, epoch_seen=9, epoch_run="b")).startswith("accept a")
+    assert "refuse HOLDING" in brief(run.greet(A, epoch_seen=9, epoch_run=ours))
+
+
+def test_the_ways_out_of_a_hold_are_those_that_help(guard: Guard, ledger: Ledger) -> None:
+    guard.says("a", AHEAD, 2.0)
+    assert "--adopt-from-nodes" in guard.alarms[ALARM] and "delete" not in guard.alarms[ALARM]
+    guard = Guard(ledger)
+    guard.says("a", hello(epoch_seen=9, anchors=(), round=None), 2.0)
+    assert "adopt" not in guard.alarms[ALARM] and "delete the nodes' state folders" in guard.alarms[ALARM]
 
 
 def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(guard: Guard) -> None:

@@ -334,9 +334,12 @@ def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S: the highest epoch is remembered by the first merge; a disk that refuses it is one line."""
-    Play(tmp_path).welcome(epoch=3).executor.settle()
+    first = Play(tmp_path).welcome(epoch=3)
+    first.executor.settle()
     second = Play(tmp_path)
-    assert second.link.hello().epoch_seen == 3
+    second.story = first.story
+    hello = second.link.hello()
+    assert (hello.epoch_seen, hello.epoch_run) == (3, first.story.spec.identity.fingerprint())
     with pytest.raises(Refused, match="epoch 2 after 3"):
         second.welcome(epoch=2)
     third = Play(tmp_path).welcome(epoch=4)

@@ -334,6 +334,14 @@ def test_a_coordinator_of_a_lower_epoch_is_fenced() -> None:
         assert story.machine.ended and not story.machine.running
 
 
+def test_an_epoch_of_another_run_is_forgotten() -> None:
+    story = Story(epoch=8)
+    story.machine.run = "another"
+    story.hear(story.welcome(epoch=1))
+    assert story.machine.connected and story.machine.epoch == 1
+    assert story.machine.run == story.spec.identity.fingerprint()
+
+
 def test_another_run_at_the_same_address_stops_the_node() -> None:
     story = Story().begin()
     other = dataclasses.replace(story.spec, identity=dataclasses.replace(story.spec.identity, seed=1))

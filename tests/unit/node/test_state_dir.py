@@ -17,17 +17,18 @@ from farloop.quant.codec import Traits
 from farloop.quant.formats.q4 import Q4, Q4Codec
 
 
-def test_every_start_has_a_higher_incarnation_and_knows_the_highest_epoch(tmp_path: Path) -> None:
+def test_every_start_has_a_higher_incarnation_and_knows_the_highest_epoch_of_its_run(tmp_path: Path) -> None:
     """A start counts even if nothing more happens: it is durable before the first greeting."""
     folder = tmp_path / "new" / "node-a"
     first = NodeState.claim(folder)
-    assert json.loads((folder / "node.json").read_text()) == {"incarnation": 1, "epoch": 0}
-    for epoch in (4, 3):
-        first.see_epoch(epoch)
+    assert json.loads((folder / "node.json").read_text()) == {"incarnation": 1, "epoch": 0, "run": ""}
+    for run, epoch in (("another", 9), ("this", 3), ("this", 4), ("this", 3)):
+        first.see_epoch(run, epoch)
     second = NodeState.claim(folder)
-    assert (first.incarnation, second.incarnation, second.epoch) == (1, 2, 4)
+    assert (first.incarnation, second.incarnation, second.epoch, second.run) == (1, 2, 4, "this")
+    assert first.process != second.process != 0
     other_host = NodeState.claim(tmp_path / "other host", second)
-    assert (other_host.incarnation, other_host.epoch) == (3, 4)
+    assert (other_host.incarnation, other_host.epoch, other_host.run) == (3, 4, "this")
 
 
 def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,7 @@ def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "replace", crash)
     with pytest.raises(StateUnusable, match="power cut"):
-        memory.see_epoch(9)
+        memory.see_epoch("this", 9)
     monkeypatch.undo()
     assert NodeState.claim(tmp_path).epoch == 0
     assert [path.name for path in tmp_path.iterdir()] == ["node.json"]
