@@ -78,7 +78,7 @@ class Node:
         moved = self.link.moved
         return {"told": self.told, "held": self.held, "bytes": moved.up.delta + moved.down.update}
 
-    def _heard(self, event: wire_ev.SessionEvent) -> None:
+    def _heard(self, event: wire_ev.SessionEvent | Exception) -> None:
         match event:
             case wire_ev.MessageReceived(message=message):
                 if isinstance(message, msg.Committed):

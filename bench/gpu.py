@@ -284,7 +284,7 @@ def _joined(part: Part, loop: Timed, anchors: Place) -> Iterator[Node]:
     with (
         coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port,
         join(
-            f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", timeout_s=60.0,
+            f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", give_up_s=60.0,
             anchors=anchors, signals=False,
         ) as node,
     ):  # fmt: skip

@@ -192,7 +192,7 @@ def measure(
             loop.optimizer,
             name="loop",
             state_dir=out / "loop",
-            timeout_s=60.0,
+            give_up_s=60.0,
             signals=False,
         ) as node,
     ):

@@ -39,6 +39,7 @@ from farloop.monitoring.addresses import Address, parse_host_port, parse_tcp
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.monitoring.status import Status, dumps
 from farloop.node.library import Node
+from farloop.node.link import patience_text
 from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
 from farloop.quant.registry import warm_for
@@ -54,8 +55,8 @@ EVERY_S = 30.0
 class Waiting:
     """Log, now and then until training starts, what the node waits for."""
 
-    def __init__(self, coordinator: str) -> None:
-        self._address = parse_tcp(coordinator)
+    def __init__(self, coordinator: str, give_up_s: float = 0.0) -> None:
+        self._address, self._give_up = parse_tcp(coordinator), patience_text(give_up_s)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
 
@@ -76,7 +77,8 @@ class Waiting:
         pause_s = FIRST_S
         while not self._over.wait(pause_s):
             pause_s = EVERY_S
-            _log.warning("waiting coordinator=tcp://%s reason=%r", self._address, why(self._address))
+            told = (self._address, why(self._address), self._give_up)
+            _log.warning("waiting coordinator=tcp://%s reason=%r give_up=%s", *told)
 
 
 def why(address: Address) -> str:
@@ -241,8 +243,18 @@ def open_run(
         for note in plan.notes:
             _log.info("plan note=%r", note)
         return Store.create(directory, plan.spec, plan.anchors, place=place)
+    kept, wanted = (spec.terms.schedule.steps for spec in (store.ledger.spec, plan.spec))
+    if store.ledger.finished and wanted > kept:
+        store.close()
+        raise CommandError(
+            f"{directory} holds run {plan.spec.identity.name}, which is finished after {kept} steps, and the file asks "
+            f"for {wanted}; to train on, begin another run from its weights: [run] init = "
+            f'"{directory / "model.safetensors"}", with a folder of its own (--state DIR). A run that has not ended '
+            f"takes more steps by farloop set steps={wanted}",
+            ExitCode.REFUSED,
+        )
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
-        _log.warning("kept %s cause='the run keeps the terms that it began with'", term)
+        _log.warning("kept %s cause='the run keeps its terms; farloop set changes them'", term)
     return store
 
 
@@ -430,7 +442,7 @@ def run_node(file: NodeFile) -> ExitCode:
     encrypted = str(config.key is not None).lower()
     _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
     joined = list[Node]()
-    with Waiting(config.coordinator) as waiting:
+    with Waiting(config.coordinator, config.give_up) as waiting:
 
         def on_join(node: Node) -> None:
             waiting.over()

@@ -26,7 +26,7 @@ import typer
 
 from farloop.algo.spec import to_plain
 from farloop.cli.daemons import connect
-from farloop.cli.status import DEFAULT_URL, fetch, page_of
+from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
 from farloop.config.settings import NodeFile, RunFile, load, planned
@@ -37,8 +37,9 @@ from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data import load_corpus
-from farloop.node.errors import CorpusError
+from farloop.node.errors import CorpusError, StateUnusable
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
+from farloop.node.state_dir import NodeState
 from farloop.node.token_file import BYTES
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
@@ -370,6 +371,8 @@ def _run_findings(file: RunFile) -> list[Finding]:
     except CommandError as error:
         run = fail("run", str(error), "correct the file")
     findings = [run, disk(config.state_dir, needed_bytes=needed)]
+    if over := end_of(config.state_dir):
+        findings.append(ok("state", f"{over}: {config.state_dir}; a start tells its nodes of that"))
     findings.append(port("port", parse_tcp(config.bind, listens=True), "[coordinator] bind"))
     if config.http:
         findings.append(port("http port", parse_host_port(config.http, listens=True), "[coordinator] http"))
@@ -406,7 +409,8 @@ def _allow_list(folder: Path, nodes: int) -> Finding:
 def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     config = file.node
     address = parse_tcp(config.coordinator)
-    findings = [disk(config.state_dir or Path(".farloop") / config.name), _coordinator(address)]
+    folder = config.state_dir or Path(".farloop") / config.name
+    findings = [disk(folder), _coordinator(address, folder)]
     if config.key is None or config.server_key is None:
         findings.append(_no_keys(address))
     else:
@@ -451,9 +455,12 @@ def round_trip_s(address: Address, tries: int = 3) -> float | None:
     return min(took, default=None)
 
 
-def _coordinator(address: Address) -> Finding:
+def _coordinator(address: Address, folder: Path) -> Finding:
     started = time.monotonic()
     failure = connect(address)
+    with contextlib.suppress(StateUnusable):
+        if failure and (over := NodeState.read(folder).finished):
+            return ok("coordinator", f"{address}: {failure}; run {over} is finished: this node saw its end")
     if failure:
         fix = "start it, or check [node] coordinator, firewalls and port forwards"
         return fail("coordinator", f"{address}: {failure}", fix)

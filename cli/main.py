@@ -374,6 +374,10 @@ def status(
     url: PagesUrl = PAGES,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the coordinator ends.")] = False,
     network: Annotated[bool, typer.Option("--network", help="Show machines and measured links instead.")] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Show what the coordinator of this folder told last."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the state of a run: loss, traffic, nodes, windows.
@@ -382,12 +386,13 @@ def status(
     """
     from farloop.cli import status as pages
 
+    if watch and not (as_json or network or state):
+        return pages.watch(url, Console(highlight=False))
+    found = pages.fetch(url) if state is None else pages.saved(state)
     if as_json:
-        typer.echo(dumps(pages.fetch(url)))
-    elif network:
-        pages.show_network(url, Console(highlight=False))
+        typer.echo(dumps(found))
     else:
-        (pages.watch if watch else pages.show)(url, Console(highlight=False))
+        (pages.show_network if network else pages.show)(found, Console(highlight=False))
 
 
 @app.command(rich_help_panel=INSPECT)

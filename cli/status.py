@@ -1,17 +1,22 @@
 """The command status: fetch the status of a running coordinator and show it, once or until the run ends."""
 
+import contextlib
 import json
+import socket
 import time
 from http.client import HTTPException
+from pathlib import Path
 from typing import cast
 
 from rich.console import Console
 
+from farloop.cli.options import STATE
 from farloop.cli.progress import Display
 from farloop.cli.status_view import draw, draw_network
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.coordinator.admin import address_of
 from farloop.monitoring.healthcheck import open_page
-from farloop.monitoring.status import Status
+from farloop.monitoring.status import STATUS_FILE, Status
 from farloop.monitoring.status_summary import cleaned, view_of
 
 DEFAULT_URL = "http://127.0.0.1:9700"
@@ -39,15 +44,47 @@ def fetch(url: str) -> Status:
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
-        raise CommandError(
-            f"no coordinator at {page}: {what.lower()}; it says its address when it starts, give it with --url",
-            ExitCode.UNREACHABLE,
-        ) from None
+        over = end_of(STATE)
+        told = (
+            f"{over}: farloop status --state {STATE}"
+            if over
+            else "it says its address when it starts, give it with --url"
+        )
+        raise CommandError(f"no coordinator at {page}: {what.lower()}; {told}", ExitCode.UNREACHABLE) from None
     except ValueError:
         raise CommandError(f"{page} is not a farloop coordinator's status") from None
     if not isinstance(status, dict) or "run" not in status or "nodes" not in status:
         raise CommandError(f"{page} is not a farloop coordinator's status, or it has only just started")
     return cast(Status, status)
+
+
+def saved(folder: Path) -> Status:
+    """What the coordinator of a state folder told last, as it ended.
+
+    Raises:
+        CommandError: a coordinator is at work there, or none has ended in order.
+    """
+    path = folder / STATUS_FILE
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as door, address_of(folder) as address:
+        door.connect(address)
+        raise CommandError(f"a coordinator runs on {folder}: its pages have the status, give their address with --url")
+    try:
+        status = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise CommandError(
+            f"no status at {path}: {what.lower()}; a coordinator writes it into its state folder when it ends in order"
+        ) from None
+    return cast(Status, status)
+
+
+def end_of(folder: Path) -> str | None:
+    """The finished run that a state folder holds, as a sentence; None otherwise."""
+    try:
+        run = saved(folder)["run"]
+    except (CommandError, KeyError, TypeError):
+        return None
+    return f"run {run['name']} is finished" if run["state"] == "finished" else None
 
 
 def page_of(url: str) -> str:
@@ -60,13 +97,13 @@ def page_of(url: str) -> str:
     return url if url.endswith("/status") else f"{url}/status"
 
 
-def show(url: str, console: Console) -> None:
-    status, (width, height) = cleaned(fetch(url)), console.size
+def show(status: Status, console: Console) -> None:
+    status, (width, height) = cleaned(status), console.size
     console.print(draw(view_of(status), width=width, max_nodes=max(height, 40)))
 
 
-def show_network(url: str, console: Console) -> None:
-    console.print(draw_network(cleaned(fetch(url))))
+def show_network(status: Status, console: Console) -> None:
+    console.print(draw_network(cleaned(status)))
 
 
 def watch(url: str, console: Console) -> None:

@@ -162,7 +162,7 @@ def ended_in_one_line() -> Iterator[None]:
             say(traceback.format_exc(), err=True)
             found = ExitCode.UNEXPECTED, f"{type(error).__name__}: {error} (this is a bug; the traceback is above)"
         code, line = found
-        say_error(line)
+        typer.echo(f"farloop: {line}", err=True) if code is ExitCode.DONE else say_error(line)
         raise typer.Exit(code) from None
 
 

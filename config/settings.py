@@ -210,6 +210,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "merge"): ROBUST_RULES,
     ("pipeline", "normalise"): NORMALISE,
     ("coordinator", "mitigation"): ADAPTS,
+    ("coordinator", "after_end"): ("stop", "serve"),
     ("node", "anchors"): get_args(Where),
 }
 
@@ -353,8 +354,9 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
-    if settings.section("node")["hang_timeout"] < 0.0:
-        raise settings.error("node", "hang_timeout", "0 seconds or more are wanted, as 60")
+    for key in ("hang_timeout", "give_up"):
+        if settings.section("node")[key] < 0.0:
+            raise settings.error("node", key, "0 seconds or more are wanted, as 60")
     settings.check("node", "lanes", check_lanes)
     host = parse_tcp(settings.section("node")["coordinator"]).host
     settings.check("node", "bulk_source", lambda text: check_source(text, host))

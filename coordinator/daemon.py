@@ -6,6 +6,7 @@ written in one storage thread, snapshots in another, and the arithmetic runs in 
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +25,13 @@ from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.storage.copies import Copying, StateCopy
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
+from farloop.monitoring.status import STATUS_FILE
 from farloop.runtime.system import LoopClock, ThreadWorker
-from farloop.wire.limits import Limits, Timing
+from farloop.wire.limits import LAST_CALL_S, Limits, Timing
 from farloop.wire.reasons import Reason
 from farloop.wire.uplink import UplinkLimit
+
+_log = logging.getLogger(__name__)
 
 FAREWELL_S = 30.0  # how long a finished run waits for its nodes to say good-bye, including those that are expected back
 GOODBYE_S = 0.3  # for the farewells to leave the socket
@@ -81,6 +85,9 @@ class CoordinatorConfig:
     each direction."""
     probe_idle_s: float = QUIET_S
     """Seconds without waiting transfers before a link is probed."""
+    after_end: str = "stop"
+    """What the coordinator does once the run is finished. "stop": it serves until all nodes know of the end, 13 s where
+    some are away, and ends. "serve": it serves until it is stopped."""
     mitigation: str = "drop"
     """What to do about nodes and links that become slow or silent. "off": nothing. "advise": measure links again and
     report what would help. "drop": also close a window without a node that sends nothing for several times its usual
@@ -172,6 +179,7 @@ class Coordinator:
         Raises StorageFailed: the disk failed; start again to recover.
         """
         executor = self.executor
+        self._started_at = asyncio.get_running_loop().time()
         await self._door.open()
         try:
             executor.start()
@@ -184,9 +192,9 @@ class Coordinator:
                 if self._copying is not None:
                     tasks.append(group.create_task(self._copying.run(), name="copies"))
                 await self._until_over(stop)
-                if stop.is_set():
+                if not executor.finished:
                     self.machine.stop()
-                reason = Reason.COORDINATOR_STOPPING if stop.is_set() else Reason.RUN_FINISHED
+                reason = Reason.RUN_FINISHED if executor.finished else Reason.COORDINATOR_STOPPING
                 self.observer.says_good_bye(reason)
                 executor.say_goodbye(reason)
                 await asyncio.sleep(GOODBYE_S)
@@ -198,7 +206,7 @@ class Coordinator:
             await self._door.close()
             self.link.close()
             self.observer.refresh(self.machine)
-            self.observer.save_status(self.config.state_dir / "status.json")
+            self.observer.save_status(self.config.state_dir / STATUS_FILE)
             self.observer.close()
             if self._copying is not None:
                 self._copying.close()
@@ -207,15 +215,30 @@ class Coordinator:
 
     async def _until_over(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
-            over = (stop.wait(), self._until(lambda: self.executor.finished))
+            over = (stop.wait(), self._until_told())
             waiters = [group.create_task(waiter) for waiter in over]
             await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
             for waiter in waiters:
                 waiter.cancel()
-        if not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
-                    await self._until(lambda: self.executor.idle)
+
+    async def _until_told(self) -> None:
+        """Wait until the run is finished and its nodes know.
+
+        A node that is away dials again within `LAST_CALL_S`. One that no earlier start of this coordinator had told of
+        the end is not known here: after a restart every node has as long to come, whether it is known or not.
+        """
+        await self._until(lambda: self.executor.finished)
+        serves = self.config.after_end == "serve"
+        _log.info("run finished note='%s'", "serving until stopped" if serves else "serving until all nodes know")
+        await self._until(lambda: not serves)
+        restarted, now = self.store.ledger.epoch > 1, asyncio.get_running_loop().time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_CALL_S):
+                await asyncio.sleep(self._started_at + LAST_CALL_S - now if restarted else 0.0)
+                await self._until(lambda: self.executor.idle and self.machine.all_told)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._until(lambda: self.executor.idle)
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition of the executor. Raises what ends the process."""

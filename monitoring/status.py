@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict
 
+STATUS_FILE = "status.json"  # in the state folder: the last status of a coordinator that ended in order
+
 RunState = Literal["waiting", "training", "held", "holding", "finished"]
 """Held: nothing is committed because the disk is full or too few live nodes are merged. Holding: nothing is committed
 while the state looks like an old copy. In both an alarm says what to do."""

@@ -39,7 +39,7 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "tau": ((int,), "a whole number of inner steps, or None for the run's"),
     "adapt_tau": ((bool,), "True or False, or None where the run's tau being open decides"),
     "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
-    "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
+    "give_up_s": ((int, float), "seconds, as 60.0, or 0 for never"),
     "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
     "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
     "hook": ((bool,), "True or False"),
@@ -150,6 +150,15 @@ def _number(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        if 0.0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    except ValueError:
+        pass
+    raise ValueError(f"seconds are wanted, 0 or more, not {text!r}")
+
+
 def _lanes(text: str) -> int:
     check_lanes(lanes := _number(text))
     return lanes
@@ -178,7 +187,7 @@ _OF_THE_LINK: dict[str, Callable[[str], Any]] = {
 _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "coordinator": str, "name": _checked(check_name), "key": _path, "server_key": _path, "state_dir": _path,
     "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
-    **_OF_THE_LINK,
+    "give_up": _seconds, **_OF_THE_LINK,
 }  # fmt: skip
 """How the text of a variable is read, under the name that the key has in [node] of a settings file. Raises
 ValueError. All but those of the link are arguments of `join`."""

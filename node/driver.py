@@ -11,12 +11,13 @@ from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.cluster import Decision
-from farloop.node.errors import Unreachable
+from farloop.node.errors import RunOver, Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
 from farloop.runtime.system import ThreadWorker, yield_cores
 from farloop.wire import messages as msg
+from farloop.wire.limits import LAST_CALL_S
 from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Driver:
     ) -> None:
         """Begins to dial. `alone`: the node has no other ranks, so nothing need be decided for several steps."""
         self._alone, self._decided, self._decided_at = alone, 0, 0.0
-        self.link = link
+        self.link, self._state = link, state
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while training waits here
         self.failed = False  # an error has ended training, and the coordinator was told
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
@@ -75,12 +76,23 @@ class Driver:
             can_evaluate=can_evaluate,
         )
 
-    def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    def wait_for_spec(self) -> RunSpec:
+        """Block until the coordinator has told the run. Raises RunOver: this node saw a run's end, and there is no
+        coordinator any more."""
+        over = self._state.finished
+        deadline = time.monotonic() + LAST_CALL_S if over else math.inf
         while self.executor.machine.spec is None:
-            self._wait()
+            try:
+                self._wait()
+            except Unreachable:
+                if not over:
+                    raise
+                deadline = -math.inf
             if time.monotonic() > deadline:
-                raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
+                raise RunOver(
+                    f"run {over} is finished: this node saw its end, and no coordinator answers. "
+                    "To take part in another run, start its coordinator first"
+                )
         return self.executor.machine.spec
 
     def wait_for_start(self) -> list[Decision]:

@@ -10,7 +10,8 @@ NodeError             carries the exit code of the daemon
 ├── StateUnusable     the state folder cannot be written (do not retry)
 ├── BadAddress        an address of the link cannot be used (do not retry)
 ├── RankFailed        another rank of the node has ended by an error (as that one's)
-├── Unreachable       the coordinator did not answer in time (retry)
+├── Unreachable       there was no session with the coordinator for as long as `give_up` allows (retry)
+├── RunOver           the run whose end the state folder remembers has no coordinator any more (nothing is left to do)
 └── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
 
 CorpusError           the text or the tokens cannot be used, also where no node is (bad configuration)
@@ -99,12 +100,18 @@ class Unreachable(NodeError):
     retriable = True
 
 
+class RunOver(NodeError):
+    """Names the run."""
+
+    exit_code = 0
+
+
 class RankFailed(NodeError):
     """Names the rank and its error, and has its exit code."""
 
     def __init__(self, rank: int, error: str, exit_code: int) -> None:
         self.rank, self.exit_code = rank, exit_code
-        super().__init__(f"rank {rank} of this node has failed: {error}")
+        super().__init__(f"rank {rank} of this node has {'failed' if exit_code else 'ended'}: {error}")
 
 
 class StateUnusable(NodeError):

@@ -324,6 +324,7 @@ class NodeExecutor:
                 self._handle(ev.Received(message=message))
                 if isinstance(message, msg.Start):
                     self._reports.saved = None
+                    self._state.see_end("")
                 if isinstance(message, msg.Welcome) and not message.recalls:
                     if (saved := self._reports.saved) is not None:
                         _log.info("anchors on disk: going on from %d of %d", len(message.restores), len(saved.anchors))
@@ -373,6 +374,9 @@ class NodeExecutor:
             assert not commands and machine.waiting is None and machine.quiet_steps == quiet - 1, "nothing was due"
             assert (machine.lr, machine.position) == ahead
         self._saw(event)
+        if machine.stage == "finished" and machine.spec is not None:
+            identity = machine.spec.identity
+            self._state.see_end(f"{identity.name} (fingerprint {identity.fingerprint()})")
         for command in commands:
             self._saw(command)
             self._carry_out(command)

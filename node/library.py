@@ -495,7 +495,7 @@ def join(
     tau: int | None = None,
     adapt_tau: bool | None = None,
     holds: Sequence[int] | None = None,
-    timeout_s: float | None = None,
+    give_up_s: float | None = None,
     rate: Whose = "run",
     clip: Whose = "run",
     scaler: GradScaler | None = None,
@@ -512,9 +512,9 @@ def join(
     """Join a run and block until training begins.
 
     What differs between machines may come from the environment, so that a script needs no change: where `coordinator`,
-    `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http`, `http_names`, `tau` or `adapt_tau` is None, the
-    variable FARLOOP_NODE__COORDINATOR (…__NAME and so on) is read, as by `farloop node`. Where `link` is None, so are
-    …__LANES, …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
+    `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http`, `http_names`, `tau`, `adapt_tau` or `give_up_s` is
+    None, the variable FARLOOP_NODE__COORDINATOR (…__NAME, …__GIVE_UP) is read, as by `farloop node`. Where `link` is
+    None, so are …__LANES, …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
 
     Args:
         coordinator: its address, as tcp://host:port.
@@ -540,7 +540,8 @@ def join(
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
             has the parameters of these stages alone, under the names that they have in the whole model. A node without
             stage 0 is granted no samples: its `Node.samples` is empty.
-        timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
+        give_up_s: seconds without a session with the coordinator, now or later, after which `join` or `step` raises
+            Unreachable; 0, or nothing given: never.
         rate: "own" leaves the learning rate to the loop, and its scheduler; by the run's schedule unless given.
         clip: "own" leaves clipping to the loop, before it calls `step`; to the run's norm unless given.
         scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
@@ -568,12 +569,12 @@ def join(
             checkpoint. 0: never.
 
     Raises:
-        NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
-            which, and the fix.
+        NodeError: refused, unreachable, over (`RunOver`), an argument of a wrong type, or the model is not the run's;
+            the text says which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is not a node name or `fingerprint` no fingerprint, only one of `key` and `server_key` was
-            given, `rate`, `clip`, `wrap`, `buffers` or `anchors` is none of its words, `timeout_s` or `hang_timeout_s`
+            given, `rate`, `clip`, `wrap`, `buffers` or `anchors` is none of its words, `give_up_s` or `hang_timeout_s`
             is NaN or negative, or `save_every_rounds` is negative.
     """
     choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
@@ -585,7 +586,7 @@ def join(
     own_key, their_key = setting("key", key), setting("server_key", server_key)
     state, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
     http, http_names = setting("http", http) or "", setting("http_names", http_names) or ""
-    tau, adapt_tau = setting("tau", tau), setting("adapt_tau", adapt_tau)
+    tau, adapt_tau, give_up_s = setting("tau", tau), setting("adapt_tau", adapt_tau), setting("give_up", give_up_s)
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
         model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
     while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
@@ -593,7 +594,7 @@ def join(
     if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inside  # Accelerate's wrapper has no step hooks of its own
     check_types(locals())
-    for argument, seconds in (("timeout_s", timeout_s), ("hang_timeout_s", hang_timeout_s)):
+    for argument, seconds in (("give_up_s", give_up_s), ("hang_timeout_s", hang_timeout_s)):
         if seconds is not None:
             check_seconds("join", seconds, argument)
     if save_every_rounds < 0:
@@ -605,9 +606,8 @@ def join(
     if fingerprint is not None:
         check_fingerprint(fingerprint)
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
-    config = dataclasses.replace(
-        link_setting(link, coordinator), coordinator=coordinator, key=own_key, server_key=their_key
-    )
+    link = dataclasses.replace(link_setting(link, coordinator), coordinator=coordinator, give_up_s=give_up_s or 0.0)
+    config = dataclasses.replace(link, key=own_key, server_key=their_key)
     folder: Path = state or Path(".farloop") / name
     files = AnchorFiles(folder / "anchors") if save_every_rounds else None
     cluster = Cluster.from_torchrun(data)
@@ -634,7 +634,7 @@ def join(
             )
             driver.on_wait = partial(watch.enter, WAITING)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
-        spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
+        spec = cluster.share_spec(driver.wait_for_spec() if driver else None)
         with driver.failure_told() if driver is not None else contextlib.nullcontext():
             _check_batch(spec, cluster, part)
             _check_tau(spec, 0 if adapt_tau and tau is None else tau)
@@ -713,7 +713,7 @@ def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
     incarnation, run, epoch = max(cluster.gather([kept.incarnation, kept.run, kept.epoch]))
     if not (cluster.leads or cluster.first_on_host):
         return None
-    state = NodeState.claim(folder, NodeState(kept.path, incarnation, epoch, run))
+    state = NodeState.claim(folder, dataclasses.replace(kept, incarnation=incarnation, epoch=epoch, run=run))
     return state if cluster.leads else None
 
 

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Final
 
 from farloop.algo.spec import BlobId, BlobKind
+from farloop.node.errors import Unreachable
 from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Timer
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
 from farloop.wire.lanes import lanes_needed
-from farloop.wire.limits import BAD_FRAMES, Limits, Timing
+from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Probe, Role, Seen
@@ -212,9 +213,6 @@ class Downloads:
             del self._partial[blob]
 
 
-BACKOFF_S = (0.1, 5.0)
-"""First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
-
 REPEAT_S = 60.0  # an outage is logged when it begins, and again this often: somebody may have to act
 
 BAD_SESSIONS = 8
@@ -226,6 +224,11 @@ CONTROL = 0  # the lane of a session that carries no blobs
 
 REVISE_S = 60.0  # the number of lanes changes at most this often
 REOPEN_S = (1.0, 60.0)  # first and longest pause before a lane that was lost is opened again; it doubles
+
+
+def patience_text(give_up_s: float) -> str:
+    """For log lines: after how long without a session a node gives up."""
+    return f"{give_up_s:g}s" if give_up_s else "never"
 
 
 class NodeLink:
@@ -250,6 +253,7 @@ class NodeLink:
         uplink: UplinkLimit | None = None,
         known: LinkKnown | None = None,
         keep: Callable[[LinkKnown], None] = lambda known: None,
+        give_up_s: float = 0.0,
         check: bool = False,
     ) -> None:
         """
@@ -266,14 +270,16 @@ class NodeLink:
             uplink: what the node may send.
             known: what is known of the link from earlier.
             keep: called with what is known when it has changed.
+            give_up_s: seconds without a session after which Unreachable is delivered and no other is wanted; 0: never.
             check: assert the session's invariants after every change.
         """
         self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
         self._limits, self._timing, self._inventory = limits, timing, inventory
         self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
         self._encrypted, self._known, self._keep, self._check = encrypted, known, keep, check
+        self._give_up_s = give_up_s
         self._hello: Callable[[], msg.Hello]
-        self._deliver: Callable[[wire_ev.SessionEvent], None]
+        self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
         self._session: Session | None = None
         self._connection: Connection | None = None
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
@@ -296,10 +302,12 @@ class NodeLink:
         self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
         self._over = False  # no further session is wanted
 
-    def start(self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent], None]) -> None:
+    def start(
+        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+    ) -> None:
         """Begin to dial. `hello` returns the first message of a session."""
         self._hello, self._deliver = hello, deliver
-        self._away_since = self._clock.now()
+        self._away()
         self._dial()
 
     def close(self) -> None:
@@ -374,16 +382,35 @@ class NodeLink:
         self._attempt = 0 if opened and not self._failed else self._attempt + 1
         now = self._clock.now()
         if opened:
-            self._away_since, self._logged_at = now, float("-inf")
+            self._away()
+            self._logged_at = float("-inf")
         if self._over:
             return
         if now - self._logged_at >= REPEAT_S:
             for_s = now - self._away_since
-            _log.warning("no link coordinator=%s reason=%r for=%.0fs", self._coordinator, self._ended_by, for_s)
+            told = (self._coordinator, self._ended_by, for_s, patience_text(self._give_up_s))
+            _log.warning("no link coordinator=%s reason=%r for=%.0fs give_up=%s", *told)
             self._logged_at = now
         first, longest = BACKOFF_S
         pause_s = min(longest, first * 2.0 ** min(self._attempt, 10)) * self._uniform(0.5, 1.5)
         self._clock.call_later(pause_s, self._dial)
+
+    def _away(self) -> None:
+        """There is no session from now on."""
+        self._away_since = since = self._clock.now()
+        if self._give_up_s:
+            self._clock.call_later(self._give_up_s, partial(self._give_up, since))
+
+    def _give_up(self, since: float) -> None:
+        if self._over or self._away_since != since or self.state is State.OPEN:
+            return
+        self._over = True
+        if self._session is not None:
+            self._session.close(Reason.CLOSED, "this node gives up")
+            self._advance()
+        why = self._ended_by or "no answer yet; is its address right?"
+        where = f"no session with the coordinator {self._coordinator} for {self._give_up_s:g} s"
+        self._deliver(Unreachable(f"{where}, after which this node gives up (give_up): {why}"))
 
     # --- a session, as its connection reports
 

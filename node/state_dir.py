@@ -1,4 +1,4 @@
-"""What survives a restart of a node: start counter, epoch, residuals."""
+"""What survives a restart of a node: start counter, epoch, the end of its run, residuals."""
 
 import errno
 import json
@@ -23,7 +23,9 @@ from farloop.node.errors import StateUnusable
 from farloop.quant.registry import codec_named
 from farloop.runtime.system import hold
 
-# --- Start counter and epoch
+_log = logging.getLogger(__name__)
+
+# --- Start counter, epoch and end
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class NodeState:
     incarnation: int  # grows with every start
     epoch: int  # highest epoch seen in `run`: a coordinator of it with a lower one is fenced
     run: str = ""  # fingerprint; empty before the first
+    finished: str = ""  # the run whose end this node saw last, if it has begun no other since
     process: int = 0  # random, of a claimed start, and not in the file
 
     @classmethod
@@ -41,8 +44,9 @@ class NodeState:
         """What the folder holds; zeros if nothing. Raises StateUnusable: the file cannot be used."""
         path = state_dir / "node.json"
         try:
-            kept: Any = json.loads(path.read_text()) if path.exists() else {"incarnation": 0, "epoch": 0, "run": ""}
-            return cls(path, int(kept["incarnation"]), int(kept["epoch"]), str(kept["run"]))
+            nothing = {"incarnation": 0, "epoch": 0, "run": "", "finished": ""}
+            kept: Any = json.loads(path.read_text()) if path.exists() else nothing
+            return cls(path, int(kept["incarnation"]), int(kept["epoch"]), str(kept["run"]), str(kept["finished"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _unusable(path, error) from error
 
@@ -53,7 +57,8 @@ class NodeState:
         Raises StateUnusable: the folder or the file cannot be used.
         """
         known = known or cls.read(state_dir)
-        claimed = cls(state_dir / "node.json", known.incarnation + 1, known.epoch, known.run, secrets.randbits(62))
+        path, process = state_dir / "node.json", secrets.randbits(62)
+        claimed = cls(path, known.incarnation + 1, known.epoch, known.run, known.finished, process)
         claimed._save()
         return claimed
 
@@ -73,6 +78,18 @@ class NodeState:
             self.run, self.epoch = run, epoch
             self._save()
 
+    def see_end(self, run: str) -> None:
+        """Remember that this run is finished; an empty text: that another one, or it again, has begun.
+
+        It is only a help for the next start: a folder that cannot be written is logged.
+        """
+        if run != self.finished:
+            self.finished = run
+            try:
+                self._save()
+            except StateUnusable as error:
+                _log.warning("the end of the run is not remembered reason=%r", str(error))
+
     def _save(self) -> None:
         if self.path is None:
             return
@@ -81,7 +98,7 @@ class NodeState:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
                 kept = {"incarnation": self.incarnation, "epoch": self.epoch, "run": self.run}
-                json.dump(kept, file, allow_nan=False)
+                json.dump(kept | {"finished": self.finished}, file, allow_nan=False)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
@@ -143,8 +160,6 @@ def _unusable(path: Path, error: Exception) -> StateUnusable:
 #
 # `algo/error_feedback.py` drives the buffers; durable ones have a copy on disk. The training thread decides, the worker
 # writes into a buffer; a buffer is read again only once its encoding has been reported.
-
-_log = logging.getLogger(__name__)
 
 Later = Callable[[Callable[[], None]], None]  # runs a job before the next encoding, in the encoder's thread
 

@@ -70,6 +70,9 @@ class NodeConfig:
     """Most bytes to read from each text."""
     data_phases: tuple[Path, ...] = ()
     """The text of each re-warm that brings new data, in order."""
+    give_up: float = 0.0
+    """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
+    never."""
     nproc: int = 1
     """Processes on this host, one per device."""
     restarts: int = 3
@@ -163,6 +166,7 @@ def train(
         http=config.http,
         http_names=config.http_names,
         link=link_of(config, environ or {}),
+        give_up_s=config.give_up,
         tau=config.tau,
         adapt_tau=config.adapt_tau,
         anchors="device" if config.anchors == "device" else "host",

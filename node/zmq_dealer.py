@@ -66,6 +66,8 @@ class LinkConfig:
     """What it may send."""
     inventory: Inventory = NOTHING
     """What it tells of its machine."""
+    give_up_s: float = 0.0
+    """Seconds without a session after which the link delivers Unreachable; 0: never."""
     kept: Path | None = None
     """File for what is known of the link, so that the first blobs of the next start fill it."""
     limits: Limits = field(default_factory=Limits)
@@ -469,6 +471,7 @@ class LinkThread:
             uplink=config.uplink,
             known=None if config.kept is None else read_known(config.kept, config.coordinator),
             keep=self._keep,
+            give_up_s=config.give_up_s,
         )
         link.start(self._hello, self._deliver)
         await self._closing.wait()

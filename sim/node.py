@@ -56,7 +56,7 @@ class SimulatedLink:
     def __init__(self, link: NodeLink, process: Process, setup: NodeSetup) -> None:
         self._link, self._process, self._setup = link, process, setup
 
-    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent], None]) -> None:
+    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent | Exception], None]) -> None:
         self._link.start(lambda: dataclasses.replace(hello(), protocol_max=self._setup.protocol), deliver)
 
     def close(self) -> None:

@@ -27,6 +27,13 @@ SHARED_CHUNK = 128 << 10  # ... where several lanes share a blob: the last chunk
 CHUNK_S = 0.004  # ... and at least, in time: what it costs the two daemons, some 0.1 ms each, is little beside that
 LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob
 
+BACKOFF_S = (0.1, 5.0)
+"""First and longest pause of a node between two attempts to connect; the second to tenth double, each is jittered by a
+half."""
+
+LAST_CALL_S = 1.5 * BACKOFF_S[1] + 5.0
+"""So long a coordinator serves after the run's end: the longest pause of a node that dials, and 5 s to connect."""
+
 INITIAL_FLIGHT = 4 << 20  # bytes in flight before the link is known
 LEAST_FLIGHT = 1 << 20  # ... and at least, once it is, where the link carries them in a second
 

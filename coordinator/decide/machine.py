@@ -155,6 +155,11 @@ class CoordinatorMachine:
         """Nodes that are connected or may return."""
         return self._membership.awaited
 
+    @property
+    def all_told(self) -> bool:
+        """Whether every node that has come to this start has left because the run is over."""
+        return self._membership.all_told
+
     def start(self) -> list[ev.Command]:
         """Commands of a restart: windows that can close at once."""
         return self._decisions.take()

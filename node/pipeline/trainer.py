@@ -100,6 +100,7 @@ def train_stage(
         http=config.http,
         http_names=config.http_names,
         link=link_of(config, environ or {}),
+        give_up_s=config.give_up,
         tau=config.tau,
         adapt_tau=config.adapt_tau,
         holds=(number,),

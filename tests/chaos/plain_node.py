@@ -28,7 +28,7 @@ def train(
 
     `pace` is asked for the seconds before each step.
     """
-    with join(address, model(), name=name, state_dir=folder, timeout_s=90.0) as node:
+    with join(address, model(), name=name, state_dir=folder, give_up_s=90.0) as node:
         assert node.executor is not None and node.executor.replica is not None
         replica = node.executor.replica
         draw = torch.Generator().manual_seed(sum(name.encode()))

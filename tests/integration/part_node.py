@@ -61,7 +61,7 @@ def train_ranks(coordinator: str, name: str) -> None:
     names = STAGES[int(os.environ["RANK"])]
     parts = [Part(names[:1]), Part(names[1:])]
     optimizers = Optimizers(parts)
-    with join(coordinator, parts, optimizers, name=name, state_dir=Path(name), hook=True, timeout_s=60.0) as node:
+    with join(coordinator, parts, optimizers, name=name, state_dir=Path(name), hook=True, give_up_s=60.0) as node:
         torch.manual_seed(sum(name.encode()))
         while node.running:
             time.sleep(STEP_S)
@@ -75,7 +75,7 @@ def train_ranks(coordinator: str, name: str) -> None:
 
 def train(coordinator: str, name: str, stages: tuple[int, ...]) -> None:
     model = Part(part for stage in stages for part in STAGES.get(stage, ()))
-    with join(coordinator, model, name=name, state_dir=Path(name), holds=stages, timeout_s=60.0) as node:
+    with join(coordinator, model, name=name, state_dir=Path(name), holds=stages, give_up_s=60.0) as node:
         torch.manual_seed(sum(name.encode()))
         while node.running:
             time.sleep(STEP_S)

@@ -79,7 +79,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"tau": True}, "join(tau=…) got a bool: a whole number"),
         ({"holds": 1}, "join(holds=…) got an int: the numbers of pipeline stages, as (0, 1)"),
         ({"holds": "01"}, "join(holds=…) got a str"),
-        ({"timeout_s": "60"}, "join(timeout_s=…) got a str: seconds, as 60.0"),
+        ({"give_up_s": "60"}, "join(give_up_s=…) got a str: seconds, as 60.0"),
         ({"hook": 1}, "join(hook=…) got an int: True or False"),
         ({"hook": True}, "join(hook=True) needs optimizer="),
         ({"scaler": 3}, "join(scaler=…) got an int: a torch.amp.GradScaler"),
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
 def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
     given: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    arguments = {"model": nn.Linear(1, 1), "name": "a", "state_dir": tmp_path / "s", "timeout_s": 0.1}
+    arguments = {"model": nn.Linear(1, 1), "name": "a", "state_dir": tmp_path / "s", "give_up_s": 0.1}
     with pytest.raises(LoopError, match=re.escape(words)) as caught:
         join(**{"coordinator": NOWHERE, **arguments, **given})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value) and not (tmp_path / "s").exists()
@@ -122,7 +122,7 @@ def test_what_is_wrong_with_the_environment_is_one_line(
     monkeypatch.setenv("FARLOOP_NODE__NAME", "oslo")
     monkeypatch.setenv(f"FARLOOP_NODE__{variable}", value)
     with pytest.raises(LoopError, match=re.escape(words)) as caught:
-        join(NOWHERE, nn.Linear(1, 1), state_dir=tmp_path, timeout_s=0.1)
+        join(NOWHERE, nn.Linear(1, 1), state_dir=tmp_path, give_up_s=0.1)
     assert "\n" not in str(caught.value)
 
 
@@ -185,6 +185,6 @@ def test_a_node_that_leaves_saves_the_optimizer_as_it_is_then(
 
 
 def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(Unreachable, match=r"no answer from the coordinator within 0\.1 s") as caught:
-        join(NOWHERE, nn.Linear(1, 1), name="a", state_dir=tmp_path, timeout_s=0.1)
+    with pytest.raises(Unreachable, match=r"no session with the coordinator \S+ for 0\.1 s, after which") as caught:
+        join(NOWHERE, nn.Linear(1, 1), name="a", state_dir=tmp_path, give_up_s=0.1)
     assert caught.value.retriable and caught.value.exit_code == 5

@@ -25,6 +25,7 @@ NAMED = (
     "Reasons",
     "Participation",
     "Deadlines",
+    "The end",
     "Figures",
 )
 """Sections that have a name and no letter."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import statuses
 from machines import Machine
 
 from farloop.cli import doctor
@@ -24,7 +25,11 @@ from farloop.cli.doctor import (
     print_findings,
     way_of,
 )
+from farloop.cli.doctor import _coordinator as dial
 from farloop.cli.keys import write_pair
+from farloop.cli.status import fetch, saved
+from farloop.config.exit_codes import CommandError
+from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.status import InventoryStatus, LinkStatus
 from farloop.node.machine_info import Limits, OperatorLabels, look_around
 from farloop.wire.machine_info import Inventory, Nic
@@ -75,6 +80,28 @@ def test_a_wrong_file_is_a_finding_beside_the_others(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text("[node]\nname = 'a'\n[data]\npath = 'nowhere'\n")
     data = found(tmp_path / "node.toml")["data"]
     assert (data.level, data.detail) == ("fail", f"no file or folder {tmp_path / 'nowhere'}")
+
+
+def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a state folder or a node's own record shows it."""
+    path, told, state = run_toml(tmp_path), statuses.finished(), tmp_path / "s"
+    state.mkdir()
+    with pytest.raises(CommandError, match=r"no status at .*: no such file .* when it ends in order"):
+        saved(state)
+    (state / "status.json").write_text(json.dumps(told))
+    assert saved(state) == told
+    assert found(path)["state"].detail.startswith(f"run {told['run']['name']} is finished: {state}")
+    monkeypatch.chdir(tmp_path)
+    state.rename("state")
+    with pytest.raises(CommandError, match=r"no coordinator at .* is finished: farloop status --state state"):
+        fetch("127.0.0.1:1")
+    monkeypatch.setattr(doctor, "connect", lambda address: "connection refused")
+    (tmp_path / "node.json").write_text(
+        '{"incarnation": 1, "epoch": 1, "run": "", "finished": "demo (fingerprint 12)"}'
+    )
+    levels = {folder: dial(parse_tcp("tcp://127.0.0.1:1"), folder) for folder in (tmp_path, state)}
+    assert [finding.level for finding in levels.values()] == ["ok", "fail"]
+    assert "run demo (fingerprint 12) is finished" in levels[tmp_path].detail
 
 
 def test_a_secret_that_is_open_to_others_fails_with_the_command_that_mends_it(tmp_path: Path) -> None:

@@ -737,6 +737,20 @@ def test_the_run_ends_with_the_last_final_window(spec: RunSpec) -> None:
     assert run.machine.awaited == []
 
 
+def test_all_are_told_once_every_node_has_left_because_of_the_end(spec: RunSpec) -> None:
+    """V: the coordinator may end. One that was drained, or was lost, may be dialling."""
+    run = Run(spec, "abc")
+    run.say(C, msg.Leave(reason=Reason.DRAINED))
+    finish(run, A, B)
+    for node in (A, B):
+        assert not run.machine.all_told
+        run.say(node, msg.Leave(reason=Reason.RUN_FINISHED))
+    assert not run.machine.all_told and run.machine.awaited == []
+    run.greet(C, incarnation=2)
+    run.say(C, msg.Leave(reason=Reason.RUN_FINISHED))
+    assert run.machine.all_told
+
+
 def test_a_coordinator_that_stops_closes_no_window_for_want_of_the_nodes_it_sent_away(spec: RunSpec) -> None:
     """E: its own farewell ends their sessions; after the next start their deltas are merged as if nothing had been."""
     run = Run(spec, "ab")

@@ -22,7 +22,7 @@ from farloop.node import executor as executor_module
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.control_variates import ALPHA
 from farloop.node.driver import Driver
-from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
+from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, RunOver, StateUnusable, Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
 from farloop.node.replica import Replica, Sent
@@ -654,8 +654,18 @@ def test_the_driver_tells_the_coordinator_of_an_error_before_it_raises_it(
     play.driver.close()
 
 
-def test_the_driver_gives_up_on_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_driver_without_a_coordinator_gives_up_or_knows_that_the_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play = Play(tmp_path, driven=True)
-    with pytest.raises(Unreachable, match=r"no answer from the coordinator within 0\.01 s"):
-        play.driver.wait_for_spec(0.01)
+    play.link.deliver(Unreachable("no session"))
+    with pytest.raises(Unreachable, match="no session"):
+        play.driver.wait_for_spec()
+    play.driver._state.see_end("demo")
+    play.link.deliver(Unreachable("no session"))
+    with pytest.raises(RunOver, match=r"^run demo is finished: this node saw its end, and no coordinator answers"):
+        play.driver.wait_for_spec()
+    monkeypatch.setattr("farloop.node.driver.LAST_CALL_S", 0.0)
+    with pytest.raises(RunOver):
+        play.driver.wait_for_spec()
     play.driver.close()

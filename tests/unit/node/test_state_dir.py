@@ -21,12 +21,16 @@ def test_every_start_has_a_higher_incarnation_and_knows_the_highest_epoch_of_its
     """A start counts even if nothing more happens: it is durable before the first greeting."""
     folder = tmp_path / "new" / "node-a"
     first = NodeState.claim(folder)
-    assert json.loads((folder / "node.json").read_text()) == {"incarnation": 1, "epoch": 0, "run": ""}
+    assert json.loads((folder / "node.json").read_text()) == {
+        "incarnation": 1, "epoch": 0, "run": "", "finished": "",
+    }  # fmt: skip
     for run, epoch in (("another", 9), ("this", 3), ("this", 4), ("this", 3)):
         first.see_epoch(run, epoch)
     second = NodeState.claim(folder)
     assert (first.incarnation, second.incarnation, second.epoch, second.run) == (1, 2, 4, "this")
     assert first.process != second.process != 0
+    second.see_end("run")
+    assert NodeState.read(folder).finished == "run"
     other_host = NodeState.claim(tmp_path / "other host", second)
     assert (other_host.incarnation, other_host.epoch, other_host.run) == (3, 4, "this")
 

@@ -519,20 +519,20 @@ def test_what_differs_between_machines_comes_from_the_environment(
     for key, value in {"coordinator": "tcp://127.0.0.1:1", "name": "oslo", "state_dir": str(tmp_path / "a")}.items():
         monkeypatch.setenv(f"FARLOOP_NODE__{key.upper()}", value)
     with pytest.raises(Unreachable):
-        join(None, nn.Linear(1, 1), timeout_s=0.0)
+        join(None, nn.Linear(1, 1), give_up_s=0.01)
     assert (tmp_path / "a").is_dir()
     with pytest.raises(Unreachable):
-        join(None, nn.Linear(1, 1), state_dir=tmp_path / "b", timeout_s=0.0)
+        join(None, nn.Linear(1, 1), state_dir=tmp_path / "b", give_up_s=0.01)
     assert (tmp_path / "b").is_dir(), "an argument comes first"
     with pytest.raises(Unreachable):
-        join(None, nn.Linear(1, 1), state_dir=str(tmp_path / "c"), timeout_s=0.0)
+        join(None, nn.Linear(1, 1), state_dir=str(tmp_path / "c"), give_up_s=0.01)
     assert (tmp_path / "c").is_dir(), "a path may be a str"
     monkeypatch.delenv("FARLOOP_NODE__NAME")
     with pytest.raises(LoopError, match=r"^join got no name: give name=…, .* or set FARLOOP_NODE__NAME$"):
-        join(None, nn.Linear(1, 1), timeout_s=0.0)
+        join(None, nn.Linear(1, 1), give_up_s=0.01)
     monkeypatch.setenv("FARLOOP_NODE_NAME", "oslo")
     with pytest.raises(LoopError, match="FARLOOP_NODE_NAME is not read: did you mean FARLOOP_NODE__NAME, with two"):
-        join(None, nn.Linear(1, 1), name="oslo", timeout_s=0.0)
+        join(None, nn.Linear(1, 1), name="oslo", give_up_s=0.01)
 
 
 def test_parts_of_a_batch_add_up_on_one_process_too() -> None:
@@ -663,8 +663,8 @@ def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"^leave\(timeout_s=.*0 seconds or more are wanted"):
         loop.node.leave(seconds)
     assert loop.node.running
-    with pytest.raises(ValueError, match=r"^join\(timeout_s=.*0 seconds or more are wanted"):
-        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", timeout_s=seconds)
+    with pytest.raises(ValueError, match=r"^join\(give_up_s=.*0 seconds or more are wanted"):
+        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", give_up_s=seconds)
     with pytest.raises(ValueError, match=r"rto_s is .*: seconds above 0 are wanted, as 2"):
         Timing(rto_s=seconds)
 

@@ -10,7 +10,7 @@ from farloop.node import trainer
 from farloop.node.library import join
 from farloop.node.trainer import NodeConfig, train
 
-OTHER = {"hang_timeout": "hang_timeout_s"}  # settings that `join` calls otherwise
+OTHER = {"hang_timeout": "hang_timeout_s", "give_up": "give_up_s"}  # settings that `join` calls otherwise
 
 
 class Joined(Exception):
@@ -29,7 +29,8 @@ def test_every_setting_that_join_has_is_given_to_it(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trainer, "join", joining)
     config = NodeConfig(
         name="oslo", data=text, hang_timeout=12.5, save_every_rounds=3, save_optimizer=False, tau=2, http="127.0.0.1:1",
-        http_names="oslo.example", fingerprint="0123456789abcdef", state_dir=tmp_path, anchors="device", adapt_tau=True,
+        give_up=90.0, http_names="oslo.example", fingerprint="0123456789abcdef", state_dir=tmp_path, anchors="device",
+        adapt_tau=True,
     )  # fmt: skip
     with pytest.raises(Joined):
         train(config)

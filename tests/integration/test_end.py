@@ -1,0 +1,59 @@
+"""The end of a run, for those that come after it: nodes, commands, and a coordinator on the finished state."""
+
+import json
+import signal
+
+import pytest
+from loopback import NewRun, Run, assert_one_line
+
+from farloop.config.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+def small(new_run: NewRun, **coordinator: object) -> Run:
+    run = new_run(name="tokyo", steps=8, nodes=1, method="streaming", h=4, tau=1)
+    run.tables["coordinator"] |= coordinator
+    return run
+
+
+def test_who_comes_after_the_end_learns_of_it_and_ends_well(new_run: NewRun) -> None:
+    """M: a node that finds nobody pauses for up to 7.5 s: a restarted coordinator serves longer, whoever it knows."""
+    run = small(new_run)
+    run.until_done(run.start_coordinator(), run.start_node("a"))
+    assert json.loads((run.folder / "a" / "node.json").read_text())["finished"].startswith("tokyo (fingerprint ")
+    late, again = run.start_node("late"), run.start_node("a")
+    assert run.until_ended(again) == ExitCode.DONE
+    assert "farloop: run tokyo (fingerprint" in again.last_line and "no coordinator answers" in again.last_line
+    assert late.running and "event=waiting" in late.said and "give_up=never" in late.said
+    coordinator = run.start_coordinator()
+    assert [run.until_ended(daemon) for daemon in (late, coordinator)] == [ExitCode.DONE] * 2, run.logs()
+    assert late.last_line.endswith("event=finished") and "run tokyo is finished" in coordinator.last_line
+
+
+def test_a_coordinator_may_serve_on_after_the_end(new_run: NewRun) -> None:
+    run = small(new_run, after_end="serve")
+    coordinator = run.start_coordinator()
+    for name in ("a", "late"):
+        assert run.until_ended(run.start_node(name)) == ExitCode.DONE, run.logs()
+    run.until("its page says so", lambda status: status["run"]["state"] == "finished")
+    coordinator.signal(signal.SIGTERM)
+    assert run.until_ended(coordinator) == ExitCode.DONE and "run tokyo is finished" in coordinator.last_line
+    run.tables["run"]["steps"] = 30
+    more = run.start_coordinator()
+    assert run.until_ended(more) == ExitCode.REFUSED
+    assert_one_line(more, "run tokyo, which is finished after 8 steps", f'init = "{run.state_dir}/model.safetensors"')
+
+
+def test_a_node_gives_up_at_its_start_and_later(new_run: NewRun) -> None:
+    run = new_run(steps=100_000, nodes=1, method="streaming", h=4, tau=1)
+    early = run.start_node("early", give_up=0.2)
+    assert run.until_ended(early) == ExitCode.UNREACHABLE
+    assert_one_line(early, f"no session with the coordinator {run.address} for 0.2 s", "is the coordinator running")
+    coordinator = run.start_coordinator()
+    run.until("it serves", lambda status: True)
+    a = run.start_node("a", give_up=5.0)
+    run.until("it trains", lambda status: sum(status["versions"]) > 2)
+    coordinator.kill()
+    assert run.until_ended(a) == ExitCode.UNREACHABLE
+    assert_one_line(a, "for 5 s, after which this node gives up")
