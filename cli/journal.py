@@ -168,7 +168,8 @@ def salvage_journal(
 ) -> None:
     """Find the newest consistent state of a damaged folder, and list what would be lost.
 
-    Changes nothing without --write. Stop the coordinator first. Exits with 6 if no consistent state is left.
+    Changes nothing without --write. Stop the coordinator first: the folder of one at work is refused. Exits with 6 if
+    no consistent state is left.
 
     Example: farloop journal salvage --state state --write
     """

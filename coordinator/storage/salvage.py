@@ -9,7 +9,7 @@ interrupted salvage leaves the directory unchanged, or is finished when salvage 
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import (
     JournalCorrupt,
     NoRoom,
+    ReadOnly,
     SnapshotCorrupt,
     StateMismatch,
     StorageError,
@@ -62,11 +63,22 @@ class Salvage:
 def salvage(directory: Path, files: Files = DISK) -> Salvage:
     """Find the newest consistent state. Changes nothing.
 
+    A coordinator at work deletes and writes files between two reads: what is whole would look damaged.
+
     Raises:
+        StateLocked: a coordinator is at work here.
         StateMismatch: there is none.
         NoRoom: no file can be opened now.
         StorageFailed: the disk refused a read.
     """
+    with suppress(ReadOnly):  # nobody can write there
+        if files.identity(directory / "lock") is not None:
+            with closing(files.lock(directory / "lock")):
+                return _newest_consistent(directory, files)
+    return _newest_consistent(directory, files)
+
+
+def _newest_consistent(directory: Path, files: Files) -> Salvage:
     try:
         items, ends = _candidates(directory, read_damaged(directory, files), files)
     except (JournalCorrupt, StateMismatch) as error:  # no record says which run it is
