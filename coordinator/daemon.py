@@ -7,9 +7,10 @@ written in one storage thread, snapshots in another, and the arithmetic runs in 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from farloop.coordinator import admin
 from farloop.coordinator.change_terms import handlers
@@ -63,7 +64,7 @@ class CoordinatorConfig:
     """Where the state is copied to: s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH. Without it, there are no
     copies."""
     copy_every_s: float = 600.0
-    """Seconds between two copies."""
+    """Seconds between two copies, also over restarts. One more is made at the run's end, and at an orderly stop."""
     map_buffers: bool = False
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
@@ -198,6 +199,8 @@ class Coordinator:
                 self.observer.says_good_bye(reason)
                 executor.say_goodbye(reason)
                 await asyncio.sleep(GOODBYE_S)
+                if self._copying is not None:
+                    await self._copying.last(self._first(stop.wait(), self._until(lambda: False)))
                 for task in tasks:
                     task.cancel()
             self._raise_error()
@@ -214,12 +217,7 @@ class Coordinator:
             executor.storage.close()
 
     async def _until_over(self, stop: asyncio.Event) -> None:
-        async with asyncio.TaskGroup() as group:
-            over = (stop.wait(), self._until_told())
-            waiters = [group.create_task(waiter) for waiter in over]
-            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-            for waiter in waiters:
-                waiter.cancel()
+        await self._first(stop.wait(), self._until_told())
 
     async def _until_told(self) -> None:
         """Wait until the run is finished and its nodes know.
@@ -230,6 +228,8 @@ class Coordinator:
         await self._until(lambda: self.executor.finished)
         serves = self.config.after_end == "serve"
         _log.info("run finished note='%s'", "serving until stopped" if serves else "serving until all nodes know")
+        if self._copying is not None:
+            await self._first(self._copying.copy(), self._until(lambda: False))
         await self._until(lambda: not serves)
         restarted, now = self.store.ledger.epoch > 1, asyncio.get_running_loop().time()
         with contextlib.suppress(TimeoutError):
@@ -239,6 +239,14 @@ class Coordinator:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await self._until(lambda: self.executor.idle)
+
+    async def _first(self, *ends: Coroutine[Any, Any, object]) -> None:
+        """Wait until one of them has ended. Raises what ends the process."""
+        async with asyncio.TaskGroup() as group:
+            waiters = [group.create_task(end) for end in ends]
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            for waiter in waiters:
+                waiter.cancel()
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition of the executor. Raises what ends the process."""

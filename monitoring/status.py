@@ -141,7 +141,7 @@ class CopyStatus(TypedDict):
     """Copies of the state in an object store, by this start of the coordinator."""
 
     url: str
-    lag_s: float  # age of the newest copy; before the first, time since the start
+    lag_s: float  # age of the newest copy in the store; before the first, time since the start
     copies: int
     failures: int
     bytes: int  # of the newest copy

@@ -5,13 +5,16 @@ import base64
 import dataclasses
 import json
 import logging
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import xxhash
@@ -25,13 +28,21 @@ from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.segment import refuse_half_salvaged, segment_paths
 from farloop.monitoring.status import CopyStatus
+from farloop.monitoring.units import size_text
 
 # --- Object store (s3://, gs://, az://, file://): the only place where obstore is used
 #
 # Credentials and endpoints come from the environment, as the store's own tools read them (AWS_ACCESS_KEY_ID,
 # AWS_ENDPOINT_URL and so on).
 
-CALL_TIMEOUT = "60s"  # for one request of a transfer; a large object has many
+# A transfer is bounded by its progress, not by its length. A body that arrives may pause for `IDLE_S`. obstore counts a
+# body that is sent as a pause (0.12: `read_timeout` runs until the answer), so each part has to be sent within it.
+
+IDLE_S = 60.0
+RANGE_BYTES = 16 << 20  # of an object that is read: what a dropped connection repeats
+PART_BYTES = 5 << 20  # of an object that is written; S3 takes no smaller ones. In `IDLE_S`: 87 kB/s at least.
+MOST_PARTS = 8  # at a time, where the link sends each in a few seconds
+_PARTS_S = 10.0
 SCHEMES = ("s3", "gs", "az", "file")
 
 
@@ -56,6 +67,10 @@ def check_url(url: str) -> str:
 class Bucket:
     """One prefix of one store. Blocks: to be called from a thread that has nothing else to do."""
 
+    _folder: Path | None = None  # of a store that is a folder
+    _rate = 0.0  # bytes per second of the last large object that was written
+    closed = False  # set it, and nothing more is written
+
     def __init__(self, url: str) -> None:
         """Raises CopyFailed: the store cannot be reached, or `obstore` is not installed."""
         self.url = url
@@ -65,34 +80,69 @@ class Bucket:
             raise CopyFailed(f"{url}: {error}") from error
         try:
             import obstore
-            from obstore.store import LocalStore, from_url
+            import obstore.store
         except ImportError as error:
             raise CopyFailed(f"{url}: needs the extra 'cloud': pip install 'farloop[cloud]'") from error
         self._obstore: Any = obstore
         try:
             if scheme == "file":
-                self._store: Any = LocalStore(Path(unquote(urlsplit(url).path)), mkdir=True)
+                self._folder = Path(unquote(urlsplit(url).path))
+                self._store: Any = self._obstore.store.LocalStore(self._folder, mkdir=True)
             else:
-                plain = {"allow_http": True, "timeout": CALL_TIMEOUT}
-                self._store = from_url(url, client_options=plain, retry_config={"max_retries": 3})
+                idle = timedelta(seconds=IDLE_S)
+                # Without a `timeout`, obstore has one of 30 s for a request and its answer.
+                client = {"allow_http": True, "read_timeout": idle, "timeout": timedelta(days=365)}
+                retry = {"max_retries": 3, "retry_timeout": idle}
+                self._store = self._obstore.store.from_url(url, client_options=client, retry_config=retry)
         except Exception as error:
             raise self._failed("open", error) from error
 
-    def put(self, path: str, data: bytes | memoryview) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Write an object atomically. Raises CopyFailed."""
+        size, given, began = len(data), 0, time.monotonic()
+        most = max(1, min(MOST_PARTS, int(self._rate * _PARTS_S / PART_BYTES)))
+
+        def parts() -> Iterator[memoryview]:
+            nonlocal given
+            for given in range(0, size, PART_BYTES):
+                if self.closed:
+                    raise CopyFailed("the coordinator stops")
+                yield memoryview(data)[given : given + PART_BYTES]
+
         try:
-            self._obstore.put(self._store, path, data)
+            if size <= PART_BYTES:
+                self._obstore.put(self._store, path, b"".join(parts()))
+            else:
+                self._obstore.put(self._store, path, parts(), chunk_size=PART_BYTES, max_concurrency=most)
+                self._rate = size / (time.monotonic() - began)
         except Exception as error:
-            raise self._failed(f"write {path}", error) from error
+            self._rate = 0.0
+            done = max(0, given - most * PART_BYTES)  # the rest was on its way
+            raise self._failed(f"write {path}{_progress(done, size, began)}", error) from error
 
     def get(self, path: str) -> bytes | None:
         """An object's bytes; None where there is none. Raises CopyFailed."""
+        data, size, began = bytearray(), -1, time.monotonic()
         try:
-            return bytes(self._obstore.get(self._store, path).bytes())
+            while len(data) != size:
+                of = {"range": (len(data), len(data) + RANGE_BYTES)}
+                found = self._obstore.get(self._store, path, options=of)
+                size = found.meta["size"]
+                for piece in found.stream(min_chunk_size=1 << 20):
+                    data += piece
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._failed(f"read {path}", error) from error
+            raise self._failed(f"read {path}{_progress(len(data), size, began)}", error) from error
+        return bytes(data)
+
+    def age_s(self, path: str) -> float:
+        """Seconds since an object was written, by the store's clock. Raises CopyFailed."""
+        try:
+            written: datetime = self._obstore.head(self._store, path)["last_modified"]
+        except Exception as error:
+            raise self._failed(f"look at {path}", error) from error
+        return max(0.0, (datetime.now(UTC) - written).total_seconds())
 
     def paths(self, under: str) -> list[str]:
         """Every object under a folder, sorted. Raises CopyFailed."""
@@ -102,18 +152,26 @@ class Bucket:
             raise self._failed(f"list {under}", error) from error
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; missing ones are ignored. Raises CopyFailed."""
+        """Delete objects; missing ones are ignored. Also what kills left of `put` in a folder. Raises CopyFailed."""
         try:
             for path in paths:
-                self._obstore.delete(self._store, path)
-        except FileNotFoundError:
-            return
+                with suppress(FileNotFoundError):
+                    self._obstore.delete(self._store, path)
+            for left in self._folder.rglob("*#*") if self._folder is not None else ():
+                left.unlink(missing_ok=True)
         except Exception as error:
             raise self._failed("delete", error) from error
 
     def _failed(self, what: str, error: Exception) -> CopyFailed:
         lines = str(error).splitlines()
         return CopyFailed(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
+
+
+def _progress(done: int, size: int, began: float) -> str:
+    if size < 0:
+        return ""
+    seconds = time.monotonic() - began
+    return f" at {size_text(done)} of {size_text(size)} after {seconds:.0f} s ({size_text(done / seconds)}/s)"
 
 
 # --- Writing and restoring copies
@@ -124,12 +182,13 @@ class Bucket:
 #     ckpt/<number>/f<fragment>-v<version>.safetensors   as `snapshots.py` writes them
 #     ckpt/<number>/manifest.json                        last: a copy without it is not one
 #
-# The manifest holds the format version, the run's name and fingerprint, the epoch, the versions, size and xxh3-64 of
-# every object, the ledger as a journal record (base64), and a checksum over all that. Deltas without an outcome are not
-# in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored folder is an old state of the run
-# (protocol, Fencing), begun by one segment that holds the ledger.
+# The manifest holds the format version, the run's name and fingerprint, the epoch, whether the run has finished, the
+# versions, size and xxh3-64 of every object, the ledger as a journal record (base64), and a checksum over all that.
+# Deltas without an outcome are not in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored
+# folder is an old state of the run (protocol, Fencing), begun by one segment that holds the ledger.
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 FORMAT_VERSION: Final = 1
 
@@ -163,13 +222,14 @@ class StateCopy:
 
 
 def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
-    """Write a copy, then delete those before the last `kept`. Returns its bytes.
+    """Delete what failed tries left, write a copy, then delete those before the last `kept`. Returns its bytes.
     Raises CopyFailed: there is no new copy; those that were there are."""
-    identity, objects = cut.ledger.spec.identity, []
-    number = max([int(found[1]) for path in bucket.paths(_FOLDER) if (found := _OBJECT.fullmatch(path))], default=0) + 1
+    identity, objects, paths = cut.ledger.spec.identity, [], bucket.paths(_FOLDER)
+    number = max(_complete(paths), default=0) + 1
     if (newest := read_manifest(bucket)) is not None and newest["fingerprint"] != identity.fingerprint():
         whose = f"holds copies of another run ({newest['name']})"
         raise CopyFailed(f"{bucket.url}: {whose}; give this one a prefix of its own")
+    _delete(bucket, [path for path in paths if (found := _OBJECT.fullmatch(path)) and int(found[1]) >= number])
     total = 0
     for fragment, buffers in enumerate(cut.buffers):
         snapshot = snapshots.of_buffers(identity.fingerprint(), fragment, buffers)
@@ -183,6 +243,7 @@ def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
         "name": identity.name,
         "fingerprint": identity.fingerprint(),
         "epoch": cut.ledger.epoch,
+        "finished": cut.ledger.finished,
         "versions": list(cut.ledger.versions),
         "objects": objects,
         "ledger": base64.b64encode(rec.encode(cut.ledger)[1]).decode(),
@@ -259,7 +320,15 @@ def _delete_old(bucket: Bucket, kept: int) -> None:
     numbers = _complete(paths)[-kept:]
     old = [p for p in paths if (found := _OBJECT.fullmatch(p)) and int(found[1]) < numbers[-1]]
     old = [p for p in old if int(p.split("/")[1]) not in numbers]
-    bucket.delete(sorted(old, key=lambda path: not path.endswith("/manifest.json")))
+    _delete(bucket, sorted(old, key=lambda path: not path.endswith("/manifest.json")))
+
+
+def _delete(bucket: Bucket, paths: Sequence[str]) -> None:
+    """Delete objects that no copy needs. A store that keeps them has the copy all the same."""
+    try:
+        bucket.delete(paths)
+    except CopyFailed as error:
+        _log.warning("old copies stay objects=%d why=%r", len(paths), str(error))
 
 
 def _complete(paths: Sequence[str]) -> list[int]:
@@ -280,10 +349,15 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 # --- Periodic copies, in a thread of their own: no commit waits for one
 #
-# A copy that fails is tried again with growing pauses; status, alarm and metric say how old the newest is.
+# There is one every `every_s`, also over restarts: the store knows how old the newest is. One more ends a run
+# and an orderly stop. A copy that fails is tried again with growing pauses; status, alarm and metric say how old
+# the newest is.
 
 FIRST_PAUSE_S = 5.0
-"""Before a copy that failed is tried again; twice as long each time, up to the time between two copies."""
+"""After a start, and before a copy that failed is tried again; then twice as long each time, up to `every_s`."""
+LAST_TRIES = 5  # of the copy at the run's end
+STOP_S = 20.0
+"""Most that an orderly stop waits for its copy: Kubernetes kills 30 s after it has asked to stop, Docker after 45."""
 
 _WHAT = "copy of the state"
 
@@ -305,31 +379,59 @@ class Copying:
         self._bucket, self._every_s, self._kept = open_bucket(url), every_s, kept
         self._cut, self._alarms = cut, alarms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
-        self._copied: tuple[tuple[int, ...], int] | None = None
+        self._lock = asyncio.Lock()
+        self._copied: tuple[tuple[int, ...], int | None] | None = None  # versions; epoch, of a run that goes on
         self._copied_at: float | None = None
         self._began = time.monotonic()
         self.copies = self.failures = self.bytes = 0
 
     async def run(self) -> None:
-        pause_s = 0.0
+        async with self._lock:
+            pause_s = max(FIRST_PAUSE_S, self._every_s - await self._age_s())
+        again_s = FIRST_PAUSE_S
         while True:
-            await asyncio.sleep(min(pause_s or self._every_s, self._every_s))
-            pause_s = 0.0 if await self.copy() else max(FIRST_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(min(pause_s, self._every_s))
+            if await self.copy():
+                pause_s, again_s = self._every_s, FIRST_PAUSE_S
+            else:
+                pause_s, again_s = again_s, min(2 * again_s, self._every_s)
 
     async def copy(self) -> bool:
         """Copy the current state if it changed. Returns whether the newest copy has it."""
+        async with self._lock:
+            return await self._copy()
+
+    async def last(self, stopped: Awaitable[None]) -> None:
+        """Copy the final state of a run, or that of an orderly stop: once `stopped` returns, that gets `STOP_S` more.
+        Raises what `stopped` does."""
+        copying, stopping = asyncio.ensure_future(self._try_often()), asyncio.ensure_future(stopped)
+        try:
+            await asyncio.wait((copying, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                stopping.result()
+            await asyncio.wait((copying,), timeout=STOP_S)
+            if not copying.done() or not copying.result():
+                why = self._alarms.get(_WHAT, f"not done within {STOP_S:g} s")
+                _log.error("last copy failed url=%s lag_s=%.0f why=%r", self._bucket.url, self.lag_s, why)
+        finally:
+            copying.cancel()
+            stopping.cancel()
+
+    async def _try_often(self) -> bool:
+        for tries in range(LAST_TRIES - 1):
+            if await self.copy():
+                return True
+            await asyncio.sleep(FIRST_PAUSE_S * 2**tries)
+        return await self.copy()
+
+    async def _copy(self) -> bool:
         cut = await self._cut()
-        state = (cut.ledger.versions, cut.ledger.epoch)
+        state = (cut.ledger.versions, cut.ledger.epoch if not cut.ledger.finished else None)
         if state == self._copied:
             self._copied_at = time.monotonic()
             return True
-        try:
-            loop = asyncio.get_running_loop()
-            written = await loop.run_in_executor(self._thread, lambda: write_copy(self._bucket, cut, kept=self._kept))
-        except CopyFailed as error:
-            self.failures += 1
-            self._alarms[_WHAT] = str(error)
-            _log.warning("copy failed why=%r", str(error))
+        written = await self._in_thread(lambda: write_copy(self._bucket, cut, kept=self._kept))
+        if written is None:
             return False
         self._alarms.pop(_WHAT, None)
         self._copied, self._copied_at = state, time.monotonic()
@@ -337,9 +439,34 @@ class Copying:
         _log.info("copied url=%s versions=%s bytes=%d", self._bucket.url, ",".join(map(str, state[0])), written)
         return True
 
+    async def _age_s(self) -> float:
+        """Of the newest copy in the store; infinite without one."""
+
+        def look() -> tuple[dict[str, Any], float] | None:
+            if (manifest := read_manifest(self._bucket)) is None:
+                return None
+            return manifest, self._bucket.age_s(f"{manifest['folder']}/manifest.json")
+
+        if (found := await self._in_thread(look)) is None:
+            return math.inf
+        manifest, age_s = found
+        epoch = None if manifest["finished"] else manifest["epoch"]
+        self._copied, self._copied_at = (tuple(manifest["versions"]), epoch), time.monotonic() - age_s
+        return age_s
+
+    async def _in_thread(self, call: Callable[[], _T]) -> _T | None:
+        """What it returns; None where it failed, with an alarm."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except CopyFailed as error:
+            self.failures += 1
+            self._alarms[_WHAT] = str(error)
+            _log.warning("copy failed why=%r", str(error))
+            return None
+
     @property
     def lag_s(self) -> float:
-        """Age of the newest copy; before the first, time since the start."""
+        """Age of the newest copy in the store; without one, time since the start."""
         return time.monotonic() - (self._began if self._copied_at is None else self._copied_at)
 
     def status(self) -> CopyStatus:
@@ -354,4 +481,5 @@ class Copying:
 
     def close(self) -> None:
         """Abandon a copy in progress: without its manifest it does not count."""
+        self._bucket.closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,19 +1,19 @@
-"""Copies to real object stores: a folder, and an S3 server on this machine where there is one to install."""
+"""Copies to real object stores: a folder, and a small S3 server on loopback."""
 
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
-from loopback import PACED, NewRun, assert_all_agree, assert_one_line, free_port
+from loopback import PACED, NewRun, assert_all_agree, assert_one_line
+from object_server import ObjectServer, serving
 
 from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.storage import copies
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest
 
 pytestmark = [
@@ -24,31 +24,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a prefix in a bucket of a local S3 server."""
-    if find_spec("moto") is None:
-        pytest.skip("needs moto[server], an S3 server for tests")
-    port = free_port()
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
-    endpoint = f"http://127.0.0.1:{port}"
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urlopen(Request(f"{endpoint}/runs", method="PUT")).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "the server does not come up"
-                time.sleep(0.2)
-        yield "s3://runs/first"
-    finally:
-        server.kill()
-        server.wait()
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with serving(monkeypatch) as server:
+        yield server
 
 
 def says_what_a_store_says(bucket: Bucket) -> None:
@@ -58,16 +36,54 @@ def says_what_a_store_says(bucket: Bucket) -> None:
         bucket.put(path, data)
     assert bucket.paths("ckpt") == ["ckpt/1/a", "ckpt/2/b"]
     assert (bucket.get("ckpt/1/a"), bucket.get("ckpt/2/b")) == (b"second", large)
-    bucket.delete(["ckpt/1/a", "ckpt/1/nothing"])
+    assert bucket.age_s("ckpt/2/b") >= 0.0
+    bucket.delete(["ckpt/1/nothing", "ckpt/1/a"])
     assert bucket.paths("ckpt") == ["ckpt/2/b"]
 
 
-def test_a_folder_is_an_object_store(tmp_path: Path) -> None:
-    says_what_a_store_says(Bucket((tmp_path / "a b").as_uri()))
+def test_a_folder_is_an_object_store_and_what_kills_left_in_it_goes(tmp_path: Path) -> None:
+    bucket = Bucket((tmp_path / "a b").as_uri())
+    says_what_a_store_says(bucket)
+    left = tmp_path / "a b" / "ckpt" / "2" / "c#1"  # as obstore names what it has not finished
+    left.write_bytes(b"half")
+    bucket.delete([])
+    assert not left.exists() and bucket.paths("ckpt") == ["ckpt/2/b"]
 
 
-def test_an_s3_server_is_an_object_store(s3: str) -> None:
-    says_what_a_store_says(Bucket(s3))
+def test_an_s3_server_is_an_object_store(server: ObjectServer) -> None:
+    says_what_a_store_says(Bucket("s3://runs/first"))
+
+
+def test_a_transfer_may_take_any_time_while_it_goes_on(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request, and all of its body, were cut after 60 s and begun again: over a slow link no copy could be read."""
+    monkeypatch.setattr(copies, "IDLE_S", 3.0)
+    monkeypatch.setattr(copies, "PART_BYTES", 128 << 10)
+    bucket, data = Bucket("s3://runs/first"), os.urandom(2 << 20)
+    server.bytes_per_s = 400e3
+    began = time.monotonic()
+    bucket.put("ckpt/1/a", data)
+    wrote_s = time.monotonic() - began
+    assert bucket.get("ckpt/1/a") == data
+    assert min(wrote_s, time.monotonic() - began - wrote_s) > copies.IDLE_S
+    parts = [size for method, size in server.bodies if method == "PUT"]
+    assert sum(parts) == len(data) and max(parts) == copies.PART_BYTES, "none was sent again"
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_a_body_that_stands_still_fails_within_the_idle_time_and_says_how_far_it_came(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(copies, "IDLE_S", 2.0)
+    monkeypatch.setattr(copies, "PART_BYTES", 1 << 20)
+    bucket, data = Bucket("s3://runs/first"), os.urandom(6 << 20)
+    if method == "GET":
+        bucket.put("ckpt/1/a", data)
+    server.stands_still, server.still_after = method, 2
+    how = r"(read|write) ckpt/1/a at [1-4]\.\d+ MB of 6\.29 MB after \d+ s \(.*/s\): "
+    with pytest.raises(CopyFailed, match=how) as error:
+        _ = bucket.get("ckpt/1/a") if method == "GET" else bucket.put("ckpt/1/a", data)
+    assert "\n" not in str(error.value)
+    assert method == "GET" or bucket.paths("ckpt") == [], "nothing half written is left"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +101,26 @@ def test_a_run_goes_on_from_a_copy_on_a_new_disk(new_run: NewRun, tmp_path: Path
     goes_on_from_a_copy(new_run, url)
 
 
-def test_a_run_goes_on_from_a_copy_in_s3(new_run: NewRun, s3: str) -> None:
-    goes_on_from_a_copy(new_run, s3)
+def test_a_run_goes_on_from_a_copy_in_s3(new_run: NewRun, server: ObjectServer) -> None:
+    goes_on_from_a_copy(new_run, "s3://runs/first")
+
+
+def test_the_end_of_a_run_and_an_orderly_stop_leave_a_copy(new_run: NewRun, tmp_path: Path) -> None:
+    """Whatever `copy_every_s` is: a finished run left an empty bucket."""
+    run, bucket = new_run(steps=60, nodes=1, **PACED), Bucket((tmp_path / "store").as_uri())
+    run.tables["coordinator"] |= {"copy_to": bucket.url, "copy_every_s": 86400.0}
+    coordinator, node = run.start_coordinator(), run.start_metronome("a", pace_s=0.1)
+    run.until("a version of each", lambda status: min(status["versions"]) >= 1)
+    coordinator.signal(signal.SIGTERM)
+    assert run.until_ended(coordinator) == 0
+    stopped = read_manifest(bucket)
+    assert stopped is not None and min(stopped["versions"]) >= 1 and not stopped["finished"]
+
+    run.hurry()
+    coordinator = run.start_coordinator()
+    status = run.until_done(coordinator, node)
+    finished = read_manifest(bucket)
+    assert finished is not None and finished["finished"] and finished["versions"] == status["versions"]
 
 
 def goes_on_from_a_copy(new_run: NewRun, url: str) -> None:

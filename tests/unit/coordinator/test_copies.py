@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,10 @@ class Shelf(Bucket):
         self.url = "memory://shelf"
         self.objects: dict[str, bytes] = {}
         self.puts_left = 1000
+        self.old_s = 0.0
         self.gate: threading.Event | None = None
 
-    def put(self, path: str, data: bytes | memoryview) -> None:
+    def put(self, path: str, data: bytes) -> None:
         if self.gate is not None:
             assert self.gate.wait(20)
         if not self.puts_left:
@@ -47,6 +48,9 @@ class Shelf(Bucket):
 
     def get(self, path: str) -> bytes | None:
         return self.objects.get(path)
+
+    def age_s(self, path: str) -> float:
+        return self.old_s
 
     def paths(self, under: str) -> list[str]:
         return sorted(path for path in self.objects if path.startswith(under + "/"))
@@ -113,8 +117,26 @@ def test_the_last_copies_stay_and_what_a_failed_one_left_goes(store: Store) -> N
         shelf.puts_left = puts
         with pytest.raises(CopyFailed, match="no route to host") if puts == 1 else nullcontext():
             write_copy(shelf, store.cut(), kept=2)
-    assert sorted({path.split("/")[1] for path in shelf.objects}) == ["00000004", "00000005"]
+    assert sorted({path.split("/")[1] for path in shelf.objects}) == ["00000003", "00000004"]
     assert len(shelf.objects) == 2 * 3
+    for _ in range(5):
+        commit(store, 0)
+        shelf.puts_left = 2
+        with pytest.raises(CopyFailed):
+            write_copy(shelf, store.cut())
+    assert len(shelf.objects) == 2 * 3 + 2, "of the last failed try alone"
+
+
+def test_a_store_that_deletes_nothing_has_the_copy_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Shelf, paths: Sequence[str]) -> None:
+        raise CopyFailed("access denied")
+
+    shelf = Shelf()
+    monkeypatch.setattr(Shelf, "delete", refuse)
+    assert write_copy(shelf, store.cut()) and read_manifest(shelf) is not None
+    assert "old copies stay objects=0 why='access denied'" in caplog.messages
 
 
 def test_a_copy_without_its_manifest_is_none(store: Store, shelf: Shelf, tmp_path: Path) -> None:
@@ -181,6 +203,90 @@ def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
         return store.cut()
 
     return Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
+
+
+@pytest.mark.parametrize(
+    ("old_s", "first_s"), [(None, 5.0), (10_000.0, 5.0), (200.0, 400.0), (598.0, 5.0), (0.0, 600.0)]
+)
+def test_the_first_copy_follows_a_start_by_what_the_store_holds(
+    store: Store, monkeypatch: pytest.MonkeyPatch, old_s: float | None, first_s: float
+) -> None:
+    """Else a machine that restarts more often than `copy_every_s` would never make one."""
+    shelf, pauses = Shelf(), list[float]()
+    if old_s is not None:
+        write_copy(shelf, store.cut())
+        shelf.old_s = old_s
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            raise asyncio.CancelledError
+        shelf.puts_left = 0 if len(pauses) == 1 else 1000
+
+    async def play() -> Copying:
+        made = copying(store, shelf, {})
+        monkeypatch.setattr("farloop.coordinator.storage.copies.asyncio.sleep", sleep)
+        commit(store, 0)
+        with suppress(asyncio.CancelledError):
+            await made.run()
+        return made
+
+    made = asyncio.run(play())
+    assert pauses == [pytest.approx(first_s, abs=1), 5.0, 600.0, 600.0] and (made.copies, made.failures) == (1, 1)
+
+
+def test_the_lag_is_the_age_of_what_the_store_holds(store: Store, shelf: Shelf) -> None:
+    shelf.old_s = 7200.0
+
+    async def play() -> Copying:
+        made = copying(store, shelf, {})
+        running = asyncio.create_task(made.run())
+        async with asyncio.timeout(30):
+            while made.lag_s < 60:  # noqa: ASYNC110 - a thread looks
+                await asyncio.sleep(0.01)
+        running.cancel()
+        return made
+
+    made = asyncio.run(play())
+    assert made.lag_s == pytest.approx(7200.0, abs=60) and made.status()["versions"] == [2, 1]
+
+
+@pytest.mark.parametrize("ends", ["at once", "after failures", "never"])
+def test_the_last_copy_has_what_came_last_unless_a_stop_has_no_more_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """Also while another copy is under way."""
+    monkeypatch.setattr("farloop.coordinator.storage.copies.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("farloop.coordinator.storage.copies.STOP_S", 0.2)
+    shelf, gate, stop = Shelf(), threading.Event(), asyncio.Event()
+    shelf.gate = gate
+
+    async def stopped() -> None:
+        await stop.wait()
+
+    async def play() -> None:
+        made = copying(store, shelf, {})
+        before = asyncio.create_task(made.copy())
+        await asyncio.sleep(0)
+        commit(store, 0)
+        last = asyncio.create_task(made.last(stopped()))
+        if ends == "never":
+            stop.set()
+            await last
+        elif ends == "after failures":
+            shelf.puts_left = 0
+            gate.set()
+            async with asyncio.timeout(30):
+                while made.failures < 2:  # noqa: ASYNC110 - a thread writes
+                    await asyncio.sleep(0.001)
+            shelf.puts_left = 1000
+        gate.set()
+        await asyncio.gather(before, last)
+
+    asyncio.run(play())
+    manifest = read_manifest(shelf)
+    assert manifest is not None and manifest["versions"] == ([2, 1] if ends == "never" else [3, 1])
+    assert ("last copy failed" in caplog.text) == (ends == "never")
 
 
 def test_a_copy_delays_no_commit(store: Store) -> None:
