@@ -45,6 +45,7 @@ class Reason(IntEnum):
     BEHIND = 36
     FAULT = 37
     WRONG_FROZEN = 38
+    ENDED = 39
     # From here on: what is found in a delta that is well-formed, came in time, and is not merged all the same.
     OUTLIER = 40
     REPLAYED = 41
@@ -102,6 +103,7 @@ _SENTENCES = {
     Reason.BEHIND: "too many messages wait for the node, which acknowledges them too slowly or not at all",
     Reason.FAULT: "unexpected error in this session; the coordinator's log has the traceback",
     Reason.WRONG_FROZEN: "the node's frozen weights are not those of the run's other nodes",
+    Reason.ENDED: "the frame is of a session, or of a lane, that has ended",
     Reason.OUTLIER: "the delta is much longer than usual for its fragment",
     Reason.REPLAYED: "the node has sent the same numbers before",
     Reason.COPIED: "another node has sent the same numbers before",

@@ -378,7 +378,7 @@ class SessionRouter:
             for event in events:
                 if isinstance(event, SessionClosed):
                     self._report_end(peer, event)
-                elif not peer.parted:
+                elif peer.ended_by is None:
                     try:
                         self._report_one(peer, event)
                     except Exception as error:  # noqa: BLE001 - see there
@@ -393,8 +393,8 @@ class SessionRouter:
         self._on_event(peer, event)
 
     def _report_end(self, peer: Peer, event: SessionClosed) -> None:
-        if not peer.parted:
-            peer.parted = True
+        if peer.ended_by is None:
+            peer.ended_by = event.reason
             with self._contained(peer):
                 self._on_event(peer, event)
 

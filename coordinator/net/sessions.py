@@ -77,6 +77,9 @@ _MAX_BUCKETS: Final = 4096
 link."""
 
 
+_MAX_ENDED: Final = 4096
+"""Routes and tokens that are remembered after their sessions: what comes by them is late, and no stranger's."""
+
 _SHARES: Final = 16
 """A new session may have this part of the lanes that are left, and the first one in any case."""
 
@@ -197,7 +200,7 @@ class Peer:
     due: float | None = None  # when its session's next timer is due
     queued: float | None = None  # when the router looks at that again; no later
     bad_frames: int = 0  # in a row
-    parted: bool = False  # whether the end of its session was reported
+    ended_by: Reason | None = None  # why its session ended, once that was reported
     arrived_bytes: int = 0  # acknowledged bytes at the last look
     live_bytes: int = 0  # live bytes in flight at the last look
     background_bytes: int = 0  # background bytes in flight at the last look
@@ -230,6 +233,8 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._lanes: dict[Route, Lane] = {}
         self._tokens: dict[bytes, Peer] = {}
+        self._ended: OrderedDict[Route, str] = OrderedDict()
+        """Whose routes and tokens they were that belong to no session any more."""
         self._descriptors: Counter[int] = Counter()
         """How many sessions use the connection with this descriptor: one, or for a moment its successor, too."""
         self._further_lanes = 0  # that open sessions may have beyond the first of each
@@ -283,7 +288,7 @@ class Peers:
                     if self.rates.opens_lane(peer.number, now):
                         return self._join(route, peer, number or 1)
                     self._turned_away(Reason.TOO_OFTEN, owner or address)
-                else:
+                elif not self._is_late(token):
                     self._turned_away(Reason.MALFORMED, owner or address)
             case Hello(node=name):
                 who, where = (owner, None) if owner is not None else (name, address)
@@ -291,12 +296,23 @@ class Peers:
                 if refused is None:
                     return self._begin(route, owner, who if where is None else f"{who} at {where}", where, now)
                 self._turned_away(refused, owner or f"{name} at {address}")
-            case _:
+            case _ if not self._is_late(route):
                 self._turned_away(Reason.MALFORMED, owner or address)
                 where = address if owner is None else None
                 if unread is not None and self.rates.greets(owner or "unread", where, now) is None:
                     return unread
         return None
+
+    def _is_late(self, key: Route) -> bool:
+        """Whether a route or token was that of a session that ended lately; then its frame is counted as such."""
+        if (who := self._ended.get(key)) is not None:
+            self._turned_away(Reason.ENDED, who)
+        return who is not None
+
+    def _remember(self, key: Route, peer: Peer) -> None:
+        self._ended[key] = peer.who if peer.ended_by is None else f"{peer.who} ({peer.ended_by.code})"
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def too_many_of(self, peer: Peer) -> list[Peer]:
         """The sessions of its owner that must make room for it, the oldest first."""
@@ -314,6 +330,7 @@ class Peers:
             self._known.popitem(last=False)
         self.rates.ended(peer.counted_as)
         self._tokens.pop(peer.token, None)
+        self._remember(peer.token, peer)
         self._further_lanes -= peer.max_lanes - 1
         for route in peer.routes.values():
             self._forget_lane(route)
@@ -324,8 +341,10 @@ class Peers:
         peer.session.lane_lost(number)
 
     def _forget_lane(self, route: Route) -> None:
-        lane = self._lanes.pop(route, None)
-        if lane is not None and lane.descriptor is not None:
+        if (lane := self._lanes.pop(route, None)) is None:
+            return
+        self._remember(route, lane.peer)
+        if lane.descriptor is not None:
             self._descriptors -= Counter([lane.descriptor])
 
     def _early_share(self) -> int:

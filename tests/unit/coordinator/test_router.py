@@ -261,7 +261,7 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
     assert [message for name, message in hall.said if name == "b"] == [Fetch(fragment=1), Fetch(fragment=2)]
     assert [blob for name, blob in hall.sent if name == "b"] == [update(1), update(2)]
     hall.assert_only_a_ended(Reason.FAULT, Reason.BEHIND, Reason.MALFORMED)
-    assert hall.away and set(hall.away) <= {Reason.FAULT, Reason.BEHIND, Reason.MALFORMED}, "it is counted"
+    assert hall.away and set(hall.away) <= {Reason.FAULT, Reason.BEHIND, Reason.MALFORMED, Reason.ENDED}
     if error is RuntimeError:
         logged = [record for record in caplog.records if "session ended" in record.getMessage()]
         assert logged and logged[0].exc_info, "an unexpected error is logged with its traceback"
@@ -274,6 +274,23 @@ def test_a_node_whose_message_is_refused_hears_which_and_why(hall: Hall) -> None
     assert ("a", MessageReceived(message=Leave(reason=Reason.MALFORMED, detail=why))) in hall.told
     assert hall.nodes["a"].state is State.CLOSED
     hall.assert_only_a_ended(Reason.MALFORMED)
+
+
+def test_what_a_suspended_node_sends_after_its_session_ended_is_counted_as_late(hall: Hall) -> None:
+    hall.pass_time(11.0)
+    assert hall.ends == [("a", Reason.SILENT), ("b", Reason.SILENT)]
+    for fragment in range(20):
+        hall.nodes["a"].send(Fetch(fragment=fragment), 11.0)
+    hall.turn("a")
+    assert hall.away and set(hall.away) == {Reason.ENDED}
+
+
+def test_a_node_whose_session_a_newer_start_ends_hears_it(hall: Hall) -> None:
+    hall.link.closed_by_us(hall.peers["a"], Reason.OLD_INCARNATION, "start 2 of a has joined, this is 1")
+    hall.turn()
+    told = Leave(reason=Reason.OLD_INCARNATION, detail="start 2 of a has joined, this is 1")
+    assert ("a", MessageReceived(message=told)) in hall.told
+    hall.assert_only_a_ended(Reason.OLD_INCARNATION)
 
 
 @pytest.mark.parametrize("kind", [MessageReceived, BlobSent, SessionClosed])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.net import sessions
 from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits, Unread
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
@@ -169,6 +170,30 @@ def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     assert not door.peers.is_used(8)
     assert len(door.peers) == 0 and not any(door.peers.lane(route) for route in peer.routes.values())
     assert door.meets(lane_hello(1, 1, peer.token), A) is None
+
+
+def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a cut of 11 s they were counted as malformed, of nobody."""
+    peer = door.greeted(A)
+    for number in (1, 2):
+        door.joins(lane_hello(1, 1, peer.token, number), A)
+    routes = list(peer.routes.values())
+    door.peers.lane_lost(peer, 2)
+    peer.ended_by = Reason.SILENT
+    door.peers.forget(peer)
+    for route in routes:
+        assert door.peers.meet(route, frame(Ready()), A, "there", 1.0) is None
+    assert door.meets(lane_hello(1, 1, peer.token, 1), A) is None
+    ended = (Reason.ENDED, "a (silent)")
+    assert door.away == [ended, ended, (Reason.ENDED, "a"), ended]
+    assert isinstance(door.peers.meet(routes[0], GREETING, A, "there", 1.0), Lane), "a greeting is one by any route"
+    monkeypatch.setattr(sessions, "_MAX_ENDED", 4)
+    for _ in range(4):
+        door.peers.forget(door.greeted(B))
+    assert len(door.peers._ended) == 4 and door.peers.meet(routes[1], frame(Ready()), A, "there", 1.0) is None
+    assert door.away[-1] == (Reason.MALFORMED, A)
 
 
 # --- Rates
