@@ -20,6 +20,9 @@ from farloop.wire.uplink import UplinkLimit
 
 Line = tuple[str, str]  # label and value
 
+_PCIE_BYTES_PER_S = 25e9  # 16 lanes of PCIe 4, from locked memory
+_STEP_S = 0.1
+
 
 def check(
     path: Path, *, flags: Iterable[str], environ: Mapping[str, str], ranks: int = 1, shard: bool = False
@@ -39,7 +42,7 @@ def check(
             AllowList(coordinator.allow).refresh()
         plan = planned(file, weights=False)
         memory = memory_of(plan.spec, ranks=ranks, shard=shard)
-        return [*_run_lines(file, plan), *_memory_lines(memory)], memory
+        return [*_run_lines(file, plan), *_memory_lines(memory), _pcie_line(plan, ranks if shard else 1)], memory
     if file.node.key is not None and file.node.server_key is not None:
         load_secret(file.node.key)
         load_public(file.node.server_key)
@@ -55,6 +58,20 @@ def _memory_lines(memory: Memory) -> list[Line]:
         ("coordinator", f"{ram} of memory, {disk} of disk"),
         ("node", f"{host} of host memory, {device} on {ranks} besides activations, {node_disk} of disk"),
     ]
+
+
+def _pcie_line(plan: Plan, parts: int) -> Line:
+    """What crosses a device's bus; on CPUs it is nothing."""
+    layout, terms = plan.spec.identity.layout, plan.spec.terms
+    codecs = codec_named(terms.codecs.up), codec_named(terms.codecs.down)
+    payloads = sum(blob_bytes(codec, fragment) for codec in codecs for fragment in layout.fragments) / parts
+    anchors = 8 * sum(fragment.numel for fragment in layout.fragments) / parts  # there and back
+    told = [
+        f"{size_text(num_bytes)} ({percent_text(num_bytes / _PCIE_BYTES_PER_S / terms.schedule.h / _STEP_S)})"
+        for num_bytes in (payloads, payloads + anchors)
+    ]
+    how = f"{_PCIE_BYTES_PER_S / 1e9:g} GB/s and {duration_text(_STEP_S)} a step"
+    return "PCIe a round", f"{told[0]} with anchors on the device, {told[1]} in host memory, at {how}"
 
 
 def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
+from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
 from farloop.node.zmq_dealer import LinkConfig, check_lanes
 from farloop.wire.keys import check_name
@@ -261,3 +262,22 @@ def number_of(argument: str, given: object) -> float:
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
+
+
+def shown(loss: object, awaited: Awaited) -> float | None:
+    """The argument `loss` of `step`; of a tensor on a device that of an earlier step. None: nothing new.
+    Raises ValueError."""
+    if isinstance(loss, Tensor) and loss.device.type != "cpu" and loss.numel() == 1:
+        return awaited.next(loss)
+    return None if loss is None else number_of("loss", loss)
+
+
+def loss_of(given: object) -> float:
+    """What the function given as `join(evaluate=…)` returned. Raises LoopError unless that is a number."""
+    try:
+        return number_of("loss", given)
+    except ValueError:
+        raise LoopError(
+            f"the function given as join(evaluate=…) returned {a_kind(given)}: return the loss, a number or a tensor "
+            "of one element"
+        ) from None

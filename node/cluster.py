@@ -88,7 +88,7 @@ class Cluster:
             return cls(device=device)
         if owns_group:
             store, rank, size = next(iter(rendezvous("env://")))
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # of the loop's tensors on either
             dist.init_process_group(backend, store=_new_start(store, rank, size), rank=rank, world_size=size)
         elif int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and os.environ.get(_SHARED) == "True":
             _log.warning(

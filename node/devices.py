@@ -7,6 +7,7 @@ On CPUs the same calls do nothing. No GPU has run this yet: tests run it on a pr
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from farloop.node.errors import LoopError
 
 _log = logging.getLogger(__name__)
 
-Where = Literal["host", "device"]  # where anchors are kept; on CPUs it is one place
+Where = Literal["auto", "host", "device"]
+"""Where anchors are kept; on CPUs it is one place. "auto": on the device, once its first steps have shown the room."""
 
 _CUDA_SUCCESS: Final = 0
 _MOST_KEPT: Final = 2  # buffers that outlast their use
@@ -96,6 +98,13 @@ def _register(tensor: Tensor) -> int:
     return error
 
 
+def spare_bytes(device: torch.device) -> int:
+    """What a CUDA device has left at the peak of the steps so far; a tenth of that peak is kept for longer ones."""
+    free, _ = torch.cuda.mem_get_info(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return free + torch.cuda.memory_reserved(device) - peak - peak // 10
+
+
 class SideStream:
     """A stream for the codec's thread, beside the one that training uses."""
 
@@ -128,6 +137,20 @@ class SideStream:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
+
+
+class Awaited:
+    """Numbers that a CUDA device works out; nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._coming = deque[tuple[Tensor, torch.cuda.Event]]()
+
+    def next(self, value: Tensor) -> float | None:
+        """Add one, of one element. Returns the oldest of those that were not returned yet, if it is there."""
+        there = value.detach().to("cpu", non_blocking=True)
+        self._coming.append((there, torch.cuda.current_stream(value.device).record_event()))
+        is_there = self._coming[0][1].query()  # type: ignore[no-untyped-call]
+        return float(self._coming.popleft()[0]) if is_there else None
 
 
 class Kept:
@@ -219,6 +242,7 @@ class Buffers:
 
     def __init__(self, numel: int, device: torch.device, side: SideStream) -> None:
         """`numel`: of the largest part."""
+        self.most_bytes = 4 * _MOST_KEPT * numel
         self._numel, self._device, self._side = numel, device, side
         self._free, self._lent, self._lock = list[_Buffer](), list[_Buffer](), threading.Lock()
 
@@ -255,10 +279,12 @@ class Buffers:
                 buffer.busy = kept.copy_from(view)
         self._return(buffer, kept)
 
+    def wants(self, kept: Kept) -> bool:
+        """Whether there is room for a copy, and none yet."""
+        return self.has_room and not any(buffer.holds(kept) for buffer in self._free)
+
     def copy_ahead(self, kept: Kept) -> None:
-        """Begin to copy what is kept in host memory beside training, if there is room: it will be wanted."""
-        if not self.has_room or any(buffer.holds(kept) for buffer in self._free):
-            return
+        """Begin to copy what is kept in host memory, beside training: it will be wanted."""
         buffer = self._take(kept.numel)
         with self._side.follows():
             buffer.busy = kept.copy_into(buffer.view)

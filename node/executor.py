@@ -233,6 +233,9 @@ class NodeExecutor:
             batch = spec.terms.inner.batch_sequences
             steps = min(steps, self.samples.remaining // batch)
             positions = self.samples.take(steps * batch) + self.samples.peek(self.look_ahead * batch)
+        if running and self.replica is not None and self.replica.weights.apart:
+            for state in [state for state in machine.fragments if machine.schedule.is_next(state)][:1]:
+                self.replica.copy_ahead(state.fragment.index)
         merged, self._merged = tuple(dict.fromkeys(self._merged)), []
         self._count_as("training" if running else None)
         self._counts_time = self._counts_time and running

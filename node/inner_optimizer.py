@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW, Muon, Optimizer, SparseAdam
+from torch.optim import Adam, AdamW, Muon, Optimizer, SparseAdam
 
 from farloop.algo.adamw import is_decayed
 from farloop.algo.fragments import is_hidden_matrix
 from farloop.algo.terms import Terms
+from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.shards import is_dtensor, whole
+from farloop.node.shards import is_dtensor, local_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ def _adamw(parameters: Iterable[nn.Parameter], terms: Terms) -> AdamW:
     decayed = [p for p in parameters if is_decayed(tuple(p.shape))]
     plain = [p for p in parameters if not is_decayed(tuple(p.shape))]
     groups = [{"params": decayed, "weight_decay": terms.inner.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=terms.schedule.lr.peak, betas=_BETAS, eps=1e-8)
+    fused = True if parameters and all(p.is_cuda for p in parameters) else None
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, lr=terms.schedule.lr.peak, betas=_BETAS, eps=1e-8, fused=fused)
 
 
 class Together(Optimizer):
@@ -95,6 +98,9 @@ class Together(Optimizer):
 class InnerStep:
     """One inner step: learning rate, clip and optimizer. A gradient that holds NaN or Inf steps nothing.
 
+    On a CUDA device a fused Adam or AdamW skips such a step itself, and the host learns of it at a later one: nothing
+    waits for the gradient's norm. Elsewhere, and where the ranks or control variates have to know at once, it waits.
+
     A parameter group's rate is the run's rate times the group's ratio. The ratio is taken at `join`: the group's rate
     (its `initial_lr`, where a scheduler has noted one) divided by the optimizer's `lr=`. Where no group has the rate
     `lr=`, it is divided by the largest rate of a group.
@@ -122,7 +128,8 @@ class InnerStep:
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
         """`_rates`: of the groups, as they were set last. Another one there is the work of a scheduler."""
         self._at_join, self._scheduler_seen = list[float](), False
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row, self._skipped_later = 0, Awaited()
+        self._at_once = scaler is not None or all_agree is not bool or terms.inner.control_variates
         if optimizer is None:
             if rate == "own" or clip == "own" or scaler is not None:
                 raise LoopError(
@@ -150,7 +157,8 @@ class InnerStep:
             self._set_rates(self._optimizer, rate)
 
     def take(self, rate: float) -> bool:
-        """Step, at the run's `rate` unless the loop has its own; False where the step was skipped.
+        """Step, at the run's `rate` unless the loop has its own; False where the step was skipped, or one before that
+        the device skipped by itself.
         Raises LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient."""
         self.prepare(rate)
         optimizer, scaler = self._optimizer, self._scaler
@@ -159,6 +167,8 @@ class InnerStep:
         if scaler is not None:
             _unscale(scaler, optimizer)
         norm = _total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
+        if self._skips_by_itself(optimizer, norm):
+            return self._take_unseen(optimizer, norm)
         finite = self._all_agree(bool(torch.isfinite(norm)))
         if finite:
             if self._clip == "run":
@@ -172,14 +182,35 @@ class InnerStep:
         self._tell(finite)
         return finite
 
+    def _skips_by_itself(self, optimizer: Optimizer, norm: Tensor) -> bool:
+        return (
+            not (self._at_once or norm.device.type == "cpu" or any(map(is_dtensor, self._parameters.values())))
+            and isinstance(optimizer, Adam)
+            and all(group.get("fused") for group in optimizer.param_groups)
+        )
+
+    def _take_unseen(self, optimizer: Optimizer, norm: Tensor) -> bool:
+        """The rest of `take`, by the protocol between torch's GradScaler and its fused optimizers."""
+        if self._clip == "run":
+            self._clip_gradients(norm)
+        skips = torch.isfinite(norm).logical_not().to(torch.float32)
+        optimizer.found_inf = skips  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        seen = self._skipped_later.next(skips)
+        if seen is not None:
+            self._tell(not seen)
+        return not seen
+
     def _clip_gradients(self, norm: Tensor) -> None:
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if not any(map(is_dtensor, gradients)):
             clip_grads_with_norm_(self._parameters.values(), self._clip_norm, norm)
             return
-        factor = min(1.0, self._clip_norm / (float(norm) + 1e-6))  # as torch clips
-        for gradient in gradients:
-            gradient.mul_(factor)
+        factor = (self._clip_norm / (norm.double() + 1e-6)).clamp(max=1.0)  # as torch clips
+        torch._foreach_mul_([local_of(gradient) for gradient in gradients], factor.to(norm.dtype))
 
     def zero_grad(self) -> None:
         """Clear all gradients, including parameters of the optimizer that are not the module's."""
@@ -188,7 +219,9 @@ class InnerStep:
 
     def _set_rates(self, optimizer: Optimizer, rate: float) -> None:
         groups = groups_of(optimizer)
-        found = [float(group["lr"]) for group in groups[: len(self._rates)]]
+        # A rate on a device is not looked at: that would wait for all that is queued there.
+        noted = zip(groups, self._rates, strict=False)
+        found = [rate if _is_on_device(group["lr"]) else float(group["lr"]) for group, rate in noted]
         # A constant schedule puts the rates at join back after every step: nothing is lost.
         if not self._scheduler_seen and found not in (self._rates, self._at_join):
             self._scheduler_seen = True
@@ -203,7 +236,11 @@ class InnerStep:
                 group["lr"].fill_(rate * ratio)
             else:
                 group["lr"] = rate * ratio
-        self._rates = [float(group["lr"]) for group in groups]
+        rates = [rate * ratio for ratio in self._ratios]
+        self._rates = [
+            rate if _is_on_device(group["lr"]) else float(group["lr"])
+            for group, rate in zip(groups, rates, strict=False)
+        ]
 
     def _check_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -306,6 +343,10 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     if isinstance(parts, list | tuple) and parts and all(isinstance(part, Optimizer) for part in parts):
         return [each for part in parts for each in parts_of(part)]
     return [optimizer]
+
+
+def _is_on_device(rate: object) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
 def _rate_at_join(group: Mapping[str, Any]) -> float:

@@ -47,11 +47,13 @@ from farloop.node.arguments import (
     check_types,
     check_variables,
     link_setting,
+    loss_of,
     number_of,
     setting,
+    shown,
 )
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.devices import Where, device_of
+from farloop.node.devices import Awaited, Where, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
@@ -117,7 +119,7 @@ class Node:
         evaluate: Callable[[nn.Module], float] | None = None,
         hook: bool = False,
         wrap: Wrap = "ddp",
-        anchors: Where = "host",
+        anchors: Where = "auto",
         spread: bool = False,
         files: AnchorFiles | None = None,
         save_optimizer: bool = False,
@@ -149,6 +151,7 @@ class Node:
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
         by the loop where it has sharded the module, steps by hook or took wrap="none"."""
+        alike = wraps or cluster.alone or is_on_all(parameters.values(), cluster.size)
         self._inner = InnerStep(
             optimizer,
             module,
@@ -157,10 +160,12 @@ class Node:
             rate=rate,
             clip=clip,
             scaler=scaler,
-            all_agree=bool if wraps or is_on_all(parameters.values(), cluster.size) else cluster.all_agree,
+            all_agree=bool if alike else cluster.all_agree,
         )
         self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
+        self._losses = Awaited()
+        self._steps_to_place = 2 if anchors == "auto" and self._weights.apart else 0
         self._notes = 0  # since the optimizer's last step
         self._decision = Decision(running=False, lr=0.0)
         self._decided = deque[Decision]()  # of the steps after the next one
@@ -225,7 +230,7 @@ class Node:
         gradient with NaN or Inf changes no weight; it is logged and counted. docs/step.md gives the details.
 
         Args:
-            loss: of this step, for the displays: a number, or a tensor of one element.
+            loss: of this step, for the displays: a number, or a tensor of one element; on CUDA shown a step later.
             tokens: of this step over the whole node; the run's batch unless given, and no more than that where the
                 coordinator grants the samples. A node that holds a part of the model gives the tokens that passed
                 through it: they are the weight of its deltas.
@@ -245,7 +250,7 @@ class Node:
                 "Loop while node.running, then call node.leave()"
             )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
-        seen = None if loss is None else number_of("loss", loss)
+        seen = shown(loss, self._losses)
         stepped = self._inner.take(self._decision.lr)
         self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
@@ -274,7 +279,7 @@ class Node:
             )
         self._noted = (
             None if tokens is None else self._checked(tokens),
-            None if loss is None else number_of("loss", loss),
+            shown(loss, self._losses),
         )
 
     def _before_optimizer_step(self) -> None:
@@ -300,6 +305,10 @@ class Node:
             self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else ())
         if self._watch is not None:
             self._watch.stepped()
+        self._steps_to_place -= 1
+        replica = self._follower or (None if self.executor is None else self.executor.replica)
+        if not self._steps_to_place and replica is not None:
+            replica.place()
 
     def request_drain(self) -> None:
         """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler, and
@@ -390,7 +399,7 @@ class Node:
             if replica is not None:
                 replica.moments = self._moments
             if evaluate is not None and replica is not None:
-                executor.evaluate = lambda: _loss_of(replica.evaluate(lambda: self._evaluated(evaluate)))
+                executor.evaluate = lambda: loss_of(replica.evaluate(lambda: self._evaluated(evaluate)))
         self._decide(self._driver.wait_for_start() if self._driver is not None else ())
         if self._moments is not None and not self._weights.sharded:
             self._moments.share(self.cluster)
@@ -467,17 +476,6 @@ def unaveraged(model: nn.Module) -> Iterator[None]:
         set_sync(True)
 
 
-def _loss_of(given: object) -> float:
-    """What the function given as `join(evaluate=…)` returned. Raises LoopError unless that is a number."""
-    try:
-        return number_of("loss", given)
-    except ValueError:
-        raise LoopError(
-            f"the function given as join(evaluate=…) returned {a_kind(given)}: return the loss, a number or a tensor "
-            "of one element"
-        ) from None
-
-
 def join(
     coordinator: str | None,
     model: nn.Module | Sequence[nn.Module] | ModelOf,
@@ -503,7 +501,7 @@ def join(
     hook: bool = False,
     wrap: Wrap = "ddp",
     buffers: Buffers = "same",
-    anchors: Where = "host",
+    anchors: Where = "auto",
     save_every_rounds: int = SAVE_EVERY_ROUNDS,
     save_optimizer: bool = False,
     signals: bool = True,
@@ -557,7 +555,8 @@ def join(
             floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
             that, for those that training changes, as the statistics of batch normalisation.
         anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
-            memory, from which a fragment at a time is copied to the device, or on the "device". On CPUs it is the same.
+            memory, from which a fragment at a time is copied to the "device", or there; "auto": there if its first two
+            steps leave the room. On CPUs it is the same.
         save_every_rounds: rounds between two whole copies of an anchor in `state_dir`, with the updates in between
             beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
         save_optimizer: save the optimizer's state beside each of these copies: tensors of a parameter's shape and
@@ -646,6 +645,8 @@ def join(
             if not is_sharded(module):
                 cluster.device = device_of(module, cluster.device)
                 module = module.to(cluster.device)
+                if cluster.device.type == "cuda":
+                    torch.cuda.set_device(cluster.device)
             absent = elsewhere(cluster, dict(trainable_tensors(module)))
             parameters = matched_parameters(module, spec.identity.layout, part, absent)
             spread = is_spread(cluster, [*module.parameters(), *parameters.values()])

@@ -8,6 +8,7 @@ tells the others, which take part in `follow`: a public method tells, and the pr
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
-from farloop.node.devices import Buffers, Kept, SideStream, lock_in_memory
+from farloop.node.devices import Buffers, Kept, SideStream, lock_in_memory, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
@@ -36,6 +37,8 @@ from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.kernels.interface import Encode
 from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named
+
+_log = logging.getLogger(__name__)
 
 _FP32 = "fp32"
 _WORTH_AHEAD = 1 << 20  # elements: an update of fewer is applied in a millisecond
@@ -79,14 +82,16 @@ class Replica:
         gradients: bool,
         holds: Part = None,
         weights: Weights | None = None,
+        copies: int = 1,
     ) -> None:
         """`gradients`: a delta is the step's raw gradient, not anchor − local. `holds`: the part of the model that the
-        module is; only its fragments are kept, by number. `weights`: the module's, whole ones unless given.
+        module is; only its fragments are kept, by number. `weights`: the module's, whole ones unless given. `copies`:
+        of each fragment, its anchor and what is kept beside it.
 
         Raises LayoutMismatch: the module's trainable tensors are not those of the layout.
         """
         self.layout = layout
-        self.gradients = gradients
+        self.gradients, self._copies = gradients, copies
         self.weights = weights or Weights(layout, matched_parameters(module, layout, holds), holds)
         self.fragments = self.weights.fragments
         self.parameters = self.weights.parameters
@@ -113,6 +118,25 @@ class Replica:
     def zeros(self, index: int) -> Tensor:
         """fp32 [numel of the own part] where anchors are kept: all that a replica keeps beside them begins so."""
         return torch.zeros(self.own[index].numel, device=self.weights.home)
+
+    def place(self) -> None:
+        """Keep anchors, and what is kept beside them, on the device from now on if it has the room. Every rank decides
+        for itself: no number depends on it."""
+        wanted = sum(4 * self._copies * anchor.numel for anchor in self.anchors.values()) + self.buffers.most_bytes
+        spare = max(0, spare_bytes(self.weights.device))
+        text = f"they take {wanted / 1e9:.2f} GB there, and {spare / 1e9:.2f} GB are spare after two steps"
+        where = "device" if wanted <= spare else "host"
+        _log.info("anchors are kept on the %s: %s; anchors='host' or 'device' chooses", where, text)
+        if wanted <= spare:
+            self.weights.home, self.weights.apart = self.weights.device, False
+            for kept in (*self.anchors.values(), *self._starts.values(), *self.drifts.values()):
+                kept.replace(kept.read().to(self.weights.device))
+
+    def copy_ahead(self, index: int) -> None:
+        """The fragment is the next that is sent: begin to copy its anchor to the device, if it is not there."""
+        if self.weights.apart and self.buffers.wants(self._start(index)):
+            self.weights.tell("copy ahead", index)
+            self.buffers.copy_ahead(self._start(index))
 
     def follow(self, evaluate: Callable[[], object]) -> None:
         """The other ranks: take part in what the lead does, until it goes on with training.
@@ -152,6 +176,8 @@ class Replica:
                     self._learn(index, delta, merged, outer_lr, lr_sum, alpha)
                 case ["correct", int() as index, float() as lr]:
                     self._correct(index, lr)
+                case ["copy ahead", int() as index]:
+                    self.buffers.copy_ahead(self._start(index))
                 case ["forget", int() as index]:
                     self.drifts.pop(index, None)
                 case ["begin again"]:
@@ -585,8 +611,16 @@ class Replica:
 
 def replica_of(module: nn.Module, spec: RunSpec, holds: Part = None, weights: Weights | None = None) -> Replica:
     """For a run. Raises LayoutMismatch."""
-    gradients = not method_named(spec.terms.method).inner
-    return Replica(module, spec.identity.layout, gradients=gradients, holds=holds, weights=weights)
+    terms = spec.terms
+    beside = codec_named(terms.codecs.up).beta > 0.0, terms.inner.control_variates, terms.schedule.eager
+    return Replica(
+        module,
+        spec.identity.layout,
+        gradients=not method_named(terms.method).inner,
+        holds=holds,
+        weights=weights,
+        copies=1 + sum(beside),
+    )
 
 
 def matched_parameters(

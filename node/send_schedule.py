@@ -115,6 +115,13 @@ class SendSchedule:
         turns = (schedule.due_step(slot, self._slots, steps) for slot in range(self._slots))
         return min(turn for turn in turns if turn > self.step) - self.step
 
+    def is_next(self, state: FragmentState) -> bool:
+        """Whether the next turn is the fragment's."""
+        window, plan = state.terms, self.plan
+        if window is None or plan is None:
+            return False
+        return self._due_step(window, state.fragment, plan) == self.step + self.steps_to_turn()
+
     def overlap(self, tau: int) -> int:
         """τ in steps of this node, which take longer if it does fewer per round. If it does fewer still in the next
         round, in those: the next turn must not come before the merge."""

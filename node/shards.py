@@ -145,12 +145,13 @@ class Weights:
         holds: Part = None,
         anchors: Where = "device",
     ) -> None:
-        """`parameters`: by the layout's names. `anchors`: where they are kept, by the parameters or in host memory."""
+        """`parameters`: by the layout's names. `anchors`: where they are kept, by the parameters or in host memory;
+        "auto": there at first."""
         self.fragments = fragments_of(holds, layout)  # held ones, in order
         self.parameters = parameters
         here = (parameter.device for parameter in parameters.values() if not parameter.is_meta)
         self.device = next(here, torch.device("cpu"))  # where deltas and merges are computed
-        self.home = torch.device("cpu") if anchors == "host" else self.device  # of what a node keeps
+        self.home = self.device if anchors == "device" else torch.device("cpu")  # of what a node keeps
         self.apart = self.home != self.device
         self.own = {f.index: OwnPart(fragment=f, runs=((0, 0, f.numel),)) for f in self.fragments}
         self._whole = {f.index: f for f in self.fragments}
@@ -508,14 +509,14 @@ class Shards(Weights):
         return region
 
     def _local(self, name: str) -> Tensor:
-        return _local_of(self.parameters[name]).detach()
+        return local_of(self.parameters[name]).detach()
 
     def _local_source(self, name: str, *, gradients: bool) -> Tensor:
         parameter = self.parameters[name]
         source = self._source(parameter, gradients=gradients)
         if gradients and is_dtensor(source) and source.placements != parameter.placements:  # type: ignore[attr-defined]
             source = source.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        return _local_of(source).detach()
+        return local_of(source).detach()
 
 
 def _inside(runs: Iterable[tuple[int, int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -542,7 +543,7 @@ def _count(move: Move) -> int:
     return int(torch.Size(move.shape).numel())
 
 
-def _local_of(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory."""
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local
@@ -561,7 +562,7 @@ def tensor_digests(cluster: Cluster, tensors: Mapping[str, Tensor]) -> list[int]
     for name, tensor in tensors.items():
         firsts = {(box.offset, box.shape): box for box in reversed(boxes[name])}.values()
         mine = next((box for box in firsts if box.rank == cluster.rank), None)
-        own.append(0 if mine is None else box_digest(_local_of(tensor), mine.offset, tensor.shape))
+        own.append(0 if mine is None else box_digest(local_of(tensor), mine.offset, tensor.shape))
     return [combine(of_ranks) for of_ranks in zip(*cluster.gather(own), strict=True)]
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Share, load_corpus, load_mixture
+from farloop.node.devices import Where
 from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import SAVE_EVERY_ROUNDS, Node, join, unaveraged
 from farloop.node.machine_info import OperatorLabels, look_around
@@ -96,9 +98,9 @@ class NodeConfig:
     """Compile every block with torch.compile."""
     shard: bool = False
     """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
-    anchors: str = "host"
+    anchors: str = "auto"
     """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
-    memory each and saves copies. On CPUs it is the same."""
+    memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""
     threads: int = 0
     """CPU threads per process; 0: torch decides."""
     tau: int | None = None
@@ -169,7 +171,7 @@ def train(
         give_up_s=config.give_up,
         tau=config.tau,
         adapt_tau=config.adapt_tau,
-        anchors="device" if config.anchors == "device" else "host",
+        anchors=cast(Where, config.anchors),
         save_every_rounds=config.save_every_rounds,
         save_optimizer=config.save_optimizer,
         hang_timeout_s=config.hang_timeout,
@@ -244,9 +246,14 @@ def evaluation_sequences(name: str) -> int:
 
 
 def mixed_precision(device: torch.device, terms: Terms) -> torch.autocast:
-    """bfloat16 for the arithmetic of a step on CUDA; none on the CPU, nor where raw gradients are exchanged."""
-    enabled = device.type == "cuda" and method_named(terms.method).inner
+    """bfloat16 for the arithmetic of a step on CUDA, unless the card would only emulate it; none on the CPU, nor where
+    raw gradients are exchanged."""
+    enabled = device.type == "cuda" and method_named(terms.method).inner and _has_bf16()
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _has_bf16() -> bool:
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def prepared(module: nn.Module, config: NodeConfig, spec: RunSpec) -> nn.Module:
@@ -262,7 +269,7 @@ def prepared(module: nn.Module, config: NodeConfig, spec: RunSpec) -> nn.Module:
     if config.shard and ranks > 1:
         if not method_named(spec.terms.method).inner:
             raise TermsMismatch(f"the method {spec.terms.method} exchanges whole gradients: set [node] shard = false")
-        shard_blocks_(module, device, ranks, computes=torch.bfloat16 if on_cuda else None)
+        shard_blocks_(module, device, ranks, computes=torch.bfloat16 if on_cuda and _has_bf16() else None)
         return module
     if config.shard:
         _log.warning("nothing is sharded: this node is one process; start more with [node] nproc")
@@ -280,18 +287,21 @@ def _loop(node: Node, corpora: Sequence[Corpus], loss_of: LossOf, microbatch: in
         node.step(loss=backward(node.model, batch, loss_of, mixed, microbatch))
 
 
-def backward(model: nn.Module, tokens_BS: Tensor, loss_of: LossOf, mixed: torch.autocast, microbatch: int = 0) -> float:
-    """Forward and backward pass of a batch, `microbatch` sequences at a time (0: all). Returns the mean loss.
+def backward(
+    model: nn.Module, tokens_BS: Tensor, loss_of: LossOf, mixed: torch.autocast, microbatch: int = 0
+) -> float | Tensor:
+    """Forward and backward pass of a batch, `microbatch` sequences at a time (0: all). Returns the mean loss; on a
+    device it stays there.
 
     Gradients are averaged over ranks in the last backward pass alone.
     """
     parts = torch.split(tokens_BS, microbatch or len(tokens_BS))
-    total = 0.0
+    total: float | Tensor = 0.0
     for number, part_BS in enumerate(parts, start=1):
         share = len(part_BS) / len(tokens_BS)
         with nullcontext() if number == len(parts) else unaveraged(model):
             with mixed:
                 loss = loss_of(model, part_BS)
             torch.autograd.backward(loss if len(parts) == 1 else loss * share)
-        total += loss.item() * share
+        total += (loss.item() if loss.device.type == "cpu" else loss.detach()) * share
     return total

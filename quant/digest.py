@@ -58,7 +58,8 @@ def digest_by_reference(x: Tensor, first_index: int) -> tuple[int, bool]:
         part, first = bits[start : start + chunk], first_index + start
         total.add_(_weighted(part, torch.arange(first, first + part.numel(), device=x.device)))
         finite.logical_and_(torch.isfinite(x[start : start + chunk]).all())
-    return int(total.item()) & _MASK, bool(finite.item())
+    found, is_finite = torch.stack([total, finite.to(torch.int64)]).tolist()  # one wait for a device
+    return found & _MASK, bool(is_finite)
 
 
 def box_digest(box: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:

@@ -398,6 +398,11 @@ class Device(TorchFunctionMode):
         alike = torch._has_compatible_shallow_copy_type  # module.to: a Fake is no CPU tensor's data
         is_alike = lambda *ab: isinstance(ab[0], Fake) == isinstance(ab[1], Fake) and alike(*ab)  # noqa: E731
         self._patch(torch, "_has_compatible_shallow_copy_type", is_alike)
+        by_device = torch._C._group_tensors_by_device_and_dtype  # to C++, a Fake is on the CPU
+        self._patch(torch._C, "_group_tensors_by_device_and_dtype", lambda *given: {
+            (CUDA if any(isinstance(each, Fake) for each in lists[0]) else device, dtype): (lists, places)
+            for (device, dtype), (lists, places) in by_device(*given).items()
+        })  # fmt: skip
         self._patch(dispatch, "_gpu", self._kernels)
         self._patch(ternary, "fast_throw", lambda *devices: None)
         run = threading.Thread.run

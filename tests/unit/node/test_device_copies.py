@@ -3,33 +3,27 @@
 All on the pretend CUDA device (`pretend_cuda.py`), whose streams run as late as they may.
 """
 
-import ast
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from device_story import EPOCH, asked, story
+from device_story import EPOCH, asked
 from plain_runs import plain_terms
-from pretend_cuda import CUDA, ROOT, Device
+from pretend_cuda import CUDA, Device
 from torch import Tensor, nn
 
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.cluster import Cluster
-from farloop.node.devices import device_of
 from farloop.node.encoder import encode_delta
-from farloop.node.library import _told
+from farloop.node.inner_optimizer import InnerStep, default_optimizer
 from farloop.node.replica import Replica, matched_parameters
 from farloop.node.shards import Shards, Weights
 from farloop.node.state_dir import Residuals
-from farloop.node.trainer import mixed_precision
 from farloop.quant.blob import BlobHeader, pack_blob
-from farloop.quant.registry import CODECS, codec_named
-from farloop.wire.machine_info import NOTHING
+from farloop.quant.registry import codec_named
 
 ANCHORS = ("host", "device")
 
@@ -121,12 +115,12 @@ def test_what_any_rank_keeps_lies_where_its_anchors_lie(anchors: str) -> None:
         assert {followers.device, leads.device, replica.drifts[0].device} == {home}
 
 
-def rounds(replica: Replica, count: int, *, ahead: bool = False) -> None:
+def rounds(replica: Replica, count: int, *, first: int = 1, ahead: bool = False) -> None:
     """Every fragment is sent, brought up to date and merged; one after the other."""
-    for version in range(1, count + 1):
+    for version in range(first, first + count):
         for index in replica.anchors:
             if ahead:
-                replica.buffers.copy_ahead(replica.anchors[index])
+                replica.copy_ahead(index)
             for parameter in replica.parameters.values():
                 parameter.mul_(1.01)
             command, delta, done = asked(index, version - 1, "q4"), replica.take(index), list[Any]()
@@ -163,67 +157,65 @@ def test_a_round_moves_each_anchor_to_the_device_and_back_once(
     assert not cuda.races
 
 
-# --- What of the code for CUDA runs on the pretend device
+# --- Steps that wait for nothing
 
 
-def _tests_of_the_device(path: Path) -> dict[int, str]:
-    """By the line that is run on CUDA alone, or where a device is asked for its type: that expression."""
-    found: dict[int, str] = {}
-    for statement in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            continue
-        own = statement.test if isinstance(statement, ast.If) else statement
-        if isinstance(statement, ast.With | ast.For | ast.While | ast.Try):
-            own = statement.items[0] if isinstance(statement, ast.With) else ast.Pass()  # type: ignore[assignment]
-        for test in ast.walk(own):
-            if isinstance(test, ast.Compare) and isinstance(test.comparators[-1], ast.Constant):
-                asks = ast.unparse(test)
-                if asks.endswith(('.type == "cuda"', ".type == 'cuda'", ".type != 'cpu'")):
-                    runs = statement.body[0] if isinstance(statement, ast.If) else test
-                    found[runs.lineno] = asks
-                elif asks.endswith((".type != 'cuda'", ".type == 'cpu'")):
-                    found[test.lineno] = asks
-    return found
+def stepped(order: str, bad: set[int]) -> tuple[list[Tensor], list[bool], list[int], Device]:
+    """Weights after some steps, what `take` returned, and the waits of each step; gradients of the steps in `bad` hold
+    a NaN."""
+    told, waits, terms = list[bool](), list[int](), plain_terms(clip=0.5)
+    with Device(order) as cuda:
+        module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        module = module.to("cuda")
+        optimizer = default_optimizer(module, terms)
+        inner = InnerStep(optimizer, module, dict(module.named_parameters()), terms)
+        for step in range(6):
+            before = sum(cuda.waits.values())
+            for parameter in module.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator)
+                gradient.view(-1)[0] = float("nan") if step in bad else 0.0
+                parameter.grad = torch.empty_like(parameter).copy_(gradient, non_blocking=True)
+            told.append(inner.take(0.01))
+            waits.append(sum(cuda.waits.values()) - before)
+        with torch.no_grad():
+            weights = [parameter.detach().cpu() for parameter in module.parameters()]
+        torch.cuda.synchronize()
+        parameter.grad = torch.zeros_like(parameter)
+        told.append(inner.take(0.0))
+    return weights, told, waits, cuda
 
 
-NOT_REACHED = {
-    "node/cluster.py: device.type == 'cuda'": "NCCL, of several ranks",
-    "quant/kernels/dispatch.py: devices[0].type != 'cuda'": "which of Triton's kernels there are: pretended",
-    "quant/kernels/gpu/host.py: device.type == 'cuda'": "a launch of Triton",
-}
+def test_a_quiet_step_waits_for_nothing_and_the_device_skips_by_itself() -> None:
+    weights, told, waits, cuda = stepped("lazy", bad={2})
+    assert waits == [0] * 6 and told[:6] == [True] * 6 and not cuda.races
+    expected, told, _, _ = stepped("eager", bad={2})
+    assert told == [True, True, False, True, True, True, True], "as soon as the device has done it"
+    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(weights, expected, strict=True))
 
 
+def test_a_skipped_step_is_told_at_a_later_one() -> None:
+    _, told, _, _ = stepped("lazy", bad={0})
+    assert told == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("memory", "place"), [(80 << 30, "device"), (1 << 20, "host")])
 @torch.no_grad()
-def test_what_is_for_cuda_alone_runs_on_the_pretend_device() -> None:
-    wanted = {
-        (str(path), line): f"{path.relative_to(ROOT)}: {asks}"
-        for folder in ("node", "quant")
-        for path in sorted(Path(ROOT, folder).rglob("*.py"))
-        for line, asks in _tests_of_the_device(path).items()
-    }
-    files, seen = {file for file, _ in wanted}, set[tuple[str, int]]()
-
-    def lines(frame: FrameType, event: str, _: object) -> Any:
-        seen.add((frame.f_code.co_filename, frame.f_lineno))
-        return lines
-
-    def calls(frame: FrameType, event: str, _: object) -> Any:
-        return lines if frame.f_code.co_filename in files else None
-
-    before = sys.gettrace()
-    with Device("eager"):
-        sys.settrace(calls)
-        threading.settrace(calls)
-        try:
-            for anchors in ANCHORS:
-                story("cuda", anchors, torch.float32, codecs=("q4", "q4r:beta=0.9"))
-            replica, cluster = replica_on("host"), Cluster.from_torchrun()
-            assert "pretend CUDA" in cluster.describe() and device_of(nn.Linear(2, 2).to("cuda"), CUDA) == CUDA
-            assert _told(NOTHING, cluster).devices == 1 and not replica.can_apply_ahead(0)
-            assert mixed_precision(CUDA, plain_terms())._enabled
-            for name in CODECS:
-                assert codec_named(name).encode(replica.take(0), replica.layout.fragments[0]).is_cuda
-        finally:
-            sys.settrace(before)
-            threading.settrace(None)  # type: ignore[arg-type]
-    assert {what for at, what in wanted.items() if at not in seen} == set(NOT_REACHED)
+def test_auto_keeps_anchors_on_the_device_where_there_is_room(
+    memory: int, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with Device("lazy", memory=memory) as cuda:
+        replica = replica_on("auto")
+        rounds(replica, 1)
+        before = {index: anchor.read().cpu().clone() for index, anchor in replica.anchors.items()}
+        replica.place()
+        (line,) = [record.getMessage() for record in caplog.records if "anchors are kept" in record.getMessage()]
+        assert line.startswith(f"anchors are kept on the {place}: they take 0.00 GB there, and "), line
+        assert all(torch.equal(anchor.read().cpu(), before[index]) for index, anchor in replica.anchors.items())
+        cuda.h2d.clear()
+        rounds(replica, 1, first=2)
+        assert (cuda.h2d["pinned"] == 0) == (place == "device")
+    assert not cuda.races
