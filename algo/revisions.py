@@ -159,12 +159,6 @@ STAY: Final[Mapping[str, str]] = {
 LEARNING_RATE_STAYS: Final[Mapping[str, str]] = {"rewarms": "the data that they bring are part of the run's identity"}
 """The same of `LearningRate`, which else belongs to rounds."""
 
-READ_BY_NODES: Final = frozenset({"steps", "lr", "max_stale_rounds", "max_staleness"})
-"""Terms that no window and no round plan carries: who does not hear of a change runs under the old ones."""
-
-READ_BY_SOME: Final = frozenset({"outer_lr", "outer_momentum", "outer_clip", "min_nodes"})
-"""The same, of nodes that are eager or have control variates alone."""
-
 _AS_IN_RUN_TOML: Final[Mapping[str, tuple[str, ...]]] = {
     "lr": ("lr.peak",),
     "min_lr": ("lr.minimum",),
@@ -239,12 +233,6 @@ def changes(before: Terms, after: Terms) -> list[Change]:
     was, now = dict(_flat(before)), dict(_flat(after))
     keys = dict.fromkeys((*was, *now))
     return [Change(key=k, before=was.get(k), after=now.get(k)) for k in keys if was.get(k) != now.get(k)]
-
-
-def nodes_must_hear(before: Terms, after: Terms) -> list[str]:
-    """Keys of the changes that a node follows only if it is told of them."""
-    names = READ_BY_NODES | (READ_BY_SOME if before.schedule.eager or before.inner.control_variates else frozenset())
-    return [change.key for change in changes(before, after) if change.key.partition(".")[0] in names]
 
 
 def _flat(terms: Terms) -> Iterator[tuple[str, object]]:

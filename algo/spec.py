@@ -7,13 +7,13 @@ import dataclasses
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from typing import Any, Literal
 
-from farloop.algo.terms import FLAT, LATER, Terms, field_of
 from farloop.algo.terms import NodeId as NodeId
+from farloop.algo.terms import Terms
 
 TILE = 1 << 20
 """Elements of a tile: codec blocks never cross one, and a rank can own a range of them (tiles, padding and digest)."""
@@ -31,7 +31,7 @@ class TensorSlot:
     name: str
     shape: tuple[int, ...]
     offset: int  # first element, a multiple of `TENSOR_ALIGN`
-    rows: tuple[int, int] | None = field(default=None, metadata=LATER)
+    rows: tuple[int, int] | None = None
     """First row of the tensor and the one after the last; `shape` counts these alone. None: the whole tensor."""
 
     @property
@@ -47,7 +47,7 @@ class Fragment:
     slot: int  # its place in the round (protocol, Round clock)
     numel: int  # padding included: the length of every buffer, payload and digest of this fragment
     tensors: tuple[TensorSlot, ...]
-    stage: int = field(default=0, metadata=LATER)
+    stage: int = 0
     """Of a pipeline, that it lies in: the unit in which nodes hold less than the whole model (fragments and stages)."""
 
     def tensor_at(self, element: int) -> str:
@@ -112,7 +112,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """Terms that were given while the run goes on, and from where they hold (protocol, Versions and compatibility)."""
+    """Terms that were given while the run goes on, and from where they hold (protocol, Revisions)."""
 
     number: int  # 0 for those that the run began with
     terms: Terms
@@ -147,7 +147,7 @@ class WindowTerms:
     codec_down: str
     final: bool = False  # the fragment's last window, sent at the end of the run (its flush)
     gap: float = 1.0  # co2: Λ of the outer step before
-    codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)  # as that of `Terms`
+    codec_up_of: tuple[tuple[NodeId, str], ...] = ()  # as that of `Terms`
 
     def codec_of(self, node: NodeId) -> str:
         """By which `node` sends its delta for this window."""
@@ -213,9 +213,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, Terms):
-        fields = [(name, field_of(name), value.value(name)) for name in FLAT]
-    elif (own := fields_of(value.__class__)) is not None:
-        fields = [(field.name, field, getattr(value, field.name)) for field in own]
-    else:
+        return {name: to_plain(held) for name, held in value.flat().items()}
+    if (fields := fields_of(value.__class__)) is None:
         return value
-    return {name: to_plain(held) for name, field, held in fields if not field.metadata or held != field.default}
+    return {field.name: to_plain(getattr(value, field.name)) for field in fields}

@@ -1,17 +1,14 @@
 """What a run is trained under: `Terms` in parts, its learning rate, and the flat form that is sent and stored.
 
 Standard library only. Messages, the journal, RUN.toml and `farloop set` know each term by one flat name (`outer_lr`);
-`FLAT` says where it lies (`terms.outer.lr`). The flat form keeps the order of `FLAT`: its bytes are released.
+`FLAT` says where it lies (`terms.outer.lr`). The flat form keeps the order of `FLAT`.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NewType
-
-LATER: Final = {"later": True}
-"""Metadata of a field that came after the first release: at its default it is left out, and released bytes stand."""
 
 NodeId = NewType("NodeId", str)  # a node's name: the owner of its CURVE key, or, without encryption, the name it claims
 
@@ -83,9 +80,9 @@ class Schedule:
     lag: int = 0
     """Rounds between a send and its merge, in addition to τ: 1 gives an update the whole next round to arrive."""
     eager: bool = False  # with a lag: add the own latest delta to the local weights at once
-    h_share_of: tuple[tuple[NodeId, float], ...] = field(default=(), metadata=LATER)
+    h_share_of: tuple[tuple[NodeId, float], ...] = ()
     """Shares of a round's steps, below 1, of the nodes that do not run all, ordered by name."""
-    own_tau: bool = field(default=False, metadata=LATER)
+    own_tau: bool = False
     """A node that was given no overlap of its own chooses one by its link, and begins with `tau`."""
 
 
@@ -123,7 +120,7 @@ class Codecs:
 
     up: str
     down: str
-    up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)
+    up_of: tuple[tuple[NodeId, str], ...] = ()
     """Codecs of the nodes that do not send by `up`, ordered by name."""
 
 
@@ -233,7 +230,7 @@ FLAT: Final[Mapping[str, tuple[str, str]]] = {
     )
     for name in names.split()
 }
-"""Flat name → part (empty for `method`) and name inside it, in the order of the released bytes."""
+"""Flat name → part (empty for `method`) and name inside it, in the order of the bytes."""
 
 _FLAT_NAMES: Final = {place: name for name, place in FLAT.items()}
 

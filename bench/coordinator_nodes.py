@@ -56,10 +56,10 @@ class Node:
         self.link.start(self._hello, self._heard)
 
     def _hello(self) -> msg.Hello:
-        oldest, newest = msg.PROTOCOL_VERSIONS
         return msg.Hello(
-            protocol_min=oldest, protocol_max=newest, node=self.machine.name, incarnation=1, fingerprint=None,
-            layout=None, epoch_seen=0, anchors=(), round=None, begins=True, can_evaluate=False,
+            protocol_min=msg.PROTOCOL_VERSION, protocol_max=msg.PROTOCOL_VERSION, node=self.machine.name,
+            incarnation=1, fingerprint=None, layout=None, epoch_seen=0, anchors=(), round=None, begins=True,
+            can_evaluate=False,
         )  # fmt: skip
 
     def report(self) -> None:
@@ -69,8 +69,7 @@ class Node:
                 state="waiting" if machine.running else "ready", position=machine.position,
                 round=machine.schedule.round,
                 inner_steps=machine.inner_steps, tokens=machine.tokens, loss=None, tokens_per_s=0.0, compute_share=0.0,
-                blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=moved.up.exchanged,
-                bytes_down=moved.down.exchanged, bytes_state=moved.state, sent=moved.up, received=moved.down,
+                blocked_s=0.0, lost_steps=0, sample_watermark=0, sent=moved.up, received=moved.down,
             )
         )  # fmt: skip
 

@@ -69,10 +69,10 @@ async def serve(endpoint: str, congestion: str) -> None:
         now = time.monotonic()
         with sessions.working_for(peer) as session:
             match event:
-                case wire_ev.MessageReceived(message=msg.Hello(protocol_max=newest)):
+                case wire_ev.MessageReceived(message=msg.Hello()):
                     welcome = msg.Welcome(
-                        protocol=min(newest, msg.PROTOCOL_VERSIONS[1]), epoch=1, spec=SPEC, lane_token=peer.token,
-                        versions=(), windows=(), rounds=(),
+                        protocol=msg.PROTOCOL_VERSION, epoch=1, spec=SPEC, lane_token=peer.token, versions=(),
+                        windows=(), rounds=(),
                     )  # fmt: skip
                     session.send(welcome, now)
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
@@ -233,10 +233,9 @@ class Node:
         self.link.send_blob(msg.Offer(blob=_delta(self._sent), size=num_bytes, digest=blob_digest(data)), data)
 
     def _hello(self) -> msg.Hello:
-        oldest, newest = msg.PROTOCOL_VERSIONS
         return msg.Hello(
-            protocol_min=oldest, protocol_max=newest, node=A, incarnation=1, fingerprint=None, layout=None,
-            epoch_seen=0, anchors=(), round=None,
+            protocol_min=msg.PROTOCOL_VERSION, protocol_max=msg.PROTOCOL_VERSION, node=A, incarnation=1,
+            fingerprint=None, layout=None, epoch_seen=0, anchors=(), round=None,
         )  # fmt: skip
 
     def _wait(self, is_it: Callable[[wire_ev.SessionEvent], bool]) -> None:

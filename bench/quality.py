@@ -117,12 +117,13 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
         world.run()
         loss, glance = problem.losses(world.anchors)
     ends = [host.actor for host in world.hosts.values()]
+    moves = [end.link.moved for end in ends]
     position = float(spec.terms.schedule.steps)
     curve = [(taken.position, taken.loss) for taken in world.evaluations if taken.position < position]
     curve.append((position, glance))
     up, down = (
         statistics.fmean(column)
-        for column in zip(*((end.link.moved.up.exchanged, end.link.moved.down.exchanged) for end in ends), strict=True)
+        for column in zip(*((m.up.total - m.up.state, m.down.total - m.down.state) for m in moves), strict=True)
     )
     sizes = [fragment.numel for fragment in world.spec.identity.layout.fragments]
 

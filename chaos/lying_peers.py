@@ -21,8 +21,9 @@ from farloop.wire.blobs import blob_key
 from farloop.wire.frames import BulkFrame, ControlFrame, lane_hello, parse_control
 from farloop.wire.limits import Limits
 from farloop.wire.messages import (
-    PROTOCOL_VERSIONS,
+    PROTOCOL_VERSION,
     AnchorRef,
+    BytesByKind,
     Evaluation,
     Heartbeat,
     Hello,
@@ -75,8 +76,8 @@ class Peer:
         self._control.close()
         self._control = self._dealer()
         hello = Hello(
-            protocol_min=PROTOCOL_VERSIONS[0],
-            protocol_max=PROTOCOL_VERSIONS[1],
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
             node=self.name,
             incarnation=self.incarnation,
             fingerprint=None,
@@ -109,7 +110,7 @@ class Peer:
         run, epoch = run_tag(self.welcome), self.welcome.epoch
         if self._lane is None:
             self._lane = self._dealer()
-            self._lane.send_multipart(lane_hello(run, epoch, self.welcome.lane_token))
+            self._lane.send_multipart(lane_hello(run, epoch, self.welcome.lane_token, 1))
         frame = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=0, chunk=memoryview(chunk))
         with suppress(zmq.Again):
             self._lane.send_multipart(frame.parts(), zmq.NOBLOCK)
@@ -289,9 +290,8 @@ def _progress(
             blocked_s=0.0,
             lost_steps=0,
             sample_watermark=watermark,
-            bytes_up=0,
-            bytes_down=0,
-            bytes_state=0,
+            sent=BytesByKind(),
+            received=BytesByKind(),
         )
     )
 

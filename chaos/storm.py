@@ -430,5 +430,5 @@ class Storm:
         """Every node said good-bye with the run's last anchors, and wrote the same down."""
         self._history.saw_status(final)
         last = dict(enumerate(zip(final["versions"], final["digests"], strict=True)))
-        told = {node["name"]: node.get("digests") for node in final["nodes"]}
+        told = {node["name"]: node["digests"] for node in final["nodes"]}
         return all(told.get(name) == final["digests"] and self._books[name].anchors == last for name in self.nodes)

@@ -107,7 +107,7 @@ class _Totals:
 
     def update(self, node: str, event: dict[str, Any]) -> None:
         """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
-        told = {"lost_steps": 0, **event, **_bytes(event)}
+        told = {**event, **event["bytes_by_kind"]}
         values = {(node, counter): int(told[counter]) for counter in _COUNTERS}
         restarted = any(value < self._latest.get(key, 0) for key, value in values.items())
         for key, value in values.items():
@@ -120,15 +120,6 @@ class _Totals:
         both = (self._finished, self._latest)
         found = ((node, value) for counts in both for (node, name), value in counts.items() if name == counter)
         return sum(value for node, value in found if of in (None, node))
-
-
-def _bytes(event: dict[str, Any]) -> dict[str, int]:
-    """All bytes of a report. Older lines have no kinds, and snapshots and probes
-    apart from the bytes of both directions."""
-    if "bytes_by_kind" in event:
-        return {kind: int(event["bytes_by_kind"][kind]) for kind in BYTE_KINDS}
-    up, down, state = int(event["bytes_up"]), int(event["bytes_down"]), int(event["bytes_state"])
-    return {"bytes_down": down + state, "delta": up, "update": down, "snapshot": state, "probe": 0, "control": 0}
 
 
 def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:

@@ -254,8 +254,8 @@ def about(view: NodeView) -> Text:
     ]
     missed = {
         "steps lost": node["lost_steps"],
-        "steps skipped": node.get("skipped_steps", 0),
-        "sends skipped": node.get("skipped_turns", 0),
+        "steps skipped": node["skipped_steps"],
+        "sends skipped": node["skipped_turns"],
     }
     facts[2:2] = [f"{count:,} {what}" for what, count in missed.items() if count]
     facts[1:1] = [f"τ {node['tau']} by its link"] if "tau" in node else []

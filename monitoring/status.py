@@ -36,7 +36,7 @@ class RunStatus(TypedDict):
     changed: list[str]  # what the last change changed, and from which window or round on
     started_s: float  # seconds since training began; 0 before
     uptime_s: float  # seconds since this coordinator process started
-    nodes: NotRequired[int]  # nodes that the run needs to begin
+    nodes: int  # nodes that the run needs to begin
     stages: NotRequired[list[int]]  # connected nodes per stage, for a model that is cut in stages
     codec_up_of: NotRequired[dict[str, str]]  # codecs of nodes that have their own, by the newest terms
     h_share_of: NotRequired[dict[str, float]]  # shares of a round's steps, for nodes that do not do all of them
@@ -80,19 +80,19 @@ class NodeStatus(TypedDict):
     bytes_up: int  # bytes sent since its start
     bytes_down: int  # bytes received since its start
     bytes_state: int  # snapshots and probes, contained in the two above
-    bytes_by_kind: NotRequired[BytesStatus]
+    bytes_by_kind: BytesStatus
     detail: str  # its activity in words; may be empty
     reason: str  # why it left; empty while it is here
     last_heard_s: float  # seconds since its last message
-    skipped_turns: NotRequired[int]  # due sends that it skipped because too many deltas of the fragment were undecided
-    skipped_steps: NotRequired[int]  # inner steps that it skipped because the gradient held NaN or Inf
-    digests: NotRequired[list[str]]  # digests of its anchors when it left, in the order of its fragments
+    skipped_turns: int  # due sends that it skipped because too many deltas of the fragment were undecided
+    skipped_steps: int  # inner steps that it skipped because the gradient held NaN or Inf
+    digests: list[str]  # digests of its anchors when it left, in the order of its fragments
     part: NotRequired[PartStatus]
-    quarantine: NotRequired[str]  # why its deltas are measured but not merged; empty if they are merged
+    quarantine: str  # why its deltas are measured but not merged; empty if they are merged
     h: NotRequired[int]  # its H in the current round, if it differs from the run's
     codec_up: NotRequired[str]  # its codec, if it differs from the run's
     tau: NotRequired[int]  # its overlap, if it chooses that by its link
-    loss_is: NotRequired[str]  # `nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers
+    loss_is: str  # `nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers
 
 
 class WindowStatus(TypedDict):
@@ -275,8 +275,8 @@ class Status(TypedDict):
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]
     alarms: list[str]
-    recent: NotRequired[list[EventStatus]]  # recent events, oldest first
-    samples: NotRequired[SamplesStatus]
+    recent: list[EventStatus]  # recent events, oldest first
+    samples: SamplesStatus
     copy: NotRequired[CopyStatus]
     inventory: NotRequired[InventoryStatus]
     uplink: NotRequired[UplinkStatus]

@@ -166,7 +166,7 @@ def view_of(status: Status) -> RunView:
         reduction=reduction(status),
         nodes=tuple(_node_view(node, status) for node in nodes),
         windows=tuple(_window_view(w) for w in sorted(status["windows"], key=_fragment) if w["expected"]),
-        events=tuple(map(event_view, status.get("recent", []))),
+        events=tuple(map(event_view, status["recent"])),
     )
 
 
@@ -177,10 +177,10 @@ def validation_text(loss: float | None) -> str:
 
 def _node_view(node: NodeStatus, status: Status) -> NodeView:
     here, done = node["connected"], ended_well(node, status)
-    wrong, share = node.get("loss_is", ""), node["compute_share"]
+    wrong, share = node["loss_is"], node["compute_share"]
     known = 0 < share < math.inf
     tone: Tone = _TONES.get(node["state"], "wait")
-    if done or not here or node.get("quarantine"):
+    if done or not here or node["quarantine"]:
         tone = "good" if done else "bad"
     return NodeView(
         status=node,
@@ -246,7 +246,7 @@ def part_text(node: NodeStatus) -> str:
 def left_with_the_last(node: NodeStatus, status: Status) -> bool:
     """Whether a node left with the run's present anchors, of all fragments that it holds."""
     held = node["part"]["fragments"] if "part" in node else range(len(status["digests"]))
-    return node.get("digests") == [status["digests"][fragment] for fragment in held]
+    return node["digests"] == [status["digests"][fragment] for fragment in held]
 
 
 _WAITS = frozenset({"joining", "ready", "waiting", "draining"})
@@ -262,7 +262,7 @@ def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
     """What a node exchanges now: its own words, or else the windows that hold a delta of it."""
     if node["reason"] or not node["connected"]:
         return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
-    if why := node.get("quarantine"):
+    if why := node["quarantine"]:
         return f"in quarantine: {why}"
     if said := doing(node):
         return said
@@ -293,12 +293,12 @@ def standing(status: Status) -> str:
         case "held":
             return "nothing is committed until the alarm is resolved; the run then continues"
         case "waiting":
-            wanted = run.get("nodes", 0)
+            wanted = run["nodes"]
             if stages := run.get("stages"):
                 counts = ", ".join(f"stage {stage} has {count} of {wanted}" for stage, count in enumerate(stages))
                 return f"begins when its nodes are connected: {counts} so far"
-            have = f"{here} of {wanted}" if wanted else f"{here}"
-            return f"begins when its nodes are connected: {have} so far" + ("" if here else "; start one: farloop node")
+            start = "" if here else "; start one: farloop node"
+            return f"begins when its nodes are connected: {here} of {wanted} so far{start}"
         case "training" if not here:
             return "no node is connected, so nothing progresses; a node that returns continues where the run is"
         case _:

@@ -646,9 +646,7 @@ class NodeExecutor:
             self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
-        if self.evaluate is None:  # an older coordinator does not know
-            return
-        assert self.replica is not None
+        assert self.replica is not None and self.evaluate is not None
         started, before = self._now(), self.account.activity
         self._count_as("evaluation")
         with self.replica.anchors_in_place():

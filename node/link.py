@@ -19,7 +19,7 @@ from farloop.wire.lanes import lanes_needed
 from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Probe, Role, Seen
+from farloop.wire.messages import MOST_SEEN, BytesByKind, Observed, Probe, Role, Seen
 from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
 from farloop.wire.outgoing import LinkKnown
@@ -38,11 +38,6 @@ class Traffic:
 
     up: BytesByKind = NONE
     down: BytesByKind = NONE
-
-    @property
-    def state(self) -> int:
-        """Snapshots and probes, both directions."""
-        return self.up.snapshot + self.up.probe + self.down.snapshot + self.down.probe
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.up + other.up, self.down + other.down)
@@ -97,7 +92,7 @@ class Probing:
 
     def look(self, session: Session) -> Observed | None:
         """End a probe that measured enough. Returns the report, if any."""
-        if session.state is not State.OPEN or session.protocol < SINCE[Observed]:
+        if session.state is not State.OPEN:
             return None
         probe, burst = self._expected, session.meter.burst()
         if probe is not None and burst is not None and enough(burst, probe.rtt_s):
@@ -117,7 +112,7 @@ class Probing:
     def connection(self, session: Session, told: ConnectionFacts | None, now: float) -> Observed | None:
         """A report from TCP_INFO of the bulk connection."""
         self._told_at = now
-        if told is None or session.state is not State.OPEN or session.protocol < SINCE[Observed]:
+        if told is None or session.state is not State.OPEN:
             return None
         return Observed(links=(Seen(bulk=told),))
 
@@ -556,7 +551,7 @@ class NodeLink:
 
     def _send(self, message: msg.Message) -> None:
         session = self._session
-        if session is None or session.state is not State.OPEN or session.protocol < SINCE[type(message)]:
+        if session is None or session.state is not State.OPEN:
             return
         try:
             session.send(message, self._clock.now())

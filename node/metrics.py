@@ -16,7 +16,7 @@ from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
 from farloop.node.reports import Activity
 from farloop.runtime.log_queue import dropped_lines
-from farloop.wire.messages import Progress, moved_by
+from farloop.wire.messages import Progress
 from farloop.wire.uplink import Uplink
 
 # --- Metrics: `farloop_node_` prefix, base units, bounded labels
@@ -132,7 +132,7 @@ class Metrics(Collector):
         yield self._counter("log_dropped_lines", "Log lines that nobody read in time.", dropped_lines())
         moved = [
             ((direction, kind), count)
-            for direction, counts in zip(("up", "down"), moved_by(progress), strict=True)
+            for direction, counts in (("up", progress.sent), ("down", progress.received))
             for kind, count in asdict(counts).items()
         ]
         yield self._family(CounterMetricFamily, "bytes", "All bytes, up and down, by kind.", moved, "direction", "kind")

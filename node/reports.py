@@ -245,8 +245,8 @@ class Reports:
         run = machine.run  # before its epoch, for the training thread changes them in the other order
         history, anchors, announced = self.announced.beside(*self._held)
         return msg.Hello(
-            protocol_min=msg.PROTOCOL_VERSIONS[0],
-            protocol_max=msg.PROTOCOL_VERSIONS[1],
+            protocol_min=msg.PROTOCOL_VERSION,
+            protocol_max=msg.PROTOCOL_VERSION,
             node=machine.name,
             incarnation=machine.incarnation,
             fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
@@ -291,9 +291,6 @@ class Reports:
             blocked_s=self._clock.seconds("blocked", now),
             lost_steps=machine.lost_steps,
             sample_watermark=self._samples.watermark,
-            bytes_up=moved.up.exchanged,
-            bytes_down=moved.down.exchanged,
-            bytes_state=moved.state,
             detail=waiting or alone,
             skipped_turns=machine.skipped_turns,
             samples_left=self._samples.remaining if machine.takes_samples else None,

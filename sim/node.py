@@ -1,6 +1,5 @@
 """One start of a node in virtual time: drives the real executor, with a learner whose inner steps take virtual time."""
 
-import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
@@ -57,7 +56,7 @@ class SimulatedLink:
         self._link, self._process, self._setup = link, process, setup
 
     def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent | Exception], None]) -> None:
-        self._link.start(lambda: dataclasses.replace(hello(), protocol_max=self._setup.protocol), deliver)
+        self._link.start(hello, deliver)
 
     def close(self) -> None:
         self._link.close()

@@ -15,7 +15,6 @@ from farloop.coordinator.decide.roster import EXPIRE_S
 from farloop.coordinator.net.sessions import UNLIMITED, RateLimits
 from farloop.sim.network import LinkConditions
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import PROTOCOL_VERSIONS
 from farloop.wire.uplink import UplinkLimit
 
 
@@ -62,7 +61,6 @@ class NodeSetup:
     tau: int | None = None  # its own overlap; the terms' unless given
     joins_at: float = 0.0  # virtual seconds
     holds: Part = None  # of the model
-    protocol: int = PROTOCOL_VERSIONS[1]  # newest version of the protocol that it speaks
     weather: LinkConditions | None = None  # of its link; the scenario's unless given
 
 

@@ -131,7 +131,7 @@ def parse_bulk(parts: Sequence[Buffer], limits: Limits) -> BulkFrame:
     return BulkFrame(run=run, epoch=epoch, key=key, offset=offset, chunk=chunk)
 
 
-def lane_hello(run: int, epoch: int, token: bytes, number: int = 0) -> list[Buffer]:
+def lane_hello(run: int, epoch: int, token: bytes, number: int) -> list[Buffer]:
     """The first frame of a bulk lane, node → coordinator: binds the lane to the session that was given `token`."""
     hello = LaneHello(lane_token=token, number=number)
     return ControlFrame(run=run, epoch=epoch, seq=0, ack=0, body=encode(hello)).parts()

@@ -12,9 +12,6 @@ EARLY_FRAMES = 4096  # ... and as many frames: more than an honest sender makes 
 EARLY_S = 0.25
 """A receiver keeps so many seconds of the highest rate that it has seen: the round trip of a first Credit."""
 
-INITIAL_CREDIT = 512 << 10
-"""Before version 5 of the protocol: bytes of one pushed blob that may leave before its first Credit."""
-
 AHEAD_FRAMES = 256
 """Control frames in flight: numbers from the first unacknowledged one. Part of the protocol, both ends know it."""
 
@@ -48,9 +45,6 @@ class Limits:
     max_blob_bytes: int = 2 << 30  # largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32
     early_pool_bytes: int = 1 << 30
     """What all sessions of a coordinator, in equal shares, or a node keep of blobs that are not expected yet."""
-    window_bytes: int = INITIAL_CREDIT
-    """Credit beyond the received prefix that a peer older than version 5 gets at first; never less than two chunks."""
-    max_window_bytes: int = 32 << 20  # ... and at most: 1 Gbit/s over 250 ms.
     max_lanes: int = 16  # bulk lanes of a session
     max_blobs: int = 256  # blobs expected at once
     max_active: int = 64  # blobs offered at once, and blobs pushed at once; the others wait for one of them to end
@@ -67,8 +61,6 @@ class Limits:
     def __post_init__(self) -> None:
         if self.chunk_bytes is not None and not 0 < self.chunk_bytes <= self.max_chunk_bytes:
             raise ValueError(f"chunk_bytes must be from 1 to max_chunk_bytes ({self.max_chunk_bytes})")
-        if self.window_bytes < INITIAL_CREDIT:
-            raise ValueError(f"window_bytes must be at least {INITIAL_CREDIT}, the credit of a pushed blob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +75,6 @@ class Timing:
     rto_max_s: float = 10.0  # largest time-out for control frames; it doubles while nothing helps
     linger_s: float = 5.0  # how long a Leave or Refused of this end may wait for its acknowledgement
     credit_delay_s: float = 0.25  # how long a Credit waits for more bytes to report
-    window_s: float = 1.0
-    """The window of a peer older than version 5 doubles while it holds fewer seconds of arrivals than this: above the
-    round trip of every link on Earth, and little enough that no queue grows long."""
     blob_idle_s: float = 30.0
     """A coordinator gives up a blob that is no further after this, times the blobs that share the session, though its
     sender's heart beats: time without progress, never time in all, so that a slow link is as good as a fast one."""

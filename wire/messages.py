@@ -1,7 +1,7 @@
 """All control messages, and their bytes (msgpack maps with numbers for kinds)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, TypeVar
 
@@ -20,18 +20,19 @@ from farloop.algo.spec import (
     WindowTerms,
     to_plain,
 )
-from farloop.algo.terms import LATER, flat_path
+from farloop.algo.terms import flat_path
 from farloop.wire.bounds import bounded
+from farloop.wire.limits import EARLY_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.meter import Burst
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
-# --- Declarations: a message states its number, its senders and its version beside its class
+# --- Declarations: a message states its number and its senders beside its class
 #
-# To add a message, write its class below with a number above all others, the protocol version it comes with and its
-# senders, then its golden bytes (`tests/unit/wire/test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say
-# how). Numbers are never reused. Who receives it handles it: `_received` in `node/machine.py`, `_heard` in
-# `coordinator/decide/machine.py`; a node's message also has a rate in `coordinator/net/sessions.py`.
+# To add a message, write its class below with a number above all others and its senders, then its golden bytes
+# (`tests/unit/wire/test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say how). Numbers are never
+# reused. Who receives it handles it: `_received` in `node/machine.py`, `_heard` in `coordinator/decide/machine.py`; a
+# node's message also has a rate in `coordinator/net/sessions.py`.
 
 
 class Role(Enum):
@@ -51,9 +52,6 @@ _M = TypeVar("_M", bound=Message)
 
 NUMBERS: Final[dict[type[Message], int]] = {}
 
-SINCE: Final[dict[type[Message], int]] = {}
-"""Version of the protocol that a message came with. It is not sent in sessions of an older version."""
-
 SENT_BY: Final[dict[Role, set[type[Message]]]] = {Role.NODE: set(), Role.COORDINATOR: set()}
 """What each end may send on the control lane. A node's messages are bounded as they are decoded (`bounds.py`)."""
 
@@ -61,19 +59,18 @@ _OPTIONAL: Final[set[type[Message]]] = set()
 _CLASSES: Final[dict[int, type[Message]]] = {}
 
 
-def message(number: int, *senders: Role, since: int, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
+def message(number: int, *senders: Role, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
     """Declare a message class.
 
     Args:
         number: its number on the wire.
         senders: who may send it on the control lane.
-        since: version of the protocol that it came with, one of `PROTOCOL_VERSIONS`. Older peers are not sent it.
         optional: whether a peer that does not know it may ignore it.
     """
 
     def declare(cls: type[_M]) -> type[_M]:
         assert number not in _CLASSES, f"{cls.__name__} has the number of {_CLASSES[number].__name__}"
-        NUMBERS[cls], SINCE[cls], _CLASSES[number] = number, since, cls
+        NUMBERS[cls], _CLASSES[number] = number, cls
         for sender in senders:
             SENT_BY[sender].add(cls)
         if optional:
@@ -105,9 +102,9 @@ class BytesByKind:
         return self.delta + self.update + self.snapshot + self.probe + self.control
 
     @property
-    def exchanged(self) -> int:
-        """All but snapshots and probes."""
-        return self.delta + self.update + self.control
+    def state(self) -> int:
+        """Snapshots and probes."""
+        return self.snapshot + self.probe
 
     def __add__(self, other: "BytesByKind") -> "BytesByKind":
         return BytesByKind(
@@ -119,7 +116,7 @@ class BytesByKind:
         )
 
 
-@message(14, Role.NODE, since=1, optional=True)
+@message(14, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
     """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
@@ -136,27 +133,21 @@ class Progress(Message):
     lost_steps: int
     sample_watermark: int
     """Samples consumed of its leases, counted since its start."""
-    bytes_up: int
-    bytes_down: int
-    bytes_state: int
-    """Snapshots and probes, both directions; not part of the two above."""
+    sent: BytesByKind  # all bytes that it sent since its start
+    received: BytesByKind  # ... and received
     detail: str = ""
     """What it waits for, in words."""
     skipped_turns: int = 0
     """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol, Windows)."""
     samples_left: int | None = None
-    """Samples of its leases that it can still use. None where it is not told."""
-    sent: BytesByKind | None = field(default=None, metadata=LATER)
-    """All bytes that it sent since its start; None where they are not told by kind."""
-    received: BytesByKind | None = field(default=None, metadata=LATER)
-    """All bytes that it received since its start; None where they are not told by kind."""
-    skipped_steps: int = field(default=0, metadata=LATER)
+    """Samples of its leases that it can still use. None where it takes none."""
+    skipped_steps: int = 0
     """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
-    tau: int = field(default=0, metadata=LATER)
+    tau: int = 0
     """Its overlap in inner steps, where it chooses that by its link."""
 
 
-@message(15, Role.NODE, since=1, optional=True)
+@message(15, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Message):
     """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol, Evaluation)."""
@@ -167,16 +158,7 @@ class Evaluation(Message):
     seconds: float
 
 
-def moved_by(progress: Progress) -> tuple[BytesByKind, BytesByKind]:
-    """All bytes that a node sent and received. One that does not tell them by kind has its three numbers counted as
-    deltas, updates and snapshots: the sum is right."""
-    if progress.sent is not None and progress.received is not None:
-        return progress.sent, progress.received
-    received = BytesByKind(update=progress.bytes_down, snapshot=progress.bytes_state)
-    return BytesByKind(delta=progress.bytes_up), received
-
-
-# --- Adoption (protocol, Adoption), from protocol version 4 on
+# --- Adoption (protocol, Adoption)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +179,7 @@ class SavedAnchors:
     anchors: tuple[AnchorRef, ...]
 
 
-@message(20, Role.NODE, since=4)
+@message(20, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Message):
     """Node → coordinator, in answer to a Welcome that recalls: all that the coordinator's old copy may not know."""
@@ -211,7 +193,7 @@ class Held(Message):
     granted_to: int = 0  # one past the last sample that it was ever granted
 
 
-@message(21, Role.COORDINATOR, since=4)
+@message(21, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall(Message):
     """Coordinator → node, in such a session: send your anchor of this fragment, as a snapshot."""
@@ -219,7 +201,7 @@ class Recall(Message):
     fragment: int
 
 
-# --- Link measurements, from protocol version 3 on
+# --- Link measurements
 #
 # None of it decides anything in a run. A probe's bytes travel as a blob of a kind of its own, in the background:
 # whatever anybody waits for goes first (`link_measurement.py`).
@@ -228,7 +210,7 @@ class Recall(Message):
 MOST_SEEN = 16  # bursts, and links, of one report
 
 
-@message(30, Role.COORDINATOR, since=3, optional=True)
+@message(30, Role.COORDINATOR, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo(Message):
     """Coordinator → node: say this number back at once. The node's session does, before anybody else hears of it."""
@@ -236,7 +218,7 @@ class Echo(Message):
     number: int
 
 
-@message(31, Role.NODE, since=3, optional=True)
+@message(31, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echoed(Message):
     """Node → coordinator: here it is."""
@@ -244,7 +226,7 @@ class Echoed(Message):
     number: int
 
 
-@message(32, Role.COORDINATOR, since=3, optional=True)
+@message(32, Role.COORDINATOR, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Message):
     """Coordinator → node: the link is to be measured, one way."""
@@ -287,10 +269,10 @@ class Seen:
     probe: int = 0  # the probe that they were; 0: whatever had to be sent
     rtt_s: float | None = None  # round trip as the node measured it, where the coordinator cannot
     bulk: Connection | None = None  # the connection that carries blobs, as this node's kernel sees it
-    transfer: Transfer | None = field(default=None, metadata=LATER)  # the quickest that came from another node lately
+    transfer: Transfer | None = None  # the quickest that came from another node lately
 
 
-@message(33, Role.NODE, since=3, optional=True)
+@message(33, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(Message):
     """Node → coordinator, now and then: its links."""
@@ -306,17 +288,10 @@ class Observed(Message):
 
 _T = TypeVar("_T")
 
-PROTOCOL_VERSIONS = (1, 5)
-"""Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links, 4 codecs that nodes
-have of their own, starts within a round, and what nodes tell a coordinator over an old copy of its state, 5 the windows
-of a session (protocol, Flow control)."""
-
-OWN_CODECS_SINCE = 4  # version in which nodes read `codec_up_of` in the terms of a window
-SLOTS_SINCE = 4  # version in which nodes read the slot of a `Start`
-WINDOWS_SINCE = 5  # version in which a blob's credit is its size, and a session's windows bound what is on its way
+PROTOCOL_VERSION: Final = 1  # the only one
 
 
-@message(1, Role.NODE, since=1)
+@message(1, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Node → coordinator, first of a session."""
@@ -331,26 +306,26 @@ class Hello(Message):
     anchors: tuple[AnchorRef, ...]  # what it holds; empty for a node that must be given everything
     round: int | None  # the round it is training in, or None before it was started
     device: str = ""
-    history: int = field(default=0, metadata=LATER)  # the history that its anchors are of (see `Welcome`)
-    announced: tuple[AnchorRef, ...] = field(default=(), metadata=LATER)
+    history: int = 0  # the history that its anchors are of (see `Welcome`)
+    announced: tuple[AnchorRef, ...] = ()
     """The newest commit of each fragment that it was told of, in this life of it."""
-    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
+    holds: tuple[int, ...] | None = None
     """The stages of the model that it holds, for as long as it lives; None for all of it."""
-    inventory: Inventory = field(default=NOTHING, metadata=LATER)  # its machine and network cards
-    begins: bool = field(default=False, metadata=LATER)
+    inventory: Inventory = NOTHING  # its machine and network cards
+    begins: bool = False
     """It needs no snapshot of version 0 where the weights that it begins with have the digest in the run's identity,
     and asks for one (`Fetch`) where they have not."""
-    saved: SavedAnchors | None = field(default=None, metadata=LATER)
+    saved: SavedAnchors | None = None
     """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
-    can_evaluate: bool = field(default=True, metadata=LATER)  # whether its loop can measure the loss on the fixed set
-    early: int = field(default=0, metadata=LATER)  # see `Credit`
-    process: int = field(default=0, metadata=LATER)
+    can_evaluate: bool = True  # whether its loop can measure the loss on the fixed set
+    early: int = EARLY_BYTES  # see `Credit`
+    process: int = 0
     """Random, of the process: two machines with one name may have the same incarnation."""
-    epoch_run: str = field(default="", metadata=LATER)
+    epoch_run: str = ""
     """Fingerprint of the run that `epoch_seen` is of: in another run it means nothing."""
 
 
-@message(2, Role.COORDINATOR, since=1)
+@message(2, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Coordinator → node: the session is open."""
@@ -367,24 +342,24 @@ class Welcome(Message):
     rounds: tuple[RoundPlan, ...]
     """The rounds that are fixed so far and may still be needed."""
     leases: tuple[Lease, ...] | None = None
-    """The samples that this start of the node still holds; it uses no others that it was granted before. None where
-    that is not told."""
-    history: int = field(default=0, metadata=LATER)
+    """The samples that this start of the node still holds; it uses no others that it was granted before. None where it
+    takes none."""
+    history: int = 0
     """Epoch in which the run was last wound back, or adopted; 0: never. What a node holds of another history it gives
     up."""
-    revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
+    revisions: tuple[Revision, ...] = ()
     """Of the terms, those that may still be needed; the last is that of `spec`. None where they never changed."""
-    recalls: bool = field(default=False, metadata=LATER)
+    recalls: bool = False
     """The coordinator's state is an old copy, and it takes from nodes what they hold: the node answers `Held`, stands
     by its anchors for as long as the session lasts, and takes nothing else of what this message says to heart."""
-    restores: tuple[int, ...] = field(default=(), metadata=LATER)
+    restores: tuple[int, ...] = ()
     """Fragments of which the node reads the anchor that `Hello.saved` names: the updates after that follow, and no
     snapshot comes unless it asks for one (`Fetch`)."""
-    early: int = field(default=0, metadata=LATER)  # see `Credit`
-    lanes: int = field(default=0, metadata=LATER)  # the most bulk lanes of this session; 0: one
+    early: int = EARLY_BYTES  # see `Credit`
+    lanes: int = 1  # the most bulk lanes of this session
 
 
-@message(3, Role.COORDINATOR, since=1)
+@message(3, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
     """Coordinator → node: the session ends here."""
@@ -392,43 +367,41 @@ class Refused(Message):
     reason: Reason
     detail: str  # one line with the two values that disagree
     retriable: bool
-    newest: int = field(default=0, metadata=LATER)
+    newest: int = 0
     """The number that another start of the node has: one that has not joined yet goes on behind it."""
 
 
-@message(4, since=1)  # opens a bulk lane; nobody sends it on the control lane
+@message(4)  # opens a bulk lane; nobody sends it on the control lane
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
 
     lane_token: bytes
-    number: int = field(default=0, metadata=LATER)
-    """Which bulk lane of the session it is, from 1; it replaces the one of this number, if there is one. 0: the first,
-    where the session has no others."""
+    number: int = 1
+    """Which bulk lane of the session it is, from 1; it replaces the one of this number, if there is one."""
 
 
-@message(5, Role.NODE, since=1)
+@message(5, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
 
-    history: int = field(default=0, metadata=LATER)  # the history that they are of
-    frozen: int = field(default=0, metadata=LATER)
+    history: int = 0  # the history that they are of
+    frozen: int = 0
     """Digest of the weights that are not exchanged: frozen parameters and saved floating-point buffers; 0: none."""
 
 
-@message(6, Role.COORDINATOR, since=1)
+@message(6, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Message):
     """Coordinator → node: begin training with this round."""
 
     round: RoundPlan
     lease: Lease | None
-    slot: int = field(default=0, metadata=LATER)
-    """Slot of the round that the first inner step belongs to; 0 for nodes of protocol 3 and older."""
+    slot: int = 0  # of the round, that the first inner step belongs to
 
 
-@message(7, Role.NODE, Role.COORDINATOR, since=1)
+@message(7, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Message):
     """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
@@ -439,12 +412,12 @@ class Offer(Message):
     window: int = 0  # the window a delta is for
     contributors: tuple[Contribution, ...] = ()
     consumed: int | None = None
-    """Samples that its node had used of its leases when it took the delta, counted since its start. None where it is
-    not told."""
-    history: int = field(default=0, metadata=LATER)  # the history that the base of a delta is of
+    """Samples that its node had used of its leases when it took the delta, counted since its start. None where it
+    takes none."""
+    history: int = 0  # the history that the base of a delta is of
 
 
-@message(8, Role.NODE, Role.COORDINATOR, since=1)
+@message(8, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit(Message):
     """Either way: the blob has arrived without a gap up to `received`; bytes up to `limit` may be sent."""
@@ -452,15 +425,15 @@ class Credit(Message):
     blob: BlobId
     received: int
     limit: int
-    arrived: int = field(default=0, metadata=LATER)
+    arrived: int = 0
     """Bytes that have arrived, those beyond a gap included. 0 where there is no gap."""
-    early: int = field(default=0, metadata=LATER)
-    """Bytes of all blobs without a Credit that its sender keeps. 0: 4 MiB, until another number was told."""
-    islands: tuple[int, ...] = field(default=(), metadata=LATER)
+    early: int = EARLY_BYTES
+    """Bytes of all blobs without a Credit that its sender keeps."""
+    islands: tuple[int, ...] = ()
     """Start and end of the first ranges beyond a gap, one after the other: they need not be sent again."""
 
 
-@message(9, Role.COORDINATOR, since=1)
+@message(9, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Message):
     """Coordinator → node: the whole delta is verified and durable."""
@@ -468,7 +441,7 @@ class Stored(Message):
     blob: BlobId
 
 
-@message(10, Role.COORDINATOR, since=1)
+@message(10, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Message):
     """Coordinator → node: a delta was dropped before its window closed."""
@@ -494,7 +467,7 @@ class Drop:
     reason: Reason
 
 
-@message(11, Role.COORDINATOR, since=1)
+@message(11, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
     """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol, Downlink)."""
@@ -516,7 +489,7 @@ def update_id(committed: Committed) -> BlobId:
     return BlobId(kind=BlobKind.UPDATE, fragment=committed.fragment, version=committed.version)
 
 
-@message(12, Role.COORDINATOR, since=1)
+@message(12, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant(Message):
     """Coordinator → node: more samples."""
@@ -524,17 +497,17 @@ class Grant(Message):
     lease: Lease
 
 
-@message(13, Role.NODE, since=1)
+@message(13, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
 
     fragment: int
-    first: bool = field(default=False, metadata=LATER)
+    first: bool = False
     """It never had one: its own first weights are others than the run's."""
 
 
-@message(16, Role.NODE, Role.COORDINATOR, since=1)
+@message(16, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
     """Either way: I end this session on purpose."""
@@ -545,22 +518,22 @@ class Leave(Message):
     """What a node holds as it leaves: at the run's end, the proof that all have the same model."""
 
 
-@message(17, Role.COORDINATOR, since=1)
+@message(17, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Message):
     """Coordinator → node: every fragment is final."""
 
 
-@message(19, Role.COORDINATOR, since=2)
+@message(19, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revised(Message):
-    """Coordinator → node, from protocol version 2 on: the run has other terms, from windows and a round that lie ahead
-    of all that was told (protocol, Versions)."""
+    """Coordinator → node: the run has other terms, from windows and a round that lie ahead of all that was told
+    (protocol, Revisions)."""
 
     revision: Revision
 
 
-@message(18, Role.NODE, Role.COORDINATOR, since=1, optional=True)
+@message(18, Role.NODE, Role.COORDINATOR, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
     """Either way: nothing to say; the frame around it acknowledges."""
@@ -611,7 +584,7 @@ _last_commit: list[tuple[Message | None, bytes]] = [(None, b"")]
 
 
 def decode(data: bytes | memoryview) -> Message | None:
-    """A message from bytes; None for one that an older peer may ignore.
+    """A message from bytes; None for one that a peer may ignore.
 
     Raises:
         RemoteProtocolError: malformed, of a wrong type, beyond the bounds of what a node may say, or unknown and marked

@@ -13,8 +13,6 @@ from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, lane_hello, par
 from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import (
     SENT_BY,
-    SINCE,
-    WINDOWS_SINCE,
     Credit,
     Echo,
     Echoed,
@@ -77,7 +75,6 @@ class Handshake:
         self.epoch = 0
         self.lane_token = b""
         self.max_lanes = 1  # bulk lanes that the coordinator takes
-        self.protocol = 0  # the version that both ends speak; 0 until the session is open
         self.farewell: Leave | Refused | None = None  # the message with which this end leaves
         self._greeted = False  # whether Hello was sent (node) or delivered (coordinator)
 
@@ -97,10 +94,6 @@ class Handshake:
             raise LocalProtocolError(f"a {self.role.value} does not send {name}")
         if not isinstance(message, _OPENINGS):
             self.check_open()
-            if self.protocol < (since := SINCE[type(message)]):
-                raise LocalProtocolError(
-                    f"{name} needs version {since} of the protocol, the session has {self.protocol}"
-                )
         elif self.state is not State.OPENING or self._greeted == isinstance(message, Hello):
             raise LocalProtocolError(f"{name} has its place at the beginning, once")
         if isinstance(message, Welcome) and not 0 < message.epoch <= MAX_EPOCH:
@@ -171,7 +164,6 @@ class Handshake:
         self.state = State.OPEN
         self.run = run_tag(welcome)
         self.epoch = welcome.epoch
-        self.protocol = welcome.protocol
         self.lane_token = welcome.lane_token
         self.max_lanes = max(1, welcome.lanes)
 
@@ -403,7 +395,6 @@ class Session:
             uplink=uplink,
             now=now,
         )
-        self._peer_early = 0  # what the peer's Hello says
         self._lanes = self._transfers.lanes  # bulk lanes that can be sent on
         self._heard_at = now
         self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
@@ -430,11 +421,6 @@ class Session:
         self._queue(message)
         if self._handshake.farewell is not None:
             self._closes_at = now + self._timing.linger_s
-
-    @property
-    def protocol(self) -> int:
-        """The version that both ends speak; 0 before the session is open."""
-        return self._handshake.protocol
 
     @property
     def known(self) -> LinkKnown:
@@ -593,8 +579,7 @@ class Session:
         self._handshake.check_open()
         if self._handshake.role is not Role.NODE:
             raise LocalProtocolError("nodes open lanes")
-        told = number if self._handshake.max_lanes > 1 else 0
-        parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token, told)
+        parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token, number)
         self._control_sent(parts)
         return parts
 
@@ -706,10 +691,8 @@ class Session:
         if self.state is State.CLOSED:
             return
         self._handshake.delivered(message)
-        if isinstance(message, Hello):
-            self._peer_early = message.early
-        elif isinstance(message, Welcome):
-            self._transfers.agreed(message.protocol, message.early)
+        if isinstance(message, Hello | Welcome):
+            self._transfers.peer_early = message.early
         self._control.heartbeats = self._handshake.epoch > 0
         if isinstance(message, Credit):
             self._transfers.credited(message, now)
@@ -732,11 +715,9 @@ class Session:
 
     def _queue(self, message: Message) -> None:
         self._handshake.check_send(message)
-        if isinstance(message, Welcome):
-            self._transfers.agreed(message.protocol, self._peer_early)
         if isinstance(message, Hello | Welcome):
-            message = replace(message, early=self._transfers.told_early())
-        if isinstance(message, Welcome) and message.protocol >= WINDOWS_SINCE and self._limits.max_lanes > 1:
+            message = replace(message, early=self._transfers.early_bytes)
+        if isinstance(message, Welcome):
             message = replace(message, lanes=self._limits.max_lanes)
         body = encode(message)
         if len(body) > self._limits.max_control_bytes:

@@ -15,7 +15,6 @@ from farloop.wire.limits import (
     EARLY_BYTES,
     EARLY_FRAMES,
     EARLY_S,
-    INITIAL_CREDIT,
     LARGEST_CHUNK,
     LEAST_FLIGHT,
     SHARED_CHUNK,
@@ -24,7 +23,7 @@ from farloop.wire.limits import (
     Limits,
     Timing,
 )
-from farloop.wire.messages import WINDOWS_SINCE, Credit, Offer
+from farloop.wire.messages import Credit, Offer
 from farloop.wire.meter import Meter
 from farloop.wire.outgoing import Flight, LinkKnown, Outgoing
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
@@ -38,49 +37,35 @@ _ISLANDS_TOLD = 128  # of the ranges beyond a gap, with each Credit: about a kil
 
 
 class Incoming:
-    """A blob on its way in. Its credit is its size, or for an older peer a window beyond what has arrived."""
+    """A blob on its way in. Its credit is its size."""
 
-    def __init__(
-        self, blob: BlobId, reassembly: Reassembly, now: float, window: int | None, max_window: int, timing: Timing
-    ) -> None:
-        """`window` is None where the credit is the size."""
+    def __init__(self, blob: BlobId, reassembly: Reassembly, now: float, credit_delay_s: float) -> None:
         self.blob = blob
         self.reassembly = reassembly
-        self._window, self._max_window = window, max_window
-        self._timing = timing
+        self._credit_delay_s = credit_delay_s
         self._told = reassembly.arrived  # with the last Credit
         self._told_at = now
         self.grew_at = now  # when it was last further than before
-        self.limit = 0  # no byte at or beyond it may come
 
     @property
     def due_at(self) -> float | None:
         """When a Credit is due that reports fewer bytes than are worth one; None while there is nothing to report."""
-        if self._window is not None or self.reassembly.arrived == self._told:
-            return None
-        return self._told_at + self._timing.credit_delay_s
+        return None if self.reassembly.arrived == self._told else self._told_at + self._credit_delay_s
 
     def credit(self, now: float) -> Credit:
         """A Credit for what has arrived; the first answers the announcement of the blob."""
-        received, arrived = self.reassembly.received, self.reassembly.arrived
-        self._told, self._told_at = arrived, now
-        self.limit = min(received + (self._window or self.reassembly.size), self.reassembly.size)
-        islands = tuple(chain.from_iterable(islice(self.reassembly.islands, _ISLANDS_TOLD)))
-        beyond = arrived if islands else 0
-        return Credit(blob=self.blob, received=received, limit=self.limit, arrived=beyond, islands=islands)
+        here = self.reassembly
+        self._told, self._told_at = here.arrived, now
+        islands = tuple(chain.from_iterable(islice(here.islands, _ISLANDS_TOLD)))
+        beyond = here.arrived if islands else 0
+        return Credit(blob=self.blob, received=here.received, limit=here.size, arrived=beyond, islands=islands)
 
     def renewed_credit(self, now: float, worth: int) -> Credit | None:
         """A further Credit if one is due: `worth` bytes have arrived since the last one, or all the rest, or some that
-        have waited; for an older peer an eighth of a window, or a chunk."""
+        have waited."""
         arrived = self.reassembly.arrived - self._told
-        if self._window is not None:
-            worth = max(self._window // 8, min(SMALLEST_CHUNK, self._window // 2))
         waited = self.due_at is not None and now >= self.due_at
-        if not self.reassembly.complete and arrived < worth and not waited:
-            return None
-        if self._window is not None and arrived * self._timing.window_s > self._window * (now - self._told_at):
-            self._window = min(2 * self._window, self._max_window)
-        return self.credit(now)
+        return self.credit(now) if self.reassembly.complete or arrived >= worth or waited else None
 
 
 # --- All blobs of a session: outgoing in turns, incoming by key
@@ -104,10 +89,6 @@ class _HighestRate:
             if seconds <= 1.0:  # else there was a pause
                 self.bytes_per_s = max(self.bytes_per_s, self._bytes / seconds)
             self._since, self._bytes = now, 0
-
-
-PROBE_WINDOW_S = 0.5
-"""As `Timing.window_s`, of a probe: what is on its way of one, live bytes must wait for. Above all but satellites'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +129,8 @@ class Transfers:
         self._say = say
         self._uplink = uplink
         self._held_until: float | None = None  # when the uplink takes the chunk that waits for it
-        self._windowed = True  # whether the session has the windows of version 5; see `agreed`
         self._flight = Flight(timing, known, now)
-        self._peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
+        self.peer_early = EARLY_BYTES  # what the peer keeps of blobs without a Credit
         self.lanes = Lanes()
         self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()  # in the order of their turns
         self._queued: dict[bool, OrderedDict[BlobId, _Queued]] = {False: OrderedDict(), True: OrderedDict()}
@@ -166,27 +146,14 @@ class Transfers:
         self._arrivals = _HighestRate()
         if known is not None:
             self._arrivals.bytes_per_s = known.arriving_bytes_per_s
-        self._tells_early = False  # whether each Credit tells what is kept: from the first other number on
         self._waits_since: float | None = None
         """When the peer last took something, or was first waited for; None while nothing waits for it."""
         self.meter = Meter()  # how what comes in does so
 
-    def agreed(self, protocol: int, peer_early: int) -> None:
-        """The session is open, in this version; the peer keeps so many bytes of blobs without a Credit, 0 for 4 MiB."""
-        self._windowed = protocol >= WINDOWS_SINCE
-        self._peer_early = peer_early or EARLY_BYTES
-
     @property
     def early_bytes(self) -> int:
         """What is kept of blobs that are not expected yet."""
-        if not self._windowed:
-            return EARLY_BYTES
         return min(max(EARLY_BYTES, int(EARLY_S * self._arrivals.bytes_per_s)), self._share())
-
-    def told_early(self) -> int:
-        """The same as the peer is told it; 0 while it is what every peer assumes."""
-        self._tells_early = self._tells_early or self.early_bytes != EARLY_BYTES
-        return self.early_bytes if self._tells_early and self._windowed else 0
 
     def queue(self, blob: BlobId, source: BlobSource, offer: Offer | None = None, *, background: bool = False) -> None:
         """Send `blob` when it is its turn (`begin_next`). Without an `offer` it is pushed.
@@ -252,9 +219,7 @@ class Transfers:
 
     def begin(self, blob: BlobId, source: BlobSource, *, pushed: bool, background: bool = False) -> None:
         """Send `blob`: at once within the early window, but for a `background` one; the rest when a Credit comes."""
-        limit = source.size
-        if not self._windowed or background:
-            limit = INITIAL_CREDIT if pushed else 0
+        limit = 0 if background else source.size
         self._outgoing[blob] = Outgoing(blob, source, limit, self._flight, pushed=pushed, background=background)
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
@@ -273,13 +238,9 @@ class Transfers:
             raise LimitReached(f"{len(self._incoming)} blobs are expected")
         if reassembly is None or (reassembly.size, reassembly.digest) != (size, digest):
             reassembly = Reassembly(size, digest)
-        timing, window, most = self._timing, None, self._limits.max_window_bytes
-        if not self._windowed:
-            window = max(self._limits.window_bytes, 2 * (self._limits.chunk_bytes or SMALLEST_CHUNK))
         if blob.kind is BlobKind.PROBE:
-            self._probe_key, timing = key, replace(timing, window_s=PROBE_WINDOW_S)
-        incoming = Incoming(blob, reassembly, now, window, max(most, window or 0), timing)
-        self._incoming[key] = incoming
+            self._probe_key = key
+        incoming = self._incoming[key] = Incoming(blob, reassembly, now, self._timing.credit_delay_s)
         self._adopt_early(key, incoming)
         self._say_credit(incoming.credit(now))
         self._finish_if_complete(key, incoming)
@@ -307,7 +268,7 @@ class Transfers:
 
     def credited(self, credit: Credit, now: float) -> None:
         """A Credit of the peer; of an unknown blob it is one that crossed our end of it."""
-        self._peer_early = credit.early or self._peer_early
+        self.peer_early = credit.early
         outgoing = self._outgoing.get(credit.blob)
         if outgoing is None:
             return
@@ -332,8 +293,8 @@ class Transfers:
             RemoteProtocolError: it goes beyond the credit that was granted.
         """
         incoming = self._incoming.get(frame.key)
-        if incoming is not None and frame.end > incoming.limit:
-            raise RemoteProtocolError(f"bytes up to {frame.end} of {incoming.blob}, allowed are {incoming.limit}")
+        if incoming is not None and frame.end > (size := incoming.reassembly.size):
+            raise RemoteProtocolError(f"bytes up to {frame.end} of {incoming.blob}, allowed are {size}")
 
     def accept(self, frame: BulkFrame, num_bytes: int, now: float) -> None:
         """Take in an admitted chunk that took `num_bytes` on the wire."""
@@ -391,7 +352,7 @@ class Transfers:
             self._flight.ran_dry(now)
             return None
         blobs, held = self._outgoing.values(), False
-        window = self._flight.window(self._peer_early, now)
+        window = self._flight.window(self.peer_early, now)
         chunk_bytes = self._chunk_bytes(window)
         flying = sum(outgoing.in_flight for outgoing in blobs if outgoing.credited)
         early = sum(outgoing.early_bytes for outgoing in blobs)
@@ -399,15 +360,15 @@ class Transfers:
         for outgoing in sorted(blobs, key=lambda outgoing: outgoing.background):
             room = outgoing.room
             if not outgoing.credited:
-                room = min(room, self._peer_early - early)
-                if self._windowed and self._flight.known:
+                room = min(room, self.peer_early - early)
+                if self._flight.known:
                     room = min(room, max(window - flying - early, chunk_bytes if flying + early == 0 else 0))
-                if self._windowed and not outgoing.pushed:  # it may be declined: no more than fills the time until then
+                if not outgoing.pushed:  # it may be declined: no more than fills the time until then
                     room = min(room, max(self._flight.product, chunk_bytes) - offered)
             num_bytes = min(chunk_bytes, room)
             if num_bytes <= 0:
                 continue
-            full = self._windowed and outgoing.credited and flying > 0 and flying + num_bytes > window
+            full = outgoing.credited and flying > 0 and flying + num_bytes > window
             if full or (outgoing.background and not background):
                 held = True
             else:
@@ -426,8 +387,6 @@ class Transfers:
     def _link_chunk_bytes(self, window: int) -> int:
         if self._limits.chunk_bytes is not None:
             return self._limits.chunk_bytes
-        if not self._windowed:
-            return SMALLEST_CHUNK
         num_lanes = max(1, len(self.lanes))
         least = (SMALLEST_CHUNK if num_lanes == 1 else SHARED_CHUNK) if window >= LEAST_FLIGHT else THIN_CHUNK
         share = max(1, window // (64 * num_lanes), int(CHUNK_S * self._flight.bytes_per_s) // num_lanes)
@@ -487,7 +446,6 @@ class Transfers:
         assert self.lanes.in_flight == sum(outgoing.flying for outgoing in self._outgoing.values())
         for incoming in self._incoming.values():
             incoming.reassembly.check()
-            assert incoming.reassembly.received <= incoming.limit
             assert not incoming.reassembly.complete
         assert len(self._incoming) <= self._limits.max_blobs
         assert self._early_bytes == sum(len(frame.chunk) for frame, _ in self._early)
@@ -515,7 +473,7 @@ class Transfers:
 
     def _keep_early(self, frame: BulkFrame, num_bytes: int) -> None:
         """Keep a chunk that may have overtaken its announcement; the oldest make room."""
-        if frame.key in self._finished or frame.end > (self.early_bytes if self._windowed else INITIAL_CREDIT):
+        if frame.key in self._finished or frame.end > self.early_bytes:
             return
         self._early.append((frame, num_bytes))
         self._early_bytes += len(frame.chunk)
@@ -546,7 +504,7 @@ class Transfers:
             self._say_credit(credit)
 
     def _say_credit(self, credit: Credit) -> None:
-        self._say(replace(credit, early=early) if (early := self.told_early()) else credit)
+        self._say(replace(credit, early=self.early_bytes))
 
     def _finish_if_complete(self, key: bytes, incoming: Incoming) -> None:
         reassembly = incoming.reassembly

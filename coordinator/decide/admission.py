@@ -10,12 +10,11 @@ from typing import Final
 from farloop.algo.spec import BlobKind, NodeId, to_plain
 from farloop.algo.stages import Part, described, fault_of, is_source
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.decide.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
 from farloop.coordinator.decide.roster import MOST_MEMBERS, Member
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
-from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused, moved_by
+from farloop.wire.messages import PROTOCOL_VERSION, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
 
 _FP32_MAX: Final = 2.0**128  # no finite fp32 number is larger
@@ -24,20 +23,15 @@ _FP32_MAX: Final = 2.0**128  # no finite fp32 number is larger
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
     """Why this node may not join, with the two values that disagree; None lets it in. `rollback.py`
     compares histories."""
-    oldest, newest = PROTOCOL_VERSIONS
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
     try:
         check_name(name)
     except ValueError as error:
         return _refuse(Reason.MALFORMED, str(error))
-    if hello.protocol_max < oldest or hello.protocol_min > newest:
+    if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
         spoken = f"{hello.protocol_min} to {hello.protocol_max}"
-        return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
-    if hello.protocol_max < REVISED_SINCE and (not_yet := not_for_the_deaf(ledger)):
-        return Refused(reason=Reason.PROTOCOL_VERSION, detail=not_yet, retriable=True)
-    if cannot := cannot_follow(ledger, name, hello.protocol_max):
-        return Refused(reason=Reason.PROTOCOL_VERSION, detail=cannot, retriable=True)
+        return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {PROTOCOL_VERSION}")
     if hello.fingerprint is not None and hello.fingerprint != fingerprint:
         return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
     if hello.layout is not None and hello.layout != layout:
@@ -155,8 +149,8 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
             return f"it claims {name} = {getattr(progress, name):g}, and the run ends at position {place}"
     if progress.compute_share > 1.0:
         return f"it claims compute_share = {progress.compute_share:g}, and 1 is all of its time"
-    for way, moved in zip(("sent", "received"), moved_by(progress), strict=True):
-        for kind, count in to_plain(moved).items():
+    for way in ("sent", "received"):
+        for kind, count in to_plain(getattr(progress, way)).items():
             if count < 0:
                 return f"it claims {count} bytes of {kind} {way}"
     return None
@@ -184,7 +178,7 @@ def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | 
 
 _NEVER_NEGATIVE: Final = (
     "position", "round", "tokens_per_s", "compute_share", "blocked_s", "lost_steps", "skipped_turns",
-    "skipped_steps", "tau", "sample_watermark", "bytes_up", "bytes_down", "bytes_state",
+    "skipped_steps", "tau", "sample_watermark",
 )  # fmt: skip
 
 

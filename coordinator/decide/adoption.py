@@ -16,7 +16,7 @@ from farloop.coordinator.decide.rollback import epoch_met, standing_of, unbeliev
 from farloop.coordinator.decide.roster import MOST_MEMBERS
 from farloop.coordinator.decide.run_state import Decisions
 from farloop.wire import messages as msg
-from farloop.wire.messages import SINCE, AnchorRef, Held, Hello
+from farloop.wire.messages import AnchorRef, Held, Hello
 from farloop.wire.reasons import Reason
 
 # --- Survey of what nodes hold (protocol, Adoption)
@@ -24,7 +24,6 @@ from farloop.wire.reasons import Reason
 # It finds the newest available version of each fragment, and what prevents the run from continuing there: two digests
 # of one version, or unknown terms or rounds.
 
-RECALLED_SINCE: Final = SINCE[Held]  # protocol version from which a node can be asked for what it holds
 MOST: Final = 1 << 60  # larger counts of samples, steps, rounds or versions are refused: no run has had so many
 MOST_ROUNDS: Final = 1 << 20  # that a copy can be behind: they are found one by one
 
@@ -42,10 +41,6 @@ class NodeClaim:
     failed: int = 0  # anchors that it did not bring
     spoiled: set[tuple[int, int]] = field(default_factory=set)
     """Fragments and versions whose bytes were not what it says."""
-
-    @property
-    def can_be_asked(self) -> bool:
-        return self.hello.protocol_max >= RECALLED_SINCE and bool(self.hello.anchors)
 
     @property
     def answers(self) -> bool:
@@ -282,7 +277,7 @@ class Adoption:
     # --- what nodes say
 
     def _greeted(self, event: ev.NodeHello, now: float) -> None:
-        """Let in a node that can be asked for what it holds, for this purpose alone."""
+        """Let in a node that holds anchors, to be asked for them alone."""
         hello, before = event.hello, self._claims.get(event.node)
         if before is not None and before.session is not None:
             self._decisions.do(ev.CloseSession(session=before.session, reason=Reason.SUPERSEDED))
@@ -293,7 +288,7 @@ class Adoption:
             claim.spoiled, claim.failed = before.spoiled, before.failed
         if epoch_met(hello) > max(self._ledger.epoch, self._ledger.epoch_seen):
             self._decisions.record(rec.EpochSeen(epoch=epoch_met(hello)))
-        if claim.can_be_asked:
+        if hello.anchors:
             claim.session = event.session
             self._decisions.do(ev.Accept(session=event.session, node=event.node, welcome=self._welcome(hello)))
         else:
@@ -376,7 +371,7 @@ class Adoption:
         found = survey(present, self._ledger, gone=gone)
         expected = {} if now >= self.began_at + self._patience_s else self._ledger.started
         missing = sorted(expected.keys() - present.keys() - self._left)
-        missing += sorted(node for node, c in found.claims.items() if c.can_be_asked and c.session is None)
+        missing += sorted(node for node, c in found.claims.items() if c.hello.anchors and c.session is None)
         if found.fault:
             return self._wait(f"you to decide: {found.fault}")
         if missing:
@@ -415,21 +410,13 @@ class Adoption:
 
     def _fetch(self, lacking: Mapping[int, msg.AnchorRef], found: AdoptionSurvey, now: float) -> bool:
         """Ask nodes for anchors, one fragment at a time from each."""
-        mute = []
         for fragment, ref in lacking.items():
-            holders = [node for node in found.holders(ref) if found.claims[node].answers]
-            if not holders:
-                mute.append(ref)
-            elif not any(found.claims[node].asked == fragment for node in holders):
+            holders = found.holders(ref)
+            if not any(found.claims[node].asked == fragment for node in holders):
                 free = next((node for node in holders if found.claims[node].asked is None), None)
                 if free is not None:
                     found.claims[free].asked, found.claims[free].offers_until = fragment, now + self._patience_s
                     self._decisions.tell(free, msg.Recall(fragment=fragment))
-        if mute:
-            return self._wait(
-                f"somebody who can bring version {mute[0].version} of fragment {mute[0].fragment}: "
-                f"{_named(found.holders(mute[0]))} cannot be asked, speaking a protocol below {RECALLED_SINCE}"
-            )
         done = len(found.wanted) - len(lacking)
         return self._wait(f"the anchors to come: {done} of {len(found.wanted)} fragments are here")
 
@@ -490,7 +477,7 @@ class Adoption:
     def _welcome(self, hello: msg.Hello) -> msg.Welcome:
         ledger = self._ledger
         return msg.Welcome(
-            protocol=min(hello.protocol_max, msg.PROTOCOL_VERSIONS[1]),
+            protocol=msg.PROTOCOL_VERSION,
             epoch=ledger.epoch,
             spec=ledger.spec,
             lane_token=b"",  # the shell's to draw

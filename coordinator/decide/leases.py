@@ -34,7 +34,7 @@ class Leases:
     ended: dict[Owner, int] = field(default_factory=dict)
     """By past start that returned its unused samples: how many it had used, as far as is known."""
     ended_granted: dict[Owner, int] = field(default_factory=dict)
-    """How many samples these starts were granted. Journals of older releases do not say."""
+    """How many samples these starts were granted."""
     returned_total: int = 0  # samples that ever came back, however often
     uncertain_total: int = 0  # returned samples that had been trained on, in no stored delta: they are trained on again
 
@@ -130,7 +130,7 @@ class Leases:
             self.consumed[owner] = consumed
 
     def stores(self, node: NodeId, incarnation: int, consumed: int | None) -> None:
-        """A delta is stored; its node had used this many samples when it took it. None: it does not say.
+        """A delta is stored; its node had used this many samples when it took it. None: it brings its own.
 
         Of a start that gave its samples back before, these had come back too early.
         """
@@ -155,16 +155,16 @@ class Leases:
             retired += leases.pop(0).count
             self.retired[owner] = retired
 
-    def give_back(self, node: NodeId, incarnation: int, stored: int | None = None) -> int:
+    def give_back(self, node: NodeId, incarnation: int, stored: int) -> int:
         """Free the samples of a node that left and that are in none of its stored deltas. Returns how many.
 
-        `stored`: samples in stored deltas; all that it used by default.
+        `stored`: samples in stored deltas.
         """
         owner = (node, incarnation)
         if owner not in self.held:
             return 0
         consumed, granted = self.consumed.pop(owner, 0), self._granted(owner)
-        used = consumed if stored is None else min(stored, granted)
+        used = min(stored, granted)
         self.stored.pop(owner, None)
         free = self._not_in(owner, used)
         del self.held[owner]
@@ -175,7 +175,7 @@ class Leases:
         while len(self.ended) > ENDED_KEPT:
             oldest = next(iter(self.ended))
             del self.ended[oldest]
-            self.ended_granted.pop(oldest, None)
+            del self.ended_granted[oldest]
         count = sum(lease.count for lease in free)
         self.returned_total += count
         return count
@@ -216,7 +216,7 @@ class Leases:
         assert all(used <= self._granted(owner) for owner, used in self.consumed.items())
         assert all(used <= self.consumed.get(owner, 0) for owner, used in self.stored.items())
         assert self.held.keys() >= self.retired.keys() | self.stored.keys()
-        assert self.ended.keys() >= self.ended_granted.keys()
+        assert self.ended.keys() == self.ended_granted.keys()
         assert all(self._granted(owner) <= self.granted_total for owner in self.held), "more than anybody was granted"
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 

@@ -70,9 +70,9 @@ class Ledger:
         """A new run: version 0 of every fragment, window 1 open, rounds 0 and 1 fixed."""
         spec = started.spec
         ledger = cls(spec=spec, epoch=started.epoch, versions=[0] * len(spec.identity.layout.fragments))
-        plans = started.rounds or schedule.first_rounds(spec.terms)
-        ledger.rounds = {plan.index: plan for plan in plans}
-        ledger.windows = {w.fragment: w for w in schedule.first_windows(spec.terms, spec.identity.layout, plans)}
+        ledger.rounds = {plan.index: plan for plan in started.rounds}
+        windows = schedule.first_windows(spec.terms, spec.identity.layout, started.rounds)
+        ledger.windows = {terms.fragment: terms for terms in windows}
         return ledger
 
     @classmethod
@@ -99,7 +99,7 @@ class Ledger:
             stored={(held.node, held.incarnation): held.stored for held in saved.held if held.stored},
             retired={(held.node, held.incarnation): held.retired for held in saved.held if held.retired},
             ended={(ended.node, ended.incarnation): ended.consumed for ended in saved.ended},
-            ended_granted={(ended.node, ended.incarnation): ended.retired for ended in saved.ended if ended.retired},
+            ended_granted={(ended.node, ended.incarnation): ended.retired for ended in saved.ended},
             returned_total=saved.returned_total,
             uncertain_total=saved.uncertain_total,
         )
@@ -451,5 +451,5 @@ def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
 
 
 def _ended(leases: Leases, owner: Owner) -> rec.LeasesHeld:
-    consumed, granted = leases.ended[owner], leases.ended_granted.get(owner, 0)
+    consumed, granted = leases.ended[owner], leases.ended_granted[owner]
     return rec.LeasesHeld(node=owner[0], incarnation=owner[1], leases=(), consumed=consumed, retired=granted)

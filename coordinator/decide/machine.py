@@ -187,7 +187,7 @@ class CoordinatorMachine:
         if self.holding is not None:
             raise NotNow(f"the run is held, and its state may be an old copy: {self.holding}")
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
-        return revision_of(self.ledger, closing, self._membership.speak, given)
+        return revision_of(self.ledger, closing, self._membership.names, given)
 
     # --- events
 

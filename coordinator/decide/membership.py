@@ -21,7 +21,6 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import frozen_fault, refusal
 from farloop.coordinator.decide.closing import Closing
-from farloop.coordinator.decide.revising import REVISED_SINCE
 from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, STALL_S, Member, too_few_to_begin
 from farloop.coordinator.decide.run_state import Decisions, RunState
@@ -188,7 +187,7 @@ class Membership:
         ledger = self._ledger
         held = tuple(ledger.leases.unused(member.name, member.incarnation))
         return msg.Welcome(
-            protocol=member.protocol,
+            protocol=msg.PROTOCOL_VERSION,
             epoch=ledger.epoch,
             spec=ledger.spec,
             lane_token=b"",  # the shell's to draw: it is a secret, and this machine has no randomness
@@ -201,15 +200,14 @@ class Membership:
         )
 
     @property
-    def speak(self) -> dict[NodeId, int]:
-        """Protocol versions of the nodes that take part or may return."""
-        return {m.name: m.protocol for m in self.members.values() if m.stage != "left"}
+    def names(self) -> set[NodeId]:
+        """The nodes that take part or may return."""
+        return {m.name for m in self.members.values() if m.stage != "left"}
 
     def tell_revision(self, revision: Revision) -> None:
         """Tell connected nodes of new terms; others hear of them in their Welcome."""
         for member in self.connected:
-            if member.protocol >= REVISED_SINCE:
-                self._decisions.tell(member.name, msg.Revised(revision=revision))
+            self._decisions.tell(member.name, msg.Revised(revision=revision))
 
     def _welcome_back(self, member: Member, now: float) -> None:
         assert member.start_round is not None
@@ -295,9 +293,9 @@ class Membership:
 
     def _slot_for(self, member: Member, plan: RoundPlan) -> int:
         """The slot of the round with which a node can start; 0 if it waits for the next round, as a pipeline stage
-        does, a node that cannot be told of slots, and every node in the last round."""
+        does, and every node in the last round."""
         ledger = self._ledger
-        if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.schedule.lag:
+        if member.holds is not None or ledger.spec.terms.schedule.lag:
             return 0
         return 0 if schedule.is_last(ledger.spec.terms, plan) else ledger.slot_at(plan.index)
 
@@ -376,10 +374,8 @@ class Membership:
         return leases
 
     def _stored(self, member: Member) -> int:
-        """Samples in its stored deltas; all that it used, if it does not say."""
-        book, owner = self._ledger.leases, (member.name, member.incarnation)
-        tells = member.progress is None or member.progress.samples_left is not None
-        return (book.stored if tells else book.consumed).get(owner, 0)
+        """Samples in its stored deltas."""
+        return self._ledger.leases.stored.get((member.name, member.incarnation), 0)
 
     def _tell_grants(self, member: Member, leases: Iterable[Lease]) -> None:
         for lease in leases:

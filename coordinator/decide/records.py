@@ -1,16 +1,15 @@
 """The records of the journal: every input and every decision, and their bytes. No files.
 
 A record is the msgpack map of its fields; its kind, a number below, is in the journal's record header. Bulk bytes (an
-encoded delta or update) are attached to a record. A reader ignores unknown fields, so a field with a default can be
-added. A record of an unknown kind is refused: a skipped decision is a lost decision.
+encoded delta or update) are attached to a record. A record of an unknown kind is refused: a skipped decision is a lost
+decision.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
-from farloop.algo.terms import LATER
 from farloop.wire.messages import AnchorRef, Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
@@ -21,7 +20,7 @@ class RunStarted:
 
     spec: RunSpec
     epoch: int
-    rounds: tuple[RoundPlan, ...] = ()
+    rounds: tuple[RoundPlan, ...]
     """The first two: planned once, for another machine's cosine may differ in the last bit."""
 
 
@@ -97,10 +96,10 @@ class NodeStarted:
     node: NodeId
     incarnation: int
     round: int
-    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)  # stages of the model; None for all of it
-    slot: int = field(default=0, metadata=LATER)  # first slot of that round in which it takes part
-    frozen: int = field(default=0, metadata=LATER)  # digest of its weights that are not exchanged; 0: there are none
-    process: int = field(default=0, metadata=LATER)  # see `Hello`
+    holds: tuple[int, ...] | None = None  # stages of the model; None for all of it
+    slot: int = 0  # first slot of that round in which it takes part
+    frozen: int = 0  # digest of its weights that are not exchanged; 0: there are none
+    process: int = 0  # see `Hello`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ class NodeLeft:
     node: NodeId
     reason: Reason
     consumed: int = 0  # samples of its leases that it had used, as far as known
-    stored: int | None = None  # those in its stored deltas; the rest is free again. None if it did not say: all.
+    stored: int = 0  # those in its stored deltas; the rest is free again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,7 @@ class InputStored:
     window: int
     contributors: tuple[Contribution, ...]
     digest: int  # xxh3-64 of the attached bytes
-    consumed: int | None = None  # samples of its leases that the node had used when it took the delta, if it said so
+    consumed: int | None = None  # samples of its leases that its node had used by then; None where it takes none
     payload: int = 0  # xxh3-64 of the encoded numbers alone, to recognise a copy; 0 if not computed
 
     @classmethod
@@ -312,16 +311,16 @@ class LedgerSaved:
     evaluations: tuple[EvaluationTaken, ...]
     finished: bool
     ended: tuple[LeasesHeld, ...] = ()
-    """Past starts that returned their unused samples. `retired` counts all that they were granted, 0 if unknown."""
+    """Past starts that returned their unused samples. `retired` counts all that they were granted."""
     returned_total: int = 0  # samples that ever came back
     uncertain_total: int = 0  # returned samples that had been trained on
     seen: tuple[Seen, ...] = ()
     standings: tuple[Standing, ...] = ()
-    history: int = field(default=0, metadata=LATER)  # epoch of the last `Rewound` or `Adopted`; 0 for none
-    epoch_seen: int = field(default=0, metadata=LATER)  # highest of all `EpochSeen`
-    revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
+    history: int = 0  # epoch of the last `Rewound` or `Adopted`; 0 for none
+    epoch_seen: int = 0  # highest of all `EpochSeen`
+    revisions: tuple[Revision, ...] = ()
     """Revisions that are still needed, the last that of `spec`; none if the terms never changed."""
-    frozen: tuple[NodeStarted, ...] = field(default=(), metadata=LATER)
+    frozen: tuple[NodeStarted, ...] = ()
     """For each part of the model: the start of the first node that had frozen weights."""
 
 
@@ -381,7 +380,7 @@ def decode(kind: int, data: bytes | memoryview) -> Record:
     Raises ValueError: the kind is unknown, or the bytes are not a record of it; one sentence."""
     cls: type[Any] | None = _CLASSES.get(kind)
     if cls is None:
-        raise ValueError(f"a record of kind {kind} is unknown here; a newer farloop may have written it")
+        raise ValueError(f"a record of kind {kind} is unknown here")
     try:
         record: Record = validate(cls, unpack(data))
     except (RemoteProtocolError, TypeError) as error:  # TypeError: a map in it has a list for a key

@@ -10,7 +10,7 @@ from farloop.algo.spec import Fragment, NodeId
 from farloop.algo.stages import Part, is_in
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.machine_info import NOTHING, Inventory, trimmed
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
+from farloop.wire.messages import AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
 # --- Members
@@ -49,7 +49,6 @@ class Member:
     device: str = ""
     inventory: Inventory = NOTHING  # its machine, by its last greeting
     can_evaluate: bool = True  # by its last greeting
-    protocol: int = PROTOCOL_VERSIONS[1]  # protocol version spoken with it; the newest until it returns after a restart
     progress: Progress | None = None
     anchors: tuple[AnchorRef, ...] = ()  # what it held when it left
     heard_at: float = 0.0
@@ -97,7 +96,6 @@ class Member:
     def connect(self, session: int, hello: Hello, now: float) -> None:
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
         self.expires_at = None
-        self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
         self.device, self.heard_at, self.progress_at = hello.device, now, now
         self.inventory, self.can_evaluate = trimmed(hello.inventory), hello.can_evaluate
         if hello.round is not None:

@@ -1,7 +1,6 @@
 """Measures links: passes echoes, probes and reports between sessions and the link table.
 
-A run does not depend on it: nodes of an older protocol report nothing and are asked nothing. Results are kept in memory
-only; after a restart links are measured again.
+A run does not depend on it. Results are kept in memory only; after a restart links are measured again.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
 from farloop.wire.machine_info import Nic
-from farloop.wire.messages import MOST_SEEN, SINCE, Observed, Probe, Seen
+from farloop.wire.messages import MOST_SEEN, Observed, Probe, Seen
 from farloop.wire.meter import Burst, Measured, enough
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
 from farloop.wire.session import ROUND_TRIPS, Session, State
@@ -215,8 +214,6 @@ class LinkMonitor:
 
     def _echo_is_due(self, peer: Peer, now: float) -> bool:
         session, asked_at = peer.session, self._echoed_at.get(peer.number)
-        if session.protocol < SINCE[Probe]:
-            return False
         return asked_at is None or len(session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S
 
     def _is_probed(self, peer: Peer) -> bool:

@@ -286,7 +286,7 @@ class Peers:
                 peer = self._tokens.get(token)
                 if peer is not None and peer.owner == owner and self._may_join(peer, number, address):
                     if self.rates.opens_lane(peer.number, now):
-                        return self._join(route, peer, number or 1)
+                        return self._join(route, peer, number)
                     self._turned_away(Reason.TOO_OFTEN, owner or address)
                 elif not self._is_late(token):
                     self._turned_away(Reason.MALFORMED, owner or address)
@@ -351,11 +351,8 @@ class Peers:
         return self._limits.early_pool_bytes // max(1, len(self._peers))
 
     def _may_join(self, peer: Peer, number: int, address: str) -> bool:
-        """Without a number a token is good for one lane, once; and without keys, those who replace a lane, or open
-        further ones, are where the session began."""
-        if number == 0:
-            return 1 not in peer.routes
-        return number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
+        """Without keys, bulk lanes come from the address where the session began."""
+        return 1 <= number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
 
     def _join(self, route: Route, peer: Peer, number: int) -> Lane:
         if number in peer.routes:

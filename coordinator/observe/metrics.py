@@ -291,7 +291,7 @@ class Metrics:
             self.node_rate.labels(name).set(node["tokens_per_s"] if node["connected"] else 0.0)
             self.node_incarnation.labels(name).set(node["incarnation"])
             self.node_lost.labels(name).set(node["lost_steps"])
-            self.node_skipped.labels(name).set(node.get("skipped_turns", 0))
+            self.node_skipped.labels(name).set(node["skipped_turns"])
 
     def saw_links(self, inventory: InventoryStatus) -> None:
         """What is known of the links now; of those that nobody knows any more, nothing."""

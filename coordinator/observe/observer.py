@@ -43,7 +43,6 @@ from farloop.monitoring.status import (
 )
 from farloop.monitoring.status_summary import doing, named, standing
 from farloop.wire import messages as msg
-from farloop.wire.messages import moved_by
 from farloop.wire.reasons import Reason
 from farloop.wire.uplink import Uplink
 
@@ -315,7 +314,7 @@ class Observer(executor.Observer):
     def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str], plan: RoundPlan) -> NodeStatus:
         progress = member.progress
         away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
-        sent, received = moved_by(progress) if progress else (msg.BytesByKind(), msg.BytesByKind())
+        sent, received = (progress.sent, progress.received) if progress else (msg.BytesByKind(), msg.BytesByKind())
         told: NodeStatus = {
             "name": member.name,
             "state": member.stage if progress is None or member.stage == "left" else progress.state,
@@ -335,7 +334,7 @@ class Observer(executor.Observer):
             "skipped_steps": progress.skipped_steps if progress else 0,
             "bytes_up": sent.total,
             "bytes_down": received.total,
-            "bytes_state": progress.bytes_state if progress else 0,
+            "bytes_state": (sent + received).state,
             "bytes_by_kind": _by_kind(sent + received),
             "detail": progress.detail if progress else "",
             "reason": member.reason.sentence if away else "",
@@ -384,7 +383,7 @@ class Observer(executor.Observer):
         _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
-        sent, received = moved_by(progress)
+        sent, received = progress.sent, progress.received
         self._timeline.write(
             {
                 "event": "progress",
@@ -396,7 +395,7 @@ class Observer(executor.Observer):
                 "loss": finite_or_none(progress.loss),
                 "bytes_up": sent.total,
                 "bytes_down": received.total,
-                "bytes_state": progress.bytes_state,
+                "bytes_state": (sent + received).state,
                 "bytes_by_kind": _by_kind(sent + received),
                 "lost_steps": progress.lost_steps,
             }

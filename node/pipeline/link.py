@@ -61,9 +61,7 @@ class LinkEstimate:
         self._tensors: deque[tuple[float, int, float]] = deque(maxlen=_MOST)  # (when, bytes, now − sent_s)
 
     def word(self, sent_s: float, echo: Echo, now: float) -> None:
-        """Handle a heartbeat; those of older nodes have no time."""
-        if not sent_s:
-            return
+        """Handle a heartbeat."""
         self._newest = sent_s, now
         self._offsets.append((now, now - sent_s))
         round_trip_s = now - echo.sent_s - echo.held_s
@@ -72,8 +70,7 @@ class LinkEstimate:
 
     def tensor(self, num_bytes: int, sent_s: float, now: float) -> None:
         """A tensor came."""
-        if sent_s:
-            self._tensors.append((now, num_bytes, now - sent_s))
+        self._tensors.append((now, num_bytes, now - sent_s))
 
     def echo(self, now: float) -> Echo:
         if self._newest is None:

@@ -62,7 +62,7 @@ class TensorInfo:
     """Spelling of the codec that wrote the bytes; an empty text where they are the tensor's own, little-endian."""
     size: int  # bytes
     checksum: int  # xxh3-64 of the bytes
-    sent_s: float = 0.0  # sender's clock when it was given to the link; 0 from older nodes
+    sent_s: float = 0.0  # sender's clock when it was given to the link; 0 before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class PipelineMessage:
     job_s: float  # recent seconds per job
     age_s: float  # seconds since it last began or finished a job, which grow if it hangs
     over: int = -1  # of a source: the newest of its steps in which every microbatch is settled
-    sent_s: float = 0.0  # sender's clock; 0 from older nodes
+    sent_s: float = 0.0  # sender's clock, which the link sets
     echo_s: float = 0.0  # `sent_s` of the receiver's newest message; 0 without one
     held_s: float = 0.0  # how long ago that came
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from plain_runs import plain_hello, plain_offer
 
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -55,7 +56,7 @@ class Run:
             identity = dataclasses.replace(identity, evaluation_set=evaluation_set)
         self.spec = RunSpec(identity=identity, terms=spec.terms.replace(**{"min_nodes": max(1, len(names)), **terms}))
         self.now, self.at_once, self.settings = now, at_once, {"liveness_s": 10.0, **(machine or {})}
-        started = rec.RunStarted(spec=self.spec, epoch=1)
+        started = rec.RunStarted(spec=self.spec, epoch=1, rounds=opening_rounds(self.spec))
         self.records: list[rec.Record] = [started]
         self.journal = Ledger.begin(started)
         """All of these, folded."""

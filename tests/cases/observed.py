@@ -7,6 +7,7 @@ from typing import Any
 
 from plain_runs import plain_hello, plain_offer
 
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -16,7 +17,7 @@ from farloop.wire import messages as msg
 
 
 def begun(spec: RunSpec) -> Ledger:
-    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
+    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1, rounds=opening_rounds(spec)))
 
 
 class Watched:

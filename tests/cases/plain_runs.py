@@ -5,7 +5,7 @@ from typing import Any
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Identity, Layout, NodeId, RunSpec
 from farloop.algo.terms import LearningRate, Terms
-from farloop.wire.messages import Hello, Offer, Progress
+from farloop.wire.messages import BytesByKind, Hello, Offer, Progress
 
 PLAIN = Terms.from_flat(
     method="streaming",
@@ -66,7 +66,7 @@ def plain_hello(**changes: Any) -> Hello:
 
 PLAIN_PROGRESS = Progress(
     state="training", position=1.0, round=0, inner_steps=1, tokens=1, loss=1.0, tokens_per_s=1.0, compute_share=1.0,
-    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
+    blocked_s=0.0, lost_steps=0, sample_watermark=0, sent=BytesByKind(), received=BytesByKind(),
 )  # fmt: skip
 
 

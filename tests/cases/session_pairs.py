@@ -1,6 +1,5 @@
 """A node's and a coordinator's session over a perfect pipe."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from plain_runs import PLAIN_HELLO, plain_spec
@@ -9,14 +8,15 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import blob_digest
 from farloop.wire.events import MessageReceived
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import PROTOCOL_VERSIONS, Message, Offer, Role, Welcome
+from farloop.wire.messages import Message, Offer, Role, Welcome
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.session import Session, State
 from farloop.wire.uplink import Uplink
 
 WELCOME = Welcome(
-    protocol=1, epoch=3, spec=plain_spec(), lane_token=b"one-time token", versions=(0,), windows=(), rounds=()
-)
+    protocol=1, epoch=3, spec=plain_spec(), lane_token=b"one-time token", versions=(0,), windows=(), rounds=(),
+    lanes=Limits().max_lanes,
+)  # fmt: skip
 
 
 def delta(seq: int = 1) -> BlobId:
@@ -53,7 +53,6 @@ def opened(
     limits: Limits | None = None,
     timing: Timing | None = None,
     *,
-    protocol: int = PROTOCOL_VERSIONS[1],
     known: Sequence[LinkKnown | None] = (None, None),
     uplinks: Sequence[Uplink | None] = (None, None),
 ) -> tuple[Session, Session]:
@@ -66,7 +65,7 @@ def opened(
     node.send(PLAIN_HELLO, 0.0)
     for lane, parts in node.outgoing(0.0):
         coordinator.receive(lane, parts, 0.0)
-    coordinator.send(dataclasses.replace(WELCOME, protocol=protocol), 0.0)
+    coordinator.send(WELCOME, 0.0)
     for lane, parts in coordinator.outgoing(0.0):
         node.receive(lane, parts, 0.0)
     for session in (node, coordinator):

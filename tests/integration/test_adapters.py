@@ -31,6 +31,6 @@ def bytes_of_a_run(new_run: NewRun, rank: int) -> int:
     status = run.until_done(timeout_s=400.0)  # it ends well if its base is as it was
     assert_all_agree(run, status, "one", "two")
     assert len({event["version"] for event in run.events("commit")}) == 4
-    kinds = [node["bytes_by_kind"] for node in status["nodes"] if "bytes_by_kind" in node]
+    kinds = [node["bytes_by_kind"] for node in status["nodes"]]
     assert len(kinds) == 2
     return sum(kind["delta"] + kind["update"] for kind in kinds)

@@ -55,7 +55,7 @@ def test_a_name_is_looked_up_once_for_all_lanes_and_a_slow_name_server_is_named(
 ) -> None:
     monkeypatch.setattr(addresses, "SLOW_LOOKUP_S", 0.1)
     resolver, port = Resolver(monkeypatch, delay_s=0.3, oslo=("127.0.0.2",)), free_port()
-    with station(f"tcp://127.0.0.2:{port}", protocol=5) as there:
+    with station(f"tcp://127.0.0.2:{port}") as there:
         with linked(LinkConfig(coordinator=f"tcp://oslo:{port}", lanes=8)) as (link, delivered):
             wait_for(delivered, msg.Welcome)
             until(lambda: link.num_lanes == 8 or there.turned_away)
@@ -67,7 +67,7 @@ def test_all_lanes_take_the_first_address_that_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    with station(f"tcp://127.0.0.2:{port}", protocol=5) as there:
+    with station(f"tcp://127.0.0.2:{port}") as there:
         Resolver(monkeypatch, oslo=("127.0.0.3", "127.0.0.2"))
         with linked(LinkConfig(coordinator=f"tcp://oslo:{port}", lanes=3)) as (link, delivered):
             wait_for(delivered, msg.Welcome)
@@ -91,7 +91,7 @@ def test_nodes_of_both_families_reach_a_coordinator(bind: str, monkeypatch: pyte
     server_key, server_pub = key_files(tmp_path / "server", "coordinator")
     key, _ = key_files(tmp_path / "allow", "a")
     port = free_port()
-    with station(f"tcp://{bind}:{port}", key=server_key, allow=tmp_path / "allow", protocol=5) as there:
+    with station(f"tcp://{bind}:{port}", key=server_key, allow=tmp_path / "allow") as there:
         for host, source, seen in (
             ("[::1]", "::1", "::1"), ("oslo", "", "::1"), ("lima", "", "::1"), ("127.0.0.1", "127.0.0.2", "127.0.0.1"),
         ):  # fmt: skip

@@ -1,7 +1,6 @@
 """Looking at real TCP connections through descriptors that belong to others, and dialling addresses back."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import socket
@@ -80,7 +79,7 @@ def test_a_nodes_connections_use_the_control_that_it_chose(tmp_path: Path) -> No
         with tiny_run.serving(tmp_path / "state", store, congestion="reno", probe_bytes=0) as coordinator:
             config = LinkConfig(coordinator=coordinator.link.endpoint, congestion="reno")
             link = LinkThread(config)
-            link.start(lambda: dataclasses.replace(plain_hello(), protocol_max=3), lambda event: None)
+            link.start(plain_hello, lambda event: None)
             try:
                 tiny_run.until(lambda: sorted(controls(coordinator)) == ["reno", "reno"])
             finally:

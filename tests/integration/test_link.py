@@ -56,12 +56,11 @@ def hello() -> msg.Hello:
 class Station:
     """The coordinator's link in a thread of its own: it welcomes everybody, and expects every blob offered."""
 
-    def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing, protocol: int) -> None:
+    def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing) -> None:
         self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
         self.turned_away: list[tuple[Reason, str]] = []
         self.errors: list[Exception] = []
         self._endpoint, self._key, self._allow, self._timing = endpoint, key, allow, timing
-        self._protocol = protocol
         self._up = threading.Event()
         self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -98,7 +97,7 @@ class Station:
             case wire_ev.MessageReceived(message=msg.Hello()):
                 self._peers.append(peer)
                 welcome = msg.Welcome(
-                    protocol=self._protocol,
+                    protocol=1,
                     epoch=1,
                     spec=SPEC,
                     lane_token=peer.token,
@@ -184,9 +183,8 @@ def station(
     key: Path | None = None,
     allow: Path | None = None,
     timing: Timing | None = None,
-    protocol: int = 1,
 ) -> Iterator[Station]:
-    there = Station(endpoint, key, allow, timing or Timing(), protocol)
+    there = Station(endpoint, key, allow, timing or Timing())
     try:
         yield there
     finally:
@@ -301,7 +299,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_blobs_travel_over_several_lanes_and_a_session_outlives_all_but_the_last(endpoint: str, up: bool) -> None:
     """T: a connection that breaks half-way costs no byte of the blob, and is opened again."""
     data = bytearray(random.Random(1).randbytes(48 << 20))
-    with station(endpoint, protocol=5) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
         wait_for(delivered, msg.Welcome)
         until(lambda: link.num_lanes == 4)
         if up:
@@ -350,7 +348,7 @@ def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_o
         return msg.update_id(announced)
 
     with linked(LinkConfig(coordinator=endpoint, lanes=16)) as (link, delivered):
-        with station(endpoint, protocol=5) as there:
+        with station(endpoint) as there:
             wait_for(delivered, msg.Welcome)
             until(lambda: link.num_lanes == 16)
             blob = begin(there, link, 1)
@@ -361,7 +359,7 @@ def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_o
             assert received == wire_ev.BlobReceived(blob=blob, data=data)
             begin(there, link, 2)
             until(lambda: there.moved > 80 << 20)
-        with station(endpoint, protocol=5) as there:
+        with station(endpoint) as there:
             wait_for(delivered, msg.Welcome)
             blob = begin(there, link, 2)
             received = wait_for(there.heard if up else delivered, wire_ev.BlobReceived)
@@ -371,7 +369,7 @@ def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_o
 def test_who_replays_a_lanes_greeting_from_elsewhere_takes_no_lane_and_holds_up_nobody(endpoint: str) -> None:
     """T: the token was read from a connection in the clear. A hundred connections say it, and then send bytes."""
     data = bytearray(random.Random(1).randbytes(64 << 20))
-    with station(endpoint, protocol=5) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):
         wait_for(delivered, msg.Welcome)
         until(lambda: link.num_lanes == 4 and there.route(4) is not None)
         routes = [there.route(lane) for lane in range(5)]
@@ -522,7 +520,7 @@ def test_blobs_may_leave_from_another_address_than_control(endpoint: str, tmp_pa
     known, _ = key_files(tmp_path / "allow", "a")
     node = NodeConfig(name="a", coordinator=endpoint, lanes=2, bulk_source="127.0.0.2")
     config = dataclasses.replace(link_of(node, {}), key=known, server_key=server_pub)
-    listening = station(endpoint, key=server_key, allow=tmp_path / "allow", protocol=5)
+    listening = station(endpoint, key=server_key, allow=tmp_path / "allow")
     with listening as there, linked(config) as (link, delivered):
         wait_for(delivered, msg.Welcome)
         until(lambda: link.num_lanes == 2 and there.route(2) is not None)

@@ -41,7 +41,7 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
             told = look_around({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
             link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told))
-            link.start(partial(plain_hello, protocol_max=3, node=NodeId(name)), lambda event: None)
+            link.start(partial(plain_hello, node=NodeId(name)), lambda event: None)
             stack.callback(link.close)
         yield
 

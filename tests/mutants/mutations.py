@@ -325,8 +325,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a chunk may go beyond its credit",
         "wire/transfer.py",
-        "if incoming is not None and frame.end > incoming.limit:",
-        "if incoming is not None and frame.end > incoming.reassembly.size:",
+        "if incoming is not None and frame.end > (size := incoming.reassembly.size):",
+        "if incoming is not None and frame.end > (size := 2 * incoming.reassembly.size):",
         "unit/wire/test_transfer.py",
         "unit/wire/test_session_hostile.py",
     ),

@@ -13,14 +13,11 @@ from farloop.algo.revisions import (
     BELONG_TO_ROUNDS,
     BELONG_TO_WINDOWS,
     LEARNING_RATE_STAYS,
-    READ_BY_NODES,
-    READ_BY_SOME,
     STAY,
     Change,
     Revisions,
     changes,
     composed,
-    nodes_must_hear,
     revised,
 )
 from farloop.algo.spec import Fragment, Layout, Revision
@@ -44,7 +41,6 @@ def test_every_term_is_in_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frozenset.union(*classes) == set(FLAT)
     assert sum(len(names) for names in classes) == len(set(FLAT)), "one each"
     assert set(LEARNING_RATE_STAYS) <= {field.name for field in dataclasses.fields(LearningRate)}
-    assert (READ_BY_NODES | READ_BY_SOME) <= BELONG_TO_WINDOWS | BELONG_TO_ROUNDS
     monkeypatch.setattr("farloop.algo.revisions.STAY", {k: why for k, why in STAY.items() if k != "clip"})
     with pytest.raises(ValueError, match="clip stays as the run began: the effect of a change is not defined"):
         after({"clip": "2"})
@@ -163,15 +159,6 @@ def test_changes_are_listed_by_key_with_what_they_belong_to() -> None:
         Change(key="lr.peak", before=0.01, after=0.02),
     ]
     assert [change.of_rounds for change in listed] == [True, False, True]
-
-
-def test_nodes_must_hear_of_what_no_window_and_no_round_tells_them() -> None:
-    """Z: an older node follows the rest without a word."""
-    silent = after({"h": "20", "tau": "1", "mix": "0.25", "codec_up": "q8", "outer_lr": "0.5"})
-    assert nodes_must_hear(TERMS, silent) == []
-    assert nodes_must_hear(TERMS, after({"lr": "0.02", "steps": "500"})) == ["steps", "lr.peak"]
-    eager = TERMS.replace(lag=1, eager=True, tau=0, mix=0.0)
-    assert nodes_must_hear(eager, after({"outer_lr": "0.5"}, eager)) == ["outer_lr"]
 
 
 # --- Which terms a window and a round run under

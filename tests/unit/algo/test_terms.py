@@ -50,9 +50,9 @@ def test_whatever_is_of_the_identity_changes_the_fingerprint() -> None:
 
 
 def test_the_fingerprint_of_an_identity_never_changes() -> None:
-    """It stands in every frame and on every disk: another one would orphan the runs of the release before."""
-    assert IDENTITY.fingerprint() == "22ad1c4c6e0e629f"
-    assert LAYOUT.digest() == "6744a2fdcf430c95"
+    """It stands in every frame and on every disk: another one would orphan all runs."""
+    assert IDENTITY.fingerprint() == "daf740e17029c492"
+    assert LAYOUT.digest() == "dc266aa927149ce8"
 
 
 def test_padding_is_no_parameter() -> None:
@@ -83,8 +83,7 @@ def parts_of(terms: Terms) -> list[tuple[str, "dataclasses.Field[Any]"]]:
     return [(name, field) for name in names for field in dataclasses.fields(getattr(terms, name))]
 
 
-def test_the_plain_form_is_flat_in_the_released_order_and_leaves_later_fields_at_their_defaults_out() -> None:
-    assert list(to_plain(plain_terms())) == [name for name in FLAT if name not in OTHER]
+def test_the_plain_form_is_flat_in_its_order_with_every_field() -> None:
     whole = to_plain(plain_terms(**OTHER))
     assert list(whole) == list(FLAT) and whole["codec_up_of"] == [["a", "q8"]]
 
@@ -118,7 +117,7 @@ def revised(**changes: Any) -> msg.Revised:
 def test_a_message_with_terms_at_several_places_is_read_back() -> None:
     spec = plain_spec(**OTHER)
     welcome = msg.Welcome(
-        protocol=4,
+        protocol=1,
         epoch=1,
         spec=spec,
         lane_token=b"",

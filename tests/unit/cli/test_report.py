@@ -24,7 +24,8 @@ PARAMETERS = 1 << 20
 
 def progress(node: str, t: float = 1.0, steps: int = 0, loss: float | None = None, sent: int = 0) -> dict[str, Any]:
     return {"event": "progress", "t": t, "node": node, "position": steps, "inner_steps": steps, "tokens": steps * 10,
-            "loss": loss, "bytes_up": sent, "bytes_down": sent, "bytes_state": 0}  # fmt: skip
+            "loss": loss, "lost_steps": 0, "bytes_up": sent, "bytes_down": sent, "bytes_state": 0,
+            "bytes_by_kind": {"delta": sent, "update": sent, "snapshot": 0, "probe": 0, "control": 0}}  # fmt: skip
 
 
 def written(path: Path, events: list[dict[str, Any]], tail: str = "") -> Path:
@@ -54,8 +55,11 @@ def summary_of(folder: Path, events: list[dict[str, Any]], *, h: int = 10, secon
 
 
 def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Path) -> None:
+    kinds = {"probe": 0, "control": 0}
     events = [
-        progress(node, steps=steps) | {"bytes_up": up, "bytes_down": 2 * up, "bytes_state": state}
+        progress(node, steps=steps)
+        | {"bytes_up": up, "bytes_down": 2 * up + state, "bytes_state": state}
+        | {"bytes_by_kind": {"delta": up, "update": 2 * up, "snapshot": state, **kinds}}
         for node, steps, up, state in (("a", 10, 100, 5), ("b", 20, 300, 6), ("a", 4, 10, 7))
     ]
     came = summary_of(tmp_path, events)

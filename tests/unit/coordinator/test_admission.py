@@ -8,16 +8,16 @@ import pytest
 from coordinator_run import A, B, C
 from plain_runs import plain_hello, plain_offer, plain_progress
 
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobKind, Contribution, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import delta_refusal, progress_untrue, refusal, steps_at_most
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer, Refused
+from farloop.wire.messages import PROTOCOL_VERSION, AnchorRef, BytesByKind, Committed, Hello, Offer, Refused
 from farloop.wire.reasons import Reason
 
-OLDEST, NEWEST = PROTOCOL_VERSIONS
 TRAINING = Member(name=A, incarnation=2, stage="training", start_round=0)
 CONTRIBUTION = Contribution(node=A, incarnation=2, base=0, steps=10, tokens=10, norm_sq=1.0)
 
@@ -25,11 +25,11 @@ CONTRIBUTION = Contribution(node=A, incarnation=2, base=0, steps=10, tokens=10, 
 @pytest.fixture
 def ledger(spec: RunSpec) -> Ledger:
     """Epoch 3, nothing committed."""
-    return Ledger.begin(rec.RunStarted(spec=spec, epoch=3))
+    return Ledger.begin(rec.RunStarted(spec=spec, epoch=3, rounds=opening_rounds(spec)))
 
 
 def hello(**changes: Any) -> Hello:
-    return plain_hello(**{"protocol_max": NEWEST, "incarnation": 2, "epoch_seen": 3, **changes})
+    return plain_hello(**{"incarnation": 2, "epoch_seen": 3, **changes})
 
 
 def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> None:
@@ -40,8 +40,8 @@ def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> N
         {},
         {"fingerprint": identity.fingerprint(), "layout": identity.layout.digest(), "anchors": anchors, "round": 0},
         {"incarnation": 3},
-        {"protocol_min": OLDEST - 1, "protocol_max": OLDEST},
-        {"protocol_min": NEWEST, "protocol_max": NEWEST + 5},
+        {"protocol_min": 0, "protocol_max": PROTOCOL_VERSION},
+        {"protocol_min": PROTOCOL_VERSION, "protocol_max": 6},
     ):
         for member in (None, Member(name=A, incarnation=2)):
             assert refusal(hello(**changes), A, ledger, member) is None
@@ -50,8 +50,8 @@ def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> N
 @pytest.mark.parametrize(
     ("changes", "reason", "detail"),
     [
-        ({"protocol_min": NEWEST + 1, "protocol_max": NEWEST + 3}, Reason.PROTOCOL_VERSION, "speaks 6 to 8"),
-        ({"protocol_min": 0, "protocol_max": OLDEST - 1}, Reason.PROTOCOL_VERSION, "speaks 0 to 0"),
+        ({"protocol_min": 2, "protocol_max": 4}, Reason.PROTOCOL_VERSION, "speaks 2 to 4, the coordinator 1"),
+        ({"protocol_min": 0, "protocol_max": 0}, Reason.PROTOCOL_VERSION, "speaks 0 to 0, the coordinator 1"),
         ({"fingerprint": "0123456789abcdef"}, Reason.WRONG_RUN, "wants run 0123456789abcdef"),
         ({"layout": "0123456789abcdef"}, Reason.WRONG_LAYOUT, "layout is 0123456789abcdef"),
         ({"anchors": (AnchorRef(fragment=2, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment 2"),
@@ -171,7 +171,8 @@ def test_where_samples_are_granted_a_step_has_the_tokens_of_the_batch_at_most(
 ) -> None:
     """Fewer where sequences are padded."""
     identity = dataclasses.replace(spec.identity, num_samples=1000)
-    ledger = Ledger.begin(rec.RunStarted(spec=dataclasses.replace(spec, identity=identity), epoch=3))
+    spec = dataclasses.replace(spec, identity=identity)
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=3, rounds=opening_rounds(spec)))
     refused = why_not(ledger, offer(contributors=(dataclasses.replace(CONTRIBUTION, tokens=tokens),)))
     assert refused is None if fits else refused is not None and refused[0] is Reason.IMPLAUSIBLE
 
@@ -191,7 +192,7 @@ def test_a_delta_holds_no_more_steps_than_the_rounds_since_its_base_and_one_that
 ) -> None:
     """A: rounds 0 to 5 of ten steps are fixed; c does six of them from round 2 on. Window n is of round n."""
     spec = dataclasses.replace(spec, terms=spec.terms.replace(steps=1000, **terms))
-    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=3))
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=3, rounds=opening_rounds(spec)))
     ledger.rounds = {
         i: RoundPlan(index=i, start=10 * i, length=10, node_steps=((C, 6),) if i >= 2 else ()) for i in range(6)
     }
@@ -224,8 +225,8 @@ REPORT = plain_progress(inner_steps=10, tokens=10, loss=None)
         ({"tokens_per_s": math.inf}, "tokens_per_s = inf"),
         ({"position": -5.0}, "position = -5"),
         ({"sample_watermark": -1}, "sample_watermark = -1"),
-        ({"bytes_up": -1}, "bytes_up = -1"),
-        ({"sent": BytesByKind(), "received": BytesByKind(probe=-1)}, "-1 bytes of probe received"),
+        ({"sent": BytesByKind(delta=-1)}, "-1 bytes of delta sent"),
+        ({"received": BytesByKind(probe=-1)}, "-1 bytes of probe received"),
     ],
 )
 def test_a_report_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[str, Any], untrue: str | None) -> None:

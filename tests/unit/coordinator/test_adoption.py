@@ -8,6 +8,7 @@ from coordinator_run import A, B, C, Commands, Run, accepted, recorded, refused,
 from plain_runs import plain_hello
 
 from farloop.algo import schedule
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
 from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.decide import events as ev
@@ -79,7 +80,7 @@ class Start(Run):
         return self.holds(node, *anchors, **(held or {}))
 
     def dials(self, node: NodeId, *anchors: msg.AnchorRef, **changes: Any) -> Commands:
-        return self.greet(node, **{"anchors": anchors, "epoch_seen": 3, "round": 1, "protocol_max": 4, **changes})
+        return self.greet(node, **{"anchors": anchors, "epoch_seen": 3, "round": 1, **changes})
 
     def holds(self, node: NodeId, *anchors: msg.AnchorRef, **changes: Any) -> Commands:
         windows = tuple(window(anchor.fragment, anchor.version + 1, 2) for anchor in anchors)
@@ -146,10 +147,9 @@ def adopted(commands: Commands) -> rec.Adopted:
 def test_who_can_be_asked_is_let_in_for_that_alone(start: Start) -> None:
     commands = start.dials(A, *NEW, history=0)
     assert recorded(commands) == [rec.EpochSeen(epoch=3)], "for a start that winds the run back instead"
-    assert accepted(commands).recalls and accepted(commands).protocol == 4
+    assert accepted(commands).recalls and accepted(commands).protocol == 1
     assert start.machine.members[A].session is None and start.machine.holding is not None
     for changes, why in (
-        ({"protocol_max": 3}, (Reason.HOLDING, True)),
         ({"anchors": ()}, (Reason.HOLDING, True)),
         ({"history": 1 << 40}, (Reason.MALFORMED, False)),
     ):
@@ -180,21 +180,15 @@ def test_a_node_whose_training_hangs_is_waited_for_no_longer_than_one_that_is_aw
     assert asked(start.at(PATIENCE_S)) == [(A, 0)]
 
 
-def test_an_older_node_that_alone_holds_the_newest_is_named(start: Start) -> None:
-    start.dials(A, *NEW, protocol_max=3)
-    start.meets(B, *OLD)
-    start.at(LISTEN_S)
-    assert "version 2 of fragment 0: node a cannot be asked, speaking a protocol below 4" in start.waits
-
-
 def test_names_without_end_are_not_remembered(both: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farloop.coordinator.decide.adoption.MOST_MEMBERS", 4)
-    both.dials(NodeId("old"), ref(0, 9), protocol_max=3)
+    both.meets(NodeId("old"), ref(0, 9))
+    both.part(NodeId("old"))
     both.at(LISTEN_S)
-    assert "version 9 of fragment 0" in both.waits
+    assert "node old, which may hold newer versions" in both.waits
     for number in range(2):
-        both.dials(NodeId(f"name-{number}"), protocol_max=3)
-    assert "version 9" not in both.waits and "the anchors to come" in both.waits
+        both.dials(NodeId(f"name-{number}"))
+    assert "node old" not in both.waits and "the anchors to come" in both.waits
 
 
 def test_a_process_that_stood_still_gives_nodes_their_time_and_one_that_stops_asks_for_nothing(
@@ -410,14 +404,14 @@ def test_who_is_a_run_s_only_node_is_believed(careful: Start) -> None:
 
 
 def claim(*anchors: msg.AnchorRef, told: tuple[msg.AnchorRef, ...] = (), history: int = 0, **more: Any) -> NodeClaim:
-    hello = plain_hello(anchors=anchors, announced=told, history=history, protocol_max=4)
+    hello = plain_hello(anchors=anchors, announced=told, history=history)
     return NodeClaim(hello=hello, heard_at=0.0, session=1, **{"held": None, **more})
 
 
 @pytest.fixture
 def ledger(spec: RunSpec) -> Ledger:
     """Both fragments at version 0."""
-    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
+    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1, rounds=opening_rounds(spec)))
 
 
 SPOILED = claim(ref(0, 3), ref(1, 0))

@@ -39,7 +39,7 @@ def test_what_came_back_is_granted_first_and_in_scraps() -> None:
     for node, count in ((A, 4), (B, 10), (A, 4)):
         book.give(node, count)
     book.watermark(A, 1, 3)
-    book.give_back(A, 1)
+    book.give_back(A, 1, 3)
     assert book.returned == [Lease(start=3, count=1), Lease(start=14, count=4)]
     assert book.give(A, 3, 2) == [Lease(start=3, count=1), Lease(start=14, count=2)]
     assert book.give(A, 6, 2) == [Lease(start=16, count=2), Lease(start=18, count=4)]
@@ -180,7 +180,7 @@ class Grants(RuleBasedStateMachine):
 
     @rule(node=nodes)
     def end(self, node: NodeId) -> None:
-        free = self.book.give_back(node, self.incarnation[node])
+        free = self.book.give_back(node, self.incarnation[node], self.used[node])
         assert free == len(self.granted[node]) - self.used[node]
         self.incarnation[node] += 1
         self.granted[node], self.used[node] = [], 0

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plain_runs import plain_offer, plain_terms
 
 from farloop.algo import schedule
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, Fragment, Identity, Layout, Lease, NodeId, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
@@ -20,7 +21,8 @@ from farloop.wire.reasons import Reason
 
 
 def begun(spec: RunSpec, **terms: Any) -> Ledger:
-    return Ledger.begin(rec.RunStarted(spec=dataclasses.replace(spec, terms=spec.terms.replace(**terms)), epoch=1))
+    spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
+    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1, rounds=opening_rounds(spec)))
 
 
 def stored(node: NodeId, window: int, *, fragment: int = 1, **changes: Any) -> rec.InputStored:
@@ -153,7 +155,7 @@ def test_nodes_start_and_leave_and_a_replay_gives_back_what_the_run_gave_back(sp
         ledger.apply(record)
     assert ledger.leases.outstanding(A, 1) == 70
     for record in (
-        rec.NodeLeft(node=A, reason=Reason.CLOSED, consumed=90),
+        rec.NodeLeft(node=A, reason=Reason.CLOSED, consumed=90, stored=90),
         rec.NodeLeft(node=A, reason=Reason.DRAINED),
         started,
         rec.LeaseGranted(node=B, incarnation=3, lease=Lease(start=90, count=30)),
@@ -166,7 +168,11 @@ def test_nodes_start_and_leave_and_a_replay_gives_back_what_the_run_gave_back(sp
 
 def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_say_nothing_new(spec: RunSpec) -> None:
     ledger, same = begun(spec), begun(spec)
-    for record in (rec.RunStarted(spec=spec, epoch=9), rec.SnapshotTaken(fragment=0, version=8), ledger.saved()):
+    for record in (
+        rec.RunStarted(spec=spec, epoch=9, rounds=()),
+        rec.SnapshotTaken(fragment=0, version=8),
+        ledger.saved(),
+    ):
         ledger.apply(record)
     assert ledger == same
     taken = rec.EvaluationTaken(loss=2.5, versions=(1, 0), position=10.0)

@@ -15,6 +15,7 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.node.link import Probing
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
+from farloop.wire.limits import THIN_CHUNK
 from farloop.wire.machine_info import Inventory, Nic
 from farloop.wire.messages import Connection, Observed, Offer, Probe, Role, Seen, Transfer, Welcome
 from farloop.wire.reasons import Reason
@@ -23,13 +24,13 @@ from farloop.wire.session import Session, State
 OSLO, BERGEN = NodeId("oslo"), NodeId("bergen")
 BUDGET = 4 << 20
 CHUNK_S = 0.25
-"""Time that each chunk takes: a megabyte a second."""
+"""Time that each chunk takes: of a thin link, 256 KiB a second."""
 
 
 class Star:
     """A coordinator and its nodes; frames cross at once, but a chunk takes its time."""
 
-    def __init__(self, *names: NodeId, protocol: int = 3, budget: int = BUDGET) -> None:
+    def __init__(self, *names: NodeId, budget: int = BUDGET) -> None:
         self.now = 0.0
         self.peers: dict[NodeId, Peer] = {}
         self.nodes: dict[NodeId, Session] = {}
@@ -40,7 +41,7 @@ class Star:
         self.halts = False
         """Whether time stops as soon as a probe's first bytes are on their way."""
         for number, name in enumerate(names, start=1):
-            self.nodes[name], session = _opened(protocol)
+            self.nodes[name], session = _opened()
             self.peers[name] = Peer(number, session, None, name, "10.0.0.1", b"", {0: b"", 1: b""})
 
     @property
@@ -95,14 +96,12 @@ class Star:
                 assert self.sight.ended(event) == (event.blob.kind is BlobKind.PROBE)  # type: ignore[union-attr]
 
 
-def _opened(protocol: int) -> tuple[Session, Session]:
+def _opened() -> tuple[Session, Session]:
     node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
     node.send(plain_hello(), 0.0)
     for lane, parts in node.outgoing(0.0):
         coordinator.receive(lane, parts, 0.0)
-    welcome = Welcome(
-        protocol=protocol, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(0,), windows=(), rounds=()
-    )
+    welcome = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(0,), windows=(), rounds=())
     coordinator.send(welcome, 0.0)
     for lane, parts in coordinator.outgoing(0.0):
         node.receive(lane, parts, 0.0)
@@ -119,7 +118,7 @@ def test_in_quiet_times_every_direction_is_probed_once_and_known() -> None:
     assert len(star.probes) == 4
     for name in (OSLO, BERGEN):
         for ends in ((name, COORDINATOR), (COORDINATOR, name)):
-            assert star.sight.matrix.rate(ends) == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
+            assert star.sight.matrix.rate(ends) == pytest.approx(THIN_CHUNK / CHUNK_S, rel=0.02)
     assert all(row["measured_by"] == "probe" for row in star.sight.matrix.rows(star.now))
 
 
@@ -147,14 +146,7 @@ def test_a_budget_of_nothing_measures_by_what_is_sent_anyway() -> None:
     assert star.probes == []
     (down, _) = star.sight.matrix.rows(star.now)
     assert down["measured_by"] == "transfer"
-    assert down["bytes_per_s"] == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
-
-
-@pytest.mark.parametrize("protocol", [1, 2])
-def test_nodes_of_an_older_protocol_are_asked_for_nothing(protocol: int) -> None:
-    star = Star(OSLO, protocol=protocol)
-    star.run(30.0)
-    assert star.probes == [] and star.sight.matrix.rows(star.now) == []
+    assert down["bytes_per_s"] == pytest.approx(THIN_CHUNK / CHUNK_S, rel=0.02)
 
 
 def test_stages_tell_what_came_from_each_other_and_nothing_of_the_coordinators_link() -> None:

@@ -79,8 +79,8 @@ class Round:
         nothing = msg.BytesByKind()
         return msg.Progress(
             state="training", position=1.0, round=0, inner_steps=steps, tokens=steps, loss=None, tokens_per_s=0.0,
-            compute_share=0.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
-            bytes_state=0, sent=nothing, received=nothing,
+            compute_share=0.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, sent=nothing,
+            received=nothing,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, Commands, Run, accepted, brief, merged, refused, tell
+from coordinator_run import A, B, Commands, Run, accepted, merged, tell
 
 from farloop.algo.schedule import window_after
 from farloop.algo.spec import RunSpec
@@ -22,11 +22,11 @@ from farloop.wire import messages as msg
 
 
 class Changing(Run):
-    """Node a trains, and speaks version 2 of the protocol."""
+    """Node a trains."""
 
     def __init__(self, spec: RunSpec, **terms: Any) -> None:
         super().__init__(spec, **{"steps": 100, **terms})
-        self.join(A, protocol_max=2)
+        self.join(A)
 
     def set(self, **given: str) -> Commands:
         return self.handle(ev.TermsGiven(revision=revision_asked_for(self.machine, given)))
@@ -113,31 +113,9 @@ def test_quorum_and_floor_are_those_of_the_window(spec: RunSpec) -> None:
 def test_who_comes_later_is_told_with_its_welcome(run: Changing) -> None:
     assert accepted(run.greet(B)).revisions == () == run.journal.saved().revisions and last_change(run.journal) == []
     run.set(outer_lr="0.5")
-    welcome = accepted(run.greet(B, protocol_max=2))
+    welcome = accepted(run.greet(B))
     assert welcome.revisions == run.ledger.revisions.kept
     assert (welcome.spec.revision, welcome.spec.terms.outer.lr) == (1, 0.5)
-
-
-@pytest.mark.parametrize(("spoken", "agreed"), [(1, 1), (2, 2), (7, msg.PROTOCOL_VERSIONS[1])])
-def test_the_older_of_the_two_versions_is_spoken(run: Changing, spoken: int, agreed: int) -> None:
-    assert accepted(run.greet(B, protocol_max=spoken)).protocol == agreed
-
-
-def test_an_older_node_is_told_nothing_and_follows_what_windows_carry(run: Changing) -> None:
-    """Z: N−1."""
-    run.greet(B)
-    assert brief(run.set(codec_up="q8", h="5")) == "TermsChanged; a: revised"
-
-
-def test_what_an_older_node_could_not_follow_is_refused_and_names_it(run: Changing) -> None:
-    run.greet(B)
-    assert run.refuses(lr="0.005").startswith("nodes follow lr.peak by themselves, and b cannot be told")
-    run.leave(B)
-    run.set(lr="0.005")
-    said = refused(run.greet(B))
-    assert said.retriable and said.detail.startswith("lr.peak changes in round 3")
-    run.rounds(3)
-    accepted(run.greet(B))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +128,6 @@ def test_what_an_older_node_could_not_follow_is_refused_and_names_it(run: Changi
         ({}, {"codec": "x"}, "no"),
         ({}, {"codec_up_of.aa": "q8"}, "codec_up_of.aa: there is no node aa in this run; did you mean a?"),
         ({}, {"h_share_of.z": "0.5"}, "h_share_of.z: there is no node z in this run"),
-        ({}, {"codec_up_of.a": "q8"}, "a speaks a version of the protocol"),
     ],
 )
 def test_what_cannot_change_is_refused_with_a_sentence(
@@ -221,8 +198,7 @@ def test_a_window_that_stays_in_its_round_takes_the_new_terms_too(run: Changing)
     assert after == dataclasses.replace(current, window=2, codec_up="q8", tau=1)
 
 
-def test_a_node_has_terms_of_its_own_if_it_can_follow(run: Changing) -> None:
-    run.greet(A, protocol_max=msg.PROTOCOL_VERSIONS[1], round=0)
+def test_a_node_has_terms_of_its_own(run: Changing) -> None:
     assert "codec_up_of: a: no codec 'q2'" in run.refuses(**{"codec_up_of.a": "q2"})
     assert "without error feedback" in run.refuses(**{"codec_up_of.a": "topk:beta=0"})
     run.set(**{"codec_up_of.a": "q8", "h_share_of.a": "0.5"})

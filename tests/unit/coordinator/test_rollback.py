@@ -9,6 +9,7 @@ import pytest
 from coordinator_run import A, B, Run, accepted, brief, merged, outcome, recorded, snapshots
 from plain_runs import plain_hello, plain_progress
 
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.change_terms import Release
 from farloop.coordinator.decide import events as ev
@@ -48,7 +49,7 @@ NEW_EPOCH = hello(epoch_seen=1000)
 @pytest.fixture
 def ledger(spec: RunSpec) -> Ledger:
     """Start 7 of the coordinator; it was wound back in its third. It remembers two versions of each fragment."""
-    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=7))
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=7, rounds=opening_rounds(spec)))
     ledger.history, ledger.versions = 3, [5, 4]
     for fragment, version in ((0, 4), (0, 5), (1, 3), (1, 4)):
         ledger.commits[fragment, version] = Committed(

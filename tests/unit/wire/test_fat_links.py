@@ -34,13 +34,12 @@ class IdealPipe:
         self,
         *lanes_mbit: float,
         rtt_s: float,
-        protocol: int = 5,
         known: Sequence[LinkKnown | None] = (None, None),
         uplinks: Sequence[Uplink | None] = (None, None),
     ) -> None:
         self.lanes = {number: mbit * MBIT for number, mbit in enumerate(lanes_mbit, start=1)}
         self.delay_s, self.now = rtt_s / 2, 0.0
-        node, coordinator = opened(protocol=protocol, known=known, uplinks=uplinks)
+        node, coordinator = opened(known=known, uplinks=uplinks)
         self.ends = {Role.NODE: node, Role.COORDINATOR: coordinator}
         for lane in [*self.lanes][1:]:
             for end in self.ends.values():
@@ -144,20 +143,6 @@ class IdealPipe:
 
 
 LINKS = [(50, 0.05, 2 * MB), (200, 0.1, 2 * MB), (200, 0.1, 16 * MB), (1000, 0.1, 16 * MB), (10_000, 0.1, 256 * MB)]
-
-
-@pytest.mark.parametrize(
-    ("link", "up", "down"),
-    [*zip(LINKS, [0.79, 0.25, 0.71, 0.28, 0.17], [0.91, 0.36, 0.79, 0.35, 0.19], strict=True)],
-)
-def test_with_an_older_peer_credit_is_a_window_that_grows(
-    link: tuple[float, float, int], up: float, down: float
-) -> None:
-    mbit, rtt_s, num_bytes = link
-    for upwards, share in ((True, up), (False, down)):
-        pipe = IdealPipe(mbit, rtt_s=rtt_s, protocol=4)
-        shares = [pipe.share(number, num_bytes, up=upwards) for number in (1, 2)]
-        assert shares == pytest.approx([share, share], abs=0.02)
 
 
 def possible(mbit: float, rtt_s: float, num_bytes: int) -> float:

