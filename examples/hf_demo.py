@@ -1,7 +1,7 @@
 """A run of a Hugging Face model from its data to `from_pretrained`, on this machine and offline: `make demo-hf`.
 
 It trains a tokenizer on Python's standard library, then a small Llama on two nodes: one is two processes that shard the
-model (FSDP2), the other a single process. It kills a process of the first node, starts the node again, exports the
+model (FSDP2), the other a single process. It kills a process of the first node, which farloop starts again, exports the
 model, loads it with transformers and lets it write some text. Everything is done by the commands that it prints.
 
     python examples/hf_demo.py [--steps N] [--out DIR]
@@ -25,7 +25,8 @@ from farloop.monitoring.healthcheck import open_page
 FARLOOP = (sys.executable, "-m", "farloop.cli.main")
 LIBRARY = Path(os.__file__).parent
 VOCABULARY = 1024
-PATIENCE_S = 600.0  # for each part of the run, on a slow machine
+PATIENCE_S = 600.0  # for each part, on a slow machine
+END_S = 60.0  # for a daemon to end after SIGTERM
 
 LLAMA = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344,
@@ -40,6 +41,7 @@ model = "hf:llama"
 nodes = 2
 steps = {steps}
 method = "streaming"
+floor = 2            # without both nodes the run waits, so that it cannot end before the killed one is back
 sequence_tokens = 128
 
 [data]
@@ -77,7 +79,11 @@ def free_port() -> int:
 def farloop(folder: Path, *words: str) -> None:
     """Run a command to its end."""
     say("$ farloop", *words)
-    if code := subprocess.run([*FARLOOP, *words], cwd=folder, check=False).returncode:
+    try:
+        code = subprocess.run([*FARLOOP, *words], cwd=folder, check=False, timeout=PATIENCE_S).returncode
+    except subprocess.TimeoutExpired:
+        sys.exit(f"farloop {words[0]} did not end within {PATIENCE_S:g} s")
+    if code:
         sys.exit(f"farloop {words[0]} ended with exit code {code}")
 
 
@@ -100,6 +106,28 @@ def rank_1_of(node: int) -> int:
     sys.exit(f"process {node} has no rank 1")
 
 
+def until_ended(daemons: "dict[str, subprocess.Popen[bytes]]", within_s: float) -> None:
+    """Wait for all of them to end well."""
+    deadline = time.monotonic() + within_s
+    for name, daemon in daemons.items():
+        try:
+            code = daemon.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{name} did not end within {within_s:g} s: see {name}.log")
+        if code:
+            sys.exit(f"{name} ended with exit code {code}: see {name}.log")
+
+
+def end(daemons: "dict[str, subprocess.Popen[bytes]]") -> None:
+    """End those that still run."""
+    for daemon in reversed(daemons.values()):
+        daemon.terminate()
+        try:
+            daemon.wait(END_S)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+
+
 class Run:
     """The daemons and the coordinator's status page."""
 
@@ -112,8 +140,8 @@ class Run:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for name, daemon in self.daemons.items():
-                if daemon.poll():
-                    sys.exit(f"{name} ended with exit code {daemon.returncode}: see {name}.log")
+                if daemon.poll() is not None:
+                    sys.exit(f"{name} ended with exit code {daemon.returncode} before {what}: see {name}.log")
             try:
                 with open_page(self._url, 5) as page:
                     status: dict[str, Any] = json.load(page)
@@ -124,15 +152,16 @@ class Run:
             time.sleep(0.5)
         sys.exit(f"this did not happen within {PATIENCE_S:g} s: {what}")
 
-    def until_ended(self) -> None:
-        say("… until the run's end")
-        for name, daemon in self.daemons.items():
-            if code := daemon.wait(PATIENCE_S):
-                sys.exit(f"{name} ended with exit code {code}: see {name}.log")
+
+def node_of(status: dict[str, Any], name: str) -> dict[str, Any]:
+    """A node that the coordinator knows; one that has done nothing for another."""
+    nothing = {"connected": False, "state": "", "inner_steps": 0, "incarnation": 0}
+    return next((node for node in status["nodes"] if node["name"] == name), nothing)
 
 
-def trains(status: dict[str, Any], name: str, least: float) -> bool:
-    return any(node["name"] == name and node["connected"] and node["position"] >= least for node in status["nodes"])
+def trains(node: dict[str, Any], after: int = 0) -> bool:
+    """Whether it trains, as a later start than number `after`."""
+    return node["connected"] and node["incarnation"] > after and node["state"] == "training" and node["inner_steps"] > 0
 
 
 def train(folder: Path, steps: int) -> None:
@@ -146,17 +175,17 @@ def train(folder: Path, steps: int) -> None:
         for name in more:
             daemons[name] = start(folder, name, "node", f"{name}.toml")
         run = Run(http, daemons)
-        run.until("both nodes train", lambda status: all(trains(status, name, steps / 4) for name in more))
+        status = run.until("both nodes train", lambda status: all(trains(node_of(status, name)) for name in more))
+        before = node_of(status, "sharded")["incarnation"]
         rank = rank_1_of(daemons["sharded"].pid)
         say(f"$ kill -9 {rank}    # one of the two processes of the sharded node")
         os.kill(rank, signal.SIGKILL)
-        say(f"the node ended with exit code {daemons['sharded'].wait(PATIENCE_S)}; the plain one goes on")
-        daemons["sharded"] = start(folder, "sharded", "node", "sharded.toml")
-        run.until_ended()
+        status = run.until("farloop has started it again", lambda status: trains(node_of(status, "sharded"), before))
+        say(f"the sharded node trains again, as its start number {node_of(status, 'sharded')['incarnation']}")
+        say("… until the run's end")
+        until_ended(daemons, PATIENCE_S)
     finally:
-        for daemon in reversed(daemons.values()):
-            daemon.terminate()
-            daemon.wait(PATIENCE_S)
+        end(daemons)
 
 
 def main() -> None:

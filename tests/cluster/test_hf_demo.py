@@ -1,4 +1,4 @@
-"""What `make demo-hf` runs."""
+"""What `make demo-hf` runs, with fewer steps."""
 
 import subprocess
 import sys
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "hf_demo.py"
 
 
 def test_a_llama_is_trained_loses_a_process_and_is_loaded_by_transformers(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--steps", "60", "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(SCRIPT), "--steps", "36", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the node ended with exit code" in done.stdout
+    assert "the sharded node trains again, as its start number 2" in done.stdout
     assert "def __init__(self" in done.stdout.partition("and writes:")[2]
