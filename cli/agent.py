@@ -60,12 +60,12 @@ def launch(arguments: list[str], config: NodeConfig) -> ExitCode:
         local_addr=parameters.local_addr,
     )
     try:
-        return _run(spec, parameters)
+        return _run(spec, parameters, ExitCode(config.leave_code))
     finally:
         del store
 
 
-def _run(spec: WorkerSpec, parameters: RendezvousParameters) -> ExitCode:
+def _run(spec: WorkerSpec, parameters: RendezvousParameters, left: ExitCode) -> ExitCode:
     os.environ[AGENT] = str(os.getpid())
     agent = _Agent(spec, DefaultLogsSpecs(os.devnull))  # else each start leaves a folder in /tmp
     try:
@@ -73,7 +73,7 @@ def _run(spec: WorkerSpec, parameters: RendezvousParameters) -> ExitCode:
         spec.rdzv_handler.shutdown()  # not after a signal: the other hosts may go on
     except SignalException:
         _log.info("left note='the same command rejoins the run'")
-        return ExitCode.DONE
+        return left
     except RendezvousClosedError as error:
         raise CommandError("the node has ended on another host, whose log says why", ExitCode.UNEXPECTED) from error
     except (RendezvousError, DistError) as error:

@@ -454,8 +454,8 @@ def run_node(file: NodeFile) -> ExitCode:
             train_stage(config, pipeline, on_join=on_join, environ=os.environ)
     if any(node.asked_to_leave for node in joined):
         _log.info("left note='the same command rejoins the run'")
-    else:
-        _log.info("finished")
+        return ExitCode(config.leave_code)
+    _log.info("finished")
     return ExitCode.DONE
 
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from farloop.algo.methods import METHODS
 from farloop.algo.validation import INNER_OPTIMIZERS, ROBUST_RULES, RULES, SCREENS, SHAPES
+from farloop.config.exit_codes import ExitCode
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.config.sources import (
     ConfigError,
@@ -357,6 +358,7 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     for key in ("hang_timeout", "give_up"):
         if settings.section("node")[key] < 0.0:
             raise settings.error("node", key, "0 seconds or more are wanted, as 60")
+    settings.check("node", "leave_code", _check_leave_code)
     settings.check("node", "lanes", check_lanes)
     host = parse_tcp(settings.section("node")["coordinator"]).host
     settings.check("node", "bulk_source", lambda text: check_source(text, host))
@@ -433,6 +435,11 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         what = f"{listens} goes beyond this machine, so peers and [node] key are required, or insecure = true"
         raise settings.error("pipeline", "peers", what)
     return PipelineConfig(**values)
+
+
+def _check_leave_code(code: int) -> None:
+    if code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
+        raise ValueError(f"0 is wanted, or {ExitCode.INTERRUPTED.value}, not {code}")
 
 
 def check_hosts(text: str) -> None:

@@ -75,6 +75,9 @@ class NodeConfig:
     give_up: float = 0.0
     """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
     never."""
+    leave_code: int = 0
+    """Exit code after a signal before the run's end: 130 for a supervisor that takes 0 for the end of the work, as a
+    Kubernetes Job does."""
     nproc: int = 1
     """Processes on this host, one per device."""
     restarts: int = 3

@@ -1,7 +1,8 @@
 """overlays/local on a real Kubernetes node: applied as k8s/README.md says, it trains, and goes on whatever is deleted.
 
-The node is 1.20 (tests/deploy/k8s): older than policy/v1, so the disruption budget is sent as policy/v1beta1 there, and
-than pod security admission. Its network plugin enforces no NetworkPolicy: only that the server takes them is tested.
+The node is 1.20 (tests/deploy/k8s): older than policy/v1, so the disruption budget is sent as policy/v1beta1 there,
+than the rules of Jobs on failed pods, which are left out, and than pod security admission. Its network plugin enforces
+no NetworkPolicy: only that the server takes them is tested.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from containers import Engine
 from toolbox import CACHE, ROOT, root_needed, run, tool, until
 
@@ -39,13 +41,25 @@ class Cluster:
         return self.lab("kubectl", "--namespace", "farloop", *words, timeout_s=timeout_s, text=text, code=code)
 
     def apply(self, overlay: str, *more: str) -> str:
-        """As `kubectl apply -k` does, but for the one kind that 1.20 has under its older name."""
-        sent = run(tool("kubectl"), "kustomize", K8S / "overlays" / overlay)
-        return self.kubectl("apply", *more, "--filename", "-", text=sent.replace("policy/v1\n", "policy/v1beta1\n"))
+        """As `kubectl apply -k` does, but for what 1.20 has under an older name, or not at all."""
+        sent = run(tool("kubectl"), "kustomize", K8S / "overlays" / overlay).replace("policy/v1\n", "policy/v1beta1\n")
+        objects = list(yaml.safe_load_all(sent))
+        for job in (one for one in objects if one["kind"] == "Job"):
+            del job["spec"]["podFailurePolicy"], job["spec"]["podReplacementPolicy"]
+        return self.kubectl("apply", *more, "--filename", "-", text=yaml.safe_dump_all(objects))
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        """Of a node, whose Job names them: the newest last. Of the coordinator, its one."""
+        chosen = ["--selector", f"job-name={name}"] if name in NODES else ["--field-selector", f"metadata.name={name}"]
+        told = json.loads(self.kubectl("get", "pods", *chosen, "--output", "json"))["items"]
+        return sorted(told, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
     def pod(self, name: str) -> dict[str, Any]:
-        told = self.kubectl("get", "pod", name, "--output", "json", code=None)
-        return dict(json.loads(told)) if told.startswith("{") else {}
+        """The newest pod; empty where there is none."""
+        return (self.pods(name) or [{}])[-1]
+
+    def called(self, name: str) -> str:
+        return str(self.pod(name)["metadata"]["name"])
 
     def ready(self, name: str) -> bool:
         conditions = self.pod(name).get("status", {}).get("conditions", [])
@@ -74,8 +88,9 @@ class Cluster:
     def everything(self) -> str:
         """For a failure."""
         told = [self.kubectl("get", "all,pvc,pv", code=None), self.kubectl("get", "events", code=None)]
-        told += [self.kubectl("describe", "pod", name, code=None)[-1500:] for name in PODS]
-        told += [self.kubectl("logs", name, "--all-containers", "--tail", "15", code=None) for name in PODS]
+        for name in (pod["metadata"]["name"] for pods in map(self.pods, PODS) for pod in pods):
+            told.append(self.kubectl("describe", "pod", name, code=None)[-1500:])
+            told.append(self.kubectl("logs", name, "--all-containers", "--tail", "15", code=None))
         return "\n".join(told)
 
 
@@ -107,8 +122,8 @@ def applied(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Clust
     env = {**cluster.env, "KUBECTL": f"{LAB} kubectl", "FARLOOP": f"{sys.executable} -m farloop.cli.main"}
     run(K8S / "keys.sh", *NODES, cwd=here, env=env, timeout_s=300)
     volumes = Path(cluster.env["K8SLAB_DIR"]) / "volumes"
-    for pod in PODS:
-        (volumes / f"state-{pod}").mkdir(parents=True)
+    for claim in ("state-farloop-coordinator-0", *NODES):
+        (volumes / claim).mkdir(parents=True)
     cluster.kubectl("apply", "-f", "-", text=(LAB.parent / "volumes.yaml").read_text().replace("FOLDER", str(volumes)))
     cluster.apply("local")
     return cluster
@@ -122,7 +137,14 @@ def test_the_server_takes_every_object_of_an_overlay(cluster: Cluster, overlay: 
 
 
 def test_nothing_was_sent_to_another_namespace(applied: Cluster) -> None:
-    names = ("kubectl", "get", "networkpolicies,statefulsets", "-A", "--output", "custom-columns=:.metadata.namespace")
+    names = (
+        "kubectl",
+        "get",
+        "networkpolicies,statefulsets,jobs",
+        "-A",
+        "--output",
+        "custom-columns=:.metadata.namespace",
+    )
     assert set(applied.lab(*names).split()) == {"farloop"}
 
 
@@ -141,7 +163,7 @@ def test_a_pod_has_no_rights_and_reads_a_key_of_its_own(applied: Cluster) -> Non
     script = "id -u; grep CapEff /proc/1/status; ls -ln /keys; touch /x; cat /proc/mounts"
     for name in PODS:
         container = "coordinator" if name == PODS[0] else "node"
-        told = applied.kubectl("exec", name, "--container", container, "--", "sh", "-c", script)
+        told = applied.kubectl("exec", applied.called(name), "--container", container, "--", "sh", "-c", script)
         assert re.search(r"^10001$", told, re.MULTILINE) and re.search(r"CapEff:\s+0{16}$", told, re.MULTILINE), told
         assert re.search(r"-rw------- 1 10001 10001 .*\.key", told), told
         assert "cannot touch '/x': Read-only file system" in told
@@ -154,13 +176,15 @@ def test_the_probes_of_the_manifests_are_answered(applied: Cluster) -> None:
             port = 9700 if name == PODS[0] else 9710
             address = applied.pod(name)["status"]["podIP"]
             assert applied.lab("run", "curl", "--silent", "--fail", f"http://{address}:{port}/{page}")
-        warnings = applied.kubectl("get", "events", "--field-selector", f"involvedObject.name={name},reason=Killing")
+        warnings = applied.kubectl(
+            "get", "events", "--field-selector", f"involvedObject.name={applied.called(name)},reason=Killing"
+        )
         assert "liveness" not in warnings.lower()
 
 
 def test_a_deleted_node_pod_ends_in_order_comes_back_and_the_run_goes_on(applied: Cluster) -> None:
     old, committed = applied.pod(NODES[1])["metadata"]["uid"], applied.committed()
-    applied.kubectl("delete", "pod", NODES[1], "--wait=true", timeout_s=120)
+    applied.kubectl("delete", "pod", applied.called(NODES[1]), "--wait=true", timeout_s=120)
 
     def back() -> bool:
         pod = applied.pod(NODES[1])
@@ -174,29 +198,30 @@ def test_a_deleted_node_pod_ends_in_order_comes_back_and_the_run_goes_on(applied
 
 def test_a_deleted_coordinator_comes_back_and_the_run_goes_on(applied: Cluster) -> None:
     before = applied.status()
-    restarts = [applied.restarts(name) for name in NODES]
+    names = [applied.called(name) for name in NODES]
     applied.kubectl("delete", "pod", PODS[0], "--wait=true", timeout_s=120)
     applied.until_trained(sum(before["versions"]))
     told = applied.status()
     assert told["run"]["fingerprint"] == before["run"]["fingerprint"] and told["run"]["epoch"] >= before["run"]["epoch"]
-    assert restarts == [applied.restarts(name) for name in NODES], "a coordinator that is away ends no node"
+    assert names == [applied.called(name) for name in NODES], "a coordinator that is away ends no node"
 
 
-def _ended(cluster: Cluster, name: str, script: str) -> int:
-    """The exit code that the kubelet saw after `script` ran in the pod's container, once it has started it again."""
-    restarts = cluster.restarts(name)
-    cluster.kubectl("exec", name, "--", "sh", "-c", script, code=None)
-    cluster.until(f"{name} is started again", lambda: cluster.restarts(name) > restarts, 120)
-    return int(cluster.pod(name)["status"]["containerStatuses"][0]["lastState"]["terminated"]["exitCode"])
-
-
-def test_a_node_that_is_told_to_end_drains_and_ends_with_0(applied: Cluster) -> None:
-    assert _ended(applied, NODES[0], "kill -TERM 1") == 0, applied.everything()
+@pytest.mark.parametrize("script", ["kill -TERM 1", "kill -KILL $(cat /proc/1/task/1/children)"])
+def test_a_node_that_ends_before_the_run_does_is_replaced(script: str, applied: Cluster) -> None:
+    """With 130 after a drain: 0 would complete its Job."""
+    applied.until("it trains", lambda: applied.ready(NODES[0]))
+    old = applied.called(NODES[0])
+    applied.kubectl("exec", old, "--", "sh", "-c", script, code=None)
+    applied.until("another pod trains", lambda: applied.called(NODES[0]) != old and applied.ready(NODES[0]), 300)
+    (ended,) = [pod for pod in applied.pods(NODES[0]) if pod["metadata"]["name"] == old]
+    code = ended["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+    assert code == 130 if "TERM" in script else code != 0, applied.everything()
 
 
 def test_a_coordinator_that_is_killed_is_started_again_on_its_volume(applied: Cluster) -> None:
-    committed = applied.committed()
-    assert _ended(applied, PODS[0], "kill -KILL $(cat /proc/1/task/1/children)") != 0
+    committed, restarts = applied.committed(), applied.restarts(PODS[0])
+    applied.kubectl("exec", PODS[0], "--", "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)", code=None)
+    applied.until("it is started again", lambda: applied.restarts(PODS[0]) > restarts, 120)
     applied.until_trained(committed)
 
 
@@ -208,9 +233,9 @@ def test_a_drain_does_not_evict_the_coordinator(applied: Cluster) -> None:
     applied.lab("kubectl", "uncordon", "node0")
 
 
-def test_what_is_scaled_away_says_good_bye(applied: Cluster) -> None:
+def test_a_node_whose_job_is_deleted_says_good_bye(applied: Cluster) -> None:
     applied.until("all pods are ready", lambda: all(map(applied.ready, PODS)))
-    applied.kubectl("scale", "statefulset", "farloop-node", "--replicas=0")
+    applied.kubectl("delete", "job", *NODES, "--wait=false")
     applied.until("no node is left", lambda: not any(map(applied.pod, NODES)), 200)
     nodes = {node["name"]: node for node in applied.status()["nodes"]}
     for name in NODES:

@@ -45,7 +45,7 @@ def test_a_coordinator_may_serve_on_after_the_end(new_run: NewRun) -> None:
     assert_one_line(more, "run tokyo, which is finished after 8 steps", f'init = "{run.state_dir}/model.safetensors"')
 
 
-def test_a_node_gives_up_at_its_start_and_later(new_run: NewRun) -> None:
+def test_a_node_gives_up_at_its_start_and_later_and_ends_as_told_after_a_signal(new_run: NewRun) -> None:
     run = new_run(steps=100_000, nodes=1, method="streaming", h=4, tau=1)
     early = run.start_node("early", give_up=0.2)
     assert run.until_ended(early) == ExitCode.UNREACHABLE
@@ -54,6 +54,10 @@ def test_a_node_gives_up_at_its_start_and_later(new_run: NewRun) -> None:
     run.until("it serves", lambda status: True)
     a = run.start_node("a", give_up=5.0)
     run.until("it trains", lambda status: sum(status["versions"]) > 2)
+    left = run.start_node("left", leave_code=130)
+    run.until("both train", lambda status: len([node for node in status["nodes"] if node["inner_steps"]]) == 2)
+    left.signal(signal.SIGTERM)
+    assert run.until_ended(left) == ExitCode.INTERRUPTED and "event=left" in left.last_line
     coordinator.kill()
     assert run.until_ended(a) == ExitCode.UNREACHABLE
     assert_one_line(a, "for 5 s, after which this node gives up")

@@ -15,6 +15,7 @@ import yaml
 from typer.main import get_command
 
 from farloop.cli.main import app
+from farloop.config.exit_codes import ExitCode
 from farloop.config.settings import NodeFile, RunFile, load
 from farloop.monitoring.endpoint import HEALTH, READY
 from farloop.node.library import DRAIN_S
@@ -49,7 +50,7 @@ def of_kind(overlay: str, kind: str) -> list[Object]:
 
 def pods(overlay: str) -> Iterator[tuple[str, Object, Object]]:
     """Name, labels and pod specification of every workload."""
-    for workload in of_kind(overlay, "StatefulSet"):
+    for workload in [*of_kind(overlay, "StatefulSet"), *of_kind(overlay, "Job")]:
         template = workload["spec"]["template"]
         yield workload["metadata"]["name"], template["metadata"]["labels"], template["spec"]
 
@@ -71,7 +72,7 @@ def settings(overlay: str, name: str, pod: Object, folder: Path) -> RunFile | No
     path.write_text(found["data"][file.name])
     environ: dict[str, str] = {}
     for variable in container.get("env", []):
-        value = variable.get("value", f"{name}-0")
+        value = variable.get("value", name)  # a Job gives its name to its pods, as a label
         for known, text in environ.items():
             value = value.replace(f"$({known})", text)
         environ[variable["name"]] = value
@@ -104,10 +105,30 @@ def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_m
         (init,) = pod["initContainers"]  # copies the keys that the daemon reads
         script = " ".join([*init["command"], *init.get("args", [])])
         for variable in init.get("env", []):
-            script = script.replace(f"${variable['name']}", variable.get("value", f"{name}-0"))
+            script = script.replace(f"${variable['name']}", variable.get("value", name))
         wanted = [own.key] if isinstance(file, RunFile) else [own.key, file.node.server_key]
         assert all(str(path) in script for path in wanted)
         assert f"0600 /run/secrets/farloop/{own.key.name}" in script.replace('"', "")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_after_the_run_nodes_are_complete_and_the_coordinator_serves(overlay: str, tmp_path: Path) -> None:
+    """A finished coordinator is not started again and again, and finished nodes hold no GPUs; a drained node comes back
+    on its volume, and one that is refused does not."""
+    claims = {claim["metadata"]["name"] for claim in of_kind(overlay, "PersistentVolumeClaim")}
+    jobs = {job["metadata"]["name"]: job["spec"] for job in of_kind(overlay, "Job")}
+    assert len(jobs) == {"local": 2, "coordinator-region": 0}.get(overlay, 1) and claims == set(jobs)
+    for name, _, pod in pods(overlay):
+        file = settings(overlay, name, pod, tmp_path)
+        if isinstance(file, RunFile):
+            assert file.coordinator.after_end == "serve" and name not in jobs
+            continue
+        fails, left, evicted = jobs[name]["podFailurePolicy"]["rules"]
+        assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", [ExitCode.USAGE, ExitCode.REFUSED])
+        assert (left["action"], left["onExitCodes"]["values"]) == ("Ignore", [file.node.leave_code])
+        assert file.node.leave_code == ExitCode.INTERRUPTED and evicted["onPodConditions"]
+        assert pod["restartPolicy"] == "Never" and jobs[name]["podReplacementPolicy"] == "Failed"
+        assert {"name": "state", "persistentVolumeClaim": {"claimName": name}} in pod["volumes"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -138,9 +159,10 @@ def test_services_budgets_and_policies_select_pods_and_ports_that_are_there(over
     found = {name: (labels, pod) for name, labels, pod in pods(overlay)}
     for service in of_kind(overlay, "Service"):
         chosen = [pod for labels, pod in found.values() if service["spec"]["selector"].items() <= labels.items()]
-        assert len(chosen) == 1, service["metadata"]["name"]
-        names = {port["name"] for port in chosen[0]["containers"][0]["ports"]}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+        assert chosen, service["metadata"]["name"]
+        for pod in chosen:
+            names = {port["name"] for port in pod["containers"][0]["ports"]}
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
     selectors = [one["spec"]["selector"]["matchLabels"] for one in of_kind(overlay, "PodDisruptionBudget")]
     policies = of_kind(overlay, "NetworkPolicy")
     selectors += [one["spec"]["podSelector"]["matchLabels"] for one in policies if one["spec"]["podSelector"]]
