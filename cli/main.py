@@ -81,6 +81,11 @@ ELSEWHERE = {
         "set:release",
         "Continue a run that is held because a node reports newer versions than the state folder has.",
     ),
+    "forget": Elsewhere(
+        TRAIN,
+        "set:forget",
+        "Stop missing a node that does not come back: a lost machine, a revoked key, another name.",
+    ),
     "schedule": Elsewhere(
         INSPECT,
         "schedule:schedule",

@@ -1,4 +1,4 @@
-"""`farloop set` and `farloop release`: requests to a running coordinator through its admin socket."""
+"""`farloop set`, `farloop release` and `farloop forget`: requests to a running coordinator through its admin socket."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -47,6 +47,23 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     typer.echo(f"rejected: {answer['held']}")
     still = answer.get("still")
     typer.echo(f"the run is still held: {still}" if still else "the run continues")
+
+
+def forget(
+    node: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The node.")],
+    state: StateFolder = STATE,
+) -> None:
+    """Stop missing a node that does not come back: a lost machine, a revoked key, another name.
+
+    It vanishes from the status, the metrics and their alerts, and its samples go to others. A node that comes back
+    under this name is known again.
+
+    Example: farloop forget oslo --state state
+    """
+    from farloop.config.admin_client import asked
+
+    known = asked({"do": "forget", "node": node}, state)["nodes"]
+    typer.echo(f"node {node} is forgotten; known nodes: {', '.join(known) or 'none'}")
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,8 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
 
 def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
     """Handlers of the admin socket. The arguments are those of `ChangeTerms`."""
-    return {"set": ChangeTerms(machine, durable, happened), "release": Release(machine, happened)}
+    forget = {"forget": Forget(machine, durable, happened)}
+    return {"set": ChangeTerms(machine, durable, happened), "release": Release(machine, happened), **forget}
 
 
 class Release:
@@ -94,6 +95,31 @@ class Release:
         self._happened(ev.HoldReleased())
         _log.warning("hold released held=%r", said)
         return {"held": said, "still": self._machine.holding}
+
+
+class Forget:
+    """The request `forget`."""
+
+    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
+        """The arguments are those of `ChangeTerms`."""
+        self._machine, self._durable, self._happened = machine, durable, happened
+
+    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Forget the node `node`, which is not connected. Returns the names that are still known, once it is durable.
+        Raises ValueError or NotNow, one sentence."""
+        if self._machine.holding is not None:
+            raise NotNow(f"the run is held, and its state may be an old copy: {self._machine.holding}")
+        name, members = request.get("node"), self._machine.members
+        node = next((known for known in members if known == name), None)
+        if node is None:
+            raise ValueError(f"expected one of the nodes {', '.join(sorted(members)) or '(none yet)'}; got {name!r}")
+        if members[node].session is not None:
+            raise NotNow(f"node {node} is connected: stop it first, or run farloop keys revoke")
+        self._happened(ev.NodeForgotten(node=node))
+        _log.warning("node forgotten node=%s", node)
+        while node in self._durable.started and node not in members:  # noqa: ASYNC110 - the journal wakes nobody
+            await asyncio.sleep(_POLL_S)
+        return {"nodes": sorted(members)}
 
 
 class ChangeTerms:

@@ -116,6 +116,13 @@ class HoldReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeForgotten:
+    """An operator says that a node that is not connected does not come back."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorStored:
     """A requested anchor arrived, matches, and is durable."""
 
@@ -143,6 +150,7 @@ Event = (
     | TermsGiven
     | LeftOut
     | HoldReleased
+    | NodeForgotten
     | AnchorStored
     | AnchorFailed
 )

@@ -202,8 +202,7 @@ class CoordinatorMachine:
         match event:
             case ev.NodeHello():
                 if self._membership.is_new(event):
-                    self._note_damage(event.node, set())
-                    self.alarms.pop(f"{REPORT}{event.node}", None)
+                    self._clear_alarms(event.node)
                     self._closing.node_deadlines.restarted(event.node)
                 self._membership.greeted(event, now)
             case ev.NodeMessage(node=node, session=session, message=message):
@@ -228,6 +227,9 @@ class CoordinatorMachine:
                 self._membership.tell_revision(revision)
             case ev.HoldReleased():
                 self._rollback.release(now, "the run was released, and goes on without it")
+            case ev.NodeForgotten(node=node):
+                self._clear_alarms(node)
+                self._membership.forget(node)
             case ev.LeftOut(node=node):
                 self._membership.leave_out(node)
             case ev.AnchorStored() | ev.AnchorFailed():
@@ -335,6 +337,10 @@ class CoordinatorMachine:
         self._decisions.record(
             rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
         )
+
+    def _clear_alarms(self, node: NodeId) -> None:
+        self._note_damage(node, set())
+        self.alarms.pop(f"{REPORT}{node}", None)
 
     def _note_damage(self, node: NodeId, fragments: set[int]) -> None:
         """Set the fragments of a node whose anchors did not match and are not known to be repaired."""

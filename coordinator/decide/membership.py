@@ -397,6 +397,11 @@ class Membership:
         self._leave(member, leave.reason)
         self.start_ready(now, "none")
 
+    def forget(self, node: NodeId) -> None:
+        """The node, which is not connected, is missed no more. If it greets again, it is a newcomer."""
+        self._leave(self.members[node], self.members[node].reason)
+        del self.members[node]
+
     def remove_overdue(self, now: float) -> None:
         """Stop waiting for nodes that did not return in time, or that stall; free the samples of nodes that are away
         for long."""

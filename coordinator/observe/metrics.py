@@ -202,6 +202,7 @@ class Metrics:
         self.node_share = gauge("farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels)
         self.node_blocked = gauge("farloop_node_blocked_seconds", "Training stood still.", labels)
         self.node_connected = gauge("farloop_node_connected", "1 while a session with the node is open.", labels)
+        self.node_sessions = counter("farloop_node_sessions", "Sessions that were opened with the node.", labels)
         self.node_last_message = gauge(
             "farloop_node_last_message_seconds", "Time since the node's last message.", labels
         )
@@ -279,6 +280,8 @@ class Metrics:
 
     def saw_nodes(self, nodes: Sequence[NodeStatus]) -> None:
         """How every node is now, as the coordinator last heard of it."""
+        for name in self._shown - {node["name"] for node in nodes}:  # it was forgotten
+            self._forget(name)
         for node in nodes:
             name = node["name"]
             if not node["connected"] and node["reason"] in _ON_PURPOSE:
@@ -315,9 +318,9 @@ class Metrics:
         """Who left on purpose is not missed: no alarm is to wait for its return."""
         if name in self._shown:
             self._shown.remove(name)
-            self.node_connected.remove(name)
-            self.node_last_message.remove(name)
-            self.node_rate.remove(name)
+            for gauge in (self.node_connected, self.node_last_message, self.node_rate, self.late_seconds):
+                with suppress(KeyError):
+                    gauge.remove(name)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

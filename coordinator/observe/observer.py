@@ -124,6 +124,8 @@ class Observer(executor.Observer):
     def carries_out(self, command: ev.Command) -> None:
         if isinstance(command, ev.Refuse):
             self._metrics.refusals.labels(command.refused.reason.code).inc()
+        elif isinstance(command, ev.Accept):
+            self._metrics.node_sessions.labels(command.node).inc()
         self._happenings.carries_out(command, time.monotonic())
         self._diary.carries_out(command, time.monotonic())
 

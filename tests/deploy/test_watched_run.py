@@ -103,9 +103,9 @@ def test_every_series_that_a_rule_looks_at_is_there(scene: WatchedRun) -> None:
     for group in rules["groups"]:
         for rule in group["rules"]:
             selectors = re.findall(r"(\bfarloop_\w+(?:\{[^}]*\})?|\{__name__[^}]*\}|\bup\{[^}]*\})", rule["expr"])
-            assert selectors, rule["alert"]
+            assert selectors, rule
             for selector in selectors:
-                assert scene.prometheus.ask(f"last_over_time({selector}[2m])"), f"{rule['alert']}: {selector}"
+                assert scene.prometheus.ask(f"last_over_time({selector}[2m])"), f"{rule}: {selector}"
 
 
 def test_rules_their_own_tests_and_scrape_configs_are_good(tmp_path: Path) -> None:

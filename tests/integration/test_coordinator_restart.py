@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from loopback import PACED, NewRun, assert_all_agree, assert_one_line
+from loopback import FARLOOP, PACED, NewRun, assert_all_agree, assert_one_line
 
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.storage.verify import verify
@@ -54,6 +54,25 @@ def test_nodes_lose_no_work_to_a_coordinator_that_is_stopped_and_started_again(n
     assert_all_agree(run, status, "a", "b")
     assert [event["drops"] for event in run.events("commit") if event["drops"]] == []
     assert [(node["inner_steps"], node["lost_steps"]) for node in status["nodes"]] == [(120, 0), (120, 0)]
+
+
+def test_a_lost_node_is_forgotten_by_name_and_known_again_when_it_comes_back(new_run: NewRun) -> None:
+    run = new_run(steps=100_000, nodes=1, **PACED)
+    coordinator, a = run.start_coordinator(), run.start_node("a")
+    run.until("it commits", lambda status: min(status["versions"]) >= 1)
+    a.kill()
+    run.until("it is missed", lambda status: not status["nodes"][0]["connected"])
+    assert 'farloop_node_connected{node="a"} 0.0' in run.page("/metrics")[1]
+    forget = run.start("forget", *FARLOOP, "forget", "a", "--state", str(run.state_dir))
+    assert run.until_ended(forget) == ExitCode.DONE and "node a is forgotten" in forget.said
+    run.until("nobody is missed", lambda status: not status["nodes"])
+    assert "farloop_node_connected{" not in run.page("/metrics")[1]
+    coordinator.kill()
+    run.start_coordinator()
+    run.until("it remembers", lambda status: status["run"]["epoch"] == 2 and not status["nodes"])
+    run.start_node("a")
+    run.until("the node is back", lambda status: bool(status["nodes"]) and status["nodes"][0]["inner_steps"] > 0)
+    assert 'farloop_node_sessions_total{node="a"} 1.0' in run.page("/metrics")[1]
 
 
 def test_a_stopped_coordinator_goes_on_with_its_own_run_only(new_run: NewRun) -> None:

@@ -31,6 +31,8 @@ class Fake:
         self.asked.append(request)
         if request["do"] == "release":
             return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "waits"}
+        if request["do"] == "forget":
+            return {"nodes": ["a", "c"]}
         if "seed" in request["given"]:
             raise ValueError("seed is part of the run's identity")
         if "steps" in request["given"]:
@@ -43,7 +45,7 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     coordinator, loop, stop, opened = Fake(), asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
-        door = AdminSocket(tmp_path, {"set": coordinator, "release": coordinator})
+        door = AdminSocket(tmp_path, dict.fromkeys(("set", "release", "forget"), coordinator))
         await door.open()
         opened.set()
         await stop.wait()
@@ -97,3 +99,9 @@ def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fa
     result = farloop("release", "--state", str(tmp_path), "--node", "b", "--node", "c")
     assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nthe run is still held: waits\n")
     assert fake.asked == [{"do": "release"}, {"do": "release", "nodes": ["b", "c"]}]
+
+
+def test_a_node_that_does_not_come_back_is_forgotten_by_name(fake: Fake, tmp_path: Path) -> None:
+    result = farloop("forget", "b", "--state", str(tmp_path))
+    assert result.exit_code == ExitCode.DONE and result.stdout == "node b is forgotten; known nodes: a, c\n"
+    assert fake.asked == [{"do": "forget", "node": "b"}]

@@ -1,10 +1,11 @@
-"""The coordinator's decisions: events in, commands out (protocol B–J, Q–S, V, Data leases).
+"""The coordinator's decisions: events in, commands out (protocol B–J, Q–S, U, V, Data leases).
 
 The run of `conftest.py`: fragment 0 in slot 0, fragment 1 in slot 1, rounds of ten steps. Window 1 of fragment 1 is of
 round 0, window 1 of fragment 0 of round 1: no fragment is sent before a full period (protocol A). The words of the
 tables are those of `coordinator_run.py`.
 """
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -15,12 +16,14 @@ from plain_runs import plain_progress
 from farloop.algo import schedule
 from farloop.algo.spec import Lease, NodeId, RoundPlan, RunSpec
 from farloop.algo.terms import LearningRate
+from farloop.coordinator.change_terms import Forget
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.deadlines import ALARM_SHARE, FIRST_S, FLOOR_S
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import Evaluations
+from farloop.coordinator.decide.revising import NotNow
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -291,6 +294,23 @@ def test_the_samples_of_a_node_that_never_comes_back_go_to_others(spec: RunSpec)
     assert run.ledger.leases.returned == [Lease(start=280, count=200)]
     assert run.ledger.leases.fates() == {"granted": 480, "trained": 40, "returned": 200, "uncertain": 10}
     assert run.machine.members[B].stage == "left"
+
+
+def test_a_node_that_was_forgotten_is_not_missed_also_after_a_restart_until_it_comes_back(spec: RunSpec) -> None:
+    run = Run(spec, "ab", num_samples=1000)
+    happened = list[ev.Command]()
+    forget = Forget(run.machine, run.journal, lambda event: happened.extend(run.handle(event)))
+    for node, error, line in ((B, NotNow, "node b is connected"), ("x", ValueError, "nodes a, b; got 'x'")):
+        with pytest.raises(error, match=line):
+            asyncio.run(forget({"node": node}))
+    run.say(B, msg.Fetch(fragment=0))
+    run.part(B)
+    assert asyncio.run(forget({"node": B})) == {"nodes": [A]}
+    assert recorded(happened) == [rec.NodeLeft(node=B, reason=Reason.CLOSED, stored=0)] and not run.alarms
+    run.play("restart; a returns")
+    assert set(run.machine.members) == {A} and not recorded(run.pass_time(EXPIRE_S))
+    run.play("b joins")
+    assert run.machine.members[B].session is not None
 
 
 def test_a_restart_gives_nodes_as_long_to_come_back(spec: RunSpec) -> None:

@@ -74,6 +74,10 @@ def test_a_node_that_is_lost_is_missed_and_one_that_left_on_purpose_is_not(metri
         metrics.saw_nodes([statuses.node("a", tokens_per_s=50.0, **changes)])
         assert value(metrics, "node_connected", node="a") == connected
         assert connected is None or value(metrics, "node_tokens_per_second", node="a") == tokens_per_s
+    metrics.late_seconds.labels("a").set(30.0)
+    metrics.saw_nodes([statuses.node("b")])
+    gone = ("connected", "last_message_seconds", "tokens_per_second", "arrival_seconds")
+    assert [value(metrics, f"node_{name}", node="a") for name in gone] == [None] * 4, "it was forgotten"
 
 
 def test_what_nobody_has_measured_is_not_shown_as_zero_and_what_alerts_ask_for_is(metrics: Metrics) -> None:

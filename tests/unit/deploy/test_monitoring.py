@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "monitoring"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((MONITORING / "dashboards").glob("*.json"))}
 RULES = yaml.safe_load((MONITORING / "alerts" / "farloop.yml").read_text())
-ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
+ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 COMPONENT = ROOT / "k8s" / "components" / "monitoring"
 
 
