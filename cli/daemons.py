@@ -103,6 +103,8 @@ def connect(address: Address, timeout_s: float = 3.0) -> str | None:
 STANDSTILL_S = 5.0  # an event loop that has not turned for this long is unhealthy
 END_S = 20.0  # and for this long, once it was asked to stop: the process ends without it
 BEAT_S = 0.5
+LAST_LOOK_S = 3.0  # some periods of `farloop status --watch` and of the page
+POLL_S = 0.1
 
 _DIFFERS = {
     "name": "the name differs",
@@ -298,11 +300,32 @@ async def _serve(config: CoordinatorConfig, store: Store, adopt: AdoptionSetting
     """Whether the run has finished."""
     warm_for(store.ledger.spec.terms)
     coordinator = Coordinator(config, store, adopt)
-    with LoopWatch() as watch, _pages(config, coordinator, watch) as url:
+    viewers = _Viewers()
+    with LoopWatch() as watch, _pages(config, coordinator, watch, viewers) as url:
         say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
         _log.info("serving encrypted=%s", str(config.key is not None).lower())
         await coordinator.run(watch.stop)
+        if store.ledger.finished:
+            await viewers.see_the_end()
     return store.ledger.finished
+
+
+class _Viewers:
+    """Those who ask for the status again and again, as `farloop status --watch` and the page do."""
+
+    def __init__(self) -> None:
+        self._told, self._told_at = b"", -math.inf
+
+    def tell(self, status: bytes) -> None:
+        self._told, self._told_at = status, time.monotonic()
+
+    async def see_the_end(self) -> None:
+        """Wait until they have asked once more, `LAST_LOOK_S` at most; nobody who asked of late: not at all."""
+        ended_at = time.monotonic()
+        while ended_at - LAST_LOOK_S < self._told_at and time.monotonic() < ended_at + LAST_LOOK_S:
+            await asyncio.sleep(POLL_S)
+            if json.loads(self._told).get("run", {}).get("state") == "finished":
+                return
 
 
 class LoopWatch:
@@ -383,7 +406,7 @@ def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
 
 
 @contextmanager
-def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch) -> Iterator[str]:
+def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch, viewers: _Viewers) -> Iterator[str]:
     """Serve the HTTP pages and yield their URL; an empty text without pages.
 
     While the loop stands still they answer 503, except for the metrics, which tell the age of the status.
@@ -414,10 +437,12 @@ def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch
 
     def status() -> Response:
         code, text = told()
+        viewers.tell(text)
         return Response(status=code, content_type="application/json", body=text)
 
     def look() -> Response:
         code, text = told()
+        viewers.tell(text)
         body = page.page(json.loads(text) or None).encode()
         return Response(status=code, content_type=page.TYPE, body=body, headers=page.headers())
 

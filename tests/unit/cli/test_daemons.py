@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import error_line
 
-from farloop.cli.daemons import _pages, adoption, different_identity, different_terms, open_run
+from farloop.cli.daemons import _pages, _Viewers, adoption, different_identity, different_terms, open_run
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
 from farloop.coordinator.daemon import CoordinatorConfig
@@ -63,7 +63,7 @@ def test_pages_are_served_after_their_files_were_replaced(tmp_path: Path, monkey
     config = CoordinatorConfig(state_dir=tmp_path, http="127.0.0.1:0")
     coordinator: Any = SimpleNamespace(observer=SimpleNamespace(status_json=b"{}", age_s=0.0))
     watch: Any = SimpleNamespace(still_s=0.0)
-    with _pages(config, coordinator, watch) as url:
+    with _pages(config, coordinator, watch, _Viewers()) as url:
         monkeypatch.setattr(page, "files", None)
         with open_page(url, 5.0) as answer:
             assert answer.status == 200 and b"The run is being read." in answer.read()
