@@ -4,6 +4,7 @@ Checks change nothing. Buffers are judged by the bandwidth-delay product of the 
 is measured; its rate is the coordinator's measurement of this node, or the rate of the card.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import email.utils
@@ -37,15 +38,17 @@ from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data import load_corpus
-from farloop.node.errors import CorpusError, StateUnusable
+from farloop.node.errors import CorpusError, NodeError, StateUnusable
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
 from farloop.node.state_dir import NodeState
 from farloop.node.token_file import BYTES
+from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 from farloop.wire.lanes import MOST_LANES
+from farloop.wire.link_measurement import LARGE_LOST, MTU_FIX
 from farloop.wire.machine_info import RDMA, Inventory, Nic
 
 Level = Literal["ok", "warn", "fail"]
@@ -81,6 +84,7 @@ FEW_FILES: Final = 4096  # a coordinator needs some for every node, its journal 
 LONG_S: Final = 0.02  # from this round trip on, the choice of congestion control matters
 
 TRY_S: Final = 3.0
+LARGE_BYTES, LARGE_S = 16_000, 10.0  # more than a packet has, and how long it may take there and back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +414,7 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     config = file.node
     address = parse_tcp(config.coordinator)
     folder = config.state_dir or Path(".farloop") / config.name
-    findings = [disk(folder), _coordinator(address, folder)]
+    findings = [disk(folder), _coordinator(address, folder, config.key, config.server_key)]
     if config.key is None or config.server_key is None:
         findings.append(_no_keys(address))
     else:
@@ -455,7 +459,7 @@ def round_trip_s(address: Address, tries: int = 3) -> float | None:
     return min(took, default=None)
 
 
-def _coordinator(address: Address, folder: Path) -> Finding:
+def _coordinator(address: Address, folder: Path, key: Path | None = None, server_key: Path | None = None) -> Finding:
     started = time.monotonic()
     failure = connect(address)
     with contextlib.suppress(StateUnusable):
@@ -464,8 +468,16 @@ def _coordinator(address: Address, folder: Path) -> Finding:
     if failure:
         fix = "start it, or check [node] coordinator, firewalls and port forwards"
         return fail("coordinator", f"{address}: {failure}", fix)
-    took = time.monotonic() - started
-    return ok("coordinator", f"{address} accepts connections, {1000 * took:.1f} ms")
+    detail = f"{address} accepts connections, {1000 * (time.monotonic() - started):.1f} ms"
+    try:
+        link = LinkConfig(coordinator=f"tcp://{address}", key=key, server_key=server_key)
+        if why := asyncio.run(try_link(link, 0, TRY_S)):
+            return fail("coordinator", f"{detail}; the handshake fails: {why}", "check its log, and both ends' keys")
+        if asyncio.run(try_link(link, LARGE_BYTES, LARGE_S)):
+            return fail("coordinator", f"{detail}; {size_text(LARGE_BYTES)} do not come back: {LARGE_LOST}", MTU_FIX)
+    except (KeyFileError, NodeError):
+        return ok("coordinator", detail)  # the key, or the address, has a line of its own
+    return ok("coordinator", f"{detail}; the handshake and {size_text(LARGE_BYTES)} each way pass")
 
 
 def _data(path: Path | None, max_bytes: int) -> Finding:

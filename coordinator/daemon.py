@@ -168,7 +168,7 @@ class Coordinator:
             model_path=config.state_dir / "model.safetensors",
             changed=self._moved,
         )
-        self.observer.inventory = self._links.status
+        self.observer.inventory, self.observer.link_alarms = self._links.status, self._links.alarms
         self.observer.uplink = self.link.uplink
         self.observer.watch = self.executor.stragglers.status
         answers = handlers(self.machine, store.ledger, self.executor.happened)

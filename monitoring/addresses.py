@@ -206,17 +206,6 @@ def check_source(source: str, host: str = "") -> None:
         raise ValueError(f"{source} {why}; the nearest is {_own_address(host)}")
 
 
-def check_route(source: str, host: str) -> None:
-    """Raises ValueError unless a connection can be opened from the address to `host`, an IP address, now."""
-    check_source(source, host)
-    try:
-        with socket.socket(Address(host=source, port=0).family, socket.SOCK_DGRAM) as trial:
-            trial.bind((source, 0))
-            trial.connect((host, 9))
-    except OSError as error:
-        raise ValueError(f"{source} does not reach {host}: {error.strerror}") from error
-
-
 def _own_address(host: str) -> str:
     """That from which the system connects to `host`, or to the world unless that is an IP address. It sends nothing:
     UDP connects by the table of routes alone."""

@@ -19,14 +19,6 @@ _CONGESTION: Final = getattr(socket, "TCP_CONGESTION", None)
 _NAME_BYTES: Final = 16
 
 
-def host_of(descriptor: int) -> str:
-    """Host of the peer; empty without one. To be called as soon as the descriptor is reported."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        peer = connection.getpeername()
-        return str(peer[0]) if isinstance(peer, tuple) else ""
-    return ""
-
-
 def end_of(descriptor: int) -> tuple[str, int]:
     """Address and port of the peer; ("", 0) without one. Needs no descriptor of its own."""
     with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:

@@ -17,7 +17,7 @@ from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
 from farloop.wire.lanes import lanes_needed
 from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing
-from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
+from farloop.wire.link_measurement import DIGEST, LARGE_LOST, MTU_FIX, Noise, Sink, lacks_large, large_lost, parse
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import MOST_SEEN, BytesByKind, Observed, Probe, Role, Seen
 from farloop.wire.messages import Connection as ConnectionFacts
@@ -208,6 +208,10 @@ class Downloads:
             del self._partial[blob]
 
 
+UNANSWERED = (
+    "it takes the connection and does not answer: it is busy, or of another version, or large packets are lost, which "
+    "farloop doctor tries"
+)
 REPEAT_S = 60.0  # an outage is logged when it begins, and again this often: somebody may have to act
 
 BAD_SESSIONS = 8
@@ -292,6 +296,7 @@ class NodeLink:
         self._advancing = False
         self._attempt = 0  # sessions and attempts in a row that came to nothing
         self._away_since = self._logged_at = float("-inf")
+        self._info, self._warned_at = b"", float("-inf")  # TCP_INFO at the last look; when lost packets were logged
         self._ended_by = ""  # why the last session, or attempt, ended
         self._misunderstood = 0  # sessions in a row that ended because one end did not understand the other
         self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
@@ -365,7 +370,7 @@ class NodeLink:
         session.traffic.curve = self._encrypted
         session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
         self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)
-        self._bulk, self._bad_frames, self._failed = False, {}, False
+        self._bulk, self._bad_frames, self._failed, self._info = False, {}, False, b""
         connection.listen(self)
         self._advance()
 
@@ -619,7 +624,8 @@ class NodeLink:
         self._ended_by = detail or reason.sentence
         self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
         if reason is Reason.SILENT and not self._bulk and session.traffic.connections:
-            self._ended_by += "; it takes the connection and does not answer: it is busy, or of another version"
+            info, _ = (self._connection and self._connection.kernel()) or (b"", "")
+            self._ended_by += f"; {f'{LARGE_LOST}; {MTU_FIX}' if large_lost(info) or lacks_large(info) else UNANSWERED}"
         if self._over:
             return
         if reason is not Reason.MALFORMED:
@@ -638,8 +644,13 @@ class NodeLink:
     def _report(self, session: Session, now: float) -> None:
         reports = [self._probing.look(session)]
         if self._connection is not None and self._probing.is_due(now):
-            kernel = self._connection.kernel()
-            facts = None if kernel is None else parse(*kernel)
+            before, (self._info, congestion) = self._info, self._connection.kernel() or (b"", "")
+            facts = parse(self._info, congestion)
+            if facts is not None and large_lost(self._info, before, now - session.heard_at):
+                facts = dataclasses.replace(facts, large_lost=True)
+                if now - self._warned_at >= REPEAT_S:
+                    self._warned_at = now
+                    _log.warning("packets lost coordinator=%s why=%r fix=%r", self._coordinator, LARGE_LOST, MTU_FIX)
             reports.append(self._probing.connection(session, facts, now))
             self._choose_lanes(session, facts)
         for report in reports:

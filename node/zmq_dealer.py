@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import random
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.monitoring.addresses import Address, check_route, check_source, look_up, parse_tcp
-from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, host_of, tcp_info
+from farloop.monitoring.addresses import Address, check_source, look_up, parse_tcp
+from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, end_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
 from farloop.runtime import ports
@@ -30,6 +31,7 @@ from farloop.runtime.ports import Buffer
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
+from farloop.wire.frames import ControlFrame
 from farloop.wire.keys import load_public, load_secret
 from farloop.wire.lanes import MOST_LANES
 from farloop.wire.limits import Limits, Timing
@@ -184,7 +186,7 @@ class ZmqDialer:
                 found = [address for address in found if address.is_ipv6 == (":" in self.source)]
                 if not found:
                     raise ValueError(f"the host {self._address.host!r} has no address of the family of {self.source}")
-                check_route(self.source, found[0].host)
+                check_source(self.source, found[0].host)
         except OSError as error:
             failed(str(error))
         except ValueError as error:
@@ -244,8 +246,8 @@ class ZmqConnection:
         self._spawn(found, partial(self._send, found, frames), f"send-{lane}")
 
     def kernel(self) -> tuple[bytes, str] | None:
-        bulk = [lane for lane in self._lanes.values() if lane.number > CONTROL and lane.connection and not lane.lost]
-        lane = min(bulk, key=lambda lane: lane.number, default=None)
+        found = [lane for lane in self._lanes.values() if lane.connection and not lane.lost]
+        lane = min(found, key=lambda lane: (lane.number == CONTROL, lane.number), default=None)
         if lane is None or lane.connection is None:
             return None
         return tcp_info(*lane.connection, INFO_BYTES), congestion_of(*lane.connection)
@@ -344,7 +346,7 @@ class ZmqConnection:
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
                     why = HANGS_UP
-                    lane.connection = (told["value"], host_of(told["value"]))
+                    lane.connection = (told["value"], end_of(told["value"])[0])
                     if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -358,6 +360,47 @@ class ZmqConnection:
                 case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED if made or not self._try_next(lane):
                     break
         self._lost(lane, why, key_refused=key_refused)
+
+
+class _Trial:
+    """Listens to a connection that begins no session."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.answer = asyncio.get_running_loop().create_future()
+        self._body = msg.encode(msg.Trial(padding=secrets.token_bytes(num_bytes)))
+
+    def opened(self, connection: ports.Connection) -> None:
+        connection.listen(self)
+        connection.send(CONTROL, [ControlFrame(run=0, epoch=0, seq=0, ack=0, body=self._body).parts()])
+
+    def on_connected(self, lane: int) -> None: ...
+
+    def on_ready(self, lane: int) -> None: ...
+
+    def on_frame(self, lane: int, parts: Sequence[Buffer]) -> None:
+        self.ended("")
+
+    def on_lost(self, lane: int, why: str, *, key_refused: bool = False) -> None:
+        self.ended(why)
+
+    def ended(self, why: str) -> None:
+        if not self.answer.done():
+            self.answer.set_result(why)
+
+
+async def try_link(config: LinkConfig, num_bytes: int, limit_s: float) -> str:
+    """Connect as a node does, have the coordinator send so many bytes back, and hang up: no session begins. Why that
+    failed; empty if it did not. Raises BadAddress, KeyFileError."""
+    trial = _Trial(num_bytes)
+    dialer = ZmqDialer(config, lambda error: trial.ended(str(error)))
+    dialer.dial(trial.opened, trial.ended)
+    try:
+        async with asyncio.timeout(limit_s):
+            return str(await trial.answer)
+    except TimeoutError:
+        return f"no answer within {limit_s:g} s"
+    finally:
+        await dialer.finish(1.0)
 
 
 class LinkThread:

@@ -84,7 +84,8 @@ class Connection(Protocol):
         """Send frames on a lane that is ready. It is ready again after `on_ready`."""
 
     def kernel(self) -> tuple[bytes, str] | None:
-        """TCP_INFO and congestion control of the first connection that carries blobs; None where there is none."""
+        """TCP_INFO and congestion control of the first connection that carries blobs, or of that for control before
+        there is one; None where there is none."""
 
     def close(self, last: Sequence[Sequence[Buffer]] = ()) -> None:
         """Send these frames on lane 0 if they can leave at once, and end all lanes."""

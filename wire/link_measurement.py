@@ -52,7 +52,8 @@ class Sink(Reassembly):
 
 INFO_BYTES: Final = 232  # asked for; an older kernel gives fewer
 
-_FLAGS, _RTT, _TOTAL_RETRANS, _SEGS_OUT, _MIN_RTT, _DELIVERY_RATE = 7, 68, 100, 136, 148, 160
+_RETRANSMITS, _FLAGS, _RTO, _SND_MSS, _RTT, _TOTAL_RETRANS, _BYTES_ACKED = 2, 7, 8, 16, 68, 100, 120
+_SEGS_OUT, _MIN_RTT, _DELIVERY_RATE, _BYTES_SENT, _BYTES_RETRANS, _RCV_OOOPACK = 136, 148, 160, 200, 208, 224
 """Offsets of what is read here."""
 
 _LEAST_BYTES: Final = _DELIVERY_RATE + 8
@@ -67,7 +68,7 @@ def parse(info: bytes, congestion: str = "") -> Connection | None:
     rtt, least = _u32(info, _RTT), _u32(info, _MIN_RTT)
     if rtt == 0:
         return None
-    (rate,) = struct.unpack_from("=Q", info, _DELIVERY_RATE)
+    rate = _u64(info, _DELIVERY_RATE)
     return Connection(
         rtt_s=rtt / _MICROSECONDS,
         least_rtt_s=(rtt if least in (0, _NO_MIN_RTT) else least) / _MICROSECONDS,
@@ -76,6 +77,51 @@ def parse(info: bytes, congestion: str = "") -> Connection | None:
         delivered_bytes_per_s=0.0 if info[_FLAGS] & 1 else float(rate),
         congestion=congestion,
     )
+
+
+LARGE_LOST: Final = "large packets are lost and small ones pass, so a part of the way has a smaller MTU"
+MTU_FIX: Final = (
+    "lower the MTU of the network cards at both ends (ip link set dev NAME mtu 1280), or set net.ipv4.tcp_mtu_probing "
+    "= 1 there"
+)
+LOST_TRIES: Final = 3  # full segments that were sent again this often in a row, each time after twice the pause
+
+
+def large_lost(info: bytes, before: bytes = b"", silent_s: float = 0.0) -> bool:
+    """Whether full segments do not reach the peer while small packets do: a part of the way has a smaller MTU, and the
+    sender is not told.
+
+    Args:
+        info: the connection's TCP_INFO.
+        before: that of the look before. Once large segments have passed, only one that is sent again between two looks
+            counts: right after an outage, connections recover one after the other.
+        silent_s: how long ago the peer was heard, on any connection: later than the first of the tries.
+    """
+    tries, stuck_s = _unanswered(info)
+    if tries < LOST_TRIES or silent_s >= stuck_s:
+        return False
+    fresh = _u64(info, _BYTES_ACKED) < 2 * _u32(info, _SND_MSS)
+    return fresh or LOST_TRIES <= _unanswered(before)[0] < tries
+
+
+def lacks_large(info: bytes) -> bool:
+    """Whether segments came after a missing one: on a new connection that stays silent, a large one was lost."""
+    return len(info) > _RCV_OOOPACK and _u32(info, _RCV_OOOPACK) > 0
+
+
+def _unanswered(info: bytes) -> tuple[int, float]:
+    """How often in a row a full segment was sent again, and for how many seconds at least; (0, 0.0) for none."""
+    if len(info) <= _RCV_OOOPACK:
+        return 0, 0.0
+    under_way = _u64(info, _BYTES_SENT) - _u64(info, _BYTES_RETRANS) - _u64(info, _BYTES_ACKED) + 1  # + 1: of the SYN
+    if under_way < _u32(info, _SND_MSS):
+        return 0, 0.0
+    return info[_RETRANSMITS], _u32(info, _RTO) / _MICROSECONDS * (1 - 0.5 ** info[_RETRANSMITS])
+
+
+def _u64(info: bytes, offset: int) -> int:
+    value: int = struct.unpack_from("=Q", info, offset)[0]
+    return value
 
 
 def _u32(info: bytes, offset: int) -> int:

@@ -250,6 +250,7 @@ class Connection:
     delivered_bytes_per_s: float = 0.0
     """Its own estimate of what arrives; 0 where it has none, or was not limited by the link."""
     congestion: str = ""
+    large_lost: bool = False  # whether only small packets reach the other end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +380,14 @@ class LaneHello(Message):
     lane_token: bytes
     number: int = 1
     """Which bulk lane of the session it is, from 1; it replaces the one of this number, if there is one."""
+
+
+@message(34)  # opens a connection that begins no session; nobody sends it in one
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial(Message):
+    """Either way: the coordinator sends it back. `farloop doctor` asks by it whether packets of every size pass."""
+
+    padding: bytes
 
 
 @message(5, Role.NODE)

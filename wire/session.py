@@ -396,7 +396,7 @@ class Session:
             now=now,
         )
         self._lanes = self._transfers.lanes  # bulk lanes that can be sent on
-        self._heard_at = now
+        self.heard_at = now  # when a frame of the peer last arrived
         self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
         self._last_ack_due = False  # whether the peer's Leave is still to be acknowledged
         self._echoes: dict[int, float] = {}  # number → when it was said
@@ -631,7 +631,7 @@ class Session:
         """When `handle_timer` is to be called if nothing else happens before; None once closed."""
         if self.state is State.CLOSED:
             return None
-        silent_at = self._heard_at + self._timing.liveness_s
+        silent_at = self.heard_at + self._timing.liveness_s
         timers = [self._control.next_timer(), self._transfers.next_timer(), self._closes_at, silent_at]
         return min(timer for timer in timers if timer is not None)
 
@@ -645,13 +645,13 @@ class Session:
         if due is None or now < due:
             return
         if now - due > self._timing.jump_s:
-            self._heard_at += now - due
+            self.heard_at += now - due
             self._transfers.clock_jumped(now - due)
         self._control.handle_timer(now)
         self._transfers.handle_timer(now)
         if self._closes_at is not None and now >= self._closes_at:
             self._close_after_farewell()
-        elif now >= self._heard_at + self._timing.liveness_s:
+        elif now >= self.heard_at + self._timing.liveness_s:
             self.close(Reason.SILENT, f"nothing was heard for {self._timing.liveness_s:g} s")
         elif self._transfers.is_stalled(now):
             self.close(Reason.TAKES_NOTHING, f"none of the blobs sent to it moved for {self._timing.stall_s:g} s")
@@ -666,7 +666,7 @@ class Session:
         belongs = self._handshake.admit(frame, message)
         if belongs:
             self._control.admit(frame.seq, frame.ack)
-            self._heard_at = now
+            self.heard_at = now
         self.traffic.received_control.add(num_bytes)
         if not belongs:
             return
@@ -683,7 +683,7 @@ class Session:
             return
         self._handshake.check_run(frame.run, frame.epoch)
         self._transfers.admit(frame)
-        self._heard_at = now
+        self.heard_at = now
         self._transfers.accept(frame, num_bytes, now)
 
     def _deliver(self, message: Message, now: float) -> None:

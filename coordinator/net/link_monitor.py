@@ -26,7 +26,7 @@ from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
 from farloop.monitoring.tcp_connection import congestion_of, tcp_info
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
+from farloop.wire.link_measurement import DIGEST, INFO_BYTES, LARGE_LOST, MTU_FIX, Noise, Sink, large_lost, parse
 from farloop.wire.machine_info import Nic
 from farloop.wire.messages import MOST_SEEN, Observed, Probe, Seen
 from farloop.wire.meter import Burst, Measured, enough
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 ECHO_S = 10.0  # interval of echoes, once the first ten have returned
 DIAL_S = 5.0  # how long a connection to a node's declared address may take
 LOOK_S = 5.0  # interval of reading TCP_INFO of the connections
+LOST_S = 60.0  # an alarm about lost packets lasts so long after the last one
 
 
 class LinkMonitor:
@@ -64,6 +65,8 @@ class LinkMonitor:
         self._counted: dict[int, tuple[int, int]] = {}
         """Session → bytes of the run and bytes of probes, at the last look."""
         self._echoed_at: dict[int, float] = {}  # session → time of the last echo
+        self._infos: dict[int, bytes] = {}  # session → TCP_INFO at the last look
+        self._large_lost: dict[NodeId, tuple[float, str]] = {}  # node → when large packets "to" or "from" it were lost
         self._looked_at = now
         self._peer: Peer | None = None  # the session that is being probed
         self.reachable: dict[str, bool] = {}  # node → whether its declared address answered
@@ -135,6 +138,8 @@ class LinkMonitor:
         if running is not None and not seen.bursts:
             self._prober.over(now, learned=False)
         if seen.bulk is not None:
+            if seen.bulk.large_lost:
+                self._large_lost[node] = (now, "from")
             self.matrix.connection((node, peer), seen.bulk)
 
     def _took(self, ends: Ends, burst: Burst, now: float, probe: Running | None) -> None:
@@ -172,13 +177,14 @@ class LinkMonitor:
                 with self._working_for(peer) as session:
                     self._see(node, peer, now)
                     if connections:
-                        self._look_at_connection(node, peer)
+                        self._look_at_connection(node, peer, now)
                     if echoes and session.state is State.OPEN:
                         self._echoed_at[peer.number] = now
                         session.echo(now)
         self._count(here)
         numbers = {peer.number for peer in here.values()}
         self._echoed_at = {number: at for number, at in self._echoed_at.items() if number in numbers}
+        self._infos = {number: info for number, info in self._infos.items() if number in numbers}
         self._go_on(now)
         self._begin(here, now)
 
@@ -204,11 +210,14 @@ class LinkMonitor:
             ours = running is not None and running.upward and self._is_probed(peer)
             self._took((node, COORDINATOR), burst, now, probe=running if ours else None)
 
-    def _look_at_connection(self, node: NodeId, peer: Peer) -> None:
-        if peer.bulk_descriptor is None:
+    def _look_at_connection(self, node: NodeId, peer: Peer, now: float) -> None:
+        if peer.connection is None:
             return
-        descriptor, host = peer.bulk_descriptor
-        told = parse(tcp_info(descriptor, host, INFO_BYTES), congestion_of(descriptor, host))
+        before, info = self._infos.get(peer.number, b""), tcp_info(*peer.connection, INFO_BYTES)
+        self._infos[peer.number] = info
+        if large_lost(info, before, now - peer.session.heard_at):
+            self._large_lost[node] = (now, "to")
+        told = parse(info, congestion_of(*peer.connection))
         if told is not None:
             self.matrix.connection((COORDINATOR, node), told)
 
@@ -259,6 +268,15 @@ class LinkMonitor:
             for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
                 age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
                 yield Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed)
+
+    def alarms(self, now: float) -> dict[str, str]:
+        """One for each node that large packets do not reach, or do not come from. It lasts until none was lost for a
+        minute: sessions end and begin again meanwhile."""
+        return {
+            f"mtu of {node}": f"{way} it, {LARGE_LOST}; {MTU_FIX}"
+            for node, (at, way) in self._large_lost.items()
+            if now - at < LOST_S
+        }
 
     def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
         """Machines and links, for the status."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.errors import MachineBroken, NoRoom, StorageError
-from farloop.coordinator.net.sessions import Lane, Peer, Peers, RateLimits, Unread
+from farloop.coordinator.net.sessions import Answer, Lane, Peer, Peers, RateLimits
 from farloop.runtime.ports import Buffer, Clock, Route, RouterSocket, Sender, Sent, Timer
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
@@ -340,15 +340,15 @@ class SessionRouter:
         met = self._peers.meet(route, parts, None if owner is None else NodeId(owner), address, self._clock.now())
         if met is None:
             return None
-        if isinstance(met, Unread):
-            if self._socket.send(route, met.answer()) is not Sent.TAKEN:
-                _log.debug("farewell not sent address=%s reason=%s", address, Reason.MALFORMED.name)
+        if isinstance(met, Answer):
+            if self._socket.send(route, met.parts()) is not Sent.TAKEN:
+                _log.debug("first frame not answered address=%s", address)
             return None
         peer, descriptor = met.peer, sender.descriptor
         if descriptor is not None:
             self._peers.use(met, descriptor)
+        peer.connection = None if descriptor is None else (descriptor, address)
         if met.number > 0:
-            peer.bulk_descriptor = None if descriptor is None else (descriptor, address)
             self.flush(peer)
             return None
         for old in self._peers.too_many_of(peer):

@@ -14,7 +14,7 @@ from farloop.runtime.ports import Route
 from farloop.wire import messages as msg
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Hello, LaneHello, Refused, Role, decode, encode
+from farloop.wire.messages import Hello, LaneHello, Refused, Role, Trial, decode, encode
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason, RemoteProtocolError
 from farloop.wire.session import Session
@@ -161,15 +161,15 @@ class RateLimiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """A first frame that arrived intact and whose message cannot be decoded: its sender may run another version."""
+class Answer:
+    """What the sender of a first frame is told that begins no session: a trial; or its message cannot be decoded, for
+    its sender may run another version."""
 
-    why: str
+    message: Refused | Trial
 
-    def answer(self) -> list[Buffer]:
-        """The frame that tells the sender. No session exists that could send it."""
-        refused = Refused(reason=Reason.MALFORMED, detail=self.why, retriable=True)
-        return ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(refused)).parts()
+    def parts(self) -> list[Buffer]:
+        """The frame."""
+        return ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(self.message)).parts()
 
 
 @dataclass(slots=True)
@@ -204,9 +204,9 @@ class Peer:
     arrived_bytes: int = 0  # acknowledged bytes at the last look
     live_bytes: int = 0  # live bytes in flight at the last look
     background_bytes: int = 0  # background bytes in flight at the last look
-    bulk_descriptor: tuple[int, str] | None = None
-    """File descriptor and host of the newest connection that carries its blobs, as of its first frame. The descriptor
-    may belong to another socket by now (`monitoring/tcp_connection.py`)."""
+    connection: tuple[int, str] | None = None
+    """File descriptor and host of the newest of its connections, which carries blobs once it has any that does, as of
+    its first frame. The descriptor may belong to another socket by now (`monitoring/tcp_connection.py`)."""
 
 
 class Peers:
@@ -264,21 +264,21 @@ class Peers:
 
     def meet(
         self, route: Route, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
-    ) -> Lane | Unread | None:
+    ) -> Lane | Answer | None:
         """The first frame of a route.
 
         Returns:
             The control lane of a new session, which must yet receive the frame; the bulk lane of a session that the
-            route became; an `Unread` that its sender must be told of; or None: the frame is rejected, and the route
+            route became; an `Answer` for its sender; or None: the frame is rejected, and the route
             forgotten.
         """
-        message, unread = None, None
+        message, answer = None, None
         try:
             frame = parse_control(parts, self._limits)
             try:
                 message = decode(frame.body)
             except RemoteProtocolError as error:
-                unread = Unread(str(error))
+                answer = Answer(Refused(reason=Reason.MALFORMED, detail=str(error), retriable=True))
         except RemoteProtocolError:
             pass
         match message:
@@ -296,12 +296,15 @@ class Peers:
                 if refused is None:
                     return self._begin(route, owner, who if where is None else f"{who} at {where}", where, now)
                 self._turned_away(refused, owner or f"{name} at {address}")
-            case _ if not self._is_late(route):
+            case Trial():
+                answer = Answer(message)
+            case _ if self._is_late(route):
+                return None
+            case _:
                 self._turned_away(Reason.MALFORMED, owner or address)
-                where = address if owner is None else None
-                if unread is not None and self.rates.greets(owner or "unread", where, now) is None:
-                    return unread
-        return None
+        where = address if owner is None else None
+        may = answer is not None and self.rates.greets(owner or "unread", where, now) is None
+        return answer if may else None
 
     def _is_late(self, key: Route) -> bool:
         """Whether a route or token was that of a session that ended lately; then its frame is counted as such."""

@@ -61,6 +61,7 @@ class Observer(executor.Observer):
         self.copies: Callable[[], CopyStatus] | None = None  # status of copies, if any
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """Status of machines and links."""
+        self.link_alarms: Callable[[float], Mapping[str, str]] = lambda now: {}
         self.uplink: Uplink | None = None  # the limit on what is sent, if there is one
         self.watch: Callable[[], WatchStatus] | None = None  # status of slow nodes and links
         self.joined = False  # whether the run can make progress: at least one node is connected
@@ -184,7 +185,7 @@ class Observer(executor.Observer):
 
     def refresh(self, machine: CoordinatorMachine) -> None:
         """Update the status, and log changes of nodes."""
-        self._happenings.alarms({**self._store.alarms, **machine.alarms}, time.monotonic())
+        self._happenings.alarms(self._alarms(machine), time.monotonic())
         status = self.status(machine)
         if (state := status["run"]["state"]) != self._state:
             before, self._state = self._state, state
@@ -247,6 +248,9 @@ class Observer(executor.Observer):
         turns."""
         return time.monotonic() - self._refreshed
 
+    def _alarms(self, machine: CoordinatorMachine) -> dict[str, str]:
+        return {**self._store.alarms, **machine.alarms, **self.link_alarms(time.monotonic())}
+
     def status(self, machine: CoordinatorMachine) -> Status:
         ledger, now = machine.ledger, time.monotonic()
         identity, terms = ledger.spec.identity, ledger.spec.terms
@@ -300,7 +304,7 @@ class Observer(executor.Observer):
                 }
                 for evaluation in ledger.evaluations
             ],
-            "alarms": [f"{what}: {why}" for what, why in {**self._store.alarms, **machine.alarms}.items()],
+            "alarms": [f"{what}: {why}" for what, why in self._alarms(machine).items()],
             "recent": self._happenings.recent(now),
             "samples": ledger.leases.fates(),
         }

@@ -1,12 +1,17 @@
-"""Names and IPv6 over real sockets: which address the lanes of a session connect to, and what daemons bind."""
+"""Names, IPv6 and the MTU over real sockets: what lanes connect to, what daemons bind, and what gets through."""
 
 import asyncio
+import os
+import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import NewRun, assert_all_agree, free_port
+from loopback import Daemon, NewRun, assert_all_agree, free_port
 from pipeline_layouts import layout_of
 from pipeline_nodes import Nodes, microbatches
 from test_link import key_files, linked, station, until, wait_for
@@ -15,7 +20,7 @@ from typer.testing import CliRunner
 from farloop.cli.main import app
 from farloop.config.sources import dump_toml
 from farloop.monitoring import addresses
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 
@@ -145,3 +150,80 @@ def test_a_run_over_ipv6_from_its_settings_to_its_end(new_run: NewRun) -> None:
     assert f"[::1]:{run.port} accepts connections" in farloop("doctor", str(node_toml), "--url", f"[::1]:{run.http}")
     run.start("node-a", "-m", "farloop.cli.main", "node", str(node_toml))
     assert_all_agree(run, run.until_done(), "a")
+
+
+# --- the size of packets
+
+
+def tried(num_bytes: int, **config: Any) -> str:
+    return asyncio.run(try_link(LinkConfig(**config), num_bytes, 10.0))
+
+
+def test_a_trial_sends_bytes_both_ways_and_names_a_key_that_is_not_known(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    known, _ = key_files(tmp_path / "allow", "a")
+    stranger, _ = key_files(tmp_path / "elsewhere", "b")
+    with station(endpoint, key=server_key, allow=tmp_path / "allow") as there:
+        for num_bytes in (0, 16_000):
+            assert tried(num_bytes, coordinator=endpoint, key=known, server_key=server_pub) == ""
+        assert there.turned_away == [] and there.heard.empty()
+        assert "allow-list" in tried(0, coordinator=endpoint, key=stranger, server_key=server_pub)
+        assert "hangs up" in tried(0, coordinator=endpoint)
+    assert "is the coordinator running" in tried(0, coordinator=endpoint)
+
+
+@pytest.fixture
+def small_mtu() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, with an MTU of 1,500 and one of 1,300 between them: bridges drop
+    what is larger without a word."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and ip (iproute2)")
+    hub, *ends = (f"farloop-{os.getpid()}-{name}" for name in ("hub", "node", "coordinator"))
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=30)
+
+    try:
+        try:
+            ip(f"netns add {hub}")
+            ip(f"-n {hub} link add m1 mtu 1300 type veth peer name m2 mtu 1300")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        for number, end in enumerate(ends, start=1):
+            ip(f"netns add {end}")
+            ip(f"-n {end} link set lo up")
+            ip(f"-n {hub} link add br{number} type bridge")
+            ip(f"-n {hub} link add p{number} type veth peer name eth0 netns {end}")
+            for port in ("p", "m"):
+                ip(f"-n {hub} link set {port}{number} master br{number} up")
+            ip(f"-n {hub} link set br{number} up")
+            ip(f"-n {end} addr add 10.77.0.{number}/24 dev eth0")
+            ip(f"-n {end} link set eth0 gso_max_segs 1 up")  # bridges pass what is yet to be cut into packets
+        yield ends[0], ends[1]
+    finally:
+        for name in (hub, *ends):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+
+
+@pytest.mark.slow
+def test_node_doctor_and_status_name_the_mtu_of_a_way_that_loses_large_packets(
+    small_mtu: tuple[str, str], new_run: NewRun
+) -> None:
+    run = new_run(steps=1000, h=4, tau=1, nodes=1)
+    run.tables["coordinator"] |= {"bind": f"tcp://*:{run.port}", "http": "", "insecure": True}
+    node = {"name": "a", "coordinator": f"tcp://10.77.0.2:{run.port}", "insecure": True, "threads": 1}
+    (run.folder / "a.toml").write_text(dump_toml({"node": node, "data": run.tables["data"]}))
+
+    def start(end: str, *words: str) -> Daemon:
+        inside = "import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', *sys.argv[1:]])"
+        return run.start(words[0], "-c", inside, end, sys.executable, "-m", "farloop.cli.main", *words)
+
+    coordinator = start(small_mtu[1], "coordinator", str(run.write_toml()))
+    run.until_said(coordinator.log, "serving")
+    begun = start(small_mtu[0], "node", "a.toml")
+    run.until_said(begun.log, "large packets are lost and small ones pass")
+    run.until_said(coordinator.log, 'why="mtu of a: to it, large packets are lost and small ones pass')
+    doctor = start(small_mtu[0], "doctor", "a.toml")
+    assert run.until_ended(doctor) == 2
+    assert "16.0 kB do not come back: large packets are lost" in doctor.said and "mtu 1280" in doctor.said

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 from plain_runs import plain_hello, plain_spec
+from tcp_infos import resent
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.decide.roster import Member
@@ -161,6 +162,23 @@ def test_stages_tell_what_came_from_each_other_and_nothing_of_the_coordinators_l
     assert connected == {("oslo", COORDINATOR), ("oslo", "bergen")}
     assert {ends: row["bytes_per_s"] for ends, row in table if row["bytes_per_s"]} == {("bergen", "oslo"): 6e6}
     assert star.sight.matrix.rtt_s("oslo", "bergen") == 0.1 and star.sight.matrix.rtt_s("oslo", COORDINATOR) is None
+
+
+def test_large_packets_that_are_lost_in_either_direction_raise_an_alarm_until_none_was_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    star = Star(OSLO, BERGEN)
+    star.peers[BERGEN].connection = (7, "10.0.0.2")
+    monkeypatch.setattr("farloop.coordinator.net.link_monitor.tcp_info", lambda *of: resent(3))
+    monkeypatch.setattr("farloop.coordinator.net.link_monitor.congestion_of", lambda *of: "cubic")
+    star.run(6.0)
+    told = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=9, segments=99, large_lost=True)
+    star.sight.heard(star.peers[OSLO], OSLO, Observed(links=(Seen(bulk=told),)), star.members, star.now)
+    alarms = star.sight.alarms(star.now)
+    assert alarms.keys() == {"mtu of oslo", "mtu of bergen"}
+    assert alarms["mtu of oslo"].startswith("from it, large packets are lost and small ones pass")
+    assert "mtu 1280" in alarms["mtu of bergen"] and alarms["mtu of bergen"].startswith("to it")
+    assert star.sight.alarms(star.now + 61.0) == {}
 
 
 def test_the_status_tells_machines_and_who_left_is_not_among_them() -> None:

@@ -9,10 +9,10 @@ from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.net import sessions
-from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits, Unread
+from farloop.coordinator.net.sessions import Answer, Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Fetch, Leave, Message, Ready, Role, encode
+from farloop.wire.messages import Fetch, Leave, Message, Ready, Refused, Role, Trial, encode
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
@@ -37,7 +37,7 @@ class Door:
         self.routes = 0
         self.where = "there"
 
-    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Unread | None:
+    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Answer | None:
         self.routes += 1
         return self.peers.meet(self.routes.to_bytes(5), parts, owner, self.where, now)
 
@@ -124,9 +124,20 @@ def test_who_sends_an_unreadable_greeting_hears_why_as_often_as_it_may_greet(doo
     """A node of another version heard nothing, and dialled for ever. No session is begun for it."""
     unreadable, burst = frame(plain_hello(incarnation=1 << 63)), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(unreadable, owner) for _ in range(2 * burst)]
-    assert met[0] == Unread(f"Hello.incarnation is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted")
+    why = f"Hello.incarnation is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
+    assert met[0] == Answer(Refused(reason=Reason.MALFORMED, detail=why, retriable=True))
     assert sum(answer is not None for answer in met) == burst
     assert len(door.peers) == 0 and set(door.away) == {(Reason.MALFORMED, owner or "there")}
+
+
+@pytest.mark.parametrize("owner", [None, A])
+def test_a_trial_comes_back_as_often_as_its_sender_may_greet_and_begins_nothing(
+    door: Door, owner: NodeId | None
+) -> None:
+    trial, burst = Trial(padding=b"x" * 16_000), int(LIMITS.greetings_of_a_key.burst)
+    met = [door.meets(frame(trial), owner) for _ in range(2 * burst)]
+    assert met == [Answer(trial)] * burst + [None] * burst
+    assert len(door.peers) == 0 and door.away == []
 
 
 def test_a_greeting_that_comes_too_often_is_passed_over_until_there_is_room_again(door: Door) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from plain_runs import plain_hello, plain_spec
+from tcp_infos import resent
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -18,7 +19,7 @@ from farloop.node.zmq_dealer import LinkConfig, read_known, write_known
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.limits import THIN_CHUNK, Limits, Timing
-from farloop.wire.link_measurement import DIGEST, Noise, Sink
+from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink
 from farloop.wire.messages import BytesByKind, Connection, Hello, Message, Observed, Offer, Probe, Role, Seen, Welcome
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
@@ -402,6 +403,8 @@ class Wires(VirtualHost):
         """Lanes that were asked for, in order."""
         self.sessions = 0
         self.told: list[object] = []
+        self.heard: list[Message] = []
+        """What the coordinator got."""
         self.link = NodeLink(
             self, self.clock, lambda low, high: 1.0, coordinator="there", limits=Limits(), timing=Timing(),
             lanes=lanes, known=known, check=True,
@@ -427,7 +430,8 @@ class Wires(VirtualHost):
     def send(self, lane: int, frames: Any) -> None:
         for parts in frames:
             self.other.receive(lane, parts, self.clock.now())
-        if any(isinstance(message, Hello) for message in messages(self.other)):
+        self.heard += (heard := messages(self.other))
+        if any(isinstance(message, Hello) for message in heard):
             welcome = Welcome(
                 protocol=1, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(), windows=(), rounds=()
             )
@@ -475,6 +479,40 @@ def test_lanes_are_added_once_the_link_is_known_and_at_most_once_a_minute(monkey
     assert wires.link.num_lanes == 4
     wires.run_for(25.0)
     assert wires.link.num_lanes == 16 and wires.sessions == 1
+
+
+def test_a_session_that_does_not_begin_because_large_packets_are_lost_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Wires, "_answer", lambda wires: None)
+    gap = bytearray(INFO_BYTES)
+    gap[224] = 1  # the answer came without its first packets
+    for info, said in ((resent(3), "MTU"), (bytes(gap), "MTU"), (resent(2), "busy"), (b"", "busy")):
+        monkeypatch.setattr(Wires, "kernel", lambda wires, info=info: (info, "cubic"))
+        wires = Wires(1)
+        wires.listener.on_connected(0)
+        wires.run_for(11.0)
+        assert said in caplog.text and ("MTU" in caplog.text) == (said == "MTU")
+        caplog.clear()
+
+
+def test_large_packets_that_are_lost_in_a_session_are_logged_once_a_minute_and_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The way may change: a VPN comes up, a route moves."""
+    wires = Wires(1)
+    tries = iter(range(3, 99))  # one more at each look
+    loss = {"rtt_s": 0.1, "least_rtt_s": 0.1, "retransmits": 9, "segments": 99}
+    monkeypatch.setattr("farloop.node.link.parse", lambda *kernel: Connection(**loss))
+    monkeypatch.setattr(Wires, "kernel", lambda wires: (resent(next(tries), acked=10**6), "cubic"))
+    for _ in range(30):
+        wires.other.speak()
+        wires._answer()
+        wires.run_for(1.0)
+    seen = [link.bulk for message in wires.heard if isinstance(message, Observed) for link in message.links]
+    lost = [bulk.large_lost for bulk in seen if bulk is not None]
+    assert lost[:4] == [False, True, True, True], "where large packets passed, one loss more decides"
+    assert caplog.text.count("packets lost coordinator=there") == 1 and "tcp_mtu_probing" in caplog.text
 
 
 def test_a_lane_that_is_lost_is_opened_again_ever_more_patiently_and_the_session_goes_on() -> None:

@@ -104,6 +104,7 @@ MESSAGES: tuple[msg.Message, ...] = (
     msg.Echoed(number=1),
     msg.Probe(number=2, upward=True, num_bytes=1 << 25, rtt_s=0.125),
     msg.Observed(links=(msg.Seen(peer=NodeId("b"), bursts=(BURST,), probe=2, rtt_s=0.25, bulk=BULK),)),
+    msg.Trial(padding=b"0123"),
 )  # fmt: skip
 NAMED: dict[str, msg.Message] = {type(message).__name__: message for message in MESSAGES}
 COMMITTED = NAMED["Committed"]
@@ -119,9 +120,9 @@ def golden_frames() -> dict[str, bytes]:
     """Name → bytes of every frame; a bulk frame's two parts one after the other."""
     frames = {}
     for name, message in NAMED.items():
-        opens = isinstance(message, msg.Hello | msg.Refused)
+        opens = isinstance(message, msg.Hello | msg.Refused | msg.Trial)
         run, epoch = (0, 0) if opens else (0xDEADBEEF, 3)
-        seq, ack = (0, 0) if isinstance(message, msg.Hello | msg.Heartbeat) else (9, 8)
+        seq, ack = (0, 0) if isinstance(message, msg.Hello | msg.Heartbeat | msg.Trial) else (9, 8)
         frame = ControlFrame(run=run, epoch=epoch, seq=seq, ack=ack, body=msg.encode(message))
         frames[name] = b"".join(frame.parts())
     bulk = BulkFrame(run=0xDEADBEEF, epoch=3, key=blob_key(DELTA), offset=65_536, chunk=memoryview(CHUNK))

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_pairs import offer_of, opened, update
 from slow_start import SlowStart
+from tcp_infos import resent
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived, BlobSent
 from farloop.wire.frames import Buffer
 from farloop.wire.limits import Limits
-from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
+from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, lacks_large, large_lost, parse
 from farloop.wire.messages import Connection, Offer
 from farloop.wire.meter import Average, Burst, Insufficient, Measured, Meter, burst_of, enough, judge
 from farloop.wire.session import Session
@@ -363,6 +364,34 @@ def test_a_round_trip_that_was_not_measured_yet_is_none() -> None:
 
 def test_an_older_kernel_that_tells_less_tells_nothing() -> None:
     assert parse(bytes(104)) is None and parse(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("what", "info", "before", "silent_s", "lost"),
+    [
+        ("full segments, three times, nothing acknowledged since the greeting", resent(3), b"", 0.0, True),
+        ("the peer was heard meanwhile", resent(3), b"", 1.3, True),
+        ("the peer was heard before the first of them: the link is cut", resent(3), b"", 1.5, False),
+        ("twice: packets are lost at times", resent(2), b"", 0.0, False),
+        ("all was acknowledged", resent(3, acked=5_808 - 2_896 + 1), b"", 0.0, False),
+        ("small packets are lost too", resent(3, sent=3_900), b"", 0.0, False),
+        ("large ones passed before, and the link was away until now", resent(4, acked=10**6), b"", 0.0, False),
+        ("large ones passed before, and it is sent again", resent(4, acked=10**6), resent(3, acked=10**6), 0.0, True),
+        ("large ones passed before, no try since", resent(4, acked=10**6), resent(4, acked=10**6), 0.0, False),
+        ("a kernel that tells less", resent(3, num_bytes=192), b"", 0.0, False),
+        ("no connection", b"", b"", 0.0, False),
+    ],
+)
+def test_large_packets_that_are_lost_while_small_ones_pass_are_told_from_other_losses(
+    what: str, info: bytes, before: bytes, silent_s: float, lost: bool
+) -> None:
+    assert large_lost(info, before, silent_s) is lost, what
+
+
+def test_a_new_connection_on_which_a_later_segment_came_lacks_a_large_one() -> None:
+    gap = bytearray(INFO_BYTES)
+    gap[224] = 1
+    assert lacks_large(bytes(gap)) and not lacks_large(bytes(INFO_BYTES)) and not lacks_large(gap[:192])
 
 
 # --- Bytes on the connections

@@ -173,7 +173,7 @@ def test_the_specification_names_the_senders_of_every_message() -> None:
             told |= dict.fromkeys(re.findall(r"\w+", cell), column)
     either = set.intersection(*SENT_BY.values())
     sender = {kind: role.value for role, kinds in SENT_BY.items() for kind in kinds} | dict.fromkeys(either, "either")
-    sender[messages.LaneHello] = "node"  # on a bulk lane
+    sender |= {messages.LaneHello: "node", messages.Trial: "either"}  # on connections of their own
     assert told == {kind.__name__: sender[kind] for kind in NUMBERS}
 
 
