@@ -196,24 +196,20 @@ class Kept:
 
     def copy_into(self, there: Tensor) -> "torch.cuda.Event | None":
         """Queue a copy to a device's memory on the current stream. Returns its event; None: it is done."""
-        return self._copy(there, self._numbers)
+        return self._copy(there, self._numbers, there.device)
 
     def copy_from(self, there: Tensor) -> "torch.cuda.Event | None":
         """As `copy_into`, back."""
         self.changes += 1
-        self._download = self._copy(self._numbers, there)
+        self._download = self._copy(self._numbers, there, there.device)
         return self._download
 
-    def _copy(self, into: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        device = into.device if self._numbers is source else source.device
-        if device.type == "cpu":
-            into.copy_(source)
-            return None
-        stream = torch.cuda.current_stream(device)
-        if self._last is not None:
+    def _copy(self, into: Tensor, source: Tensor, device: torch.device) -> "torch.cuda.Event | None":
+        stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        if stream is not None and self._last is not None:
             stream.wait_event(self._last)
         into.copy_(source, non_blocking=True)
-        self._last = stream.record_event()
+        self._last = None if stream is None else stream.record_event()
         return self._last
 
 
@@ -223,7 +219,8 @@ class _Buffer:
     view: Tensor  # the part of it that was lent last
     of: "weakref.ref[Kept] | None" = None  # whose numbers it holds, at that count of changes
     changes: int = 0
-    busy: "torch.cuda.Event | None" = None  # what uses it on the side stream
+    filled: "torch.cuda.Event | None" = None  # by the side stream
+    read: "torch.cuda.Event | None" = None
 
     def holds(self, kept: Kept | None) -> bool:
         return kept is not None and self.of is not None and self.of() is kept and kept.changes == self.changes
@@ -246,48 +243,40 @@ class Buffers:
         self._numel, self._device, self._side = numel, device, side
         self._free, self._lent, self._lock = list[_Buffer](), list[_Buffer](), threading.Lock()
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of those that nobody uses now."""
-        return sum(buffer.memory.nbytes for buffer in self._free)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more can be taken, and no copy is lost that may be wanted again."""
+    def has_room(self, kept: Kept | None = None) -> bool:
+        """Whether one more can be taken, and no copy is lost that may be wanted again; False if `kept` has one."""
         with self._lock:
-            return len(self._lent) + sum(buffer.is_of_use for buffer in self._free) < _MOST_KEPT
+            used = len(self._lent) + sum(buffer.is_of_use for buffer in self._free)
+            return used < _MOST_KEPT and not any(buffer.holds(kept) for buffer in self._free)
 
-    def take(self, numel: int) -> Tensor:
-        """fp32 [numel] of any content."""
-        buffer = self._take(numel)
-        self._wait_for(buffer)
-        return buffer.view
-
-    def copy_of(self, kept: Kept) -> Tensor:
-        """fp32 [n], what is kept in host memory."""
-        buffer = self._take(kept.numel, kept)
-        self._wait_for(buffer)
-        if not buffer.holds(kept):
+    def take(self, numel: int, kept: Kept | None = None, *, changes: bool = True) -> Tensor:
+        """fp32 [numel] of any content; or the numbers of `kept`, which is in host memory, to be read unless it
+        `changes`."""
+        buffer = self._take(numel, kept)
+        is_there = buffer.holds(kept)
+        if buffer.filled is not None:
+            torch.cuda.current_stream(self._device).wait_event(buffer.filled)
+        if buffer.read is not None and (changes or not is_there):
+            torch.cuda.current_stream(self._device).wait_event(buffer.read)
+            buffer.read = None
+        if kept is not None and not is_there:
             kept.copy_into(buffer.view)
         return buffer.view
 
     def give_back(self, view: Tensor, kept: Kept | None = None, *, changed: bool = False) -> None:
         """`kept`: whose numbers these are. `changed`: or are to be, once they are copied back, beside training."""
-        buffer = next(buffer for buffer in self._lent if buffer.view is view)
+        with self._lock:
+            buffer = next(buffer for buffer in self._lent if buffer.view is view)
         if kept is not None and changed:
             with self._side.follows():
-                buffer.busy = kept.copy_from(view)
+                buffer.read = kept.copy_from(view)
         self._return(buffer, kept)
-
-    def wants(self, kept: Kept) -> bool:
-        """Whether there is room for a copy, and none yet."""
-        return self.has_room and not any(buffer.holds(kept) for buffer in self._free)
 
     def copy_ahead(self, kept: Kept) -> None:
         """Begin to copy what is kept in host memory, beside training: it will be wanted."""
         buffer = self._take(kept.numel)
         with self._side.follows():
-            buffer.busy = kept.copy_into(buffer.view)
+            buffer.filled = kept.copy_into(buffer.view)
         self._return(buffer, kept)
 
     def _take(self, numel: int, kept: Kept | None = None) -> _Buffer:
@@ -303,20 +292,14 @@ class Buffers:
             self._lent.append(buffer)
         return buffer
 
-    def _wait_for(self, buffer: _Buffer) -> None:
-        """Have the current stream begin after what uses the buffer on the side stream."""
-        if buffer.busy is not None:
-            torch.cuda.current_stream(self._device).wait_event(buffer.busy)
-            buffer.busy = None
-
     def _return(self, buffer: _Buffer, kept: Kept | None) -> None:
         buffer.of, buffer.changes = (None, 0) if kept is None else (weakref.ref(kept), kept.changes)
         with self._lock:
             self._lent.remove(buffer)
             self._free.append(buffer)
-            if len(self._free) <= _MOST_KEPT:
-                return
-            least = min(self._free, key=lambda each: each.is_of_use)
-            self._free.remove(least)
-        if least.busy is not None:
-            least.busy.synchronize()
+            least = min(self._free, key=lambda each: each.is_of_use) if len(self._free) > _MOST_KEPT else None
+            if least is not None:
+                self._free.remove(least)
+        for event in (least.filled, least.read) if least is not None else ():
+            if event is not None:
+                event.synchronize()

@@ -219,9 +219,7 @@ class InnerStep:
 
     def _set_rates(self, optimizer: Optimizer, rate: float) -> None:
         groups = groups_of(optimizer)
-        # A rate on a device is not looked at: that would wait for all that is queued there.
-        noted = zip(groups, self._rates, strict=False)
-        found = [rate if _is_on_device(group["lr"]) else float(group["lr"]) for group, rate in noted]
+        found = _rates_of(groups, self._rates)
         # A constant schedule puts the rates at join back after every step: nothing is lost.
         if not self._scheduler_seen and found not in (self._rates, self._at_join):
             self._scheduler_seen = True
@@ -236,11 +234,7 @@ class InnerStep:
                 group["lr"].fill_(rate * ratio)
             else:
                 group["lr"] = rate * ratio
-        rates = [rate * ratio for ratio in self._ratios]
-        self._rates = [
-            rate if _is_on_device(group["lr"]) else float(group["lr"])
-            for group, rate in zip(groups, rates, strict=False)
-        ]
+        self._rates = _rates_of(groups, [rate * ratio for ratio in self._ratios])
 
     def _check_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -345,8 +339,11 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer]
 
 
-def _is_on_device(rate: object) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+def _rates_of(groups: Sequence[Mapping[str, Any]], noted: Sequence[float]) -> list[float]:
+    """The groups' rates, of those that are `noted`. One on a device is not looked at: that would wait for all that is
+    queued there."""
+    rates = [(group["lr"], rate) for group, rate in zip(groups, noted, strict=False)]
+    return [rate if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr) for lr, rate in rates]
 
 
 def _rate_at_join(group: Mapping[str, Any]) -> float:

@@ -124,9 +124,11 @@ class Replica:
         for itself: no number depends on it."""
         wanted = sum(4 * self._copies * anchor.numel for anchor in self.anchors.values()) + self.buffers.most_bytes
         spare = max(0, spare_bytes(self.weights.device))
-        text = f"they take {wanted / 1e9:.2f} GB there, and {spare / 1e9:.2f} GB are spare after two steps"
-        where = "device" if wanted <= spare else "host"
-        _log.info("anchors are kept on the %s: %s; anchors='host' or 'device' chooses", where, text)
+        _log.info(
+            "anchors are kept on the %s: they take %.2f GB there, and %.2f GB are spare after two steps; "
+            "anchors='host' or 'device' chooses",
+            *("device" if wanted <= spare else "host", wanted / 1e9, spare / 1e9),
+        )
         if wanted <= spare:
             self.weights.home, self.weights.apart = self.weights.device, False
             for kept in (*self.anchors.values(), *self._starts.values(), *self.drifts.values()):
@@ -134,7 +136,7 @@ class Replica:
 
     def copy_ahead(self, index: int) -> None:
         """The fragment is the next that is sent: begin to copy its anchor to the device, if it is not there."""
-        if self.weights.apart and self.buffers.wants(self._start(index)):
+        if self.weights.apart and self.buffers.has_room(self._start(index)):
             self.weights.tell("copy ahead", index)
             self.buffers.copy_ahead(self._start(index))
 
@@ -177,7 +179,8 @@ class Replica:
                 case ["correct", int() as index, float() as lr]:
                     self._correct(index, lr)
                 case ["copy ahead", int() as index]:
-                    self.buffers.copy_ahead(self._start(index))
+                    if self.weights.apart:  # each rank decided where its anchors are
+                        self.buffers.copy_ahead(self._start(index))
                 case ["forget", int() as index]:
                     self.drifts.pop(index, None)
                 case ["begin again"]:
@@ -213,8 +216,8 @@ class Replica:
             out = buffers.take(part.numel)
             fragment_delta_into(part, kept.read(), sources, out)
         else:
-            start = buffers.copy_of(kept)
-            out = buffers.take(part.numel) if buffers.has_room else start
+            start = buffers.take(part.numel, kept)
+            out = buffers.take(part.numel) if buffers.has_room() else start
             fragment_delta_into(part, start, sources, out)
             if out is not start:  # the update that follows will want it
                 buffers.give_back(start, kept)
@@ -230,7 +233,7 @@ class Replica:
         if not self._is_apart(kept):
             yield kept.write() if changes else kept.read()
             return
-        there, changed = self.buffers.copy_of(kept), None
+        there, changed = self.buffers.take(kept.numel, kept, changes=changes), None
         try:
             yield there
             changed = kept if changes else None  # a merge follows

@@ -55,7 +55,7 @@ def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
             with (
                 traced(wanted),
                 join(
-                    f"tcp://127.0.0.1:{port}", loop.module, name="gpu", state_dir=tmp_path / "gpu", timeout_s=60.0,
+                    f"tcp://127.0.0.1:{port}", loop.module, name="gpu", state_dir=tmp_path / "gpu", give_up_s=60.0,
                     signals=False, anchors=anchors, save_every_rounds=0,
                 ) as node,
             ):  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
                 assert abs(moved["pinned"] - most * merged) <= 4 * largest, "one copy may be begun or not ended"
                 assert moved["pageable"] <= 1.1 * merged + largest
                 assert waits and not any(waits)
-                assert replica.buffers.kept_bytes <= 8 * largest
+                assert sum(each.memory.nbytes for each in replica.buffers._free) <= 8 * largest
                 assert "pretend CUDA" in node.cluster.describe() and not replica.can_apply_ahead(0)
         with traced(wanted):
             assert "pretend CUDA" in describe(CUDA)

@@ -46,6 +46,10 @@ def replica_on(anchors: Any, *, shards: bool = False, fragments: int = 3) -> Rep
     return replica
 
 
+def kept_bytes(replica: Replica) -> int:
+    return sum(buffer.memory.nbytes for buffer in replica.buffers._free)
+
+
 def blob_of(replica: Replica, index: int, version: int, base: int, codec: str, value: float) -> bytearray:
     fragment = replica.layout.fragments[index]
     x = torch.full((fragment.numel,), value)
@@ -153,7 +157,22 @@ def test_a_round_moves_each_anchor_to_the_device_and_back_once(
         assert 2 * most * held == cuda.h2d["pinned"] + cuda.d2h["pinned"]
         assert cuda.h2d["pageable"] + cuda.d2h["pageable"] <= 2 * payloads * held
         largest = max(anchor.numel for anchor in replica.anchors.values())
-        assert 4 * largest <= replica.buffers.kept_bytes <= 8 * largest
+        assert 4 * largest <= kept_bytes(replica) <= 8 * largest
+    assert not cuda.races
+
+
+@torch.no_grad()
+def test_a_merged_anchor_is_copied_back_beside_training() -> None:
+    with Device("lazy") as cuda:
+        replica = replica_on("host")
+        before = replica.anchors[0].read().clone()
+        replica.apply(0, 1, blob_of(replica, 0, 1, 0, "q4", 0.5), "q4", EPOCH, 0)
+        replica.merge(0, 0.5)
+        cuda.default.run()
+        for parameter in replica.parameters.values():
+            assert parameter._real.isfinite().all(), "it is merged"
+        assert torch.equal(replica.anchors[0]._numbers, before), "and not yet copied back"
+        assert not torch.equal(replica.anchors[0].read(), before)
     assert not cuda.races
 
 
