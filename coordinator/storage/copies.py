@@ -136,14 +136,6 @@ class Bucket:
             raise self._failed(f"read {path}{_progress(len(data), size, began)}", error) from error
         return bytes(data)
 
-    def age_s(self, path: str) -> float:
-        """Seconds since an object was written, by the store's clock. Raises CopyFailed."""
-        try:
-            written: datetime = self._obstore.head(self._store, path)["last_modified"]
-        except Exception as error:
-            raise self._failed(f"look at {path}", error) from error
-        return max(0.0, (datetime.now(UTC) - written).total_seconds())
-
     def paths(self, under: str) -> list[str]:
         """Every object under a folder, sorted. Raises CopyFailed."""
         try:
@@ -170,7 +162,7 @@ class Bucket:
 def _progress(done: int, size: int, began: float) -> str:
     if size < 0:
         return ""
-    seconds = time.monotonic() - began
+    seconds = max(1e-9, time.monotonic() - began)
     return f" at {size_text(done)} of {size_text(size)} after {seconds:.0f} s ({size_text(done / seconds)}/s)"
 
 
@@ -182,7 +174,7 @@ def _progress(done: int, size: int, began: float) -> str:
 #     ckpt/<number>/f<fragment>-v<version>.safetensors   as `snapshots.py` writes them
 #     ckpt/<number>/manifest.json                        last: a copy without it is not one
 #
-# The manifest holds the format version, the run's name and fingerprint, the epoch, whether the run has finished, the
+# The manifest holds the format version, the run's name and fingerprint, epoch, time, whether the run has finished, the
 # versions, size and xxh3-64 of every object, the ledger as a journal record (base64), and a checksum over all that.
 # Deltas without an outcome are not in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored
 # folder is an old state of the run (protocol, Fencing), begun by one segment that holds the ledger.
@@ -243,6 +235,7 @@ def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
         "name": identity.name,
         "fingerprint": identity.fingerprint(),
         "epoch": cut.ledger.epoch,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "finished": cut.ledger.finished,
         "versions": list(cut.ledger.versions),
         "objects": objects,
@@ -399,7 +392,17 @@ class Copying:
     async def copy(self) -> bool:
         """Copy the current state if it changed. Returns whether the newest copy has it."""
         async with self._lock:
-            return await self._copy()
+            cut = await self._cut()
+            state = (cut.ledger.versions, cut.ledger.epoch if not cut.ledger.finished else None)
+            if state != self._copied:
+                written = await self._in_thread(lambda: write_copy(self._bucket, cut, kept=self._kept))
+                if written is None:
+                    return False
+                self._alarms.pop(_WHAT, None)
+                self._copied, self.copies, self.bytes = state, self.copies + 1, written
+                _log.info("copied url=%s versions=%s bytes=%d", self._bucket.url, ",".join(map(str, state[0])), written)
+            self._copied_at = time.monotonic()
+            return True
 
     async def last(self, stopped: Awaitable[None]) -> None:
         """Copy the final state of a run, or that of an orderly stop: once `stopped` returns, that gets `STOP_S` more.
@@ -424,32 +427,12 @@ class Copying:
             await asyncio.sleep(FIRST_PAUSE_S * 2**tries)
         return await self.copy()
 
-    async def _copy(self) -> bool:
-        cut = await self._cut()
-        state = (cut.ledger.versions, cut.ledger.epoch if not cut.ledger.finished else None)
-        if state == self._copied:
-            self._copied_at = time.monotonic()
-            return True
-        written = await self._in_thread(lambda: write_copy(self._bucket, cut, kept=self._kept))
-        if written is None:
-            return False
-        self._alarms.pop(_WHAT, None)
-        self._copied, self._copied_at = state, time.monotonic()
-        self.copies, self.bytes = self.copies + 1, written
-        _log.info("copied url=%s versions=%s bytes=%d", self._bucket.url, ",".join(map(str, state[0])), written)
-        return True
-
     async def _age_s(self) -> float:
         """Of the newest copy in the store; infinite without one."""
-
-        def look() -> tuple[dict[str, Any], float] | None:
-            if (manifest := read_manifest(self._bucket)) is None:
-                return None
-            return manifest, self._bucket.age_s(f"{manifest['folder']}/manifest.json")
-
-        if (found := await self._in_thread(look)) is None:
+        manifest = await self._in_thread(lambda: read_manifest(self._bucket))
+        if manifest is None:
             return math.inf
-        manifest, age_s = found
+        age_s = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(manifest["written"])).total_seconds())
         epoch = None if manifest["finished"] else manifest["epoch"]
         self._copied, self._copied_at = (tuple(manifest["versions"]), epoch), time.monotonic() - age_s
         return age_s

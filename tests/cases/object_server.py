@@ -76,8 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         more = {"Content-Range": f"bytes {first}-{last}/{len(data)}"} if wanted else {}
         self._answer(206 if wanted else 200, data[first : last + 1], more)
 
-    do_HEAD = do_GET
-
     def do_PUT(self) -> None:
         url = urlsplit(self.path)
         data = self._body("PUT")
@@ -125,8 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "HEAD":
-                return
             self.server.bodies.append(("GET", len(data)))
             for done in range(0, len(data), STEP):
                 self.wfile.write(data[done : done + STEP])

@@ -5,7 +5,9 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -35,7 +37,6 @@ class Shelf(Bucket):
         self.url = "memory://shelf"
         self.objects: dict[str, bytes] = {}
         self.puts_left = 1000
-        self.old_s = 0.0
         self.gate: threading.Event | None = None
 
     def put(self, path: str, data: bytes) -> None:
@@ -48,9 +49,6 @@ class Shelf(Bucket):
 
     def get(self, path: str) -> bytes | None:
         return self.objects.get(path)
-
-    def age_s(self, path: str) -> float:
-        return self.old_s
 
     def paths(self, under: str) -> list[str]:
         return sorted(path for path in self.objects if path.startswith(under + "/"))
@@ -205,6 +203,17 @@ def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
     return Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
 
 
+def write_earlier(shelf: Shelf, store: Store, old_s: float) -> None:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) - timedelta(seconds=old_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farloop.coordinator.storage.copies.datetime", Earlier)
+        write_copy(shelf, store.cut())
+
+
 @pytest.mark.parametrize(
     ("old_s", "first_s"), [(None, 5.0), (10_000.0, 5.0), (200.0, 400.0), (598.0, 5.0), (0.0, 600.0)]
 )
@@ -214,8 +223,7 @@ def test_the_first_copy_follows_a_start_by_what_the_store_holds(
     """Else a machine that restarts more often than `copy_every_s` would never make one."""
     shelf, pauses = Shelf(), list[float]()
     if old_s is not None:
-        write_copy(shelf, store.cut())
-        shelf.old_s = old_s
+        write_earlier(shelf, store, old_s)
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -235,8 +243,9 @@ def test_the_first_copy_follows_a_start_by_what_the_store_holds(
     assert pauses == [pytest.approx(first_s, abs=1), 5.0, 600.0, 600.0] and (made.copies, made.failures) == (1, 1)
 
 
-def test_the_lag_is_the_age_of_what_the_store_holds(store: Store, shelf: Shelf) -> None:
-    shelf.old_s = 7200.0
+def test_the_lag_is_the_age_of_what_the_store_holds(store: Store) -> None:
+    shelf = Shelf()
+    write_earlier(shelf, store, 7200.0)
 
     async def play() -> Copying:
         made = copying(store, shelf, {})
