@@ -16,8 +16,7 @@ from farloop.monitoring.status import dumps
 from farloop.monitoring.units import plural, size_text
 
 if TYPE_CHECKING:
-    from farloop.coordinator.storage.segment import Scan
-    from farloop.coordinator.storage.state_reader import Placed
+    from farloop.coordinator.storage.segment import Entry, Scan
     from farloop.coordinator.storage.verify import ReplayResult
 
 journal_app = Commands("Read a coordinator's state folder, running or not; only salvage --write changes it.")
@@ -47,13 +46,13 @@ def show_journal(
     Example: farloop journal show --kind commit --fragment 0 --follow
     """
     from farloop.coordinator.storage.record_text import KINDS, fragment_of, kind_of, nodes_of
-    from farloop.coordinator.storage.state_reader import LOOK_AGAIN_S, placed, read_journal
+    from farloop.coordinator.storage.state_reader import LOOK_AGAIN_S, read_journal
 
     for name in kind or ():
         if name not in KINDS.values():
             raise CommandError(f"--kind {name}: one of {', '.join(KINDS.values())} is wanted")
 
-    def wanted(at: "Placed") -> bool:
+    def wanted(at: "Entry") -> bool:
         return (
             (not kind or kind_of(at.record) in kind)
             and fragment in (None, fragment_of(at.record))
@@ -61,8 +60,8 @@ def show_journal(
         )
 
     console = Console(highlight=False)
-    found = [at for scan in read_journal(state) for at in placed(scan)]
-    following = found[-1].entry.sequence + 1 if found else 0
+    found = read_journal(state)
+    following = found[-1].sequence + 1 if found else 0
     chosen = [at for at in found if wanted(at)]
     hidden = 0 if everything else max(0, len(chosen) - last)
     _print_records(chosen[hidden:], console, as_json=as_json)
@@ -72,14 +71,14 @@ def show_journal(
     while follow:
         time.sleep(LOOK_AGAIN_S)
         new = list(_newer(state, following))
-        following = new[-1].entry.sequence + 1 if new else following
+        following = new[-1].sequence + 1 if new else following
         _print_records([at for at in new if wanted(at)], console, as_json=as_json)
 
 
-def _newer(directory: Path, following: int) -> "Iterator[Placed]":
+def _newer(directory: Path, following: int) -> "Iterator[Entry]":
     """Records from this sequence on."""
     from farloop.coordinator.storage.segment import scan_segment, segment_paths
-    from farloop.coordinator.storage.state_reader import placed, steadily
+    from farloop.coordinator.storage.state_reader import steadily
 
     def look() -> "list[Scan]":
         scans: list[Scan] = []
@@ -89,10 +88,10 @@ def _newer(directory: Path, following: int) -> "Iterator[Placed]":
                 break
         return scans
 
-    return (at for found in steadily(look) for at in placed(found) if at.entry.sequence >= following)
+    return (at for found in steadily(look) for at in found.entries if at.sequence >= following)
 
 
-def _print_records(records: "Iterable[Placed]", console: Console, *, as_json: bool) -> None:
+def _print_records(records: "Iterable[Entry]", console: Console, *, as_json: bool) -> None:
     from rich.table import Table
 
     from farloop.coordinator.storage.record_text import kind_of, plain, words
@@ -108,7 +107,7 @@ def _print_records(records: "Iterable[Placed]", console: Console, *, as_json: bo
     rows.add_column(ratio=1)
     for at in records:
         kind = kind_of(at.record)
-        rows.add_row(f"{at.entry.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
+        rows.add_row(f"{at.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
     if rows.row_count:
         console.print(rows)
 
@@ -242,8 +241,8 @@ def replay_journal(
     from farloop.coordinator.storage.verify import replay, span
 
     def look() -> "list[ReplayResult]":
-        scans = read_journal(state)
-        return list(replay(state, scans, _wanted(versions, fragment, span(state, scans))))
+        entries = read_journal(state)
+        return list(replay(state, entries, _wanted(versions, fragment, span(state, entries))))
 
     results = steadily(look)
     console = Console(highlight=False)

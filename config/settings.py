@@ -241,6 +241,10 @@ _SHARES = {
     ("coordinator", "min_participation"): (1.0, "share; 0 to 1 is wanted, as 0.5"),
     ("coordinator", "egress_price_per_gb"): (math.inf, "price; 0 or more is wanted"),
     ("coordinator", "probe_share"): (math.inf, "share; 0 or more is wanted, as 0.01"),
+    **{
+        place: (math.inf, "time; 0 seconds or more are wanted, as 60")
+        for place in (("coordinator", "probe_idle_s"), ("node", "hang_timeout"), ("node", "give_up"))
+    },
 }
 """Largest value, and what is wanted."""
 
@@ -331,10 +335,6 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     settings.check("coordinator", "copy_to", check_url)
     if coordinator["copy_every_s"] <= 0.0:
         raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted, as 600")
-    if coordinator["probe_idle_s"] < 0.0:
-        raise settings.error(
-            "coordinator", "probe_idle_s", "0 seconds or more are wanted, as 10; probe_bytes = 0 ends all probes"
-        )
     _check_http_port(settings, "coordinator", coordinator["bind"])
     coordinator.pop("insecure")
     _check_data(settings)
@@ -355,9 +355,6 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     settings.check("node", "nics", parse_nics)
     settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
-    for key in ("hang_timeout", "give_up"):
-        if settings.section("node")[key] < 0.0:
-            raise settings.error("node", key, "0 seconds or more are wanted, as 60")
     settings.check("node", "leave_code", _check_leave_code)
     settings.check("node", "lanes", check_lanes)
     host = parse_tcp(settings.section("node")["coordinator"]).host

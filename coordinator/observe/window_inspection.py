@@ -10,8 +10,8 @@ from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.observe.decision_log import own_of
-from farloop.coordinator.storage.segment import Scan
-from farloop.coordinator.storage.state_reader import Placed, attached, ledger_of, placed
+from farloop.coordinator.storage.segment import Entry
+from farloop.coordinator.storage.state_reader import attached, ledger_of
 from farloop.monitoring.status import OwnOfDelta
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import norm_sq
@@ -29,7 +29,7 @@ class MeasuredDelta:
 class ClosedWindow:
     """One commit of the journal, with what was known as it was made."""
 
-    at: Placed
+    at: Entry
     record: rec.WindowCommitted
     contributors: dict[BlobId, tuple[Contribution, ...]]  # of the deltas that are stored
     drops: tuple[rec.InputDropped, ...]  # of this fragment, since its commit before
@@ -44,50 +44,48 @@ class ClosedWindow:
     measured: dict[BlobId, MeasuredDelta]  # empty where the deltas are not stored
 
 
-def look_back(directory: Path, scans: list[Scan], wanted: set[tuple[int, int]]) -> dict[tuple[int, int], ClosedWindow]:
+def look_back(
+    directory: Path, entries: list[Entry], wanted: set[tuple[int, int]]
+) -> dict[tuple[int, int], ClosedWindow]:
     """The commits of these fragments and versions, as far as the journal has them. Raises StorageError."""
     found: dict[tuple[int, int], ClosedWindow] = {}
-    stored: dict[BlobId, Placed] = {}
+    stored: dict[BlobId, Entry] = {}
     drops: dict[int, list[rec.InputDropped]] = {}
     ledger: Ledger | None = None
-    for scan in scans:
-        for at in placed(scan):
-            if ledger is None:
-                ledger = ledger_of(directory, at.record)
-            match at.record:
-                case rec.InputStored(blob=blob):
-                    stored[blob] = at
-                case rec.InputDropped(blob=blob):
-                    drops.setdefault(blob.fragment, []).append(at.record)
-                case rec.WindowCommitted(fragment=fragment, version=version) as record:
-                    since = tuple(drops.pop(fragment, ()))
-                    if (fragment, version) in wanted:
-                        found[fragment, version] = _past(directory, ledger, at, record, stored, since)
-                case _:
-                    pass
-            ledger.apply(at.record)
+    for at in entries:
+        if ledger is None:
+            ledger = ledger_of(directory, at.record)
+        match at.record:
+            case rec.InputStored(blob=blob):
+                stored[blob] = at
+            case rec.InputDropped(blob=blob):
+                drops.setdefault(blob.fragment, []).append(at.record)
+            case rec.WindowCommitted(fragment=fragment, version=version) as record:
+                since = tuple(drops.pop(fragment, ()))
+                if (fragment, version) in wanted:
+                    found[fragment, version] = _past(directory, ledger, at, record, stored, since)
+            case _:
+                pass
+        ledger.apply(at.record)
     return found
 
 
-def newest_versions(directory: Path, scans: list[Scan]) -> tuple[list[int], set[int]]:
+def newest_versions(directory: Path, entries: list[Entry]) -> tuple[list[int], set[int]]:
     """Of every fragment; and the fragments that are final."""
-    ledger: Ledger | None = None
-    for scan in scans:
-        for at in placed(scan):
-            if ledger is None:
-                ledger = ledger_of(directory, at.record)
-            ledger.apply(at.record)
-    if ledger is None:
+    if not entries:
         return [], set()
+    ledger = ledger_of(directory, entries[0].record)
+    for at in entries:
+        ledger.apply(at.record)
     return list(ledger.versions), set(range(len(ledger.versions))) - ledger.windows.keys()
 
 
 def _past(
     directory: Path,
     ledger: Ledger,
-    at: Placed,
+    at: Entry,
     record: rec.WindowCommitted,
-    stored: dict[BlobId, Placed],
+    stored: dict[BlobId, Entry],
     drops: tuple[rec.InputDropped, ...],
 ) -> ClosedWindow:
     places = {addend.blob: stored[addend.blob] for addend in record.blobs if addend.blob in stored}
@@ -118,7 +116,7 @@ def _past(
 
 
 def _measured(
-    directory: Path, ledger: Ledger, record: rec.WindowCommitted, places: dict[BlobId, Placed]
+    directory: Path, ledger: Ledger, record: rec.WindowCommitted, places: dict[BlobId, Entry]
 ) -> dict[BlobId, MeasuredDelta]:
     inputs = [attached(directory, places[addend.blob].attachment) for addend in record.blobs]
     try:

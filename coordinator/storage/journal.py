@@ -508,6 +508,7 @@ class Journal:
             sequence=self.num_records,
             record=record,
             attachment=Attachment(segment=tail.number, offset=tail.end - attachment_bytes, size=attachment_bytes),
+            offset=tail.end - size,
             digest=int.from_bytes(header[-8:], "little"),
         )
         self.num_records += 1

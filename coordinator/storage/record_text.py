@@ -5,7 +5,7 @@ from typing import Any
 from farloop.algo.spec import BlobId, to_plain
 from farloop.algo.stages import described
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.storage.state_reader import Placed
+from farloop.coordinator.storage.segment import Entry
 from farloop.monitoring.units import size_text
 from farloop.wire.messages import Drop
 
@@ -70,7 +70,7 @@ def nodes_of(record: rec.Record) -> set[str]:
             return set()
 
 
-def words(at: Placed) -> str:
+def words(at: Entry) -> str:
     """A record as a sentence."""
     size = size_text(at.attachment.size)
     match at.record:
@@ -119,11 +119,11 @@ def words(at: Placed) -> str:
             return f"all before it: versions {_list(versions)}, epoch {epoch}"
 
 
-def plain(at: Placed) -> dict[str, Any]:
+def plain(at: Entry) -> dict[str, Any]:
     """Place, kind and fields, for JSON."""
     return {
-        "sequence": at.entry.sequence,
-        "segment": at.segment,
+        "sequence": at.sequence,
+        "segment": at.attachment.segment,
         "offset": at.offset,
         "kind": kind_of(at.record),
         "words": words(at),

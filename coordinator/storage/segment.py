@@ -79,18 +79,25 @@ class Entry:
     sequence: int
     record: Record = field(compare=False)
     attachment: Attachment
-    digest: int  # of the record's header, which has that of record and attachment
+    offset: int  # of its header in the segment
+    digest: int  # of its header, which has that of record and attachment
 
     @property
     def begins_a_journal(self) -> bool:
         """Whether a journal can begin with this record: nothing before it is needed."""
         return isinstance(self.record, LedgerSaved)
 
+    @property
+    def where(self) -> str:
+        """As `000003:1048576`: the segment's number and the byte in it."""
+        return f"{self.attachment.segment:06d}:{self.offset}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
     """What a segment holds."""
 
+    path: Path
     salt: int
     first_sequence: int
     entries: tuple[Entry, ...]
@@ -148,18 +155,36 @@ def read_segments(directory: Path, files: Files = DISK) -> list[Scan]:
         JournalCorrupt: a segment is missing, or damaged in a way that is not a torn tail of the last.
         StorageFailed: the disk refused a read.
     """
-    paths = segment_paths(directory, files)
     scans: list[Scan] = []
-    for number, path in paths.items():
-        last = number == max(paths)
-        until = None if last else first_sequence_of(paths[number + 1], number + 1, files)
-        found = scan_segment(path, number, scans[-1].next_sequence if scans else None, files, until=until)
+    for found in segments_of(directory, files):
+        if isinstance(found, JournalCorrupt):
+            raise found
         scans.append(found)
-        if number == min(paths) and number > 0 and not found.begins_a_journal:
-            raise JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
-        if until is not None and found.next_sequence < until:
-            raise JournalCorrupt(path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
     return scans
+
+
+def segments_of(directory: Path, files: Files = DISK) -> Iterator[Scan | JournalCorrupt]:
+    """Every segment in order, and before it what is wrong with it or missing. Raises StorageFailed."""
+    try:
+        paths = segment_paths(directory, files)
+    except JournalCorrupt as error:
+        yield error
+        return
+    following: int | None = None
+    for number, path in paths.items():
+        until = begin_of(directory, number + 1, files)
+        try:
+            found = scan_segment(path, number, following, files, until=until)
+        except JournalCorrupt as error:
+            yield error
+            following = None
+            continue
+        following = found.next_sequence
+        if number == min(paths) and number > 0 and not found.begins_a_journal:
+            yield JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
+        if until is not None and found.next_sequence < until:
+            yield JournalCorrupt(path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
+        yield found
 
 
 def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK) -> bytes:
@@ -238,7 +263,9 @@ def scan_segment(
             opened.close()
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
-    return Scan(salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size)
+    return Scan(
+        path=path, salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size
+    )
 
 
 def first_sequence_of(path: Path, number: int, files: Files = DISK) -> int:
@@ -301,7 +328,7 @@ def read_records(
             record = records.decode(header.kind, body)
         except ValueError as error:
             raise JournalCorrupt(path, offset, str(error)) from error
-        yield Entry(sequence=sequence, record=record, attachment=attachment, digest=header.digest)
+        yield Entry(sequence=sequence, record=record, attachment=attachment, offset=offset, digest=header.digest)
         offset, sequence = attachment.offset + attachment.size, sequence + 1
 
 
@@ -398,7 +425,7 @@ def read_damaged(directory: Path, files: Files = DISK) -> list[Entry | Gap]:
     for number in range(min(numbers), max(numbers) + 1) if numbers else ():
         path = segment_path(directory, number)
         if number in numbers:
-            items += _segment(path, number, _begin_of(directory, number + 1, numbers, files), files)
+            items += _segment(path, number, begin_of(directory, number + 1, files), files)
         else:
             items.append(Gap(fault=JournalCorrupt(path, 0, "this segment of the journal is missing")))
     first = next(iter(items), None)
@@ -423,12 +450,12 @@ def read_all(directory: Path, files: Files = DISK) -> tuple[Scan, tuple[Entry | 
     return scans[-1], tuple(entry for scanned in scans for entry in scanned.entries)
 
 
-def _begin_of(directory: Path, number: int, numbers: set[int], files: Files) -> int | None:
-    """Sequence of a segment's first record; None if unreadable."""
-    if number not in numbers:
+def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:
+    """Sequence of a segment's first record; None where there is no such segment, or it is unreadable."""
+    if files.identity(path := segment_path(directory, number)) is None:
         return None
     try:
-        return first_sequence_of(segment_path(directory, number), number, files)
+        return first_sequence_of(path, number, files)
     except JournalCorrupt:
         return None
 

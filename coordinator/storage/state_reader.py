@@ -5,8 +5,7 @@ pruned during the read; a second read then differs. Real damage remains.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,42 +14,12 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import Record
 from farloop.coordinator.errors import Inconsistent, NoFolder, StateMismatch, StorageError
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.segment import (
-    SEGMENT_HEADER_BYTES,
-    Attachment,
-    Entry,
-    Scan,
-    read_attachment,
-    read_segments,
-    refuse_half_salvaged,
-)
+from farloop.coordinator.storage.segment import Attachment, Entry, read_attachment, read_segments, refuse_half_salvaged
 
 _T = TypeVar("_T")
 
 LOOK_AGAIN_S = 0.2  # after which a record that was being written is whole
 _LOOKS = 20  # at something that is different every time; a journal that is written this fast has a live coordinator
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A record and where its header begins."""
-
-    segment: int
-    offset: int
-    entry: Entry
-
-    @property
-    def record(self) -> Record:
-        return self.entry.record
-
-    @property
-    def attachment(self) -> Attachment:
-        return self.entry.attachment
-
-    @property
-    def where(self) -> str:
-        """As `000003:1048576`: the segment's number and the byte in it."""
-        return f"{self.segment:06d}:{self.offset}"
 
 
 def state_folder(directory: Path, files: Files = DISK) -> Path:
@@ -87,17 +56,10 @@ def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep
     return look()
 
 
-def read_journal(directory: Path) -> list[Scan]:
-    """Read the journal. Raises StorageError: it is damaged or missing."""
+def read_journal(directory: Path) -> list[Entry]:
+    """The journal's records. Raises StorageError: it is damaged or missing."""
     journal_folder(directory)
-    return steadily(lambda: read_segments(directory))
-
-
-def placed(scan: Scan) -> Iterator[Placed]:
-    offset = SEGMENT_HEADER_BYTES
-    for entry in scan.entries:
-        yield Placed(segment=entry.attachment.segment, offset=offset, entry=entry)
-        offset = entry.attachment.offset + entry.attachment.size
+    return [entry for scan in steadily(lambda: read_segments(directory)) for entry in scan.entries]
 
 
 def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes:

@@ -15,16 +15,8 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.recovery import buffers_of, refusal
-from farloop.coordinator.storage.segment import (
-    Attachment,
-    Scan,
-    first_sequence_of,
-    scan_segment,
-    segment_numbers,
-    segment_path,
-    segment_paths,
-)
-from farloop.coordinator.storage.state_reader import Placed, attached, journal_folder, ledger_of, placed, steadily
+from farloop.coordinator.storage.segment import Attachment, Entry, Scan, segment_numbers, segment_path, segments_of
+from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.wire.blobs import blob_digest
@@ -66,21 +58,19 @@ class ReplayResult:
         return not self.trouble and all(comparison.same for comparison in self.compared)
 
 
-def span(directory: Path, scans: list[Scan]) -> dict[int, tuple[int, int]]:
+def span(directory: Path, entries: list[Entry]) -> dict[int, tuple[int, int]]:
     """First and last version of every fragment that can be replayed; an empty span has first > last."""
-    first = next((record for scan in scans for record in placed(scan)), None)
-    if first is None:
+    if not entries:
         return {}
-    ledger = ledger_of(directory, first.record)
+    ledger = ledger_of(directory, entries[0].record)
     known: dict[int, list[int]] = {fragment: [] for fragment in range(len(ledger.versions))}
     newest = dict(enumerate(ledger.versions))
-    for scan in scans:
-        for record in placed(scan):
-            if isinstance(record.record, rec.WindowCommitted):
-                known[record.record.fragment].append(record.record.version)
-                newest[record.record.fragment] = record.record.version
-            for anchor in record.record.anchors if isinstance(record.record, rec.Adopted) else ():
-                known[anchor.fragment], newest[anchor.fragment] = [], anchor.version  # nothing leads there
+    for record in entries:
+        if isinstance(record.record, rec.WindowCommitted):
+            known[record.record.fragment].append(record.record.version)
+            newest[record.record.fragment] = record.record.version
+        for anchor in record.record.anchors if isinstance(record.record, rec.Adopted) else ():
+            known[anchor.fragment], newest[anchor.fragment] = [], anchor.version  # nothing leads there
     spans: dict[int, tuple[int, int]] = {}
     for fragment, versions in known.items():
         oldest = min(versions, default=newest[fragment] + 1)
@@ -89,7 +79,7 @@ def span(directory: Path, scans: list[Scan]) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def replay(directory: Path, scans: list[Scan], wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
+def replay(directory: Path, entries: list[Entry], wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
     """Make commits again: of each fragment in `wanted` those from the first to the last version.
 
     A fragment whose commit does not come out is not followed any further.
@@ -101,25 +91,24 @@ def replay(directory: Path, scans: list[Scan], wanted: dict[int, tuple[int, int]
     buffers: dict[int, Buffers] = {}
     inputs: dict[BlobId, Attachment] = {}
     ledger: Ledger | None = None
-    for scan in scans:
-        for at in placed(scan):
-            if ledger is None:
-                ledger = ledger_of(directory, at.record)
-                fingerprint = ledger.spec.identity.fingerprint()
-                buffers = {f: _begin(directory, f, first, fingerprint) for f, (first, _) in wanted.items()}
-            if (blob := _spooled(at.record)) is not None:
-                inputs[blob] = at.attachment
-            if isinstance(at.record, rec.WindowCommitted):
-                held, (first, last) = buffers.get(at.record.fragment), wanted.get(at.record.fragment, (0, -1))
-                if held is not None and at.record.version == held.version + 1 and at.record.version <= last:
-                    again, following = _again(directory, ledger, held, at, inputs)
-                    if following is None:
-                        del buffers[at.record.fragment]
-                    else:
-                        buffers[at.record.fragment] = following
-                    if at.record.version >= first or following is None:
-                        yield again
-            ledger.apply(at.record)
+    for at in entries:
+        if ledger is None:
+            ledger = ledger_of(directory, at.record)
+            fingerprint = ledger.spec.identity.fingerprint()
+            buffers = {f: _begin(directory, f, first, fingerprint) for f, (first, _) in wanted.items()}
+        if (blob := _spooled(at.record)) is not None:
+            inputs[blob] = at.attachment
+        if isinstance(at.record, rec.WindowCommitted):
+            held, (first, last) = buffers.get(at.record.fragment), wanted.get(at.record.fragment, (0, -1))
+            if held is not None and at.record.version == held.version + 1 and at.record.version <= last:
+                again, following = _again(directory, ledger, held, at, inputs)
+                if following is None:
+                    del buffers[at.record.fragment]
+                else:
+                    buffers[at.record.fragment] = following
+                if at.record.version >= first or following is None:
+                    yield again
+        ledger.apply(at.record)
 
 
 def _spooled(record: rec.Record) -> BlobId | None:
@@ -143,7 +132,7 @@ def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buff
 
 
 def _again(
-    directory: Path, ledger: Ledger, held: Buffers, at: Placed, inputs: dict[BlobId, Attachment]
+    directory: Path, ledger: Ledger, held: Buffers, at: Entry, inputs: dict[BlobId, Attachment]
 ) -> tuple[ReplayResult, Buffers | None]:
     """Replay the commit at `at`. Returns the buffers after it, None if it differs."""
     record = at.record
@@ -289,7 +278,7 @@ class _Verifier:
     def _look(self) -> Report:
         scans = self._segments()
         for found in scans:
-            for record in placed(found):
+            for record in found.entries:
                 if not self._record(record):
                     return self._report
         if self._ledger is not None:
@@ -304,54 +293,30 @@ class _Verifier:
 
     def _segments(self) -> list[Scan]:
         """Segments up to the first damaged one; later ones are only checked for damage."""
-        report = self._report
-        try:
-            paths = segment_paths(self._directory, self._files)
-        except JournalCorrupt as error:
-            self._fault(error.path.name, error.detail)
-            return []
-        whole: list[Scan] = []
-        intact, following, salts = True, None, dict[int, str]()
-        for number, path in paths.items():
-            report.segments += 1
-            until = None if number == max(paths) else self._begin_of(number + 1)
-            try:
-                found = scan_segment(path, number, following, self._files, until=until)
-            except JournalCorrupt as error:
-                self._fault(f"{error.path.name} byte {error.offset}", error.detail)
-                intact, following = False, None
+        report, whole, intact, salts = self._report, list[Scan](), True, dict[int, str]()
+        report.segments = len(segment_numbers(self._directory, self._files))
+        for found in segments_of(self._directory, self._files):
+            if isinstance(found, JournalCorrupt):
+                is_there = self._files.identity(found.path) is not None
+                self._fault(f"{found.path.name} byte {found.offset}" if is_there else found.path.name, found.detail)
+                intact = False
                 continue
-            following = found.next_sequence
-            if number == min(paths) and number > 0 and not found.begins_a_journal:
-                self._fault(segment_path(self._directory, number - 1).name, "this segment of the journal is missing")
-                intact = False
-            if until is not None and found.next_sequence < until:
-                what = f"record {found.next_sequence} is damaged, and segments follow"
-                self._fault(f"{path.name} byte {found.end}", what)
-                intact = False
             if other := salts.get(found.salt):
-                self._fault(path.name, f"has the salt of {other}: one is a copy of the other")
-            salts[found.salt] = path.name
+                self._fault(found.path.name, f"has the salt of {other}: one is a copy of the other")
+            salts[found.salt] = found.path.name
             if found.torn_bytes:
                 report.torn = (
-                    f"{path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that is "
-                    "being written; no peer was told of it, and a start removes it"
+                    f"{found.path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that "
+                    "is being written; no peer was told of it, and a start removes it"
                 )
             if intact:
                 whole.append(found)
         return whole
 
-    def _begin_of(self, number: int) -> int | None:
-        """Sequence of this segment's first record; None if unreadable."""
-        try:
-            return first_sequence_of(segment_path(self._directory, number), number, self._files)
-        except JournalCorrupt:
-            return None
-
-    def _record(self, at: Placed) -> bool:
+    def _record(self, at: Entry) -> bool:
         """Check a record. Returns whether later ones can be checked."""
         report, record = self._report, at.record
-        where = f"{segment_path(self._directory, at.segment).name} byte {at.offset}, record {at.entry.sequence}"
+        where = f"{segment_path(self._directory, at.attachment.segment).name} byte {at.offset}, record {at.sequence}"
         report.records += 1
         report.attached_bytes += at.attachment.size
         if self._ledger is None:
@@ -419,7 +384,7 @@ class _Verifier:
                 pass
         return None
 
-    def _attached(self, at: Placed, where: str, what: str, expected: int, size: int | None) -> None:
+    def _attached(self, at: Entry, where: str, what: str, expected: int, size: int | None) -> None:
         data = attached(self._directory, at.attachment, self._files)
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")

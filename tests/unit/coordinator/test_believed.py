@@ -188,7 +188,7 @@ def test_any_sequence_of_well_typed_messages_leaves_a_state_that_recovers(
             journal.append(record)
         journal.sync()
         journal.close()
-        found = [entry.record for scan in read_journal(Path(folder)) for entry in scan.entries]
+        found = [entry.record for entry in read_journal(Path(folder))]
     ledger = ledger_of(Path(folder), found[0])
     for record in found[1:]:
         ledger.apply(record)

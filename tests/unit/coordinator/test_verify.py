@@ -18,8 +18,8 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal
-from farloop.coordinator.storage.segment import segment_path, segment_paths
-from farloop.coordinator.storage.state_reader import placed, read_journal, steadily
+from farloop.coordinator.storage.segment import read_segments, segment_path, segment_paths
+from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.coordinator.storage.verify import replay, span, verify
 
 ROUNDS = SNAPSHOT_EVERY + 3
@@ -89,7 +89,7 @@ def test_a_whole_folder_is_found_whole_and_not_touched(folder: Path) -> None:
     report = verify(folder)
     assert (report.faults, report.run, report.versions, report.torn) == ([], "small", [ROUNDS, ROUNDS], "")
     assert report.segments == len(segment_paths(folder)) > 1
-    assert report.records == sum(len(scan.entries) for scan in read_journal(folder))
+    assert report.records == len(read_journal(folder))
     assert report.snapshots == 2 * snapshots.KEEP and report.deltas == 2 * report.updates
     assert image(folder) == before
     for epoch in (2, 3):
@@ -110,21 +110,21 @@ def test_a_folder_whose_coordinator_is_at_work_is_found_whole(tmp_path: Path, sp
 
 def test_a_flipped_bit_is_found_wherever_it_is(folder: Path) -> None:
     """In each record of each segment: in its header, its body and its attachment."""
-    places = [at for scan in read_journal(folder) for at in placed(scan)]
-    durable = [at for at in places if at.entry.sequence + 1 < places[-1].entry.sequence]
+    places = read_journal(folder)
+    durable = [at for at in places if at.sequence + 1 < places[-1].sequence]
     for at in durable[:: len(durable) // 12]:
-        path = segment_path(folder, at.segment)
+        path = segment_path(folder, at.attachment.segment)
         whole = path.read_bytes()
         for offset in (at.offset + 9, at.offset + 60, at.attachment.offset + at.attachment.size - 1):
             flip(path, offset)
             where, what = told(folder)
-            assert where == f"{path.name} byte {at.offset}" and f"record {at.entry.sequence} is damaged" in what
+            assert where == f"{path.name} byte {at.offset}" and f"record {at.sequence} is damaged" in what
             path.write_bytes(whole)
 
 
 def test_a_torn_tail_is_told_from_damage(folder: Path) -> None:
     (*_, last) = segment_paths(folder).values()
-    end = read_journal(folder)[-1].end
+    end = read_segments(folder)[-1].end
     with last.open("r+b") as file:
         file.seek(end)
         file.write(b"\x89FLR half a record")
@@ -161,7 +161,7 @@ def test_files_that_are_missing_damaged_or_do_not_fit_are_named(folder: Path) ->
 
 def a_commit_again(folder: Path) -> rec.Record:
     """The first commit of fragment 1 that is left in the journal."""
-    records = [at.record for scan in read_journal(folder) for at in placed(scan)]
+    records = [at.record for at in read_journal(folder)]
     return next(record for record in records if isinstance(record, rec.WindowCommitted) and record.fragment == 1)
 
 
