@@ -17,7 +17,8 @@ from farloop.monitoring.units import NOTHING
 from farloop.quant.codec import Codec
 from farloop.quant.codec_checks import check_downlink
 from farloop.quant.errors import UnsoundPairing
-from farloop.quant.registry import CODECS, codec_named, downlink_spelling, parameters_of
+from farloop.quant.registry import CODECS, codec_named
+from farloop.quant.spelling import PARAMETERS, downlink_spelling
 
 TABLE_COLUMNS = 110
 
@@ -101,7 +102,7 @@ def _descriptions() -> Table:
         for name, default, meaning in _parameters(codec):
             table.add_row("", f"[cyan]{name}={default}[/]  [dim]{meaning}[/]")
     table.add_row("", "")
-    table.add_row("any", f"[cyan]beta=0…1[/]  [dim]{parameters_of('fp32')['beta'].meaning}[/]")
+    table.add_row("any", f"[cyan]beta=0…1[/]  [dim]{PARAMETERS['fp32']['beta'].meaning}[/]")
     return table
 
 
@@ -113,8 +114,9 @@ def summary_of(codec: Codec) -> str:
 
 def _parameters(codec: Codec) -> Iterator[tuple[str, str, str]]:
     """(name, default, meaning) of those that not every codec has."""
-    for name, parameter in codec.PARAMETERS.items():
-        yield name, parameter.write(getattr(codec, name)), parameter.meaning
+    for name, parameter in PARAMETERS[codec.name].items():
+        if name != "beta":
+            yield name, parameter.write(parameter.default), parameter.meaning
 
 
 _TRAITS = ("bits_per_element", "exact_decode", "unbiased", "contraction", "deterministic", "summable", "sparse",

@@ -30,10 +30,11 @@ from farloop.bench.loop import FIRST, Loop, coordinator
 from farloop.bench.machine import machine, source_commit
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.node.devices import Where as Place
 from farloop.node.devices import lock_in_memory
 from farloop.node.library import Node, join
-from farloop.node.model import PRESETS, ModelConfig, build
+from farloop.node.model import build
+from farloop.node.settings import PRESETS, ModelConfig
+from farloop.node.settings import Where as Place
 from farloop.quant.digest import digest
 from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named

@@ -23,7 +23,8 @@ from farloop.bench.processes import free_port, started
 from farloop.config.exit_codes import CommandError, code_of, write_output
 from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
-from farloop.node.model import GPT, ModelConfig, build
+from farloop.node.model import GPT, build
+from farloop.node.settings import ModelConfig
 
 FIRST: Final = "first.safetensors"
 SEQUENCES: Final = 4

@@ -17,11 +17,13 @@ from torch import nn
 from farloop.bench.processes import free_port, run_together, status_bytes
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
-from farloop.config.settings import load_run, planned
+from farloop.config.run_spec import planned
+from farloop.config.settings import load_run
 from farloop.config.sources import dump_toml
 from farloop.node.library import join
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
+from farloop.node.settings import PRESETS
 from farloop.quant.kernels.dispatch import warm
 
 _RUN: Mapping[str, object] = {

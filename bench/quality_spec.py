@@ -17,11 +17,12 @@ from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import RunSpec
 from farloop.bench.quality import CPU, RATE, SEED_OFFSET, Knob, QualityPlan, Trial, Tuned, Variant, settings_to_try
 from farloop.config.exit_codes import CommandError
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run
-from farloop.config.settings import RUN_SCHEMA
-from farloop.config.sources import ConfigError, Given, load_tables, nearest
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import plan_run
+from farloop.config.settings import OTHER_NAMES, RUN_SCHEMA, run_settings
+from farloop.config.sources import ConfigError, load_tables, nearest
 from farloop.node.data import Corpus, load_corpus
-from farloop.node.model import PRESETS
+from farloop.node.settings import PRESETS
 from farloop.quant.registry import CODECS
 
 # --- how variants, settings and knobs are spelled
@@ -39,8 +40,6 @@ _SINGLE = {
 
 SAME_FOR_ALL = frozenset({"name", "seed", "init", "model", "sequence_tokens", "evaluation_sequences"})
 """Settings that decide the first weights, the samples and what is evaluated: runs that differ in them are no pairs."""
-
-_OTHER_NAMES = {"peak_lr": ("lr",), "codec": ("codec_up", "codec_down")}
 
 
 def parse_variant(spelled: str, *, fixed: Collection[str] = SAME_FOR_ALL) -> dict[str, Any]:
@@ -100,28 +99,13 @@ def _how_for_all(name: str) -> str:
             return "set it with --set"
 
 
-def run_settings(words: Iterable[str], *, origin: str) -> dict[str, Any]:
-    """`h=15` and the like as typed fields of `RunConfig`. Raises CommandError."""
-    keys, fields = RUN_SCHEMA["run"], dict[str, Any]()
-    for word in words:
-        name, separator, value = word.partition("=")
-        if not separator or not name:
-            raise CommandError(f"{origin}: {word!r} is not KEY=VALUE, as h=15")
-        for key in _OTHER_NAMES.get(name, (name,)):
-            if key not in keys:
-                raise CommandError(f"{origin}: a run has no setting {name!r}; {nearest(name, [*keys, *_OTHER_NAMES])}")
-            given = Given(section="run", key=key, value=value, origin=origin, is_text=True, folder=Path.cwd())
-            fields[key] = keys[key].parse(given)
-    return fields
-
-
 def parse_knobs(words: Iterable[str]) -> tuple[Knob, ...]:
     """`outer_lr=0.2,0.4,0.6`: what to try, in rising order. Raises CommandError."""
     numbers = [name for name, key in RUN_SCHEMA["run"].items() if key.kind is float]
     knobs: dict[str, Knob] = {}
     for word in words:
         spelled, separator, text = word.partition("=")
-        name = _OTHER_NAMES.get(spelled, (spelled,))[0]
+        name = OTHER_NAMES.get(spelled, (spelled,))[0]
         if not separator or not text:
             raise CommandError(f"--tune {word}: KEY=VALUE,VALUE,… is wanted, as outer_lr=0.2,0.4,0.6")
         if name not in numbers:

@@ -24,7 +24,8 @@ from farloop.coordinator.aggregator import first_anchor
 from farloop.monitoring.status import dumps
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corpus
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.model import GPT, PRESETS, build, from_json
+from farloop.node.model import GPT, build, from_json
+from farloop.node.settings import PRESETS
 from farloop.node.trainer import EVALUATION_BATCH, check_data, mixed_precision
 from farloop.quant.digest import digest
 

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.node.parent import AGENT
-from farloop.node.trainer import NodeConfig
+from farloop.node.settings import NodeConfig
 
 _log = logging.getLogger(__name__)
 

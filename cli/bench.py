@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.options import AsJson, Commands, TextData, make_output_folder
+from farloop.cli.options import AsJson, Commands, TextData, check_codecs, check_links, check_model, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text, size_text
@@ -90,6 +90,8 @@ def codecs(
 
     Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
+    parse_threads(threads)
+    check_codecs(codec or [])
     from farloop.bench.codecs import run
     from farloop.cli.progress import progress_console
 
@@ -234,6 +236,7 @@ def memory(
 
     Example: farloop bench memory --ranks 1 --ranks 2
     """
+    check_model(model)
     from farloop.bench.machine import machine, source_commit
     from farloop.bench.memory import measure, measure_ranks
 
@@ -306,10 +309,11 @@ def loop(
 
     Example: farloop bench loop --h 5 --link 50mbit/50ms
     """
+    check_model(model)
+    check_links(link)
     from farloop.bench.loop import measure, text
-    from farloop.node.model import PRESETS
+    from farloop.node.settings import PRESETS
 
-    _one_of("--model", model, PRESETS)
     emulated = _emulated(link) if link else None
 
     @contextmanager
@@ -353,12 +357,11 @@ def sync(
 
     Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
-    from farloop.bench.sync import measure, text
-    from farloop.quant.registry import codec_named
-
     codecs = codec or ["q4"]
-    for name in codecs:
-        codec_named(name)
+    check_codecs(codecs)
+    check_links(*(link or []))
+    from farloop.bench.sync import measure, text
+
     links = [None, *map(_emulated, link or [])]
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
@@ -395,11 +398,10 @@ def coordinator(
 
     Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
     """
+    check_codecs([codec])
     from farloop.bench.coordinator import MOST_NODES, measure
-    from farloop.quant.registry import codec_named
 
     counts = _sizes(nodes, least=1, most=MOST_NODES)
-    codec_named(codec)
     out = _empty_folder(out, "coordinator")
     processes = processes or os.cpu_count() or 1
     rows = measure(counts, int(parameters), codec, rounds, processes, step_s, out.resolve(), os.environ)
@@ -535,12 +537,9 @@ def _empty_folder(out: Path | None, command: str) -> Path:
 def _emulated(name: str) -> "Emulated":
     """A link as `--link` names it."""
     from farloop.bench.sync import Emulated
-    from farloop.chaos.relay import Link, LinkError, Relay, RelayThread
+    from farloop.chaos.relay import Link, Relay, RelayThread
 
-    try:
-        parsed = Link.parse(name)
-    except LinkError as error:
-        raise CommandError(f"--link: {error}") from error
+    parsed = Link.parse(name)
 
     @contextmanager
     def ports(port: int, count: int) -> Iterator[list[int]]:
@@ -671,11 +670,12 @@ def quality(
     """
     given = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h}
     named = {name: value for name, value in given.items() if value is not None}
+    check_model(model or _PAIRS["model"])
     from farloop.bench.quality import RunFailed
     from farloop.bench.quality_spec import asked_for, check_device
     from farloop.bench.quality_tables import markdown, table, tuning_lines
     from farloop.cli.progress import progress_console
-    from farloop.config.run_spec import DataConfig
+    from farloop.config.run_config import DataConfig
 
     check_device(device)
     make_output_folder(out)
@@ -726,8 +726,9 @@ def _compare_pairs(
     """
     from farloop.bench.comparison import report
     from farloop.bench.quality import run_all
-    from farloop.bench.quality_spec import plan_quality, run_settings
+    from farloop.bench.quality_spec import plan_quality
     from farloop.bench.quality_tables import watched
+    from farloop.config.settings import run_settings
     from farloop.plots.quality import plot
 
     words = [f"{name}={value}" for name, value in given.items() if name != "seeds"]
@@ -757,7 +758,7 @@ def _compare_grid(
     from farloop.bench.quality_spec import command_of, picked_of, plan_grid
     from farloop.bench.quality_tables import watched
     from farloop.bench.training import CURVE_SEQUENCES
-    from farloop.config.run_spec import DataConfig
+    from farloop.config.run_config import DataConfig
     from farloop.plots.quality import plot_methods
 
     planned = plan_grid(grid, **where)

@@ -24,24 +24,23 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from rich.table import Table
 
-from farloop.bench.machine import machine, source_commit
 from farloop.chaos.faults import DATA, RUN, Ballast
 from farloop.chaos.processes import stop_on_signals
-from farloop.chaos.storm import Outcome, Stopped, Storm
 from farloop.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.cli.options import facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import duration_text, size_text
-from farloop.plots.style import INK, color_of, figure, ticks
-from farloop.quant.registry import warm_for
+
+if TYPE_CHECKING:
+    from farloop.chaos.storm import Outcome
 
 NODE_BACK: Final = "node_back"
 
@@ -59,6 +58,11 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
     kinds = _kinds(wanted)
+    from farloop.bench.machine import machine, source_commit
+    from farloop.chaos.storm import Stopped, Storm
+    from farloop.config.run_spec import plan_run
+    from farloop.quant.registry import warm_for
+
     folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
     _prepare(folder)
     console = progress_console(json=as_json)
@@ -129,7 +133,7 @@ def _skipped(folder: Path) -> dict[Kind, str]:
     return {"fill_disk": refusal} if refusal else {}
 
 
-def _verdict(outcome: Outcome, folder: Path) -> str:
+def _verdict(outcome: "Outcome", folder: Path) -> str:
     wrong = [f"{outcome.lost} versions lost"] if outcome.lost else []
     wrong += [f"{outcome.forks} forks"] if outcome.forks else []
     wrong += [] if outcome.digests_equal else ["the last digests are not equal everywhere"]
@@ -137,7 +141,7 @@ def _verdict(outcome: Outcome, folder: Path) -> str:
     return f"{'; '.join(wrong)} (logs: {folder})"
 
 
-def figures(outcome: Outcome) -> dict[str, Any]:
+def figures(outcome: "Outcome") -> dict[str, Any]:
     measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
     return {
         "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
@@ -171,7 +175,7 @@ def _mean(seconds: Sequence[float]) -> float | None:
     return sum(seconds) / len(seconds) if seconds else None
 
 
-def faults_table(outcome: Outcome) -> Table:
+def faults_table(outcome: "Outcome") -> Table:
     """A row per kind of fault: count and recovery times."""
     shown = table("fault", "times", "recovered", "mean", "max", left=("fault",))
     rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
@@ -182,7 +186,7 @@ def faults_table(outcome: Outcome) -> Table:
     return shown
 
 
-def result_table(outcome: Outcome, folder: Path) -> Table:
+def result_table(outcome: "Outcome", folder: Path) -> Table:
     """What must be 0 or equal, and totals."""
     told = figures(outcome)
     shown = facts()
@@ -221,6 +225,8 @@ def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
 
     Of each stretch the highest: a process that has just been started is small, and many starts would hide the rest.
     """
+    from farloop.plots.style import INK, color_of, figure, ticks
+
     stretch_s = max((series[-1][0] for series in memory.values()), default=0.0) / _STRETCHES
     with figure(path, 9.6, 4.0) as drawn:
         axes = drawn.add_subplot()

@@ -1,21 +1,19 @@
 """`farloop config check`: the run or node that a file describes, in a few lines."""
 
 import math
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from farloop.algo.schedule import first_rounds
 from farloop.algo.terms import Terms
 from farloop.config.memory import Memory, memory_of
-from farloop.config.run_spec import Plan, loops_bring_data
-from farloop.config.settings import NodeFile, RunFile, load, planned
+from farloop.config.run_config import loops_bring_data
+from farloop.config.run_spec import Plan, planned
+from farloop.config.settings import NodeFile, RunFile
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
-from farloop.node.named_model import HF
-from farloop.node.trainer import NodeConfig
+from farloop.node.settings import HF, NodeConfig
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
-from farloop.wire.keys import AllowList, load_public, load_secret
 from farloop.wire.uplink import UplinkLimit
 
 Line = tuple[str, str]  # label and value
@@ -24,28 +22,15 @@ _PCIE_BYTES_PER_S = 25e9  # 16 lanes of PCIe 4, from locked memory
 _STEP_S = 0.1
 
 
-def check(
-    path: Path, *, flags: Iterable[str], environ: Mapping[str, str], ranks: int = 1, shard: bool = False
-) -> tuple[list[Line], Memory | None]:
-    """Read a file, its keys and, for a run, its data and model; start nothing. And the memory that a run takes.
+def check(file: RunFile | NodeFile, *, ranks: int = 1, shard: bool = False) -> tuple[list[Line], Memory | None]:
+    """Of a run, read its data and model; start nothing. And the memory that a run takes.
 
-    `ranks`, `shard`: of a node, for its memory.
-
-    Raises:
-        ConfigError, KeyFileError: one line.
+    `ranks`, `shard`: of a node, for its memory. Raises ConfigError, one line.
     """
-    file = load(path, flags=flags, environ=environ)
     if isinstance(file, RunFile):
-        coordinator = file.coordinator
-        if coordinator.key is not None and coordinator.allow is not None:
-            load_secret(coordinator.key)
-            AllowList(coordinator.allow).refresh()
         plan = planned(file, weights=False)
         memory = memory_of(plan.spec, ranks=ranks, shard=shard)
         return [*_run_lines(file, plan), *_memory_lines(memory), _pcie_line(plan, ranks if shard else 1)], memory
-    if file.node.key is not None and file.node.server_key is not None:
-        load_secret(file.node.key)
-        load_public(file.node.server_key)
     return _node_lines(file), None
 
 

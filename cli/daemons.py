@@ -22,14 +22,15 @@ import uvloop
 from farloop.algo.spec import Identity, RunSpec
 from farloop.algo.terms import Terms
 from farloop.config.exit_codes import CommandError, ExitCode, say_error
-from farloop.config.run_spec import Plan
-from farloop.config.settings import NodeFile, RunFile, planned
+from farloop.config.run_spec import Plan, planned
+from farloop.config.settings import NodeFile, RunFile
 from farloop.coordinator.change_terms import adoption_of
-from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
-from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
+from farloop.coordinator.daemon import Coordinator
+from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.net.zmq_router import BindError
+from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.recovery import Place, as_they_are
@@ -114,23 +115,6 @@ _DIFFERS = {
     "data": "the data differ",
     "evaluation_set": "the evaluation set differs",
 }
-
-
-def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
-    """How long adoption from nodes waits for absent ones; None without adoption.
-
-    Raises:
-        CommandError: the flags contradict each other.
-    """
-    if wanted and rewind:
-        raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
-    if newest and not wanted:
-        raise CommandError("--adopt-newest needs --adopt-from-nodes: give both")
-    if patience_s is not None and not wanted:
-        raise CommandError("--adopt-patience needs --adopt-from-nodes: give both")
-    if patience_s is not None and not 0 < patience_s < math.inf:
-        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted, as {PATIENCE_S:g}")
-    return None if not wanted else PATIENCE_S if patience_s is None else patience_s
 
 
 def run_coordinator(

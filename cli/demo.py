@@ -28,11 +28,10 @@ from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
 from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
-from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
-from farloop.config.settings import LEAST
-from farloop.config.sources import nearest
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import Plan, plan_run
 from farloop.monitoring.status import Status, dumps
-from farloop.node.model import PRESETS, build, from_json
+from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 
@@ -59,15 +58,8 @@ def run_demo(
     Raises:
         CommandError: one line.
     """
-    if run["model"] not in PRESETS:
-        raise CommandError(f"--model: there is no {run['model']!r}; {nearest(run['model'], PRESETS)}")
-    for key in ("nodes", "seed"):
-        if run[key] < (least := LEAST["run", key]):
-            raise CommandError(f"--{key}: the least is {least}, not {run[key]}")
     console = progress_console(json=as_json)
     try:
-        if link:
-            Link.parse(link)
         if resume is not None:
             plan = _load(resume)
         else:

@@ -30,7 +30,8 @@ from farloop.cli.daemons import connect
 from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
-from farloop.config.settings import NodeFile, RunFile, load, planned
+from farloop.config.run_spec import planned
+from farloop.config.settings import NodeFile, RunFile, load
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, parse_tcp
@@ -47,7 +48,7 @@ from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
-from farloop.wire.lanes import MOST_LANES
+from farloop.wire.limits import MOST_LANES
 from farloop.wire.link_measurement import LARGE_LOST, MTU_FIX
 from farloop.wire.machine_info import RDMA, Inventory, Nic
 

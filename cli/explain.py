@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -15,10 +15,12 @@ from farloop.cli.options import facts as facts_grid
 from farloop.config.exit_codes import CommandError
 from farloop.coordinator.observe.decision_log import FILE, missing
 from farloop.coordinator.observe.event_log import files, parsed
-from farloop.coordinator.observe.window_inspection import ClosedWindow, look_back, newest_versions
 from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, duration_text, size_text
+
+if TYPE_CHECKING:
+    from farloop.coordinator.observe.window_inspection import ClosedWindow
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 
@@ -33,7 +35,10 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise CommandError(f"{window}: f0:812 is wanted, or 812 for the window of every fragment")
-    (newest, final), version = newest_versions(directory, read_journal(directory)), int(found[2])
+    scans = read_journal(directory)
+    from farloop.coordinator.observe.window_inspection import look_back, newest_versions
+
+    (newest, final), version = newest_versions(directory, scans), int(found[2])
     fragments = range(len(newest)) if found[1] is None else [int(found[1])]
     if found[1] is not None and int(found[1]) >= len(newest):
         raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
@@ -76,7 +81,7 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
                 continue  # damaged
 
 
-def _explained(told: dict[str, Any] | None, past: ClosedWindow | None) -> dict[str, Any]:
+def _explained(told: dict[str, Any] | None, past: "ClosedWindow | None") -> dict[str, Any]:
     """Both sources combined; unknown values are None."""
     facts = {**(_from_journal(past) if past else {}), **(told or {})}
     facts.pop("event", None)
@@ -94,7 +99,7 @@ def _explained(told: dict[str, Any] | None, past: ClosedWindow | None) -> dict[s
     return facts
 
 
-def _from_journal(past: ClosedWindow) -> dict[str, Any]:
+def _from_journal(past: "ClosedWindow") -> dict[str, Any]:
     record = past.record
     return {
         "epoch": past.epoch,

@@ -44,6 +44,9 @@ def export(
 
     Example: farloop export out/model --state state --dtype bfloat16 --tokenizer llama/
     """
+    from farloop.coordinator.storage.state_reader import state_folder
+
+    state_folder(state)
     import torch
 
     from farloop.coordinator.storage.recovery import newest_model
@@ -103,6 +106,9 @@ def evaluate(
 
     Example: farloop eval --state state --data tokens.bin
     """
+    from farloop.coordinator.storage.state_reader import state_folder
+
+    state_folder(state)
     import torch
 
     from farloop.coordinator.storage.recovery import newest_model

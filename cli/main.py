@@ -5,6 +5,7 @@ wrong usage are answered at once.
 """
 
 import importlib
+import math
 import os
 import sys
 from collections import UserDict
@@ -26,6 +27,8 @@ from farloop.cli.options import (
     SetFlags,
     StateFolder,
     TextData,
+    check_links,
+    check_model,
     print_anywhere,
 )
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
@@ -200,13 +203,36 @@ def demo(
 
     Example: farloop demo --nodes 2 --link 50mbit/50ms
     """
-    from farloop.cli.demo import run_demo
-
-    if resume is not None:
-        _only_resume(context)
     run = {"nodes": nodes, "steps": steps, "method": method, "h": h, "model": model, "seed": seed}
     run |= {"codec_up": codec_up or codec, "codec_down": codec_down or codec}
+    if resume is None:
+        _check_demo(run, data, link)
+    else:
+        _only_resume(context)
+        if not (resume / "demo.json").is_file():
+            raise CommandError(f"--resume: {resume} holds no demo run: there is no demo.json")
+    from farloop.cli.demo import run_demo
+
     run_demo(run, out=out, data=data, link=link, resume=resume, as_json=as_json)
+
+
+def _check_demo(run: dict[str, Any], data: Path | None, link: str) -> None:
+    """Refuse a run that cannot start, before torch is loaded. Raises CommandError."""
+    from farloop.algo.methods import method_named
+    from farloop.config.run_config import RunConfig, terms_of
+    from farloop.config.settings import LEAST
+
+    check_model(run["model"])
+    check_links(link)
+    if data is not None and not data.exists():
+        raise CommandError(f"no file or folder {data}")
+    for key in ("nodes", "seed"):
+        if run[key] < (least := LEAST["run", key]):
+            raise CommandError(f"--{key}: the least is {least}, not {run[key]}")
+    try:
+        terms_of(RunConfig(**run), method_named(run["method"]))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _only_resume(context: typer.Context) -> None:
@@ -263,18 +289,44 @@ def coordinator(
 
     Example: farloop coordinator run.toml --set run.steps=2000
     """
-    from farloop.cli.daemons import adoption, run_coordinator
-    from farloop.config.settings import load_run
+    from farloop.config.settings import check_at_once, load_run
+    from farloop.coordinator.settings import check_url
 
     set_up(log_level, json_lines=log_json)
     own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
     given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value not in (None, ""))]
     adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
     settings = load_run(file, flags=given, environ=os.environ)
+    try:
+        check_url(restore or "file:///none")
+    except ValueError as error:
+        raise CommandError(f"{restore}: {error}") from None
+    check_at_once(settings)
+    from farloop.cli.daemons import run_coordinator
+
     code = run_coordinator(
         settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore
     )
     raise typer.Exit(code)
+
+
+def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
+    """How long adoption from nodes waits for absent ones; None without adoption.
+
+    Raises:
+        CommandError: the flags contradict each other.
+    """
+    from farloop.coordinator.decide.adoption import PATIENCE_S
+
+    if wanted and rewind:
+        raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
+    if newest and not wanted:
+        raise CommandError("--adopt-newest needs --adopt-from-nodes: give both")
+    if patience_s is not None and not wanted:
+        raise CommandError("--adopt-patience needs --adopt-from-nodes: give both")
+    if patience_s is not None and not 0 < patience_s < math.inf:
+        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted, as {PATIENCE_S:g}")
+    return None if not wanted else PATIENCE_S if patience_s is None else patience_s
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -293,11 +345,13 @@ def node(
 
     Example: farloop node node.toml --nproc 8
     """
-    from farloop.cli.daemons import run_node
-    from farloop.config.settings import load_node
+    from farloop.config.settings import check_at_once, load_node
 
     given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
     settings = load_node(file, flags=given, environ=os.environ)
+    check_at_once(settings)
+    from farloop.cli.daemons import run_node
+
     rank = rank_of(os.environ)
     set_up(log_level, json_lines=log_json, rank=rank or 0)
     if rank is not None:
@@ -491,9 +545,13 @@ def check_config(
 
     Example: farloop config check run.toml --set run.method=diloco
     """
+    from farloop.config.settings import check_at_once, load
+
+    settings = load(file, flags=flags or [], environ=os.environ)
+    check_at_once(settings)
     from farloop.cli.check import check
 
-    lines, memory = check(file, flags=flags or [], environ=os.environ, ranks=ranks, shard=shard)
+    lines, memory = check(settings, ranks=ranks, shard=shard)
     if as_json:
         told = {"memory": memory.plain()} if memory is not None else {}
         typer.echo(dumps({"file": str(file), "lines": lines, **told}, indent=1))

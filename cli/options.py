@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -134,3 +134,31 @@ def make_output_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+def check_codecs(spellings: Iterable[str]) -> None:
+    """Raises UnknownCodec or BadParameter, before torch is loaded."""
+    from farloop.quant.spelling import read_spelling
+
+    for spelling in spellings:
+        read_spelling(spelling)
+
+
+def check_model(name: str) -> None:
+    """Raises CommandError unless it is a built-in one."""
+    from farloop.config.sources import nearest
+    from farloop.node.settings import PRESETS
+
+    if name not in PRESETS:
+        raise CommandError(f"--model: there is no {name!r}; {nearest(name, PRESETS)}")
+
+
+def check_links(*names: str) -> None:
+    """Raises CommandError unless each is a link, or empty."""
+    from farloop.chaos.relay import Link, LinkError
+
+    try:
+        for name in filter(None, names):
+            Link.parse(name)
+    except LinkError as error:
+        raise CommandError(f"--link: {error}") from error

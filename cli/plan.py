@@ -75,14 +75,11 @@ def plan(
 
     Example: farloop plan --inventory examples/plans/twelve-sites.toml --plot plan.svg
     """
-    from farloop.config import layout_file
     from farloop.config.inventory_file import away, live_inventory, load_inventory
-    from farloop.coordinator.routing.plan import make_plan
 
     check_figure(plot)
     if layout is None and (epoch is not None or force):
         raise CommandError(f"--{'force' if epoch is None else 'epoch'} goes with --layout FILE, which is written")
-    now = layout_file.present(layout) if layout is not None else None
     status: Mapping[str, Any] | None = None
     overrides = {"stages": stages, "skip": skip, "h": h, "mode": mode, "seed": seed}
     if live:
@@ -96,6 +93,10 @@ def plan(
         raise CommandError(
             "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
         )
+    from farloop.config import layout_file
+    from farloop.coordinator.routing.plan import make_plan
+
+    now = layout_file.present(layout) if layout is not None else None
     if layout is not None and now is not None:
         given = layout_file.kept(given, layout, now)
     began = time.perf_counter()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from farloop.algo.spec import RoundPlan
     from farloop.algo.terms import Terms
-    from farloop.config.run_spec import RunConfig
+    from farloop.config.run_config import RunConfig
 
 ROWS = 16  # most rows of the table; of more rounds, evenly spaced ones are shown
 MOST_ROUNDS = 1_000_000  # all of them are in memory at once
@@ -176,9 +176,8 @@ def schedule(
 
 def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
     """The table `[run]` of a file, or one of defaults, with `run.key=value` on top. Raises CommandError."""
-    from farloop.bench.quality_spec import run_settings
-    from farloop.config.run_spec import RunConfig
-    from farloop.config.settings import load_run
+    from farloop.config.run_config import RunConfig
+    from farloop.config.settings import load_run, run_settings
 
     if file is not None:
         return load_run(file, flags=flags, environ=os.environ).run
@@ -192,7 +191,7 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
     from farloop.algo.schedule import first_rounds, learning_rate
     from farloop.algo.spec import Fragment, Layout
     from farloop.algo.validation import check
-    from farloop.config.run_spec import terms_of
+    from farloop.config.run_config import terms_of
 
     one_slot = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
     try:

@@ -19,7 +19,7 @@ from farloop.coordinator.routing.plan import Plan
 from farloop.coordinator.routing.sync_plan import WORTH, worth_switching
 from farloop.coordinator.storage.files import DISK
 from farloop.monitoring.units import seconds_text
-from farloop.node.pipeline.events import LayoutError
+from farloop.node.errors import LayoutError
 from farloop.node.pipeline.layout import layout_json, read_layout
 
 _MARGIN = f"{100 * WORTH:.0f} %"

@@ -1,7 +1,8 @@
 """Settings: RUN.toml and NODE.toml, the environment and flags, validated into the dataclasses of the daemons.
 
 The keys are the fields of those dataclasses, and their meanings the docstrings below the fields. `load` checks types,
-names, bounds, addresses and keys; `planned` also checks the run itself: it builds the model and reads the data.
+names, bounds and addresses, `check_at_once` key files and terms; `run_spec.planned` builds the model and reads data.
+Loads no torch.
 """
 
 import ast
@@ -15,16 +16,17 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from safetensors import SafetensorError
 
-from farloop.algo.methods import METHODS
-from farloop.algo.validation import INNER_OPTIMIZERS, ROBUST_RULES, RULES, SCREENS, SHAPES
+from farloop.algo.methods import METHODS, method_named
+from farloop.algo.spec import Fragment, Layout
+from farloop.algo.validation import INNER_OPTIMIZERS, ROBUST_RULES, RULES, SCREENS, SHAPES, check
 from farloop.config.exit_codes import ExitCode
-from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig, terms_of
 from farloop.config.sources import (
     ConfigError,
     Given,
@@ -35,27 +37,26 @@ from farloop.config.sources import (
     read_file,
     read_flags,
 )
-from farloop.coordinator.daemon import CoordinatorConfig
-from farloop.coordinator.observe.straggler_detector import ADAPTS
-from farloop.coordinator.storage.copies import check_url
+from farloop.coordinator.settings import ADAPTS, CoordinatorConfig, check_url
 from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
 from farloop.monitoring.tcp_connection import congestion_refused
-from farloop.node.arguments import check_fingerprint
-from farloop.node.data import Share
-from farloop.node.devices import Where
-from farloop.node.errors import CorpusError
+from farloop.node.errors import LayoutError
 from farloop.node.machine_info import parse_nics
-from farloop.node.model import PRESETS
-from farloop.node.named_model import check_model_name, located
-from farloop.node.pipeline.events import LayoutError
-from farloop.node.pipeline.layout import read_layout
-from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
-from farloop.node.trainer import NodeConfig
-from farloop.node.zmq_dealer import check_lanes
-from farloop.quant.registry import CODECS, codec_named
-from farloop.wire.bounds import MOST_TOKENS
-from farloop.wire.keys import check_name
+from farloop.node.settings import (
+    NORMALISE,
+    PRESETS,
+    NodeConfig,
+    PipelineConfig,
+    Share,
+    Where,
+    check_fingerprint,
+    check_model_name,
+    located,
+)
+from farloop.quant.spelling import PARAMETERS, read_spelling
+from farloop.wire.keys import AllowList, check_name, load_public, load_secret
+from farloop.wire.limits import check_lanes
 from farloop.wire.uplink import UplinkLimit, nearest_rate, parse_hours, parse_rate
 
 _PATHS = tuple[Path, ...]
@@ -89,7 +90,12 @@ class Key:
     kind: type
     optional: bool  # whether None is allowed
     default: object  # `dataclasses.MISSING` for a required key
-    meaning: str  # the docstring of its field, as one line
+    owner: type  # the dataclass whose field it is
+
+    @property
+    def meaning(self) -> str:
+        """The docstring of its field, as one line."""
+        return _meanings(self.owner).get(self.name, "")
 
     def parse(self, given: Given) -> object:
         """The given value in its type. Raises ConfigError."""
@@ -142,7 +148,7 @@ Schema = Mapping[str, Mapping[str, Key]]  # section → key → what it is
 def _section(name: str, *owners: type, without: frozenset[str] = frozenset()) -> dict[str, Key]:
     keys = {}
     for owner in owners:
-        meanings, hints = _meanings(owner), get_type_hints(owner)
+        hints = get_type_hints(owner)
         for field in dataclasses.fields(owner):
             if field.name not in without:
                 kind, optional = _kind(hints[field.name])
@@ -152,7 +158,7 @@ def _section(name: str, *owners: type, without: frozenset[str] = frozenset()) ->
                     kind=kind,
                     optional=optional,
                     default=field.default,
-                    meaning=meanings.get(field.name, ""),
+                    owner=owner,
                 )
     return keys
 
@@ -166,6 +172,7 @@ def _kind(hint: Any) -> tuple[type, bool]:
     return hint, False
 
 
+@cache
 def _meanings(owner: type) -> dict[str, str]:
     """The docstrings below the fields of a dataclass, which Python does not keep."""
     (body,) = (node for node in ast.parse(textwrap.dedent(inspect.getsource(owner))).body)
@@ -247,17 +254,6 @@ _SHARES = {
     },
 }
 """Largest value, and what is wanted."""
-
-_TERM_KEYS = {
-    "min_nodes": "nodes",
-    "lr.peak": "lr",
-    "lr.minimum": "min_lr",
-    "lr.shape": "schedule",
-    "lr.constant": "constant_lr",
-    **{f"lr.{key}": key for key in ("warmup_steps", "drops", "drop_factor", "decay_share", "cooldown_steps")},
-    **{f"lr.{key}": key for key in ("anneal_at", "rewarms")},
-}
-"""Names of terms that differ from the keys of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +416,8 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     if values["peers"] is not None and node["key"] is None:
         raise settings.error("pipeline", "peers", "needs [node] key (this side's secret key), which is missing")
     settings.check("pipeline", "bind", lambda text: parse_tcp(text, listens=True))
+    from farloop.node.pipeline.layout import read_layout  # with the messages between stages, for pipelines alone
+
     try:
         layout, addresses = read_layout(values["layout"])
     except LayoutError as error:
@@ -447,46 +445,51 @@ def check_hosts(text: str) -> None:
         raise ValueError(f"{text!r} is no number of hosts; 4 or 3:4 is wanted")
 
 
-def planned(file: RunFile, *, weights: bool = True) -> Plan:
-    """The run that the file describes. Takes seconds: it reads the data and builds the model. `weights`: as `plan_run`.
+_TERM_KEYS = {
+    "min_nodes": "nodes",
+    "lr.peak": "lr",
+    "lr.minimum": "min_lr",
+    "lr.shape": "schedule",
+    "lr.constant": "constant_lr",
+    **{f"lr.{key}": key for key in ("warmup_steps", "drops", "drop_factor", "decay_share", "cooldown_steps")},
+    **{f"lr.{key}": key for key in ("anneal_at", "rewarms")},
+}
+"""Names of terms that differ from the keys of the file."""
+
+
+def check_at_once(file: RunFile | NodeFile) -> None:
+    """Refuse what shows before a model or data are read: keys, texts that are missing, terms that no run can have.
 
     Raises:
-        ConfigError: the run is invalid; the line names the key if possible.
+        ConfigError, KeyFileError: one line.
     """
-    settings, run = file.settings, file.run
-    if run.batch_sequences > (most := MOST_TOKENS // max(1, run.sequence_tokens)):
-        what = f"{run.batch_sequences} of {run.sequence_tokens} tokens are too many for one step; the most is {most}"
-        raise settings.error("run", "batch_sequences", what)
-    try:
-        plan = plan_run(run, file.data, weights=weights)
-    except CorpusError as error:
-        key, _, sentence = str(error).partition(": ")
-        if key not in ("phases", "mixture"):
-            key, sentence = "path", str(error)
-        raise settings.error("data", key, sentence) from error
-    except SafetensorError as error:
-        raise settings.error("run", "init", f"{run.init} is not a safetensors file: {error}") from error
-    except ValueError as error:
-        raise _about_run(settings, str(error)) from error
-    _check_counts(settings, plan)
-    return plan
-
-
-def _check_counts(settings: Settings, plan: Plan) -> None:
-    """The data have as many sequences as the run asks for at a time. Raises ConfigError."""
-    samples, batch = plan.spec.identity.num_samples, plan.spec.terms.inner.batch_sequences
-    if plan.evaluation is None:
+    settings, data = file.settings, file.data
+    if isinstance(file, NodeFile):
+        if file.node.key is not None and file.node.server_key is not None:
+            load_secret(file.node.key)
+            load_public(file.node.server_key)
         return
-    if batch > samples:
-        what = f"the training text has {samples} sequences, and a step would repeat some; the most is {samples}"
-        raise settings.error("run", "batch_sequences", what)
-    wanted, found = settings.by_name["run", "evaluation_sequences"], len(plan.evaluation)
-    if wanted.given is not None and wanted.value > found:
-        what = f"the validation text has room for {found} sequences, not {wanted.value}; the most is {found}"
-        raise settings.error("run", "evaluation_sequences", what)
+    if file.coordinator.key is not None and file.coordinator.allow is not None:
+        load_secret(file.coordinator.key)
+        AllowList(file.coordinator.allow).refresh()
+    for key, paths in (("path", [data.path]), ("phases", data.phases or ())):
+        if missing := [path for path in paths if path is not None and not path.exists()]:
+            raise settings.error("data", key, f"no file or folder {missing[0]}")
+    run = file.run
+    try:
+        method = method_named(run.method)
+        terms, _ = terms_of(run, method)
+        slots = 1 if method.pattern == "whole" else None
+        if slots is None and run.model in PRESETS and run.init is None and not run.stages and run.blocks_per_fragment:
+            slots = math.ceil(PRESETS[run.model].layers / run.blocks_per_fragment) + 1  # as `partition` says
+        if slots is not None:
+            parts = (Fragment(index=part, slot=part, numel=1, tensors=()) for part in range(slots))
+            check(terms, Layout(slots=slots, fragments=tuple(parts)))
+    except ValueError as error:
+        raise about_run(settings, str(error)) from error
 
 
-def _about_run(settings: Settings, sentence: str) -> ConfigError:
+def about_run(settings: Settings, sentence: str) -> ConfigError:
     """An error of `algo.validation`, with the key that it begins with."""
     sentence = sentence.removeprefix("[run] ")
     for term, key in _TERM_KEYS.items():
@@ -549,9 +552,9 @@ def _setting(path: Path, key: Key, given: Given | None) -> Setting:
 
 def _check_codec(spelling: str) -> None:
     name = spelling.partition(":")[0]
-    if name not in CODECS:
-        raise ValueError(f"there is no {name!r}; {nearest(name, CODECS)}")
-    codec_named(spelling)
+    if name not in PARAMETERS:
+        raise ValueError(f"there is no {name!r}; {nearest(name, PARAMETERS)}")
+    read_spelling(spelling)
 
 
 def _check_http_port(settings: Settings, section: str, bind: str) -> None:
@@ -628,3 +631,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Share):
         return {"path": str(value.path), "weight": value.weight}
     return str(value) if isinstance(value, Path) else value
+
+
+OTHER_NAMES = {"peak_lr": ("lr",), "codec": ("codec_up", "codec_down")}
+
+
+def run_settings(words: Iterable[str], *, origin: str) -> dict[str, Any]:
+    """`h=15` and the like as typed fields of `RunConfig`. Raises ConfigError."""
+    keys, fields = RUN_SCHEMA["run"], dict[str, Any]()
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"{origin}: {word!r} is not KEY=VALUE, as h=15")
+        for key in OTHER_NAMES.get(name, (name,)):
+            if key not in keys:
+                raise ConfigError(f"{origin}: a run has no setting {name!r}; {nearest(name, [*keys, *OTHER_NAMES])}")
+            given = Given(section="run", key=key, value=value, origin=origin, is_text=True, folder=Path.cwd())
+            fields[key] = keys[key].parse(given)
+    return fields

@@ -24,7 +24,8 @@ from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_o
 from farloop.monitoring.status import dumps
 from farloop.quant.codec_checks import check_codecs, check_downlink
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing
-from farloop.quant.registry import codec_named, downlink_spelling
+from farloop.quant.registry import codec_named
+from farloop.quant.spelling import downlink_spelling
 from farloop.wire.messages import Held
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typer.models import Context
 from farloop.cli.main import app
 from farloop.config.settings import CHOICES, LEAST, NODE_SCHEMA, RUN_SCHEMA, Key, Schema
 from farloop.config.sources import PREFIX
-from farloop.node.data import Share
+from farloop.node.settings import Share
 
 DOCS = Path(__file__).resolve().parent
 

@@ -19,8 +19,10 @@ from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.zmq_dealer import LinkConfig, check_lanes
+from farloop.node.settings import check_fingerprint
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import check_name
+from farloop.wire.limits import check_lanes
 from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 
 _OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
@@ -127,12 +129,6 @@ def bare(module: object) -> nn.Module:
 
 _PREFIX = "FARLOOP_NODE__"
 ALIKE = 0.7  # `difflib` ratio from which a word is a misspelt one
-
-
-def check_fingerprint(text: str) -> None:
-    """Raises ValueError."""
-    if not re.fullmatch("[0-9a-f]{16}", text):
-        raise ValueError(f"16 hex digits are a fingerprint, not {text!r}; the coordinator prints it at its start")
 
 
 def _checked(check: Callable[[str], object]) -> Callable[[str], str]:

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,19 @@ from torch import Tensor, nn
 from farloop.algo.sample_order import BLOCK, arrivals, part_of, quotas, sample_index, source_of
 from farloop.algo.spec import RunSpec
 from farloop.node.errors import CorpusError
-from farloop.node.model import VOCABULARY
 from farloop.node.named_model import LossOf, causal_lm_loss
-from farloop.node.token_file import BYTES, Tokens, is_token_file, open_tokens
+from farloop.node.settings import VOCABULARY, Share
+from farloop.node.token_file import (
+    BYTES,
+    SEPARATOR,
+    VALIDATION_SHARE,
+    Tokens,
+    by_hashed_path,
+    files_under,
+    is_token_file,
+    open_tokens,
+    walk,
+)
 
 # --- Corpus
 #
@@ -30,8 +39,6 @@ from farloop.node.token_file import BYTES, Tokens, is_token_file, open_tokens
 # their bytes and each closed by a byte 0, so neither names nor directory order affect the result.
 
 DEFAULT_MAX_BYTES = 16_000_000  # holds the whole standard library and loads in under a second
-SEPARATOR = b"\0"  # closes each document; a file that contains it counts as binary
-VALIDATION_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,16 +106,6 @@ def check_tokenizers(corpora: Sequence[Corpus]) -> None:
                 f"{where} has the tokenizer {other.tokenizer} ({other.vocabulary} tokens), the first data "
                 f"{first.tokenizer} ({first.vocabulary}): build all with one tokenizer"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """A part of a mixture, as settings name it."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    path: Path
-    weight: float
 
 
 def load_mixture(shares: Sequence[Share], *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
@@ -235,22 +232,10 @@ def _cut(text: bytes, limit: int) -> bytes:
     return text[:limit]
 
 
-def files_under(path: Path) -> list[Path]:
-    """`path` itself, or the files below it in the order of a hash of their relative paths.
-
-    Hidden ones and Python's caches are left out.
-    """
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise CorpusError(f"no file or folder {path}")
-    return _by_hashed_path(path, (file for file in _walk(path) if file.is_file()))
-
-
 def _standard_library_files() -> list[Path]:
     """The interpreter's own modules, without tests, installed packages and what differs from one build to the next."""
     root = Path(sysconfig.get_path("stdlib"))
-    return _by_hashed_path(root, (file for file in _walk(root) if _is_library_source(file.relative_to(root))))
+    return by_hashed_path(root, (file for file in walk(root) if _is_library_source(file.relative_to(root))))
 
 
 def _is_library_source(relative: Path) -> bool:
@@ -258,21 +243,6 @@ def _is_library_source(relative: Path) -> bool:
     # Compiler flags, install paths and a distribution's own hooks: two clusters with the same Python would disagree.
     local = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
     return relative.suffix == ".py" and foreign.isdisjoint(relative.parts) and not relative.parts[0].startswith(local)
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    """Paths of all entries below `root` that are not folders or hidden; links to folders are not followed."""
-
-    def refuse(error: OSError) -> None:
-        raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
-
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
-
-
-def _by_hashed_path(root: Path, files: Iterable[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest())
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from farloop.node.data import SEPARATOR, VALIDATION_SHARE, files_under
 from farloop.node.errors import CorpusError
-from farloop.node.model import VOCABULARY
-from farloop.node.token_file import BYTES, Header, Tokens, TokenWriter
+from farloop.node.settings import VOCABULARY
+from farloop.node.token_file import BYTES, SEPARATOR, VALIDATION_SHARE, Header, Tokens, TokenWriter, files_under
 
 if TYPE_CHECKING:
     import tokenizers

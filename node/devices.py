@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ from farloop.node.errors import LoopError
 
 _log = logging.getLogger(__name__)
 
-Where = Literal["auto", "host", "device"]
-"""Where anchors are kept; on CPUs it is one place. "auto": on the device, once its first steps have shown the room."""
 
 _CUDA_SUCCESS: Final = 0
 _MOST_KEPT: Final = 2  # buffers that outlast their use

@@ -129,3 +129,9 @@ class LinkFailed(NodeError):
         self.error = error
         super().__init__(f"the link to the coordinator failed: {type(error).__name__}: {error}; start the node again")
         self.__cause__ = error
+
+
+class LayoutError(NodeError):
+    """A layout file is wrong; names the file and the fault."""
+
+    exit_code = 2

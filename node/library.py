@@ -42,7 +42,6 @@ from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import (
     a_kind,
     bare,
-    check_fingerprint,
     check_seconds,
     check_types,
     check_variables,
@@ -53,7 +52,7 @@ from farloop.node.arguments import (
     shown,
 )
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.devices import Awaited, Where, device_of
+from farloop.node.devices import Awaited, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
@@ -63,6 +62,7 @@ from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
+from farloop.node.settings import SAVE_EVERY_ROUNDS, Where, check_fingerprint
 from farloop.node.shards import (
     ModelParts,
     Shards,
@@ -92,9 +92,6 @@ Wrap = Literal["ddp", "none"]
 DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
-
-SAVE_EVERY_ROUNDS = 8
-"""An anchor is 4 bytes a parameter, and its updates until the next copy 8 times half a byte, with a codec of 4 bits."""
 
 
 _MANY_NOTES = 100  # without a step of the optimizer: a trainer may note every forward pass, and accumulate gradients

@@ -13,54 +13,15 @@ MLP, V vocabulary.
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256  # of data without a tokenizer, where tokens are bytes
+from farloop.node.settings import VOCABULARY, ModelConfig
+
 ROPE_BASE = 10_000.0  # longest rotary wavelength is 2π times this, in tokens (RoFormer §3.2.2)
 INIT_STD = 0.02  # standard deviation of the initial weights (GPT-2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Sizes of a `GPT`; part of a run's identity (`Identity.model`)."""
-
-    layers: int
-    dim: int  # model width D
-    heads: int
-    hidden: int  # inner width F of the SwiGLU MLP; 8/3 of `dim` gives it the parameters of a plain MLP of 4·D
-    context: int  # longest sequence, in tokens
-    tied: bool = True  # the output layer is the embedding, transposed: one tensor with one name
-    vocabulary: int = VOCABULARY  # that of the data
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "dim", "heads", "hidden", "context", "vocabulary"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"a model's {field} is a whole number of at least 1, not {value!r}")
-        if type(self.tied) is not bool:
-            raise ValueError(f"a model's tied is true or false, not {self.tied!r}")
-        if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"dim {self.dim} does not split into {self.heads} heads of even width, which rotary positions need"
-            )
-
-
-PRESETS: dict[str, ModelConfig] = {
-    # 0.22 M parameters: unit and integration tests.
-    "nano": ModelConfig(layers=4, dim=64, heads=2, hidden=176, context=1024),
-    # 0.48 M: the quality bench, `farloop bench quality`; a batch of 16 × 128 tokens takes 0.10 s on one core.
-    "micro": ModelConfig(layers=4, dim=96, heads=3, hidden=264, context=1024),
-    # 0.84 M: the demo; forward and backward of 8 × 128 tokens take 68 ms on one core (AMD EPYC, torch 2.13).
-    "tiny": ModelConfig(layers=4, dim=128, heads=4, hidden=352, context=1024),
-    # 10.7 M: one small GPU.
-    "small": ModelConfig(layers=6, dim=384, heads=6, hidden=1024, context=2048),
-    # 122 M, the size of GPT-2 small, all but 0.2 M of it in layers: 18 of them make six fragments of three.
-    "base": ModelConfig(layers=18, dim=768, heads=12, hidden=1920, context=2048),
-}
 
 
 def config_json(config: ModelConfig) -> str:

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -32,15 +31,11 @@ from torch.utils.checkpoint import checkpoint
 from farloop.algo.fragments import plain_name, trainable_tensors
 from farloop.algo.spec import Identity
 from farloop.node.errors import ModelError
-from farloop.node.model import PRESETS, build, from_json
+from farloop.node.model import build, from_json
+from farloop.node.settings import HF, OWN, PRESETS, is_factory
 
 _log = logging.getLogger(__name__)
 
-HF: Final = "hf:"
-"""Before a folder, the name of a downloaded model, or (in a run's identity) the text of a config.json."""
-
-OWN: Final = "own"
-"""In a run's identity: the model that nodes bring."""
 
 LossOf = Callable[[nn.Module, Tensor], Tensor]
 """(module, tokens int64 [B, S]) → a scalar. The module may be wrapped: it is called, not looked into."""
@@ -86,33 +81,6 @@ def causal_lm_loss(module: nn.Module, tokens_BS: Tensor) -> Tensor:
 
 
 # --- Names
-
-
-def check_model_name(name: str) -> None:
-    """Raises ValueError unless it is spelled as a built-in model, hf:… or package.module:factory."""
-    if name in PRESETS or (name.startswith(HF) and name != HF):
-        return
-    where, colon, attribute = name.partition(":")
-    if colon and attribute.isidentifier() and all(part.isidentifier() for part in where.split(".")):
-        return
-    known = ", ".join(PRESETS)
-    close = "" if colon else next(iter(difflib.get_close_matches(name.lower(), PRESETS, n=1)), "")
-    near = f"did you mean {close}?" if close else f"there are {known}, hf:FOLDER and package.module:factory"
-    raise ValueError(f"there is no {name!r}; {near}")
-
-
-def is_factory(name: str) -> bool:
-    """Whether it names Python code."""
-    return ":" in name and not name.startswith(HF)
-
-
-def located(name: str, folder: Path) -> str:
-    """The name with its path made absolute, if it is one below `folder`; else as it is."""
-    if not name.startswith(HF):
-        return name
-    path = Path(name.removeprefix(HF)).expanduser()
-    is_path = path.is_absolute() or name.startswith((f"{HF}./", f"{HF}../")) or (folder / path).is_dir()
-    return f"{HF}{os.path.normpath(folder / path)}" if is_path else name
 
 
 def model_folder(name: str) -> Path:

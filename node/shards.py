@@ -22,8 +22,8 @@ from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_
 from farloop.algo.spec import TILE, Fragment, Layout, TensorSlot
 from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
-from farloop.node.devices import Where
 from farloop.node.errors import LoopError, TermsMismatch
+from farloop.node.settings import Where
 from farloop.quant.codec import Codec
 from farloop.quant.digest import box_digest, combine, digest
 from farloop.quant.formats.blocks import BlockCodec

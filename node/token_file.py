@@ -15,7 +15,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -227,3 +227,36 @@ def _closed(content: "hashlib._Hash", header: Header) -> str:
     del facts["digest"]
     content.update(json.dumps(facts, sort_keys=True, allow_nan=False).encode())
     return content.hexdigest()[:16]
+
+
+SEPARATOR = b"\0"  # closes each document; a file that contains it counts as binary
+
+
+VALIDATION_SHARE = 0.05
+
+
+def files_under(path: Path) -> list[Path]:
+    """`path` itself, or the files below it in the order of a hash of their relative paths.
+
+    Hidden ones and Python's caches are left out.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise CorpusError(f"no file or folder {path}")
+    return by_hashed_path(path, (file for file in walk(path) if file.is_file()))
+
+
+def by_hashed_path(root: Path, files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest())
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Paths of all entries below `root` that are not folders or hidden; links to folders are not followed."""
+
+    def refuse(error: OSError) -> None:
+        raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))

@@ -4,9 +4,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,10 +14,9 @@ from torch import Tensor, nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
-from farloop.node.data import Corpus, EvaluationSet, Mixture, Share, load_corpus, load_mixture
-from farloop.node.devices import Where
+from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.library import SAVE_EVERY_ROUNDS, Node, join, unaveraged
+from farloop.node.library import Node, join, unaveraged
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.named_model import (
     LossOf,
@@ -30,112 +27,12 @@ from farloop.node.named_model import (
     model_of_run,
     shard_blocks_,
 )
+from farloop.node.settings import NodeConfig, Where
 from farloop.node.zmq_dealer import LinkConfig
-from farloop.wire.uplink import UplinkLimit
 
 _log = logging.getLogger(__name__)
 
 EVALUATION_BATCH = 16  # sequences at a time: bounds memory, changes nothing else
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """What is local to a node."""
-
-    name: str
-    """Unique in the run; with a key, the name of its public key on the coordinator's allow-list."""
-    coordinator: str = "tcp://127.0.0.1:7700"
-    """The coordinator's address."""
-    key: Path | None = None
-    """Secret key file; turns on encryption."""
-    server_key: Path | None = None
-    """Public key file of the coordinator."""
-    state_dir: Path | None = None
-    """Folder for starts, epochs, residuals and anchors. Default: `.farloop/NAME`."""
-    save_every_rounds: int = SAVE_EVERY_ROUNDS
-    """Rounds between two whole copies of an anchor in `state_dir`, beside which each update is kept: a restarted node
-    takes the updates that it missed, and no snapshots. 0: nothing is kept."""
-    save_optimizer: bool = True
-    """Save the inner optimizer's state beside each of these copies. Off: a restarted node begins with empty moments."""
-    fingerprint: str | None = None
-    """Join only the run with this fingerprint."""
-    http: str = ""
-    """Address of /metrics, /healthz and /readyz, as host:port; empty: none."""
-    http_names: str = ""
-    """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
-    and private names are always allowed; * allows any name."""
-    data: Path | None = None
-    """Token file, text file, JSONL file or folder. Default: the source of Python's standard library."""
-    data_mixture: tuple[Share, ...] = ()
-    """Several of these in place of `data`."""
-    data_bytes: int = 16_000_000
-    """Most bytes to read from each text."""
-    data_phases: tuple[Path, ...] = ()
-    """The text of each re-warm that brings new data, in order."""
-    give_up: float = 0.0
-    """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
-    never."""
-    leave_code: int = 0
-    """Exit code after a signal before the run's end: 130 for a supervisor that takes 0 for the end of the work, as a
-    Kubernetes Job does."""
-    nproc: int = 1
-    """Processes on this host, one per device."""
-    restarts: int = 3
-    """How often, within an hour of their start, all processes are started again after one of them has died."""
-    hang_timeout: float = 60.0
-    """Seconds for which all other processes of the node may wait for one, and at least ten steps, before it counts as
-    hanging: all are started again. 0: for ever."""
-    hosts: str = "1"
-    """Hosts of this node, as 4, or 3:4 to go on with 3 when one is lost. Start the same command on each."""
-    rendezvous: str = ""
-    """Where the hosts of this node meet, as HOST:PORT of one of them. Keep the port from others: who reaches it can run
-    code on all of them."""
-    model: str = ""
-    """Your model, as package.module:factory or hf:FOLDER. Default: what the run names. Code is loaded from here alone,
-    never because a run says so."""
-    microbatch: int = 0
-    """Sequences in one forward pass of a process; gradients add up over a batch. 0: all of its part of the batch."""
-    checkpoint: bool = False
-    """Activation checkpointing: every block keeps its inputs alone and is computed again in the backward pass."""
-    compile: bool = False
-    """Compile every block with torch.compile."""
-    shard: bool = False
-    """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
-    anchors: str = "auto"
-    """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
-    memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""
-    threads: int = 0
-    """CPU threads per process; 0: torch decides."""
-    tau: int | None = None
-    """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
-    adapt_tau: bool | None = None
-    """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
-    far as the run's rounds have room for it. It begins with `tau`. Default: where `tau` is open here and in the run, up
-    to a quarter of a round."""
-    site: str = ""
-    """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
-    address: str = ""
-    """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
-    nics: str = ""
-    """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
-    congestion: str = ""
-    """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
-    lanes: int = 0
-    """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
-    bulk_source: str = ""
-    """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
-    several. It needs keys. Default: the system's choice, as for control messages."""
-    max_uplink: str = ""
-    """Most that the node sends, as 20mbit; empty: as fast as the link."""
-    quiet_hours: str = ""
-    """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
-    quiet_uplink: str = ""
-    """Most that it sends in the quiet hours, as 2mbit."""
-
-    @property
-    def uplink(self) -> UplinkLimit:
-        """What the node may send. Raises ValueError."""
-        return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)
 
 
 def train(

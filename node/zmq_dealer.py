@@ -33,8 +33,7 @@ from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.frames import ControlFrame
 from farloop.wire.keys import load_public, load_secret
-from farloop.wire.lanes import MOST_LANES
-from farloop.wire.limits import Limits, Timing
+from farloop.wire.limits import Limits, Timing, check_lanes
 from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.outgoing import LinkKnown
@@ -90,12 +89,6 @@ class LinkConfig:
                 raise ValueError(f"bulk_source: {error}") from None
         if self.congestion and (refused := congestion_refused(self.congestion)):
             raise ValueError(refused)
-
-
-def check_lanes(lanes: int) -> None:
-    """Raises ValueError."""
-    if not 0 <= lanes <= MOST_LANES:
-        raise ValueError(f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {min(max(lanes, 0), MOST_LANES)}")
 
 
 DEAD_TCP_MS = 60_000

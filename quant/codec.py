@@ -1,4 +1,4 @@
-"""The interface of a codec, its traits, and the parameters that its spelling carries.
+"""The interface of a codec, and its traits.
 
 A codec writes a *fragment*, a flat fp32 vector whose tensors start on multiples of 256, as a *payload* of bytes, and
 reads it back. It is a frozen value: `codec_named("topk:k=128")` twice gives two equal codecs. It keeps nothing between
@@ -10,10 +10,8 @@ compressed as a last step (`blob.py`).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -21,72 +19,6 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadPayload, NonFiniteError
-
-# --- Parameters of a spelling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """One key that may follow the colon of a spelling."""
-
-    read: Callable[[str], Any]  # raises ValueError with the values that are allowed
-    write: Callable[[Any], str]
-    meaning: str
-
-
-def number(low: float, high: float) -> Callable[[str], float]:
-    """Reads a number of this range."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise ValueError(f"a number from {low:g} to {high:g}")
-        return value
-
-    return read
-
-
-def numbers(low: float, high: float) -> Callable[[str], tuple[float, ...]]:
-    """Reads one or more numbers of this range, separated by slashes."""
-    read = number(low, high)
-    return lambda text: tuple(read(part) for part in text.split("/"))
-
-
-def whole(low: int, high: int) -> Callable[[str], int]:
-    """Reads a whole number of this range."""
-
-    def read(text: str) -> int:
-        if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
-            raise ValueError(f"a whole number from {low} to {high}")
-        return int(text)
-
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Reads one of these words."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(" or ".join(choices))
-        return text
-
-    return read
-
-
-def float_text(value: float) -> str:
-    """The shorter of the usual texts of a number that read back exactly."""
-    return min((text for text in (f"{value:g}", repr(value)) if float(text) == value), key=len)
-
-
-BETA: Final = Parameter(
-    read=number(0, 1), write=float_text, meaning="error feedback: the share of what was lost that is sent next time"
-)
-"""Every codec has it."""
-
 
 # --- The interface
 
@@ -112,9 +44,6 @@ class Traits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(ABC):
     """One way to write a fragment as bytes."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType({})
-    """The fields that a spelling may set, besides `beta`."""
 
     name: str
     code: int  # its number on the wire, 1…255; never reused

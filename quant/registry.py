@@ -1,22 +1,15 @@
-"""Every codec by its spelling.
-
-A spelling is a name, plus the parameters that differ from the format's defaults: `q4`, `q4r:step=0.7`,
-`topk:k=128,beta=0.9`. Configuration, the terms of a window and the command line use spellings.
-"""
+"""Every codec by its spelling (`spelling.py`)."""
 
 import dataclasses
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from farloop.algo.terms import Terms
-from farloop.quant.codec import BETA, Codec, Parameter
-from farloop.quant.errors import BadParameter, UnknownCodec, UnsupportedHost
+from farloop.quant.codec import Codec
 from farloop.quant.formats.bf16 import BF16
 from farloop.quant.formats.fp32 import FP32
 from farloop.quant.formats.lattice import LATTICE
@@ -32,6 +25,7 @@ from farloop.quant.formats.ternary import TERNARY
 from farloop.quant.formats.topk import TOPK
 from farloop.quant.kernels.dispatch import warm
 from farloop.quant.self_test import try_codecs
+from farloop.quant.spelling import PARAMETERS, read_spelling, write_spelling
 
 _log = logging.getLogger(__name__)
 
@@ -45,61 +39,14 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 
 def codec_named(spelling: str) -> Codec:
-    """The codec that configuration calls `spelling`. Equal spellings give equal codecs.
-
-    Raises:
-        UnknownCodec: there is none; the error names the nearest.
-        BadParameter: it has no such parameter, or the value is not allowed.
-        UnsupportedHost: this machine is big-endian.
-    """
-    _require_little_endian()
-    name, colon, rest = spelling.partition(":")
-    if name not in CODECS:
-        raise UnknownCodec(name, CODECS)
-    if not colon:
-        return CODECS[name]
-    known = parameters_of(name)
-    chosen: dict[str, Any] = {}
-    for part in rest.split(","):
-        key, _, text = part.strip().partition("=")
-        if key not in known:
-            raise BadParameter(spelling, f"{name} has no parameter {key!r}; there are {', '.join(known)}")
-        if key in chosen:
-            raise BadParameter(spelling, f"{key} is given twice")
-        try:
-            chosen[key] = known[key].read(text)
-        except ValueError as error:
-            raise BadParameter(spelling, f"{key} is {error}, not {text!r}") from None
-    return dataclasses.replace(CODECS[name], **chosen)
+    """The codec that configuration calls `spelling`. Equal spellings give equal codecs. Raises as `read_spelling`."""
+    name, chosen = read_spelling(spelling)
+    return dataclasses.replace(CODECS[name], **chosen) if chosen else CODECS[name]
 
 
 def spelling_of(codec: Codec) -> str:
     """The shortest spelling that `codec_named` reads back as this codec."""
-    default = CODECS[codec.name]
-    changed = [
-        f"{key}={parameter.write(getattr(codec, key))}"
-        for key, parameter in parameters_of(codec.name).items()
-        if getattr(codec, key) != getattr(default, key)
-    ]
-    return codec.name + (":" + ",".join(changed) if changed else "")
-
-
-def parameters_of(name: str) -> Mapping[str, Parameter]:
-    """The parameters that may follow the colon of a codec's spelling."""
-    return {**CODECS[name].PARAMETERS, "beta": BETA}
-
-
-def downlink_spelling(spelling: str) -> str:
-    """The full spelling of a codec that a user names for updates to nodes.
-
-    target − anchor already feeds every error back, so the defaults differ there: nearest rounding, for its smaller
-    error, and no residual. Raises as `codec_named`.
-    """
-    codec = codec_named(spelling)
-    said = {part.partition("=")[0].strip() for part in spelling.partition(":")[2].split(",")}
-    differs: dict[str, Any] = {"rounding": "nearest"} if "rounding" in codec.PARAMETERS else {}
-    differs["beta"] = 0.0
-    return spelling_of(dataclasses.replace(codec, **{key: value for key, value in differs.items() if key not in said}))
+    return write_spelling(codec.name, {key: getattr(codec, key) for key in PARAMETERS[codec.name]})
 
 
 def warm_for(terms: Terms, device: torch.device | None = None) -> None:
@@ -115,8 +62,3 @@ def warm_for(terms: Terms, device: torch.device | None = None) -> None:
     try_codecs(codecs, device or torch.device("cpu"))
     seconds = time.monotonic() - started
     _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codecs.down, seconds)
-
-
-def _require_little_endian() -> None:
-    if sys.byteorder != "little":
-        raise UnsupportedHost("payloads are little-endian; this machine is not")

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Final
 
+from farloop.wire.limits import MOST_LANES
 from farloop.wire.messages import Connection
 
 _RATES = 10  # a lane's rate is the highest of so many, each of one round trip or more
@@ -18,7 +19,6 @@ WARM_LANES: Final = 4
 """On other links. One lane's window covers the link until a packet is lost; then only a quarter of it shrinks, where
 there are four (docs/network.md has the measurement)."""
 
-MOST_LANES: Final = 16
 
 LONG_S: Final = 0.02  # from this round trip on, loss costs most congestion controls more than the bytes lost
 LEAST_RETRANSMITS: Final = 8  # fewer show no rate of loss

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Final
 
 EARLY_BYTES = 4 << 20
 """Bytes of all blobs without a Credit that may be sent, until the receiver tells another number: what it keeps of
@@ -87,3 +88,12 @@ class Timing:
         for field in fields(self):
             if not 0.0 < (seconds := getattr(self, field.name)) < math.inf:
                 raise ValueError(f"{field.name} is {seconds:g}: seconds above 0 are wanted, as {field.default:g}")
+
+
+MOST_LANES: Final = 16
+
+
+def check_lanes(lanes: int) -> None:
+    """Raises ValueError."""
+    if not 0 <= lanes <= MOST_LANES:
+        raise ValueError(f"{lanes} is not from 0 to {MOST_LANES}; the nearest is {min(max(lanes, 0), MOST_LANES)}")

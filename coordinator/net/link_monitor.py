@@ -11,16 +11,9 @@ from contextlib import AbstractContextManager
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.decide.roster import Member
-from farloop.coordinator.net.link_table import (
-    COORDINATOR,
-    PROBE_SHARE,
-    BandwidthProbe,
-    Candidate,
-    Ends,
-    LinkTable,
-    Running,
-)
+from farloop.coordinator.net.link_table import COORDINATOR, BandwidthProbe, Candidate, Ends, LinkTable, Running
 from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.settings import PROBE_SHARE
 from farloop.monitoring.addresses import parse_tcp, same_host
 from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
 from farloop.monitoring.tcp_connection import congestion_of, tcp_info

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
 from farloop.coordinator.routing.anomalies import suspects as slow_links
+from farloop.coordinator.settings import PROBE_SHARE, QUIET_S
 from farloop.monitoring.status import LinkStatus
 from farloop.wire.messages import Connection, Transfer
 from farloop.wire.meter import (
@@ -174,8 +175,6 @@ def _both(pair: frozenset[str]) -> list[Ends]:
 
 FRESH_S: Final = 1800.0  # a rate this old is probed again, unless transfers measured it
 
-QUIET_S: Final = 10.0
-"""Seconds without waiting transfers before a probe: until then `router.py` paces downloads, and probes with them."""
 
 AGAIN_S: Final = (30.0, 3600.0)
 """First and longest pause after a probe of a node without a result; it doubles each time."""
@@ -184,8 +183,6 @@ HOUR_S: Final = 3600.0
 
 PROBES_AN_HOUR: Final = 6  # bytes that probes of one node may take in an hour, as a multiple of the budget of one probe
 
-PROBE_SHARE: Final = 0.01
-"""Share of the bytes that a node's link has moved for the run that probes of the link may take."""
 
 FIRST_BYTES: Final = 64 << 10
 """Size of the first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""

@@ -29,6 +29,7 @@ from farloop.coordinator.routing.anomalies import (
     slow,
 )
 from farloop.coordinator.routing.sync_plan import CHANGED, FOR_ROUNDS, Advice, Pace, lighter
+from farloop.coordinator.settings import ADAPTS
 from farloop.wire import messages as msg
 
 # --- Round times of each node: duration, steps and bytes of deltas, now and before
@@ -233,9 +234,6 @@ class SlowLinks:
 # mitigation, no sooner than `REST_ROUNDS` judged rounds after the last one. It changes nothing itself, and keeps
 # everything in memory.
 
-ADAPTS: Final = ("off", "advise", "drop", "act")
-"""What is done: nothing; links are measured again; nodes that miss their deadline are dropped from the window
-(`deadlines.py`); everything possible."""
 
 LEAST_S: Final = 2.0  # shorter rounds are judged together: nodes report once a second
 REST_ROUNDS: Final = FOR_ROUNDS  # judged rounds between two mitigations of the same fault

@@ -23,6 +23,7 @@ from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import more_than_a_snapshot
 from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.settings import check_url
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import Journal, claim_epoch
@@ -43,25 +44,10 @@ RANGE_BYTES = 16 << 20  # of an object that is read: what a dropped connection r
 PART_BYTES = 5 << 20  # of an object that is written; S3 takes no smaller ones. In `IDLE_S`: 87 kB/s at least.
 MOST_PARTS = 8  # at a time, where the link sends each in a few seconds
 _PARTS_S = 10.0
-SCHEMES = ("s3", "gs", "az", "file")
 
 
 class CopyFailed(Exception):
     """The object store or its content cannot be used. One line, with the URL."""
-
-
-def check_url(url: str) -> str:
-    """The scheme of an object store's URL. Raises ValueError, one sentence: farloop cannot copy there."""
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES:
-        raise ValueError(f"the URL of an object store begins with {', '.join(f'{known}://' for known in SCHEMES)}")
-    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
-        raise ValueError(
-            f"a folder is written with three slashes, as file:///{(parts.netloc + parts.path) or 'backup'}"
-        )
-    if parts.scheme != "file" and not parts.netloc:
-        raise ValueError(f"the name of the bucket is missing, as {parts.scheme}://BUCKET/PREFIX")
-    return parts.scheme
 
 
 class Bucket:

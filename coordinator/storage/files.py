@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
 from farloop.monitoring.descriptors import with_spare
 from farloop.runtime.system import DIRECT_BYTES, DIRECT_PAGE, write_direct
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # --- System calls on open files
 
@@ -141,8 +141,12 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
 _T = TypeVar("_T")
 
 _SAFETENSORS: Final = {
-    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"
-}  # fmt: skip
+    "torch.float64": "F64",
+    "torch.int64": "I64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+}
 """How the format calls them. The larger come first in a file, so that each is aligned."""
 
 Identity = tuple[int, int, int, int]
@@ -245,7 +249,7 @@ class Files(ABC):
     def write_bytes(self, path: Path, data: bytes) -> None: ...
 
     @abstractmethod
-    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    def write_tensors(self, path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str]) -> None:
         """A safetensors file of contiguous tensors on the CPU."""
 
     @abstractmethod
@@ -451,11 +455,13 @@ class OsFiles(Files):
     def write_bytes(self, path: Path, data: bytes) -> None:
         _with_descriptor(path, partial(path.write_bytes, data))
 
-    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    def write_tensors(self, path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str]) -> None:
+        import torch  # who has tensors has loaded it; who reads a folder need not
+
         # The library would write through the page cache, and hold up what the journal waits for.
         header, parts, at = dict[str, object](__metadata__=metadata), list[Bytes](), 0
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-            dtype, ends = _SAFETENSORS[tensor.dtype], [at, at + tensor.nbytes]
+            dtype, ends = _SAFETENSORS[str(tensor.dtype)], [at, at + tensor.nbytes]
             header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": ends}
             at += tensor.nbytes
             if tensor.nbytes:

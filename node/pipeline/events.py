@@ -14,12 +14,6 @@ from farloop.node.pipeline.messages import Message, MicrobatchRoute, Work
 # └── PipelineBroken  the sources that this stage follows are gone (retry: a new layout, or they come back)
 
 
-class LayoutError(NodeError):
-    """A layout file is wrong; names the file and the fault."""
-
-    exit_code = 2
-
-
 class PeerBindError(NodeError):
     """The address cannot be listened on."""
 

@@ -16,14 +16,16 @@ from typing import assert_never
 from torch import Tensor
 
 from farloop.algo.stages import StageLayout
+from farloop.node.errors import LayoutError
 from farloop.node.pipeline import events as ev
 from farloop.node.pipeline import messages
-from farloop.node.pipeline.events import LayoutError, PipelineBroken
+from farloop.node.pipeline.events import PipelineBroken
 from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.link import PeerConfig, PeerLink
 from farloop.node.pipeline.machine import PipelineMachine
 from farloop.node.pipeline.messages import FramedMessage, Leave, Message, MicrobatchRoute, PipelineMessage, Work
-from farloop.node.pipeline.stage import Normalise, StageJobs, Trained, from_bytes, to_bytes
+from farloop.node.pipeline.stage import StageJobs, Trained, from_bytes, to_bytes
+from farloop.node.settings import Normalise
 from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.monitoring.addresses import parse_tcp
-from farloop.node.pipeline.events import LayoutError
+from farloop.node.errors import LayoutError
 from farloop.node.pipeline.messages import Prepare, Switch
 from farloop.node.pipeline.routing import Limits
 from farloop.wire.messages import validate

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from farloop.algo.stages import Stage
 from farloop.node.model import GPT
 from farloop.node.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
+from farloop.node.settings import Normalise
 from farloop.quant.errors import BadPayload
 from farloop.quant.registry import codec_named
 from farloop.wire.frames import Buffer
@@ -66,14 +66,6 @@ def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str 
 # microbatch. A skipped stage is the identity, because the residual stream bypasses it.
 #
 # Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
-
-Normalise = Literal["visits", "share"]
-"""What a stage's gradient sum is divided by.
-
-visits: the microbatches that visited it, so that it is a mean whatever was skipped.
-share: those that would visit it if nothing were skipped, as SkipPipe does: a stage that a share ρ of them visits then
-takes steps of about ρ of the gradient. Adam hides the difference; plain SGD does not.
-"""
 
 
 class StagePart(nn.Module):

@@ -9,7 +9,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -17,50 +16,19 @@ from torch import Tensor
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import StageLayout
 from farloop.node.data import Corpus, Mixture
-from farloop.node.errors import DataError
+from farloop.node.errors import DataError, LayoutError
 from farloop.node.library import Node, join
 from farloop.node.link import LOOK_S
 from farloop.node.model import GPT, build, from_json
-from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.executor import Executor
 from farloop.node.pipeline.layout import Settings, read_layout
 from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.trainer import NodeConfig, check_data, corpora_of, link_of, mixed_precision
+from farloop.node.pipeline.stage import StageJobs, StagePart
+from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
+from farloop.node.trainer import check_data, corpora_of, link_of, mixed_precision
 from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
-
-NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}  # as configuration says it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig:
-    """What is local to a node that trains one stage of the model."""
-
-    layout: Path | None = None
-    """Layout file with stages, paths and addresses, the same on all nodes; this node trains its stage. A file with a
-    higher epoch is adopted at the end of a round."""
-    bind: str = ""
-    """Address to listen on for other stages. Default: that of the layout file."""
-    peers: Path | None = None
-    """Folder of the public keys of other stages; needs [node] key, and is required beyond loopback."""
-    microbatches: int = 4
-    """Parts of the batch of a source; each takes its own path."""
-    credit: int = 4
-    """Most microbatches of a source in flight."""
-    memory: int = 16
-    """Most inputs that a stage keeps for their backward passes."""
-    codec: str = ""
-    """Codec of activations and gradients between stages, e.g. q8; empty: uncompressed."""
-    normalise: str = "visits"
-    """Divisor of the gradient of a stage: visits, or share as in SkipPipe (see Pipelines in the docs)."""
-    patience_s: float = 120.0
-    """A microbatch that takes longer is sent again, or dropped and counted."""
-    late_s: float = 10.0
-    """A stage that would start later than this is replaced by a replica that would start earlier."""
-    liveness_s: float = 5.0
-    """Silence after which another stage counts as gone."""
 
 
 def train_stage(

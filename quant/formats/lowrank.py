@@ -11,16 +11,14 @@ random numbers q, so no direction hides from a warm start forever, as in the cou
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TILE, Fragment
-from farloop.quant.codec import Codec, Parameter, Traits, require_flat, whole
+from farloop.quant.codec import Codec, Traits, require_flat
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, largest_scale, to_bf16, uniform16
@@ -44,10 +42,6 @@ class _Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowrankCodec(Codec):
     """Payload: of each tensor in turn its P, its Q, both row by row, or its elements; all bf16, no gaps."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {"rank": Parameter(read=whole(1, 128), write=str, meaning="columns of the two factors of a matrix")}
-    )
 
     rank: int = 4  # of what arrives of a matrix
 

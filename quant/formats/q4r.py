@@ -12,17 +12,15 @@ fewest bits (reverse water-filling). With `policy=l-greco` the coordinator publi
 2210.17357); the encoder treats it as `relative`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant import packing
-from farloop.quant.codec import Parameter, Traits, float_text, numbers, one_of
+from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.interface import KernelKey
 from farloop.quant.packing import (
@@ -47,22 +45,6 @@ Policy = Literal["relative", "absolute", "l-greco"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Q4rCodec(BlockCodec):
     """The arithmetic of its blocks."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {
-            "step": Parameter(
-                read=numbers(1e-30, 1e30),
-                write=lambda steps: "/".join(map(float_text, steps)),
-                meaning="distance of codes in units of a block's rms; one, or one per tensor of a fragment: 0.7/1/1.4",
-            ),
-            "rounding": Parameter(read=one_of("stochastic", "nearest"), write=str, meaning="stochastic or nearest"),
-            "policy": Parameter(
-                read=one_of("relative", "absolute", "l-greco"),
-                write=str,
-                meaning="step in units of a block's rms; as it is; or shared out over tensors by the coordinator",
-            ),
-        }
-    )
 
     step: tuple[float, ...] = (1.0,)
     """Distance of neighbouring codes in units of a block's rms, or as it is (`absolute`); one, or one per tensor."""

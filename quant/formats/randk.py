@@ -8,16 +8,14 @@ Temporaries are 2¹⁸ elements, and the entries.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
-from farloop.quant.codec import Parameter, Traits, float_text, number
+from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import Chunks, SparseCodec, cut, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
@@ -31,14 +29,6 @@ ROUNDING = 0x5851F42D
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandkCodec(SparseCodec):
     """The arithmetic of its blocks."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {
-            "fraction": Parameter(
-                read=number(1 / BLOCK, 1), write=float_text, meaning="share of the elements that are sent"
-            )
-        }
-    )
 
     fraction: float = 1 / 16  # of a block of d elements, k = ⌈d · fraction⌉ are sent
 

@@ -18,16 +18,14 @@ Temporaries are a few times the largest tensor.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.codec import Parameter, Traits, float_text, number, whole
+from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import SparseCodec, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
@@ -74,22 +72,6 @@ class Places:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchCodec(SparseCodec):
     """The arithmetic of its tables."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {
-            "density": Parameter(
-                read=number(0.001, 0.5), write=float_text, meaning="share of a tensor's elements that are kept"
-            ),
-            "room": Parameter(
-                read=number(1.3, 64),
-                write=float_text,
-                meaning="counters per kept element; for sums of K, 1.5·K is safe",
-            ),
-            "min_numel": Parameter(
-                read=whole(4096, 1 << 30), write=str, meaning="smaller tensors, in elements, travel as fp32"
-            ),
-        }
-    )
 
     density: float = 0.05  # share of a tensor's elements that are kept
     room: float = 1.5

@@ -7,17 +7,15 @@ squared norm, without a bound below it, so a residual could grow forever.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant import packing
-from farloop.quant.codec import Codec, Parameter, Traits, float_text, number
+from farloop.quant.codec import Codec, Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.kernels.dispatch import fast_sparse, fast_throw
@@ -30,16 +28,6 @@ GROUP = 64  # elements whose codes are packed together; tensors start on multipl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TernaryCodec(Codec):
     """Payload: `[scales bf16 × tensors][zeros up to a multiple of 64][codes, 2 bits each]`; 1 is s, 2 is −s."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {
-            "clip": Parameter(
-                read=number(0, 1000),
-                write=float_text,
-                meaning="largest magnitude in units of a tensor's rms; what is larger is clipped to it. 0: none is",
-            )
-        }
-    )
 
     clip: float = 2.5  # In units of the rms of a tensor; 0 for no clipping. The paper's choice.
 

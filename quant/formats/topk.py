@@ -12,16 +12,15 @@ Temporaries are 2¹⁸ elements, or one row of squares of a wide matrix, and the
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
-from typing import ClassVar
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.codec import Parameter, Traits, whole
+from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, largest_bits, padding, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
@@ -54,10 +53,6 @@ class Squares(Chunks):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopkCodec(SparseCodec):
     """The arithmetic of its chunks."""
-
-    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
-        {"k": Parameter(read=whole(1, CHUNK), write=str, meaning="how many of 4096 elements are sent")}
-    )
 
     k: int = 64  # how many of 4096 elements are sent; of a chunk of n elements, ⌈k·n ÷ 4096⌉
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from farloop.algo.stages import StageLayout
-from farloop.node.model import GPT, ModelConfig, build
+from farloop.node.model import GPT, build
 from farloop.node.pipeline.executor import Executor, Step
 from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
+from farloop.node.pipeline.stage import StageJobs, StagePart
+from farloop.node.settings import ModelConfig, Normalise
 
 Steps = dict[str, list[Step]]
 """Of each node."""

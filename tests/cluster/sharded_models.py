@@ -29,10 +29,11 @@ from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.library import Node
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
 from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
+from farloop.node.settings import PRESETS
 from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec

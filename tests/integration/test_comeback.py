@@ -9,7 +9,8 @@ from loopback import FARLOOP, PACED, Daemon, NewRun, assert_all_agree, further_t
 
 from farloop.config.exit_codes import ExitCode
 from farloop.config.memory import memory_of
-from farloop.config.settings import load, planned
+from farloop.config.run_spec import planned
+from farloop.config.settings import load
 from farloop.monitoring.status import Status
 
 FSDP_LOOP = Path(__file__).resolve().parents[2] / "examples" / "fsdp_loop.py"

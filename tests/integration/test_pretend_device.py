@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from farloop.bench.loop import FIRST, Loop, coordinator
 from farloop.node.library import Node, join
-from farloop.node.model import ModelConfig, build
+from farloop.node.model import build
+from farloop.node.settings import ModelConfig
 from farloop.node.trainer import backward, mixed_precision
 from farloop.quant.codec import flat
 from farloop.quant.registry import codec_named

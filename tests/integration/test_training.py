@@ -20,7 +20,8 @@ from farloop.algo.terms import Terms
 from farloop.coordinator.decide.records import LeaseGranted, NodeStarted, Record, RunStarted
 from farloop.monitoring.status import Status
 from farloop.node.data import EvaluationSet, Samples, load_corpus
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
+from farloop.node.settings import PRESETS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

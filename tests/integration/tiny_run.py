@@ -17,7 +17,8 @@ from torch import nn
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
 from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
-from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.daemon import Coordinator
+from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.store import Store
 from farloop.node.library import join
 from farloop.quant.digest import digest

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from farloop.algo.spec import RunSpec
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import plan_run
 from farloop.node.data import Corpus, load_corpus
-from farloop.node.model import PRESETS, ModelConfig
+from farloop.node.settings import PRESETS, ModelConfig
 
 SpecOf = Callable[..., RunSpec]
 

@@ -44,6 +44,7 @@ from farloop.cli.bench import QUICK_ELEMENTS, parse_count, parse_threads, plan_c
 from farloop.config.exit_codes import CommandError
 from farloop.plots.codecs import plot_quality, plot_speed
 from farloop.quant.registry import CODECS, codec_named
+from farloop.quant.spelling import PARAMETERS
 
 # --- errors
 
@@ -345,7 +346,7 @@ def test_the_list_has_every_codec_its_summary_and_its_parameters_and_fits() -> N
     assert "…" not in text.replace("beta=0…1", "")
     for codec in CODECS.values():
         assert sum(line.split()[:1] == [codec.name] for line in lines) == 2
-        assert all(f"{name}=" in text for name in codec.PARAMETERS)
+        assert all(f"{name}=" in text for name in PARAMETERS[codec.name])
         assert len(summary_of(codec)) > 20 and not summary_of(codec).startswith(("`", codec.name)), codec.name
 
 

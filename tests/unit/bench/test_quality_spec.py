@@ -19,12 +19,12 @@ from farloop.bench.quality_spec import (
     parse_variant,
     plan_grid,
     plan_quality,
-    run_settings,
     share_of,
     with_baseline,
 )
 from farloop.config.exit_codes import CommandError
-from farloop.config.run_spec import DataConfig
+from farloop.config.run_config import DataConfig
+from farloop.config.settings import run_settings
 
 # --- words
 

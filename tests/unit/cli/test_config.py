@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from pipeline_layouts import layout_of
 
-from farloop.config.run_spec import RunConfig
-from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, planned, toml_text
+from farloop.config.run_config import RunConfig
+from farloop.config.run_spec import planned
+from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, toml_text
 from farloop.config.sources import (
     ConfigError,
     nearest,
     read_environment,
     read_file,
 )
-from farloop.node.data import Share
 from farloop.node.pipeline.layout import layout_json
+from farloop.node.settings import Share
 
 NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
 SECTIONS = {"run": ["steps", "h"], "data": ["path"]}

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from command_line import error_line
 
-from farloop.cli.daemons import _pages, _Viewers, adoption, different_identity, different_terms, open_run
+from farloop.cli.daemons import _pages, _Viewers, different_identity, different_terms, open_run
+from farloop.cli.main import adoption
 from farloop.config.exit_codes import CommandError, ExitCode
-from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
-from farloop.coordinator.daemon import CoordinatorConfig
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
+from farloop.coordinator.settings import CoordinatorConfig
 from farloop.monitoring import page
 from farloop.monitoring.healthcheck import open_page
 

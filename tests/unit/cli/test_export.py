@@ -10,7 +10,8 @@ from command_line import error_line, farloop, found
 from safetensors.torch import load_file
 from stored_runs import run_rounds
 
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import plan_run
 from farloop.coordinator.storage.store import Store
 from farloop.node.data import EvaluationSet, load_corpus
 from farloop.node.named_model import fill_, model_of_run

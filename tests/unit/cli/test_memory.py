@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.cli.main import app
 from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, PROCESS_BYTES, TRAINING_BYTES, memory_of
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import plan_run
 
 RUN = """
 [run]

@@ -13,10 +13,12 @@ from farloop.algo.methods import method_named
 from farloop.algo.schedule import num_rounds
 from farloop.algo.spec import Identity
 from farloop.algo.terms import LearningRate, Rewarm, Terms
-from farloop.config.run_spec import DataConfig, RunConfig, plan_run, terms_of
-from farloop.node.data import Share, load_corpus, load_mixture, num_samples
+from farloop.config.run_config import DataConfig, RunConfig, terms_of
+from farloop.config.run_spec import plan_run
+from farloop.node.data import load_corpus, load_mixture, num_samples
 from farloop.node.errors import CorpusError
 from farloop.node.model import from_json
+from farloop.node.settings import Share
 from farloop.node.token_file import TokenWriter
 from farloop.quant import codec_checks
 from farloop.quant.codec import Codec

@@ -73,3 +73,47 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
     command = ELSEWHERE[name].load(name)
     assert " ".join(command.help.split("\n\n")[0].split()) == ELSEWHERE[name].summary
     assert command.name == name
+
+
+RUN, NODE = f"{ROOT}/examples/run.toml", f"{ROOT}/examples/node-a.toml"
+
+REFUSED = [
+    *("nod", "coordinator", "demo --nonsense", "schedule none.toml", "schedule --set run.h=0", "plan"),
+    *("demo --method foo", "demo --codec q4r:stepp=1", "demo --link foo", "demo --nodes 0", "demo --h 0"),
+    *(
+        "demo --model foo",
+        "demo --resume none",
+        "demo --data none",
+        "chaos --faults foo",
+        "throttle foo --to 127.0.0.1:7700",
+    ),
+    *(f"coordinator {RUN} --restore foo://x", f"coordinator {RUN} --adopt-newest", "coordinator none.toml"),
+    *(
+        f"{command} --set {setting}"
+        for command in (f"coordinator {RUN}", f"config check {RUN}")
+        for setting in ("run.stepz=1", "run.h=x", "run.codec_up=foo", "run.codec_up=q4r:stepp=1", "run.min_lr=1")
+    ),
+    *(
+        f"coordinator {RUN} --set {setting}"
+        for setting in ("run.tau=90", "data.path=none", "run.model=foo", "coordinator.bind=foo", "run.steps=0")
+    ),
+    f"coordinator {RUN} --set coordinator.key=none.key --set coordinator.allow=none",
+    *(f"node {NODE} --set {setting}" for setting in ("node.lanes=x", "node.anchors=foo", "pipeline.layout=none")),
+    *(f"config show {NODE} --set node.lanez=3", "config check none.toml", "node none.toml"),
+    f"node {NODE} --set node.key=none.key --set node.server_key=none.pub",
+    *(f"{command} --state none" for command in ("set h=3", "release", "explain f0:1", "eval", "export out")),
+    *(f"journal {command} --state none" for command in ("show", "verify", "salvage", "replay")),
+    *("plan --inventory none.toml", "simulate bandwidth --method foo", "simulate run none.toml"),
+    *("bench codecs --codec foo", "bench codecs --threads foo", "bench memory --model foo", "bench loop --link foo"),
+    *("bench sync --codec foo", "bench coordinator --codec foo", "bench quality --model foo"),
+    *("data build none --out x.bin", "data show none", "keys authorize none --name x", "keys revoke x --allow none"),
+]
+"""Wrong usage and wrong settings; `none` is missing."""
+
+
+def test_wrong_usage_and_settings_import_nothing_heavy(tmp_path: Path) -> None:
+    told = answered(REFUSED, tmp_path)
+    for line, code, loaded, said in told:
+        assert (code, loaded) == (2, []), (line, said)
+        assert "this is a bug" not in said and said.strip(), line
+    assert len(told) == len(REFUSED)

@@ -13,13 +13,13 @@ from farloop.coordinator.net.link_table import (
     FRESH_S,
     MOST_LINKS,
     PROBES_AN_HOUR,
-    QUIET_S,
     BandwidthProbe,
     Candidate,
     LinkTable,
     retransmit_ratio,
     suspects,
 )
+from farloop.coordinator.settings import QUIET_S
 from farloop.wire.messages import Connection, Transfer
 from farloop.wire.meter import Burst, Insufficient, Measured
 

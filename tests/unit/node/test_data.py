@@ -24,7 +24,6 @@ from farloop.node.data import (
     EvaluationSet,
     Mixture,
     Samples,
-    Share,
     _split,
     data_name,
     load_corpus,
@@ -33,7 +32,8 @@ from farloop.node.data import (
     num_samples,
 )
 from farloop.node.errors import CorpusError, DataError
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
+from farloop.node.settings import PRESETS, Share
 from farloop.node.token_file import TokenWriter
 from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
 

@@ -10,7 +10,8 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from farloop.algo.terms import InnerOptimizer, LearningRate
 from farloop.node.inner_optimizer import Together, default_optimizer
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
+from farloop.node.settings import PRESETS
 
 
 def optimizer_of(module: nn.Module, kind: InnerOptimizer = "adamw") -> Optimizer:

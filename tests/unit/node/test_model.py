@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farloop.node.model import GPT, INIT_STD, PRESETS, ModelConfig, build, config_json, from_json, rope_tables, rotate
+from farloop.node.model import GPT, INIT_STD, build, config_json, from_json, rope_tables, rotate
+from farloop.node.settings import PRESETS, ModelConfig
 
 NANO = PRESETS["nano"]
 SMALLEST = ModelConfig(layers=2, dim=16, heads=2, hidden=24, context=32)

@@ -13,22 +13,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farloop.algo.fragments import trainable_tensors
-from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
 from farloop.node import named_model
 from farloop.node.errors import ModelError
-from farloop.node.model import PRESETS, build
+from farloop.node.model import build
 from farloop.node.named_model import (
     blocks_of,
     causal_lm_loss,
     checkpoint_blocks_,
     factory_model,
     hf_model,
-    located,
     materialise_,
     model_of_run,
 )
 from farloop.node.replica import Replica
+from farloop.node.settings import PRESETS, located
 from farloop.node.trainer import backward
 
 DATA = DataConfig(max_bytes=100_000)

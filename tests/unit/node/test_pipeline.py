@@ -18,15 +18,16 @@ from pipeline_nodes import SMALL, microbatches, model
 
 from farloop.algo.fragments import partition
 from farloop.algo.stages import Hop, Stage
+from farloop.node.errors import LayoutError
 from farloop.node.pipeline import events as ev
 from farloop.node.pipeline import messages
-from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import layout_json, read_layout
 from farloop.node.pipeline.link import LEAST_S, LOOKS_BACK_S, Echo, LinkEstimate
 from farloop.node.pipeline.machine import PipelineMachine
 from farloop.node.pipeline.messages import FramedMessage, Kind, MicrobatchRoute, Work
 from farloop.node.pipeline.routing import Limits, Onward, is_legal, onward
-from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart, from_bytes, to_bytes
+from farloop.node.pipeline.stage import StageJobs, StagePart, from_bytes, to_bytes
+from farloop.node.settings import Normalise
 from farloop.wire.frames import Buffer
 from farloop.wire.messages import Transfer
 from farloop.wire.reasons import RemoteProtocolError

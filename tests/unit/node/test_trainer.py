@@ -8,7 +8,8 @@ import pytest
 
 from farloop.node import trainer
 from farloop.node.library import join
-from farloop.node.trainer import NodeConfig, train
+from farloop.node.settings import NodeConfig
+from farloop.node.trainer import train
 
 OTHER = {"hang_timeout": "hang_timeout_s", "give_up": "give_up_s"}  # settings that `join` calls otherwise
 

@@ -13,7 +13,8 @@ from farloop.quant import formats
 from farloop.quant.codec import Codec
 from farloop.quant.codec_checks import check_downlink, check_uplink, check_variates
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing, UnsupportedHost
-from farloop.quant.registry import CODECS, codec_named, downlink_spelling, parameters_of, spelling_of
+from farloop.quant.registry import CODECS, codec_named, spelling_of
+from farloop.quant.spelling import PARAMETERS, downlink_spelling
 
 every_name = pytest.mark.parametrize("name", CODECS)
 
@@ -56,10 +57,10 @@ def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_name
 def test_every_parameter_is_a_field_with_a_meaning_and_its_default_reads_back(name: str) -> None:
-    assert spelling_of(CODECS[name]) == name
-    for key, parameter in parameters_of(name).items():
+    assert spelling_of(CODECS[name]) == name and list(PARAMETERS) == list(CODECS)
+    for key, parameter in PARAMETERS[name].items():
         default = getattr(CODECS[name], key)
-        assert parameter.read(parameter.write(default)) == default
+        assert parameter.read(parameter.write(default)) == default == parameter.default
         assert codec_named(f"{name}:{key}={parameter.write(default)}") == CODECS[name]
         assert parameter.meaning and "\n" not in parameter.meaning
 
@@ -88,7 +89,7 @@ def spelled(draw: st.DrawFn) -> tuple[str, dict[str, object]]:
 def test_a_spelling_says_what_differs_from_the_defaults(spelled: tuple[str, dict[str, object]]) -> None:
     spelling, said = spelled
     codec = codec_named(spelling)
-    for key in parameters_of("q4r"):
+    for key in PARAMETERS["q4r"]:
         assert getattr(codec, key) == said.get(key, getattr(CODECS["q4r"], key))
 
 

@@ -28,7 +28,8 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.quant.registry import CODECS, downlink_spelling
+from farloop.quant.registry import CODECS
+from farloop.quant.spelling import downlink_spelling
 from farloop.sim.network import HOSTILE_LINK
 from farloop.wire.limits import Timing
 from farloop.wire.messages import Offer

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from farloop.wire.lanes import MOST_LANES, Lanes, lanes_needed
+from farloop.wire.lanes import Lanes, lanes_needed
+from farloop.wire.limits import MOST_LANES
 from farloop.wire.messages import Connection
 
 MBIT = 1e6 / 8

@@ -1,0 +1,251 @@
+"""What is local to a node, and the names that settings have for models and data. Loads no torch."""
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+from farloop.wire.uplink import UplinkLimit
+
+VOCABULARY = 256  # of data without a tokenizer, where tokens are bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a `GPT`; part of a run's identity (`Identity.model`)."""
+
+    layers: int
+    dim: int  # model width D
+    heads: int
+    hidden: int  # inner width F of the SwiGLU MLP; 8/3 of `dim` gives it the parameters of a plain MLP of 4·D
+    context: int  # longest sequence, in tokens
+    tied: bool = True  # the output layer is the embedding, transposed: one tensor with one name
+    vocabulary: int = VOCABULARY  # that of the data
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "dim", "heads", "hidden", "context", "vocabulary"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"a model's {field} is a whole number of at least 1, not {value!r}")
+        if type(self.tied) is not bool:
+            raise ValueError(f"a model's tied is true or false, not {self.tied!r}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"dim {self.dim} does not split into {self.heads} heads of even width, which rotary positions need"
+            )
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # 0.22 M parameters: unit and integration tests.
+    "nano": ModelConfig(layers=4, dim=64, heads=2, hidden=176, context=1024),
+    # 0.48 M: the quality bench, `farloop bench quality`; a batch of 16 × 128 tokens takes 0.10 s on one core.
+    "micro": ModelConfig(layers=4, dim=96, heads=3, hidden=264, context=1024),
+    # 0.84 M: the demo; forward and backward of 8 × 128 tokens take 68 ms on one core (AMD EPYC, torch 2.13).
+    "tiny": ModelConfig(layers=4, dim=128, heads=4, hidden=352, context=1024),
+    # 10.7 M: one small GPU.
+    "small": ModelConfig(layers=6, dim=384, heads=6, hidden=1024, context=2048),
+    # 122 M, the size of GPT-2 small, all but 0.2 M of it in layers: 18 of them make six fragments of three.
+    "base": ModelConfig(layers=18, dim=768, heads=12, hidden=1920, context=2048),
+}
+
+
+HF: Final = "hf:"
+"""Before a folder, the name of a downloaded model, or (in a run's identity) the text of a config.json."""
+
+
+OWN: Final = "own"
+"""In a run's identity: the model that nodes bring."""
+
+
+def check_model_name(name: str) -> None:
+    """Raises ValueError unless it is spelled as a built-in model, hf:… or package.module:factory."""
+    if name in PRESETS or (name.startswith(HF) and name != HF):
+        return
+    where, colon, attribute = name.partition(":")
+    if colon and attribute.isidentifier() and all(part.isidentifier() for part in where.split(".")):
+        return
+    known = ", ".join(PRESETS)
+    close = "" if colon else next(iter(difflib.get_close_matches(name.lower(), PRESETS, n=1)), "")
+    near = f"did you mean {close}?" if close else f"there are {known}, hf:FOLDER and package.module:factory"
+    raise ValueError(f"there is no {name!r}; {near}")
+
+
+def is_factory(name: str) -> bool:
+    """Whether it names Python code."""
+    return ":" in name and not name.startswith(HF)
+
+
+def located(name: str, folder: Path) -> str:
+    """The name with its path made absolute, if it is one below `folder`; else as it is."""
+    if not name.startswith(HF):
+        return name
+    path = Path(name.removeprefix(HF)).expanduser()
+    is_path = path.is_absolute() or name.startswith((f"{HF}./", f"{HF}../")) or (folder / path).is_dir()
+    return f"{HF}{os.path.normpath(folder / path)}" if is_path else name
+
+
+def check_fingerprint(text: str) -> None:
+    """Raises ValueError."""
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError(f"16 hex digits are a fingerprint, not {text!r}; the coordinator prints it at its start")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A part of a mixture, as settings name it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    path: Path
+    weight: float
+
+
+Where = Literal["auto", "host", "device"]
+"""Where anchors are kept; on CPUs it is one place. "auto": on the device, once its first steps have shown the room."""
+
+
+SAVE_EVERY_ROUNDS = 8
+"""An anchor is 4 bytes a parameter, and its updates until the next copy 8 times half a byte, with a codec of 4 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What is local to a node."""
+
+    name: str
+    """Unique in the run; with a key, the name of its public key on the coordinator's allow-list."""
+    coordinator: str = "tcp://127.0.0.1:7700"
+    """The coordinator's address."""
+    key: Path | None = None
+    """Secret key file; turns on encryption."""
+    server_key: Path | None = None
+    """Public key file of the coordinator."""
+    state_dir: Path | None = None
+    """Folder for starts, epochs, residuals and anchors. Default: `.farloop/NAME`."""
+    save_every_rounds: int = SAVE_EVERY_ROUNDS
+    """Rounds between two whole copies of an anchor in `state_dir`, beside which each update is kept: a restarted node
+    takes the updates that it missed, and no snapshots. 0: nothing is kept."""
+    save_optimizer: bool = True
+    """Save the inner optimizer's state beside each of these copies. Off: a restarted node begins with empty moments."""
+    fingerprint: str | None = None
+    """Join only the run with this fingerprint."""
+    http: str = ""
+    """Address of /metrics, /healthz and /readyz, as host:port; empty: none."""
+    http_names: str = ""
+    """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
+    and private names are always allowed; * allows any name."""
+    data: Path | None = None
+    """Token file, text file, JSONL file or folder. Default: the source of Python's standard library."""
+    data_mixture: tuple[Share, ...] = ()
+    """Several of these in place of `data`."""
+    data_bytes: int = 16_000_000
+    """Most bytes to read from each text."""
+    data_phases: tuple[Path, ...] = ()
+    """The text of each re-warm that brings new data, in order."""
+    give_up: float = 0.0
+    """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
+    never."""
+    leave_code: int = 0
+    """Exit code after a signal before the run's end: 130 for a supervisor that takes 0 for the end of the work, as a
+    Kubernetes Job does."""
+    nproc: int = 1
+    """Processes on this host, one per device."""
+    restarts: int = 3
+    """How often, within an hour of their start, all processes are started again after one of them has died."""
+    hang_timeout: float = 60.0
+    """Seconds for which all other processes of the node may wait for one, and at least ten steps, before it counts as
+    hanging: all are started again. 0: for ever."""
+    hosts: str = "1"
+    """Hosts of this node, as 4, or 3:4 to go on with 3 when one is lost. Start the same command on each."""
+    rendezvous: str = ""
+    """Where the hosts of this node meet, as HOST:PORT of one of them. Keep the port from others: who reaches it can run
+    code on all of them."""
+    model: str = ""
+    """Your model, as package.module:factory or hf:FOLDER. Default: what the run names. Code is loaded from here alone,
+    never because a run says so."""
+    microbatch: int = 0
+    """Sequences in one forward pass of a process; gradients add up over a batch. 0: all of its part of the batch."""
+    checkpoint: bool = False
+    """Activation checkpointing: every block keeps its inputs alone and is computed again in the backward pass."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
+    shard: bool = False
+    """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
+    anchors: str = "auto"
+    """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
+    memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""
+    threads: int = 0
+    """CPU threads per process; 0: torch decides."""
+    tau: int | None = None
+    """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
+    adapt_tau: bool | None = None
+    """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
+    far as the run's rounds have room for it. It begins with `tau`. Default: where `tau` is open here and in the run, up
+    to a quarter of a round."""
+    site: str = ""
+    """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
+    address: str = ""
+    """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
+    nics: str = ""
+    """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
+    congestion: str = ""
+    """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
+    lanes: int = 0
+    """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
+    bulk_source: str = ""
+    """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
+    several. It needs keys. Default: the system's choice, as for control messages."""
+    max_uplink: str = ""
+    """Most that the node sends, as 20mbit; empty: as fast as the link."""
+    quiet_hours: str = ""
+    """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
+    quiet_uplink: str = ""
+    """Most that it sends in the quiet hours, as 2mbit."""
+
+    @property
+    def uplink(self) -> UplinkLimit:
+        """What the node may send. Raises ValueError."""
+        return UplinkLimit.parse(self.max_uplink, self.quiet_hours, self.quiet_uplink)
+
+
+Normalise = Literal["visits", "share"]
+"""What a stage's gradient sum is divided by.
+
+visits: the microbatches that visited it, so that it is a mean whatever was skipped.
+share: those that would visit it if nothing were skipped, as SkipPipe does: a stage that a share ρ of them visits then
+takes steps of about ρ of the gradient. Adam hides the difference; plain SGD does not.
+"""
+
+
+NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}  # as configuration says it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """What is local to a node that trains one stage of the model."""
+
+    layout: Path | None = None
+    """Layout file with stages, paths and addresses, the same on all nodes; this node trains its stage. A file with a
+    higher epoch is adopted at the end of a round."""
+    bind: str = ""
+    """Address to listen on for other stages. Default: that of the layout file."""
+    peers: Path | None = None
+    """Folder of the public keys of other stages; needs [node] key, and is required beyond loopback."""
+    microbatches: int = 4
+    """Parts of the batch of a source; each takes its own path."""
+    credit: int = 4
+    """Most microbatches of a source in flight."""
+    memory: int = 16
+    """Most inputs that a stage keeps for their backward passes."""
+    codec: str = ""
+    """Codec of activations and gradients between stages, e.g. q8; empty: uncompressed."""
+    normalise: str = "visits"
+    """Divisor of the gradient of a stage: visits, or share as in SkipPipe (see Pipelines in the docs)."""
+    patience_s: float = 120.0
+    """A microbatch that takes longer is sent again, or dropped and counted."""
+    late_s: float = 10.0
+    """A stage that would start later than this is replaced by a replica that would start earlier."""
+    liveness_s: float = 5.0
+    """Silence after which another stage counts as gone."""
