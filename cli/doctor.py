@@ -14,7 +14,6 @@ import platform
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,46 +205,32 @@ def dial_back(address: Address) -> Finding:
         server = bound_socket(Address(host="*", port=address.port))
         server.listen()
     except OSError as error:
-        return _somebody_listens(address, (error.strerror or str(error)).lower())
-    with server:
-        threading.Thread(target=_answer, args=(server, token), name="dial-back", daemon=True).start()
-        try:
-            with socket.create_connection((address.host, address.port), TRY_S) as connection:
-                connection.settimeout(TRY_S)
-                came = connection.recv(len(token))
-        except OSError as error:
-            return _not_reached(address, (error.strerror or str(error)).lower())
-    if came == token:
-        return ok("address", f"{address} reaches this machine")
-    fix = "[node] address must name this machine, or a port that is forwarded to it"
-    return fail("address", f"{address} belongs to another machine", fix)
-
-
-def _answer(server: socket.socket, token: bytes) -> None:
-    with contextlib.suppress(OSError):
-        server.settimeout(TRY_S)
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(token)
-
-
-def _somebody_listens(address: Address, why: str) -> Finding:
-    try:
-        with socket.create_connection((address.host, address.port), TRY_S):
+        if connect(address) is None:
             detail = f"{address} answers; whether it is this node was not tried: port {address.port} here is taken"
             return ok("address", detail)
-    except OSError:
+        why = (error.strerror or str(error)).lower()
         fix = f"free port {address.port}, or choose another in [node] address"
         return fail("address", f"{address} is not reached, and {why} here", fix)
-
-
-def _not_reached(address: Address, why: str) -> Finding:
-    fix = (
-        "forward the port, or open it in the firewall. Some routers do not connect an inside "
-        "machine to their outside address: while the node runs, the coordinator says in farloop "
-        "status --json whether it reaches it"
-    )
-    return warn("address", f"{address} is not reached from here: {why}", fix)
+    with server:
+        try:
+            connection = socket.create_connection((address.host, address.port), TRY_S)
+        except OSError as error:
+            fix = (
+                "forward the port, or open it in the firewall. Some routers do not connect an inside "
+                "machine to their outside address: while the node runs, the coordinator says in farloop "
+                "status --json whether it reaches it"
+            )
+            return warn("address", f"{address} is not reached from here: {(error.strerror or str(error)).lower()}", fix)
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(token)
+            server.settimeout(TRY_S)
+            came, _ = server.accept()
+            with came:
+                came.settimeout(TRY_S)
+                if came.recv(len(token)) == token:
+                    return ok("address", f"{address} reaches this machine")
+    fix = "[node] address must name this machine, or a port that is forwarded to it"
+    return fail("address", f"{address} belongs to another machine", fix)
 
 
 def as_the_coordinator_sees(name: str, seen: InventoryStatus | None) -> Sequence[Finding]:
