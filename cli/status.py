@@ -45,12 +45,8 @@ def fetch(url: str) -> Status:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         over = end_of(STATE)
-        told = (
-            f"{over}: farloop status --state {STATE}"
-            if over
-            else "it says its address when it starts, give it with --url"
-        )
-        raise CommandError(f"no coordinator at {page}: {what.lower()}; {told}", ExitCode.UNREACHABLE) from None
+        fix = f"{over}: farloop status --state {STATE}" if over else "give the address that it says at its start: --url"
+        raise CommandError(f"no coordinator at {page}: {what.lower()}; {fix}", ExitCode.UNREACHABLE) from None
     except ValueError:
         raise CommandError(f"{page} is not a farloop coordinator's status") from None
     if not isinstance(status, dict) or "run" not in status or "nodes" not in status:
@@ -59,23 +55,16 @@ def fetch(url: str) -> Status:
 
 
 def saved(folder: Path) -> Status:
-    """What the coordinator of a state folder told last, as it ended.
-
-    Raises:
-        CommandError: a coordinator is at work there, or none has ended in order.
-    """
-    path = folder / STATUS_FILE
+    """What the coordinator of a state folder told last. Raises CommandError: one runs there, or none ended in order."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as door, address_of(folder) as address:
         door.connect(address)
         raise CommandError(f"a coordinator runs on {folder}: its pages have the status, give their address with --url")
     try:
-        status = json.loads(path.read_bytes())
+        return cast(Status, json.loads((folder / STATUS_FILE).read_bytes()))
     except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or str(error)
-        raise CommandError(
-            f"no status at {path}: {what.lower()}; a coordinator writes it into its state folder when it ends in order"
-        ) from None
-    return cast(Status, status)
+        what = (getattr(error, "strerror", None) or str(error)).lower()
+        where = folder / STATUS_FILE
+        raise CommandError(f"no status at {where}: {what}; a coordinator writes it when it ends in order") from None
 
 
 def end_of(folder: Path) -> str | None:

@@ -147,15 +147,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        if 0.0 <= (seconds := float(text)) < math.inf:
-            return seconds
-    except ValueError:
-        pass
-    raise ValueError(f"seconds are wanted, 0 or more, not {text!r}")
-
-
 def _lanes(text: str) -> int:
     check_lanes(lanes := _number(text))
     return lanes
@@ -184,7 +175,7 @@ _OF_THE_LINK: dict[str, Callable[[str], Any]] = {
 _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "coordinator": str, "name": _checked(check_name), "key": _path, "server_key": _path, "state_dir": _path,
     "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
-    "give_up": _seconds, **_OF_THE_LINK,
+    "give_up": float, **_OF_THE_LINK,
 }  # fmt: skip
 """How the text of a variable is read, under the name that the key has in [node] of a settings file. Raises
 ValueError. All but those of the link are arguments of `join`."""

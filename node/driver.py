@@ -82,12 +82,8 @@ class Driver:
         over = self._state.finished
         deadline = time.monotonic() + LAST_CALL_S if over else math.inf
         while self.executor.machine.spec is None:
-            try:
+            with contextlib.suppress(Unreachable) if over else contextlib.nullcontext():
                 self._wait()
-            except Unreachable:
-                if not over:
-                    raise
-                deadline = -math.inf
             if time.monotonic() > deadline:
                 raise RunOver(
                     f"run {over} is finished: this node saw its end, and no coordinator answers. "

@@ -398,17 +398,14 @@ class NodeLink:
     def _away(self) -> None:
         """There is no session from now on."""
         self._away_since = since = self._clock.now()
-        if self._give_up_s:
+        if 0.0 < self._give_up_s < float("inf"):
             self._clock.call_later(self._give_up_s, partial(self._give_up, since))
 
     def _give_up(self, since: float) -> None:
         if self._over or self._away_since != since or self.state is State.OPEN:
             return
-        self._over = True
-        if self._session is not None:
-            self._session.close(Reason.CLOSED, "this node gives up")
-            self._advance()
         why = self._ended_by or "no answer yet; is its address right?"
+        self.close()
         where = f"no session with the coordinator {self._coordinator} for {self._give_up_s:g} s"
         self._deliver(Unreachable(f"{where}, after which this node gives up (give_up): {why}"))
 

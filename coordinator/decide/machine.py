@@ -158,7 +158,7 @@ class CoordinatorMachine:
     @property
     def all_told(self) -> bool:
         """Whether every node that has come to this start has left because the run is over."""
-        return self._membership.all_told
+        return all(m.session is None and m.reason is Reason.RUN_FINISHED for m in self.members.values())
 
     def start(self) -> list[ev.Command]:
         """Commands of a restart: windows that can close at once."""

@@ -76,11 +76,6 @@ class Membership:
         """Nodes that are connected or may return: they must hear that the run is over."""
         return sorted(name for name in self.members if self.is_awaited(name))
 
-    @property
-    def all_told(self) -> bool:
-        """Whether every node that has come to this start has left because the run is over."""
-        return all(m.session is None and m.reason is Reason.RUN_FINISHED for m in self.members.values())
-
     def is_awaited(self, node: NodeId) -> bool:
         member = self.members.get(node)
         return member is not None and (member.session is not None or member.gone_at is not None)
