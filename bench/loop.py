@@ -39,7 +39,7 @@ class Loop:
 
     def __init__(self, module: GPT, device: torch.device, sequences: int, tokens: int) -> None:
         self.module, self.device = module.to(device), device
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True if device.type == "cuda" else None)
         generator = torch.Generator().manual_seed(0)
         self.batch = torch.randint(256, (sequences, tokens + 1), generator=generator).to(device)
         self.mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")

@@ -47,7 +47,7 @@ class Memory:
 
     coordinator_ram: Table
     coordinator_disk: Table
-    node_host: Table  # of the first process, which owns the link; with [node] anchors = "device" less by the anchors
+    node_host: Table  # of the first process, which owns the link; less by the anchors where they are on a device
     node_device: Table  # of each process; on CPUs it is host memory as well
     node_disk: Table  # of all processes; with [node] save_every_rounds or save_optimizer off it is less
     ranks: int
