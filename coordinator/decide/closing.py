@@ -241,7 +241,7 @@ class Closing:
             self.try_one(fragment)
 
     def try_one(self, fragment: int) -> None:
-        if self._run.stands_still:
+        if self._run.stands_still or not self._run.begun:
             return
         window = self._windows[fragment]
         terms = self._ledger.terms_at(window.terms)

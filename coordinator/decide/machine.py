@@ -122,9 +122,11 @@ class CoordinatorMachine:
 
     def _begin(self) -> None:
         self._closing.show_quarantine()
+        self._run.begun = any(self.ledger.versions)
         for terms in self.ledger.windows.values():
             self._open(terms)
         self._closing.fix_rounds()
+        self._membership.start_ready(self._run.now, "none")
         self._closing.try_all()
         self._finish_if_over()
 
@@ -143,7 +145,7 @@ class CoordinatorMachine:
 
     @property
     def begun(self) -> bool:
-        return self._membership.begun
+        return self._run.begun
 
     @property
     def holding(self) -> str | None:
@@ -373,9 +375,8 @@ class CoordinatorMachine:
     def _open(self, terms: WindowTerms) -> None:
         """Open a window, with the deltas that were late for earlier windows where the method takes them."""
         ours = self.ledger.terms_at(terms)
-        expected = {
-            n for n in self._membership.expected(terms) if self._closing.node_deadlines.expects(n, self._run.now)
-        }
+        counted = self._membership.expected(terms) if self._run.begun else ()
+        expected = {n for n in counted if self._closing.node_deadlines.expects(n, self._run.now)}
         window = self.windows[terms.fragment] = Window(
             terms=terms,
             max_staleness=ours.admission.max_staleness,

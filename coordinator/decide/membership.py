@@ -46,7 +46,7 @@ class Membership:
     ) -> None:
         """Nodes that take part have until `gone_at` to return; `expire_s` later their samples go to others. `closing`
         closes windows that no longer wait for any node."""
-        self._ledger, self._windows, self.members = run.ledger, run.windows, run.members
+        self._run, self._ledger, self._windows, self.members = run, run.ledger, run.windows, run.members
         self._decisions, self._closing, self._rollback = decisions, closing, rollback
         self._expire_s = expire_s
         self._ready = set[NodeId]()  # who may start; and some who no longer may
@@ -65,11 +65,6 @@ class Membership:
             )
 
     # --- members
-
-    @property
-    def begun(self) -> bool:
-        """Whether training ever started."""
-        return bool(self._ledger.started) or any(self._ledger.versions)
 
     @property
     def awaited(self) -> list[NodeId]:
@@ -157,6 +152,8 @@ class Membership:
         for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
             held = next((ref for ref in hello.anchors if ref.fragment == fragment.index), restores.get(fragment.index))
             self._catch_up(member, hello, fragment.index, held)
+        if not self._run.begun:
+            self.start_ready(now, "none")
 
     def _restorable(self, hello: msg.Hello) -> dict[int, msg.AnchorRef]:
         """By fragment, the anchors on the node's disk from which it can go on with updates. They prove nothing about
@@ -241,29 +238,42 @@ class Membership:
 
     def start_ready(self, now: float, boundary: Boundary) -> None:
         """Start ready nodes: at the run's beginning, at a boundary of slots or rounds, or at once if a window would
-        otherwise never reach its floor."""
-        if not self._ready:
+        otherwise never reach its floor.
+
+        After a crash at the run's beginning, it begins with the nodes that are ready, that train already, or whose
+        deltas are stored.
+        """
+        begins = not self._run.begun
+        if not self._ready and not begins:
             return
         self._ready = {name for name in self._ready if name in self.members and self.members[name].stage == "ready"}
         ready = [m for name, m in self.members.items() if name in self._ready and m.session is not None]
         ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
-        if not ready:
+        if begins:
+            sent = {blob.node for blob in self._ledger.inputs}
+            train = [m for m in self.members.values() if m.counts and (m.session is not None or m.name in sent)]
+            if too_few_to_begin([*ready, *train], self._ledger):
+                return
+            self._run.begun = True
+        elif not ready:
             return
-        if not self.begun and too_few_to_begin(ready, self._ledger):
-            return
-        alone = [m for m in ready if self._is_needed(m)]
+        alone = ready if begins else [m for m in ready if self._is_needed(m)]
         for member in sorted(ready, key=lambda m: m.name):
             plan = self._ledger.rounds[self._ledger.round_of_part(member.holds)]
             if member in alone or boundary == "round":
                 self._start(member, plan, 0, now)
             elif boundary == "slot" and (slot := self._slot_for(member, plan)):
                 self._start(member, plan, slot, now)
+        if begins:
+            alone = [m for m in self.members.values() if m.counts]
         for window in self._windows.values():
             names = {m.name for m in alone if m.has(self._ledger.fragment(window.terms.fragment))}
             if names and window.state == "open" and not window.missing:
                 names = names & self.expected(window.terms) or names
                 window.expected |= names
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
+        if begins:
+            self._closing.try_all()
 
     def _is_needed(self, member: Member) -> bool:
         """Whether one of its windows cannot close without it: too few nodes train that hold the fragment."""

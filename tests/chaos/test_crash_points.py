@@ -36,6 +36,7 @@ DEFAULT = {
     ("snapshot-saved", 1),
     ("prune-before", 1),
     ("publish-one-of-several", 2),
+    ("start-told-before", 1),
     ("stored-told-before", 1),
     ("restart-epoch-renamed", 1),
     ("adopt-record-after", 1),
@@ -156,6 +157,9 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
         assert told.look_until_dead(told.start()) == 0, told.run.logs()
         told.nodes.until_done()
         assert_whole(told, [1, 1])
+        if point in BEGIN:
+            (first, *_) = told.run.events("commit")
+            assert first["merged"] == ["a", "b"], "the run begins with all of its nodes, however often"
 
 
 @pytest.mark.timeout(300)  # twice, nodes that nobody knows are listened for

@@ -73,9 +73,17 @@ COMMANDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("also after a restart", {}, "ab", "restart; b returns 7", "refuse OLD_INCARNATION"),
     ("and before the first has started", {}, "a", "b greets 7; b greets 8", "refuse OLD_INCARNATION"),
     ("the same process goes on", {}, "a", "b greets 7; b greets 7", "close 2 SUPERSEDED; accept b"),
-    ("after a restart nodes have the liveness time to come back", {}, "ab", "1000s; restart; a returns; a sends 1; 9s",
-     ""),
-    ("and no longer after it", {}, "ab", "1000s; restart; a returns; a sends 1; 9s; 1s", "commit 1.1 of a, b CLOSED"),
+    ("after a restart nodes have the liveness time to come back", {}, "ab", "a sends 1; b sends 1; "
+     "1 is durable; 1000s; restart; a returns; a sends 1; 9s", ""),
+    ("and no longer after it", {}, "ab", "a sends 1; b sends 1; 1 is durable; 1000s; restart; a returns; a sends 1; "
+     "9s; 1s", "commit 1.2 of a, b CLOSED"),
+    ("after a crash in its first round the run waits for as many nodes as it needs", {}, "ab", "restart; a returns; "
+     "a sends 1; 20s", ""),
+    ("and begins with them", {}, "ab", "restart; a returns; a sends 1; 20s; b returns", "accept b"),
+    ("also with one that never heard of its start", {}, "ab", "restart; a returns; b greets; a sends 1; 20s; "
+     "b is ready", "started b 0; b: start 0"),
+    ("or whoever comes in its place", {}, "ab", "restart; a returns; a sends 1; 20s; c joins",
+     "accept c; started c 0; c: start 0"),
     ("a restart in the middle of a commit decides it again", {}, "ab", "a sends 1; b sends 1; restart",
      "commit 1.1 of ab"),
     ("a restart re-opens a window with the deltas that were durable", {}, "ab", "a sends 1; restart; b returns; "
@@ -116,7 +124,8 @@ WAITED_FOR = [
     ("but by the next", "ab", "b parts SILENT; 0s; a sends 1; 1 is durable; b returns; a sends 1; 1 is durable", 1,
      "ab"),
     ("a newer start is not", "ab", "b is reborn", 1, "a"),
-    ("a restart waits for all", "ab", "restart", 1, "ab"),
+    ("a restart waits for all", "ab", "a sends 1; b sends 1; 1 is durable; restart", 1, "ab"),
+    ("after a crash in the first round, too", "ab", "restart; a returns; b greets; b is ready", 1, "ab"),
     ("a joiner brings back nobody that was lost to a drop", "ab", "b spoils 0; a leaves; c joins; b sends 1; "
      "1 is durable", 0, ""),
 ]  # fmt: skip

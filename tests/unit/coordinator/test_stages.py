@@ -197,6 +197,7 @@ def test_a_node_is_told_that_the_run_is_over_when_its_own_fragments_are_final(ma
 
 
 def test_what_nodes_hold_is_known_after_a_restart(run: Staged) -> None:
+    run.commit(1, A0, B0)
     run.restart()
     assert run.machine.members[A1].holds == (1,) and run.expected(2) == {A1, B1}
     assert snapshots(run.greet(A1, round=0)) == [2]
