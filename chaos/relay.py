@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from farloop.config.exit_codes import CommandError
@@ -211,9 +210,7 @@ class RelayThread:
             raise
         return self._relays
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def cut(self, relay: Relay) -> None:

@@ -29,11 +29,10 @@ from farloop.cli.options import (
     TextData,
     check_links,
     check_model,
-    print_anywhere,
 )
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
-from farloop.config.logs import LogLevel, set_up
+from farloop.config.logs import LogLevel, print_anywhere, set_up
 from farloop.monitoring.status import dumps
 from farloop.node.parent import end_with_torchrun
 

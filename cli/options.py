@@ -1,12 +1,8 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
-import codecs
-import io
 import signal
-import sys
 import tempfile
 import threading
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,32 +65,6 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-_PLAIN = dict(zip("−–—…·×÷⌊⌋⌈⌉●○✓▲▼▁▂▃▄▅▆▇█│─", "---.-x/[][]*o+^v_.-=+*##|-", strict=True))
-_PLAIN |= {"→": "->", "←": "<-", "√": "sqrt ", "∞": "inf", "≤": "<=", "≥": ">=", "±": "+-"}
-
-
-def print_anywhere() -> None:
-    """What the encoding of standard output cannot say, as that of an ASCII or Latin-1 terminal, is written in ASCII."""
-    codecs.register_error("farloop", lambda error: (_in_ascii(error), getattr(error, "end", 0)))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "backslashreplace"):
-            stream.reconfigure(errors="farloop")
-
-
-def _in_ascii(error: UnicodeError) -> str:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(map(_ascii_of, error.object[error.start : error.end]))
-
-
-def _ascii_of(character: str) -> str:
-    name = unicodedata.name(character, "")
-    if name.startswith("GREEK "):
-        return name.rpartition(" ")[2].lower()
-    like = unicodedata.normalize("NFKD", character).replace("⁄", "/").encode("ascii", "ignore").decode()
-    return _PLAIN.get(character) or ("^" if name.startswith("SUPERSCRIPT ") else "") + like or "?"
 
 
 def check_figure(plot: Path | None) -> None:

@@ -5,7 +5,6 @@ Time is the coordinator's own (`uptime_s`), so no clock is read here.
 
 import math
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -54,9 +53,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_live(self) -> Live:

@@ -1,12 +1,15 @@
-"""Log lines on standard error: `key=value`, or one JSON object per line.
+"""Log lines on standard error: `key=value`, or one JSON object per line; and output for terminals without Unicode.
 
 All messages of farloop have the form `event key=value …`, and a sentence may follow; the pairs are parsed here.
 """
 
 import ast
+import codecs
+import io
 import logging
 import re
 import sys
+import unicodedata
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -91,3 +94,30 @@ def _unquoted(text: str) -> str:
         return str(ast.literal_eval(text))
     except (ValueError, SyntaxError):
         return text
+
+
+# --- Terminals without Unicode
+
+_ASCII = dict(zip("−–—…·×÷⌊⌋⌈⌉●○✓▲▼▁▂▃▄▅▆▇█│─", "---.-x/[][]*o+^v_.-=+*##|-", strict=True))
+_ASCII |= {"→": "->", "←": "<-", "√": "sqrt ", "∞": "inf", "≤": "<=", "≥": ">=", "±": "+-"}
+
+
+def print_anywhere() -> None:
+    """What the encoding of standard output cannot say, as that of an ASCII or Latin-1 terminal, is written in ASCII."""
+    codecs.register_error("farloop", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "backslashreplace"):
+            stream.reconfigure(errors="farloop")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(_ascii_of, error.object[error.start : error.end])), error.end
+
+
+def _ascii_of(character: str) -> str:
+    name = unicodedata.name(character, "")
+    if name.startswith("GREEK "):
+        return name.rpartition(" ")[2].lower()
+    like = unicodedata.normalize("NFKD", character).replace("⁄", "/").encode("ascii", "ignore").decode()
+    return _ASCII.get(character) or ("^" if name.startswith("SUPERSCRIPT ") else "") + like or "?"

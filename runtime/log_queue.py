@@ -4,6 +4,7 @@ Standard error may be a terminal that is stopped, or a pipe that nobody reads, a
 hangs: a write to it then takes for ever. Standard library only.
 """
 
+import io
 import logging
 import os
 import queue
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import Final, Generic, TextIO, TypeVar
 
 T = TypeVar("T")
@@ -29,20 +30,17 @@ class BackgroundWriter(Generic[T]):
         """`write` must not raise. The thread begins with the first item."""
         self.dropped = 0  # items that had no room
         self._name, self._write, self._size = name, write, size
-        self._lock = threading.Lock()
         self._pid = 0
 
     def put(self, item: T) -> None:
-        """Write the item later, or drop it: never waits. Any thread."""
+        """Write the item later, or drop it: never waits. One thread at a time."""
         if self._pid != os.getpid():  # the first item, here or in a process that was forked: threads are not inherited
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            self._queue = queue.Queue[T](self._size)
+            self._pid, self._queue = os.getpid(), queue.Queue[T](self._size)
             threading.Thread(target=self._run, args=(self._queue,), name=self._name, daemon=True).start()
         try:
             self._queue.put_nowait(item)
         except queue.Full:
-            with self._lock:
-                self.dropped += 1
+            self.dropped += 1
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
         """Whether all items have been written within this time."""
@@ -87,29 +85,25 @@ class LogQueue(logging.Handler):
             what = "log lines dropped count=%d cause='nobody read them in time'"
             gap = logging.LogRecord(__name__, logging.WARNING, "", 0, what, (dropped - self._told,), None)
             line, self._told = f"{self.format(gap)}\n{line}", dropped
-        try:
-            write_all(self._stream, f"{line}\n")
-        except (OSError, ValueError):  # nobody reads it any more: the pipe is broken, or the stream closed
-            self._failed += 1
-            self._told += 1
+        self._failed += not write_all(self._stream, f"{line}\n")
 
 
-def write_all(stream: TextIO, text: str) -> None:
-    """Write to a stream past its buffer, whose lock a write that hangs would keep. Raises OSError, ValueError."""
-    try:
-        descriptor = stream.fileno()
-    except OSError:  # not a file: a test's, or a notebook's
-        stream.write(text)
-        stream.flush()
-        return
-    stream.flush()
+def write_all(stream: TextIO, text: str) -> bool:
+    """Write to a stream past its buffer, whose lock a write that hangs would keep. False: its reader is gone."""
     errors = stream.errors if stream.errors not in (None, "strict") else "backslashreplace"
     data = text.encode(stream.encoding or "utf-8", errors)
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # another program has made it non-blocking
-            select.select([], [descriptor], [])
+    try:
+        stream.flush()
+        while data:
+            try:
+                data = data[os.write(stream.fileno(), data) :]
+            except BlockingIOError:  # another program has made it non-blocking
+                select.select([], [stream], [])
+    except io.UnsupportedOperation:  # not a file: a test's, or a notebook's
+        stream.write(text)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def say(line: str, *, err: bool = False) -> None:
@@ -118,12 +112,7 @@ def say(line: str, *, err: bool = False) -> None:
         if isinstance(handler, LogQueue):
             handler.flush()
     stream = sys.stderr if err else sys.stdout
-
-    def write(text: str) -> None:
-        with suppress(OSError, ValueError):  # the reader is gone
-            write_all(stream, text)
-
-    writer = BackgroundWriter[str]("say", write)
+    writer = BackgroundWriter[str]("say", partial(write_all, stream))
     writer.put(f"{line}\n")
     writer.flush()
 
@@ -133,7 +122,7 @@ def dropped_lines() -> int:
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogQueue))
 
 
-def stack_of(thread: threading.Thread | None) -> str:
+def stack_of(thread: threading.Thread) -> str:
     """Where a thread of this process is now; the innermost call last."""
-    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+    frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -17,8 +17,8 @@ from farloop.chaos.faults import page
 from farloop.cli.daemons import connect, why
 from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
-from farloop.cli.options import print_anywhere
 from farloop.cli.status import fetch
+from farloop.config.logs import print_anywhere
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.healthcheck import probe
@@ -44,9 +44,9 @@ def served(body: bytes, status: int = 200) -> Endpoint:
 STATUS = {
     "run": {"name": "fjord", "fingerprint": "0" * 16, "method": "streaming", "codec_up": "q4", "codec_down": "q4",
             "steps": 100, "h": 30, "tau": 5, "mix": 0.5, "fragments": 1, "parameters": 1000, "state": "waiting",
-            "epoch": 1, "started_s": 0.0, "uptime_s": 1.0},
+            "epoch": 1, "started_s": 0.0, "uptime_s": 1.0, "nodes": 2},
     "position": 0.0, "round": 0, "versions": [0], "digests": ["0" * 16], "outer_steps": 0, "commits": 0, "nodes": [],
-    "windows": [], "evaluations": [], "alarms": [],
+    "windows": [], "evaluations": [], "alarms": [], "recent": [],
 }  # fmt: skip
 
 
