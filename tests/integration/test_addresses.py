@@ -107,7 +107,7 @@ def test_nodes_of_both_families_reach_a_coordinator(bind: str, monkeypatch: pyte
             )
             with linked(config) as (link, delivered):
                 wait_for(delivered, msg.Welcome)
-                until(lambda link=link: link.num_lanes == 1)
+                until(lambda link=link: link.num_lanes == 1 and there.route(1) is not None)
                 assert [there.host(lane) for lane in (0, 1)] == [seen, source or seen]
 
 

@@ -286,7 +286,8 @@ def test_blobs_travel_on_their_own_lane(endpoint: str) -> None:
         link.send_blob(offer, data)  # by a reconnection, and by the encoder
         assert wait_for(there.heard, wire_ev.BlobReceived) == wire_ev.BlobReceived(blob=blob, data=data)
         wait_for(delivered, wire_ev.BlobSent)
-        assert link.moved.up.total > len(data) and link.moved.state == 0
+        moved = link.moved.up + link.moved.down
+        assert link.moved.up.total > len(data) and moved.snapshot == moved.probe == 0
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -142,9 +142,9 @@ def test_bytes_are_counted_on_both_ways_of_every_node() -> None:
     assert 3 * model < start.moved.up.delta < 4 * model, "chunks of 400 bytes have a header each"
     assert 3 * model < start.moved.down.update < 4 * model
     for way in (start.moved.up, start.moved.down):
-        assert 0 < way.exchanged - way.delta - way.update < 2 * model, "reports, and the terms of the run"
-    assert start.moved.state == 0, "it begins with the run's weights"
-    assert model < outcome.nodes[B][0].moved.state < 1.5 * model
+        assert 0 < way.control < 2 * model, "reports, and the terms of the run"
+    assert start.moved.down.snapshot == 0, "it begins with the run's weights"
+    assert model < outcome.nodes[B][0].moved.down.snapshot < 1.5 * model
 
 
 @pytest.mark.parametrize("method", ["diloco", "streaming"])
