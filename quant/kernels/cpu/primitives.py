@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+import platformdirs
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import caching
 from numba.extending import intrinsic, register_jitable
 
 from farloop.quant import errors, packing
@@ -59,17 +63,14 @@ class Kernel:
         return self._compiled
 
     def _compile(self) -> Callable[..., Any]:
-        # Numba names its cache files after the function, and reuses them while the function's own file is unchanged.
-        # This name changes with every source that is compiled in, and differs between kernels and machines: otherwise
-        # processes that start together on an empty cache could mix up each other's kernels.
-        self._function.__qualname__ = f"{self.name}.{_fingerprint()}"
-        options: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-        try:
-            decorator = numba.njit(self._signature, cache=True, **options)
-            return cast(Callable[..., Any], decorator(self._function))
-        except RuntimeError:  # no directory on disk can be written
-            decorator = numba.njit(self._signature, **options)
-            return cast(Callable[..., Any], decorator(self._function))
+        # Numba names its cache files after the function; kernels made of one function differ by this name.
+        self._function.__qualname__ = self.name
+        made: Any = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(self._function)
+        with suppress(RuntimeError):  # no folder can be written: they are compiled in every process
+            made._cache = _KernelCache(self._function)  # type: ignore[no-untyped-call]
+        made.compile(self._signature)
+        made.disable_compile()
+        return cast(Callable[..., Any], made)
 
 
 def warm_up(kernels: Iterable[Kernel]) -> float:
@@ -95,6 +96,62 @@ def _fingerprint() -> str:
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(binding.get_host_cpu_features().flatten().encode())
     return digest.hexdigest()
+
+
+# --- Compiled kernels on disk
+#
+# numba would keep them beside the sources, where an uninstalled package leaves them behind, and would use them until a
+# function's own file changes. They lie in the user's cache, in one folder for each fingerprint.
+
+_MOST_FOLDERS = 8  # fingerprints that are kept: versions and machines that share a home folder
+
+
+@cache
+def cache_folder() -> Path | None:
+    """The folder of this version's kernels on this machine; None where it cannot be written."""
+    settings: Any = numba.config
+    root = Path(settings.CACHE_DIR or platformdirs.user_cache_dir("farloop", appauthor=False)) / "farloop-kernels"
+    folder = root / _fingerprint()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            os.utime(folder)
+        by_use = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    except OSError:
+        return None
+    for unused in by_use[:-_MOST_FOLDERS]:
+        shutil.rmtree(unused, ignore_errors=True)
+    return folder
+
+
+class _Place:
+    """What numba asks of a place for the files of a kernel."""
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> "_Place | None":
+        return None if cache_folder() is None else cls()
+
+    def ensure_cache_path(self) -> None:
+        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> str:
+        return _fingerprint()
+
+    def get_disambiguator(self) -> str:
+        return "kernel"
+
+
+class _Files(caching.CompileResultCacheImpl):
+    _locator_classes = [_Place]  # type: ignore[list-item]  # noqa: RUF012 - as numba has it
+
+
+class _KernelCache(caching.FunctionCache):
+    """Of kernels alone: numba's settings, and so the caches of its other users, stay as they are."""
+
+    _impl_class = _Files
 
 
 # --- Threads

@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -130,3 +133,32 @@ def test_the_first_fault_of_all_parts_is_told_and_an_error_raised() -> None:
         assert on_parts(faulty, num_blocks=MANY, block=256) == MANY // 4 + 7
         with pytest.raises(RuntimeError, match="broken"):
             on_parts(broken, num_blocks=MANY, block=256)
+
+
+def test_kernels_lie_in_the_users_cache_and_old_fingerprints_are_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "farloop" / "farloop-kernels"
+    for age in range(1, 11):
+        (root / f"old{age}").mkdir(parents=True)
+        os.utime(root / f"old{age}", (1e9 - age, 1e9 - age))
+    folder = primitives.cache_folder.__wrapped__()
+    assert folder.parent == root
+    assert {path.name for path in root.iterdir()} == {folder.name, *(f"old{age}" for age in range(1, 8))}
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "own"))
+    assert primitives.cache_folder.__wrapped__() == tmp_path / "own" / "farloop-kernels" / folder.name
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file"))
+    assert primitives.cache_folder.__wrapped__() is None
+
+
+def test_kernels_of_others_keep_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text("import numba\n@numba.njit(cache=True)\ndef one():\n    return 1\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from farloop.quant.kernels.cpu import primitives\n"
+    script += "import theirs; assert theirs.one() == 1"
+    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", script], env=env, timeout=120, check=True)
+    assert list((tmp_path / "__pycache__").glob("theirs.one-*.nbi"))
