@@ -5,6 +5,7 @@ The same inventory gives the same plan on every machine. A plan also lists the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Literal
 
 from farloop.algo.stages import Hop, Path, Stage, StageLayout
@@ -19,6 +20,7 @@ from farloop.coordinator.routing.sync_plan import utilization
 from farloop.coordinator.routing.topology import Sync, plan_sync
 
 LEAST_COVERAGE = 0.5  # share of the microbatches that should visit a stage; a plan notes less
+SLOW_SOURCE = 10.0  # times the median source: a plan notes a slower one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
         suspects=tuple((names[u], names[v]) for u, v in fabric.suspects),
         standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
         idle=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage < 0),
-        notes=_notes(inventory, paths, sync, sync_s),
+        notes=_notes(inventory, paths, outcome, sync, sync_s),
         beats=_beats(inventory, fabric, paths, outcome),
         source_s=tuple((names[source], seconds) for source, seconds in outcome.source_s.items()),
         seed=inventory.wish.seed,
@@ -247,15 +249,25 @@ def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tu
     return tuple(found)
 
 
-def _notes(inventory: Inventory, paths: Paths, sync: Sync | None, sync_s: float | None) -> tuple[str, ...]:
+def _notes(
+    inventory: Inventory, paths: Paths, outcome: Outcome, sync: Sync | None, sync_s: float | None
+) -> tuple[str, ...]:
     found = []
+    usual_s = median_low(outcome.source_s.values())
+    for source, seconds in outcome.source_s.items():
+        if seconds > SLOW_SOURCE * usual_s:
+            found.append(
+                f"a step of source {inventory.nodes[source].name} takes {seconds:.3g} s, and of the median source "
+                f"{usual_s:.3g} s: a sync waits for it; leave it out of the inventory, or give it a share of the steps"
+            )
     if sync is None:
         how = "is predicted as an all-reduce among replicas" if sync_s is not None else "is not predicted"
         found.append(f"{_unknown_of(inventory)}: the sync {how}, bits and H are left as they are")
     work = paths.work
     if len(work.layers) > 1:
+        used = {node for route in paths.routes for node in route.nodes}
         slowest = [
-            max(work.layer_s[n] for n, own in enumerate(paths.stage_of) if own == s) for s in range(len(work.layers))
+            max((work.layer_s[n] for n in used if paths.stage_of[n] == s), default=0.0) for s in range(len(work.layers))
         ]
         if all(seconds > 0.0 for seconds in slowest) and len(set(slowest)) > 1:
             speeds = [1.0 / seconds for seconds in slowest]
