@@ -1,11 +1,14 @@
 """The machine and the commit that results are from."""
 
+import os
 import platform
 import subprocess
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from farloop.monitoring.units import plural
 
 
 def cpu_model() -> str:
@@ -17,8 +20,8 @@ def cpu_model() -> str:
 
 def machine() -> str:
     """This machine in a line: processor, cores, Python and torch."""
-    cores = torch.get_num_threads()
-    return f"{cpu_model()}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    cores = plural(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, "core")
+    return f"{cpu_model()}, {cores}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 @lru_cache(maxsize=1)

@@ -75,15 +75,18 @@ class Waiting:
         pause_s = FIRST_S
         while not self._over.wait(pause_s):
             pause_s = EVERY_S
-            told = (self._address, why(self._address), self._give_up)
-            _log.warning("waiting coordinator=tcp://%s reason=%r give_up=%s", *told)
+            failure = connect(self._address)
+            told = (self._address, why(self._address, failure), self._give_up)
+            # Nodes are often started first: a port that answers needs nobody.
+            _log.log(
+                logging.WARNING if failure else logging.INFO, "waiting coordinator=tcp://%s reason=%r give_up=%s", *told
+            )
 
 
-def why(address: Address) -> str:
-    """What a plain connection to the coordinator's port shows."""
-    failure = connect(address)
+def why(address: Address, failure: str | None) -> str:
+    """What a plain connection to the coordinator's port showed."""
     if failure is None:
-        return "the port answers; unless the link complains above, this node waits for its start"
+        return "the port answers; waiting for the coordinator to admit this node"
     return f"cannot connect: {failure}; is the coordinator running, and its port open from here?"
 
 

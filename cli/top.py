@@ -125,7 +125,9 @@ class Top(App[None]):
         if not self._is_up:
             return
         silent = self.query_one("#silent", Static)
-        silent.update(Text(f"no answer, this is the last one: {why}"))
+        over = self._view.status["run"]["state"] == "finished"
+        told = "the run is over and its coordinator has ended; q leaves" if over else "no answer, this is the last one"
+        silent.update(Text(told if over else f"{told}: {why}"))
         silent.display = True
 
     def _ask(self) -> None:

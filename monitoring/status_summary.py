@@ -228,13 +228,16 @@ def event_view(event: EventStatus) -> EventView:
 
 
 def reduction(status: Status) -> float:
-    """Bytes of fp32 data parallel for the inner steps that were not lost, over all bytes on the links; 0 before any."""
+    """Bytes of fp32 data parallel for the inner steps that were not lost, over all bytes on the links.
+
+    0 before the first commit: until then steps count whose delta has not been sent.
+    """
     sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
     held = ((node["part"]["parameters"] if "part" in node else status["run"]["parameters"]) for node in status["nodes"])
     fragments = status["run"]["fragments"]
     steps = (max(0.0, node["inner_steps"] - node["lost_steps"] / fragments) for node in status["nodes"])
     work = sum(count * done for count, done in zip(held, steps, strict=True))
-    return DATA_PARALLEL_BYTES * work / sent if sent else 0.0
+    return DATA_PARALLEL_BYTES * work / sent if sent and status["commits"] else 0.0
 
 
 def part_text(node: NodeStatus) -> str:

@@ -111,10 +111,10 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
         assert finding.level == "fail"
         assert "[coordinator] bind" in finding.fix
         assert connect(address) is None
-        assert "this node waits for its start" in why(address)
+        assert "waiting for the coordinator to admit" in why(address, connect(address))
     assert port("port", address, "[coordinator] bind").level == "ok"
     assert connect(address) == "connection refused"
-    assert "is the coordinator running" in why(address)
+    assert "is the coordinator running" in why(address, connect(address))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_the_reduction_is_data_parallel_bytes_over_sent_bytes() -> None:
     nodes[0]["part"] = {"stages": [0], "fragments": [0], "parameters": 240_000_000}
     assert reduction(statuses.status(nodes=nodes)) == pytest.approx(8 * (1_240_000_000 + 240_000_000) * 598 / 162)
     assert view_of(statuses.status(nodes=[])).fewer == "", "nothing is claimed before bytes were sent"
+    assert view_of(statuses.status(nodes=nodes, commits=0)).fewer == "", "nor before the first outer step"
 
 
 @pytest.mark.parametrize(
