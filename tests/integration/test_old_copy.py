@@ -72,7 +72,7 @@ def test_the_epoch_of_another_run_holds_nothing_and_that_of_a_former_one_until_t
 
     def met(run: str) -> None:
         """The node's folder is of a run whose coordinator started five times."""
-        kept.write_text(json.dumps({"incarnation": 3, "epoch": 5, "run": run}))
+        kept.write_text(json.dumps({"incarnation": 3, "epoch": 5, "run": run, "finished": ""}))
 
     def start() -> tuple[Daemon, Daemon]:
         return run.start_coordinator(), run.start_node("b")
@@ -80,7 +80,7 @@ def test_the_epoch_of_another_run_holds_nothing_and_that_of_a_former_one_until_t
     met("0123456789abcdef")
     daemons = start()
     fingerprint = run.until("it trains", lambda status: min(status["versions"]) >= 1)["run"]["fingerprint"]
-    assert json.loads(kept.read_text()) == {"incarnation": 4, "epoch": 1, "run": fingerprint}
+    assert json.loads(kept.read_text()) == {"incarnation": 4, "epoch": 1, "run": fingerprint, "finished": ""}
 
     for daemon in daemons:
         daemon.kill()
