@@ -152,3 +152,33 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
         page.write_text(f"{whole}\n{broken}\n", encoding="utf-8")
         ended = build(tree, tmp_path / "site")
         assert ended.returncode != 0 and "nowhere" in ended.stderr, broken
+
+
+def test_an_uninstalled_wheel_leaves_nothing_and_an_editable_install_after_it_runs(tmp_path: Path) -> None:
+    tree, venv = copied(tmp_path / "tree"), tmp_path / "venv"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""}
+    env.pop("NUMBA_CACHE_DIR", None)
+
+    def run(*words: str | Path) -> None:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    run(sys.executable, "-m", "venv", venv)
+    python = venv / "bin" / "python"
+    pip = (python, "-m", "pip", "--disable-pip-version-check")
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (here,) = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("numba", "setuptools")}  # type: ignore[union-attr, arg-type]
+    (site / "dependencies.pth").write_text(f"{here}\n")  # all but farloop: its own .pth is not read from there
+    run(*pip, "uninstall", "--quiet", "--yes", "setuptools")  # an old one comes with the environment
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "dist", tree)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    kernels = (python, "-c", "from farloop.quant.kernels.dispatch import warm; warm(['q4'])")
+    run(*kernels)
+    assert list((tmp_path / "cache").rglob("*.nbi")), "kernels are kept in the user's cache"
+    run(*pip, "uninstall", "--quiet", "--yes", "farloop")
+    left = [str(path) for path in site.rglob("*") if "farloop" in path.parts or "farloop" in path.name]
+    assert not left
+    run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", tree)
+    run(*kernels)
+    run(venv / "bin" / "farloop", "codecs", "--no-measure")
