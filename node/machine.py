@@ -253,7 +253,8 @@ class NodeMachine:
             case msg.Revised(revision=revision):
                 self._revised(revision)
             case msg.Recall(fragment=fragment):
-                self._recalled(fragment)
+                if self.stands_by and fragment in self.fragments and self.fragments[fragment].version >= 0:
+                    self._do(ev.SendAnchor(fragment=fragment))
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -567,10 +568,6 @@ class NodeMachine:
             revisions=self.revisions.kept,
         )
         self._do(ev.Tell(message=held))
-
-    def _recalled(self, fragment: int) -> None:
-        if self.stands_by and fragment in self.fragments and self.fragments[fragment].version >= 0:
-            self._do(ev.SendAnchor(fragment=fragment))
 
     def _begin_again(self, history: int) -> None:
         """Follow a run that was rewound, or continued from what nodes held, beginning with snapshots.

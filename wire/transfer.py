@@ -341,7 +341,8 @@ class Transfers:
         lane = self.lanes.first(num_bytes, full)
         if lane is None:
             return None
-        chunk = outgoing.next_chunk(num_bytes, self._in_flight(), now, lane)
+        in_flight = self.live_in_flight + self.background_in_flight
+        chunk = outgoing.next_chunk(num_bytes, in_flight, now, lane)
         assert chunk is not None
         self._outgoing.move_to_end(outgoing.blob)
         return lane.number, outgoing.blob, *chunk
@@ -467,9 +468,6 @@ class Transfers:
     def _deadlines(self) -> list[tuple[Outgoing, float]]:
         waiting = [outgoing for outgoing in self._outgoing.values() if outgoing.credited and outgoing.unacknowledged]
         return [(outgoing, outgoing.deadline()) for outgoing in waiting]
-
-    def _in_flight(self) -> int:
-        return sum(outgoing.in_flight for outgoing in self._outgoing.values())
 
     def _keep_early(self, frame: BulkFrame, num_bytes: int) -> None:
         """Keep a chunk that may have overtaken its announcement; the oldest make room."""

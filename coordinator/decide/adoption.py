@@ -387,7 +387,8 @@ class Adoption:
                 "no other node confirms its digest; start with --adopt-from-nodes --adopt-newest if you believe that "
                 f"node, or shut it out with farloop keys revoke {who} and start again"
             )
-        lacking = {f: ref for f, ref in found.wanted.items() if not self._has(ref)}
+        here = {record.anchor for record in self._fetched.values()}
+        lacking = {f: ref for f, ref in found.wanted.items() if ref not in here}
         if lacking:
             return self._fetch(lacking, found, now)
         return self._adopt(found)
@@ -404,9 +405,6 @@ class Adoption:
         """Whether the node answered or may still answer. One whose training hangs never does, though its session is
         open."""
         return claim.answers or (node not in self._left and now < claim.heard_at + self._patience_s)
-
-    def _has(self, ref: msg.AnchorRef) -> bool:
-        return ref.fragment in self._fetched and self._fetched[ref.fragment].anchor == ref
 
     def _fetch(self, lacking: Mapping[int, msg.AnchorRef], found: AdoptionSurvey, now: float) -> bool:
         """Ask nodes for anchors, one fragment at a time from each."""
