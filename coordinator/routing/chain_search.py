@@ -45,19 +45,17 @@ def anneal(
     *,
     moves: int,
     seed: int,
-    pinned: bool,
     limits: Limits,
-    stage_of: Sequence[int] = (),
+    stage_of: Sequence[int] | None = None,
     judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
     hot: float = _HOT,
 ) -> Chains:
     """The best chains found from `start` by `moves` exchanges.
 
-    `pinned`: nodes keep their stages, so that an exchange moves both; else a node takes over the other's stage.
-    `stage_of` says the stages of pinned nodes that are in no chain.
+    `stage_of`: nodes keep their stages, so that an exchange moves both; None: a node takes over the other's stage.
     `judge` gives the seconds of a chain, the closed form where it is None.
     """
-    return _Search(start, work, message_s, seed, pinned, limits, stage_of, judge).run(moves, hot)
+    return _Search(start, work, message_s, seed, limits, stage_of, judge).run(moves, hot)
 
 
 class _Search:
@@ -67,13 +65,12 @@ class _Search:
         work: Work,
         message_s: Numbers,
         seed: int,
-        pinned: bool,
         limits: Limits,
-        stage_of: Sequence[int],
+        stage_of: Sequence[int] | None,
         judge: Callable[[Sequence[int], Sequence[int]], float] | None,
     ) -> None:
         self._random = random.Random(seed)
-        self._pinned, self._limits, self._stage_of = pinned, limits, stage_of
+        self._limits, self._stage_of = limits, stage_of
         self._rest = list(start.rest)
         self._nodes = [list(chain) for chain in start.nodes]
         self._stages = [list(chain) for chain in start.stages]
@@ -88,7 +85,7 @@ class _Search:
                 self._alike.setdefault(stage, []).append(node)
         for place, node in enumerate(self._rest):
             self._where[node] = (_REST, place)
-            if pinned:
+            if stage_of is not None:
                 self._alike.setdefault(stage_of[node], []).append(node)
 
     def run(self, moves: int, hot: float) -> Chains:
@@ -132,7 +129,7 @@ class _Search:
         i = int(rand() * length)
         if self._rest and rand() < _FRESH:
             return a, i, _REST, int(rand() * len(self._rest))
-        if self._pinned and rand() < _ALIKE:
+        if self._stage_of is not None and rand() < _ALIKE:
             others = self._alike[self._stages[a][i]]
             b, j = self._where[others[int(rand() * len(others))]]
             return a, i, b, j
@@ -149,19 +146,19 @@ class _Search:
         nodes, stages = self._nodes, self._stages
         if b == _REST:
             nodes[a][i], self._rest[j] = self._rest[j], nodes[a][i]
-            if self._pinned:
+            if self._stage_of is not None:
                 stages[a][i] = self._stage_of[nodes[a][i]]
                 self._where[nodes[a][i]], self._where[self._rest[j]] = (a, i), (_REST, j)
             return
         nodes[a][i], nodes[b][j] = nodes[b][j], nodes[a][i]
-        if self._pinned:
+        if self._stage_of is not None:
             stages[a][i], stages[b][j] = stages[b][j], stages[a][i]
             self._where[nodes[a][i]], self._where[nodes[b][j]] = (a, i), (b, j)
 
     def _exchanged(self, a: int, i: int, b: int, j: int) -> bool:
         """Exchange two places where that is allowed; False, and nothing done, where it is not."""
         stages = self._stages
-        if not self._pinned:
+        if self._stage_of is None:
             self._exchange(a, i, b, j)
             return True
         other = self._stage_of[self._rest[j]] if b == _REST else stages[b][j]

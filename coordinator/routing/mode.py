@@ -10,10 +10,10 @@ from farloop.algo.stages import Path, StageLayout
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
 from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of
 from farloop.coordinator.routing.inventory import Inventory, Mode
-from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Work, path_length
+from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Numbers, Work, path_length
 from farloop.coordinator.routing.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split
 from farloop.coordinator.routing.routes import Paths, Task, plan_paths, random_paths
-from farloop.coordinator.routing.simulator import Route, simulate
+from farloop.coordinator.routing.simulator import Outcome, Route, simulate
 
 # --- Fragments or activations between islands: the cost of both layouts, and the H at which it turns
 #
@@ -304,15 +304,21 @@ def present_step_s(layout: StageLayout, inventory: Inventory) -> float:
     fabric = fabric_of(inventory)
     for path in layout.paths:
         _check(path, place, fabric)
-    routes = tuple(
-        Route(nodes=tuple(place[hop.node] for hop in path.hops), stages=tuple(hop.stage for hop in path.hops))
-        for path in layout.paths
-    )
-    work = work_of(inventory, range(len(place)), [stage.layers for stage in layout.stages])
-    outcome = simulate(routes, work, fabric.message_s)
+    outcome = simulated(layout, inventory, fabric.message_s)
     if outcome.stalled:
         raise NotPredicted(f"{outcome.stalled} of their microbatches would wait for each other's slots")
     return outcome.makespan_s
+
+
+def simulated(layout: StageLayout, inventory: Inventory, message_s: Numbers) -> Outcome:
+    """A step along a layout's paths; messages take `message_s` [from][to], by the inventory's nodes."""
+    place = {node.name: number for number, node in enumerate(inventory.nodes)}
+    routes = [
+        Route(nodes=tuple(place[hop.node] for hop in path.hops), stages=tuple(hop.stage for hop in path.hops))
+        for path in layout.paths
+    ]
+    work = work_of(inventory, range(len(place)), [stage.layers for stage in layout.stages])
+    return simulate(routes, work, message_s)
 
 
 def _check(path: Path, place: dict[str, int], fabric: Fabric) -> None:

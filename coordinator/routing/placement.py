@@ -1,10 +1,9 @@
 """Which nodes replicate which stage (Holmes)."""
 
 import heapq
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,15 +42,15 @@ def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | Non
     return tuple(counts)
 
 
-def floor_split(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
-    """Holmes' rule: stage i gets ⌊α·L·sᵢ/Σs⌋, the last stage also the rest.
+def floor_split(layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Holmes' rule: stage i gets ⌊L·sᵢ/Σs⌋, the last stage also the rest.
 
-    α = 1 gives the splits published with its code (30 layers at 197 : 160 → 16, 14). A stage may get no layer. Raises
+    It gives the splits published with its code (30 layers at 197 : 160 → 16, 14). A stage may get no layer. Raises
     ValueError: fewer layers than stages, or a speed that is not above 0.
     """
     _check(layers, speeds)
     total = sum(speeds)
-    counts = [math.floor(alpha * layers * speed / total) for speed in speeds]
+    counts = [math.floor(layers * speed / total) for speed in speeds]
     counts[-1] += layers - sum(counts)
     return tuple(counts)
 
@@ -86,13 +85,10 @@ class Transport(StrEnum):
 
 def transport(kinds: Sequence[CardKind]) -> Transport:
     """RDMA when all ranks of a group have the same RDMA fabric, sockets otherwise."""
-    fabrics = {kind.fabric for kind in kinds}
-    if len(fabrics) > 1 or not fabrics:
-        return Transport.SOCKET
-    match fabrics.pop():
-        case CardKind.INFINIBAND:
+    match list({kind.fabric for kind in kinds}):
+        case [CardKind.INFINIBAND]:
             return Transport.INFINIBAND
-        case CardKind.ROCE_V2 | CardKind.ROCE_V1:
+        case [CardKind.ROCE_V2 | CardKind.ROCE_V1]:
             return Transport.ROCE
         case _:
             return Transport.SOCKET
@@ -135,13 +131,10 @@ class Placed:
 
 def dp_s(groups: Groups, fabric: Fabric, gradient_bytes: float) -> float:
     """max over stages, max over replicas i, of Σⱼ 2·(αᵢⱼ + bytes/(r·βᵢⱼ)); `gradient_bytes` are a stage's."""
-    return max(_group_dp_s(group, fabric, gradient_bytes) for group in groups)
-
-
-def _group_dp_s(group: Sequence[int], fabric: Fabric, gradient_bytes: float) -> float:
-    share = gradient_bytes / len(group)
     return max(
-        sum(2.0 * (fabric.latency_s[i][j] + share * fabric.byte_s[i][j]) for j in group if j != i) for i in group
+        sum(2.0 * (fabric.latency_s[i][j] + gradient_bytes / len(group) * fabric.byte_s[i][j]) for j in group if j != i)
+        for group in groups
+        for i in group
     )
 
 
@@ -188,14 +181,9 @@ class Costs:
         self._fabric, self._gradient_bytes = fabric, gradient_bytes
         self._pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
-    def placed(self, groups: Groups, *, ordered: bool = False) -> Placed:
-        """`ordered` keeps the order of the stages, else the cheapest is taken."""
-        if ordered:
-            pp = sum(self._pair_s(a, b) for a, b in itertools.pairwise(groups))
-            order = tuple(range(len(groups)))
-        else:
-            edges = [[0.0 if a is b else self._pair_s(a, b) for b in groups] for a in groups]
-            pp, order = best_order(edges)
+    def placed(self, groups: Groups) -> Placed:
+        """With the stages in their cheapest order."""
+        pp, order = best_order([[0.0 if a is b else self._pair_s(a, b) for b in groups] for a in groups])
         found = tuple(groups[stage] for stage in order)
         return Placed(groups=found, dp_s=dp_s(found, self._fabric, self._gradient_bytes), pp_s=pp)
 
@@ -209,32 +197,13 @@ class Costs:
 def descend(start: Groups, costs: Costs, *, h: int, moves: int, seed: int) -> Placed:
     """The best placement found by exchanging nodes of two stages, `moves` of them tried; sizes of stages stay."""
     best = costs.placed(start)
-    lowest = best.step_s(h)
-    for groups in _exchanges(best.groups, moves, seed):
-        found = costs.placed(groups(best.groups))
+    lowest, rand = best.step_s(h), random.Random(seed)
+    for _ in range(moves if len(start) > 1 else 0):
+        lists = [list(group) for group in best.groups]
+        a, b = rand.sample(range(len(lists)), 2)
+        i, j = int(rand.random() * len(lists[a])), int(rand.random() * len(lists[b]))
+        lists[a][i], lists[b][j] = lists[b][j], lists[a][i]
+        found = costs.placed(tuple(map(tuple, lists)))
         if (now := found.step_s(h)) < lowest:
             best, lowest = found, now
     return best
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    a: int
-    i: float
-    b: int
-    j: float
-
-    def __call__(self, groups: Groups) -> Groups:
-        lists = [list(group) for group in groups]
-        i, j = int(self.i * len(lists[self.a])), int(self.j * len(lists[self.b]))
-        lists[self.a][i], lists[self.b][j] = lists[self.b][j], lists[self.a][i]
-        return tuple(map(tuple, lists))
-
-
-def _exchanges(groups: Groups, moves: int, seed: int) -> Iterator[_Exchange]:
-    rand = random.Random(seed)
-    if len(groups) < 2:
-        return
-    for _ in range(moves):
-        a, b = rand.sample(range(len(groups)), 2)
-        yield _Exchange(a, rand.random(), b, rand.random())

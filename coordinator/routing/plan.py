@@ -128,7 +128,7 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
     islands = islands_of(inventory)
     decision = decide(inventory, fabric, islands)
     paths = decision.paths
-    outcome = simulate(paths.routes, paths.work, fabric.message_s)
+    outcome = simulate(paths.routes, paths.work, fabric.message_s, keep=True)
     layout = _layout(inventory, paths, epoch)
     names = [node.name for node in inventory.nodes]
     sync, sync_s, compute_s = _synced(inventory, fabric, islands, paths, outcome)
@@ -160,15 +160,14 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
         standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
         idle=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage < 0),
         notes=_notes(inventory, paths, outcome, sync, sync_s),
-        beats=_beats(inventory, fabric, paths, outcome),
+        beats=_beats(inventory, paths, outcome),
         source_s=tuple((names[source], seconds) for source, seconds in outcome.source_s.items()),
         seed=inventory.wish.seed,
     )
 
 
-def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome) -> tuple[StepInterval, ...]:
+def _beats(inventory: Inventory, paths: Paths, outcome: Outcome) -> tuple[StepInterval, ...]:
     slowest = max(outcome.source_s, key=lambda source: outcome.source_s[source])
-    kept = simulate(paths.routes, paths.work, fabric.message_s, keep=True)
     return tuple(
         StepInterval(
             node=inventory.nodes[piece.node].name,
@@ -178,7 +177,7 @@ def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome)
             start_s=piece.start_s,
             stop_s=piece.stop_s,
         )
-        for piece in kept.pieces
+        for piece in outcome.pieces
         if piece.source == slowest
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start, visits
+from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start, step_s, visits
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
@@ -316,8 +316,7 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
         return _shared(task)
     count = len(task.message_s)
     moves = max(1, int(_MOVES_PER_NODE * count * task.effort))
-    pinned = task.stage_of is not None
-    work = _resplit(task, chains) if by_speed or pinned else task.work
+    work = _resplit(task, chains) if by_speed or task.stage_of is not None else task.work
     best: tuple[float, Chains, Work] | None = None
     for turn in range(3):
         chains = anneal(
@@ -326,14 +325,13 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
             task.message_s,
             moves=moves if turn == 0 else moves // 4,
             seed=task.seed + turn,
-            pinned=pinned,
             limits=task.limits,
-            stage_of=task.stage_of or (),
+            stage_of=task.stage_of,
             hot=_HOT if turn == 0 else _WARM,
         )
         again = _resplit(task, chains)
         for one in (work, again):
-            seconds = max(_step_of(chains, one, task.message_s))
+            seconds = step_s(chains, one, task.message_s)
             if best is None or seconds < best[0] * (1.0 - _WORTH):
                 best = seconds, chains, one
         if again == work:
@@ -396,10 +394,6 @@ def _dealt(work: Work, slowest: Sequence[float], caps: Sequence[int]) -> Work:
     return replace(work, layers=min_max_split(sum(work.layers), speeds, caps))
 
 
-def _step_of(chains: Chains, work: Work, message_s: Numbers) -> list[float]:
-    return [chain_s(own, at, work, message_s) for own, at in zip(chains.nodes, chains.stages, strict=True)]
-
-
 def _polished(task: Task, chains: Chains, work: Work) -> Chains:
     """A last descent that judges by simulation."""
 
@@ -414,9 +408,8 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
         task.message_s,
         moves=max(1, int(moves * task.effort)),
         seed=task.seed,
-        pinned=task.stage_of is not None,
         limits=task.limits,
-        stage_of=task.stage_of or (),
+        stage_of=task.stage_of,
         judge=judge,
         hot=_NEARLY_COLD,
     )

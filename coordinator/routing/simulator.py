@@ -37,7 +37,6 @@ class Piece:
     microbatch: int
     start_s: float
     stop_s: float
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +53,10 @@ class Outcome:
 class _Job:
     """A piece of work on its way: the p-th node of a microbatch's route, forwards or backwards."""
 
-    __slots__ = ("kind", "microbatch", "place", "route", "since")
+    __slots__ = ("kind", "microbatch", "place", "route")
 
-    def __init__(self, route: Route, microbatch: int, place: int, kind: Kind, since: float) -> None:
-        self.route, self.microbatch, self.place, self.kind, self.since = route, microbatch, place, kind, since
+    def __init__(self, route: Route, microbatch: int, place: int, kind: Kind) -> None:
+        self.route, self.microbatch, self.place, self.kind = route, microbatch, place, kind
 
 
 def simulate(routes: Sequence[Route], work: Work, message_s: Numbers, *, keep: bool = False) -> Outcome:
@@ -112,7 +111,7 @@ class _Play:
         number = self._sent[source]
         self._sent[source] += 1
         ways = self._ways[source]
-        self._arrive(now, source, _Job(ways[number % len(ways)], number, 0, "F", now))
+        self._arrive(now, source, _Job(ways[number % len(ways)], number, 0, "F"))
 
     def _arrive(self, at: float, node: int, job: _Job | None) -> None:
         self._order += 1
@@ -140,11 +139,9 @@ class _Play:
         self._free_at[node] = stop + work.gap_s
         self._arrive(stop + work.gap_s, node, None)
         if self._keep:
-            since = job.since
-            self._pieces.append(
-                Piece(node=node, kind=job.kind, source=route.source, microbatch=job.microbatch, start_s=now,
-                      stop_s=stop, waited_s=now - since)
-            )  # fmt: skip
+            number = job.microbatch
+            piece = Piece(node=node, kind=job.kind, source=route.source, microbatch=number, start_s=now, stop_s=stop)
+            self._pieces.append(piece)
         if job.kind == "B":
             self._kept[node] -= 1
         if job.kind == "B" and job.place == 0:
@@ -164,7 +161,7 @@ class _Play:
                 place, kind = job.place - 1, "B"
         target = job.route.nodes[place]
         at = stop + (self._message_s[node][target] if target != node else 0.0)
-        self._arrive(at, target, _Job(job.route, job.microbatch, place, kind, at))  # type: ignore[arg-type]
+        self._arrive(at, target, _Job(job.route, job.microbatch, place, kind))  # type: ignore[arg-type]
 
     def _finish(self, source: int, at: float) -> None:
         self._returned[source] += 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from farloop.coordinator.routing.fabric import Island
-from farloop.coordinator.routing.inventory import Inventory
+from farloop.coordinator.routing.inventory import Hub, Inventory
 from farloop.coordinator.routing.sync_plan import Pace, Rate, choose
 
 
@@ -33,15 +33,6 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
-    """An aggregator's rates in bytes/s; `sums` is how fast it decodes and adds."""
-
-    down: float = math.inf  # into it
-    up: float = math.inf  # out of it, all receivers together
-    sums: float = math.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     name: str
     up_s: float
@@ -59,7 +50,7 @@ class Prediction:
 
 
 def star(workers: Sequence[Worker], hub: Hub) -> Prediction:
-    """max(maxᵢ Sᵢ/uᵢ + lᵢ, ΣSᵢ/D + l, ΣSᵢ/R); the same downwards with the other rates."""
+    """max(maxᵢ Sᵢ/uᵢ + lᵢ, ΣSᵢ/D + l); the same downwards with the other rates."""
     return sharded(workers, [hub], name="star")
 
 
@@ -67,60 +58,37 @@ def sharded(workers: Sequence[Worker], hubs: Sequence[Hub], *, name: str = "") -
     """K aggregators, each with the share of the fragments that its rate allows: wₖ = Dₖ/ΣD."""
     total = sum(worker.payload for worker in workers)
     least = min(worker.latency_s for worker in workers)
-    sums = math.inf if any(math.isinf(hub.sums) for hub in hubs) else sum(hub.sums for hub in hubs)
     up = max(
         max(worker.payload / worker.up + worker.latency_s for worker in workers),
-        total / sum(hub.down for hub in hubs) + least,
-        total / sums,
+        total / sum(hub.in_bytes_per_s for hub in hubs) + least,
     )
     down = max(
         max(worker.payload / worker.down + worker.latency_s for worker in workers),
-        total / sum(hub.up for hub in hubs) + least,
+        total / sum(hub.out_bytes_per_s for hub in hubs) + least,
     )
     return Prediction(name=name or f"{len(hubs)} aggregators", up_s=up, down_s=down)
 
 
-def relays(
-    workers: Sequence[Worker], sites: Sequence[Site], hub: Hub, *, widened: float = 1.0, chunks: int = 1
-) -> Prediction:
-    """A relay at each site sums its neighbours' payloads and sends one on: gather, then the wide link.
+def relays(workers: Sequence[Worker], sites: Sequence[Site], hub: Hub) -> Prediction:
+    """A relay at each site sums its neighbours' payloads and sends one on, quantised again: gather, then the wide link.
 
-    `widened` is the size of what a relay sends in payloads: 1 when it quantises again, (q + ⌈log₂ n⌉)/q for exact
-    sums. With `chunks` above 1 both parts overlap but for the first chunk. Sites of one worker, and those where nobody
-    can be dialled, send directly.
+    Sites of one worker, and those where nobody can be dialled, send directly.
     """
-    gather, wide, wide_down, sent, received = 0.0, 0.0, 0.0, 0.0, 0.0
-    heads: list[int] = []
-    latency = 0.0
+    gather = 0.0
+    heads, senders = list[int](), list[int]()
     for site in sites:
         head = relay_of(workers, site)
         if head is None or len(site.workers) == 1:
-            for one in site.workers:
-                worker = workers[one]
-                wide = max(wide, worker.payload / worker.up)
-                wide_down = max(wide_down, worker.payload / worker.down)
-                sent, received = sent + worker.payload, received + worker.payload
-                latency = max(latency, worker.latency_s)
-            continue
-        heads.append(head)
-        worker = workers[head]
-        own = sum(workers[one].payload for one in site.workers if one != head)
-        gather = max(gather, own / site.rate)
-        wide = max(wide, widened * worker.payload / worker.up)
-        wide_down = max(wide_down, worker.payload / worker.down)
-        sent, received = sent + widened * worker.payload, received + worker.payload
-        latency = max(latency, worker.latency_s)
-    up_wan = max(wide, sent / hub.down) + latency
-    down_wan = max(wide_down, received / hub.up) + latency
-    name = "relay per site" if widened == 1.0 else "relay per site, exact sums"
-    return Prediction(
-        name=name, up_s=_in_turn(gather, up_wan, chunks), down_s=_in_turn(gather, down_wan, chunks), relays=tuple(heads)
-    )
-
-
-def _in_turn(first: float, second: float, chunks: int) -> float:
-    """Store and forward; with chunks the first one's gathering, then the slower of both."""
-    return first + second if chunks == 1 else first / chunks + max(first, second)
+            senders += site.workers
+        else:
+            heads.append(head)
+            senders.append(head)
+            gather = max(gather, sum(workers[one].payload for one in site.workers if one != head) / site.rate)
+    wide = [workers[one] for one in senders]
+    total, latency = sum(worker.payload for worker in wide), max(worker.latency_s for worker in wide)
+    up_s = max(total / hub.in_bytes_per_s, *(worker.payload / worker.up for worker in wide)) + latency
+    down_s = max(total / hub.out_bytes_per_s, *(worker.payload / worker.down for worker in wide)) + latency
+    return Prediction(name="relay per site", up_s=gather + up_s, down_s=gather + down_s, relays=tuple(heads))
 
 
 def relay_of(workers: Sequence[Worker], site: Site) -> int | None:
@@ -217,17 +185,13 @@ def plan_sync(
         for node in members
         if (link := ups[node]) is not None
     ]
-    sites = [
-        Site(
-            workers=tuple(place[node] for node in island.nodes if node in place),
-            rate=_slowest_inside(inventory, [node for node in island.nodes if node in place]),
-        )
-        for island in islands
-        if any(node in place for node in island.nodes)
-    ]
-    own = inventory.hub
-    hub = Hub(down=own.in_bytes_per_s, up=own.out_bytes_per_s) if own is not None else Hub()
-    found = _compared(workers, sites, hub)
+    sites = []
+    for island in islands:
+        if inside := [node for node in island.nodes if node in place]:
+            links = [inventory.link(nodes[u], nodes[v]) for u in inside for v in inside if u != v]
+            rate = min((link.bytes_per_s for link in links if link is not None), default=math.inf)
+            sites.append(Site(workers=tuple(place[node] for node in inside), rate=rate))
+    found = _compared(workers, sites, inventory.hub or Hub())
     tree = next((one for one in found if one.relays), None)
     return Sync(
         rates={nodes[node].name: rate for node, rate in sorted(rates.items())},
@@ -251,10 +215,3 @@ def _compared(workers: Sequence[Worker], sites: Sequence[Site], hub: Hub) -> tup
     if len(sites) > 1 and (heads := ring_of_relays(workers, sites)) is not None:
         others.append(heads)
     return (star(workers, hub), *sorted(others, key=lambda one: one.round_s))
-
-
-def _slowest_inside(inventory: Inventory, members: Sequence[int]) -> float:
-    links = [
-        inventory.link(inventory.nodes[u], inventory.nodes[v]) for u in members for v in members if u != v
-    ]  # fmt: skip
-    return min((link.bytes_per_s for link in links if link is not None), default=float("inf"))
