@@ -7,15 +7,16 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from farloop.coordinator.routing.anomalies import Action, Sample, next_step, slow
 from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
-from farloop.coordinator.routing.paths import Work
+from farloop.coordinator.routing.mode import simulated
 from farloop.coordinator.routing.plan import Plan, make_plan
-from farloop.coordinator.routing.simulator import Route, simulate
-from farloop.sim.bandwidth import Flow, play
+from farloop.sim.flow.links import SharedLink, Transfer
+from farloop.sim.virtual_time import EventQueue
 
 Clock = Callable[[], float]
 
@@ -44,10 +45,10 @@ def two_islands(h: int) -> Inventory:
     )
 
 
-def modes(hs: Sequence[int] = (1, 2, 3, 4, 8, 16, 50)) -> tuple[tuple[ModeRow, ...], float]:
+def modes() -> tuple[tuple[ModeRow, ...], float]:
     """(rows, H*)."""
     rows, star = [], 0.0
-    for h in hs:
+    for h in (1, 2, 3, 4, 8, 16, 50):
         plan = make_plan(two_islands(h))
         star = plan.h_star or 0.0
         (lost,) = plan.alternatives
@@ -116,9 +117,9 @@ class Planning:
     same_again: bool
 
 
-def world(count: int, *, stages: int, skip: float, seed: int = 0, sites: int = 12) -> Inventory:
+def world(count: int, *, stages: int, skip: float, seed: int = 0) -> Inventory:
     """Nodes at sites around a circle: the farther apart, the slower. All numbers made up."""
-    links = {}
+    links, sites = {}, 12
     for a in range(sites):
         for b in range(sites):
             away = min(abs(a - b), sites - abs(a - b))
@@ -177,11 +178,48 @@ def four_sites() -> Inventory:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A transfer."""
+
+    name: str
+    num_bytes: int
+    links: tuple[str, ...]  # it crosses all of them at once
+    latency_s: float = 0.0  # from its last byte sent to its last byte there
+    after: tuple[str, ...] = ()  # flows that must have arrived before it begins
+
+
+def play(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> dict[str, float]:
+    """Seconds until each flow has arrived, over links by their names."""
+    agenda, arrived = EventQueue(), dict[str, float]()
+    links = {name: SharedLink(agenda, rate) for name, rate in bytes_per_s.items()}
+
+    def begin(flow: Flow) -> None:
+        Transfer(
+            [links[name] for name in flow.links],
+            flow.num_bytes,
+            lambda: agenda.after(flow.latency_s, partial(end, flow)),
+        )
+
+    def end(flow: Flow) -> None:
+        arrived[flow.name] = agenda.now
+        for other in flows:
+            if flow.name in other.after and arrived.keys() >= set(other.after):
+                begin(other)
+
+    for flow in flows:
+        if not flow.after:
+            begin(flow)
+    while agenda.step():
+        pass
+    return arrived
+
+
 def relaying() -> Relaying:
     plan = make_plan(four_sites())
     assert plan.sync is not None
     predicted = {one.name: one.round_s for one in plan.sync.topologies}
-    names, payload = [f"{site}{n}" for site in "ABCD" for n in range(4)], 100e6
+    names, payload = [f"{site}{n}" for site in "ABCD" for n in range(4)], 100_000_000
     heads = set(plan.sync.relays)
     rates = {f"{name} {way}": 25e6 for name in names for way in ("up", "down")}
     rates |= {f"{name} lan": 1.25e9 for name in names} | {"hub in": 125e6, "hub out": 125e6}
@@ -245,9 +283,9 @@ _NOISE = 0.03
 _SLOWED = 8.0
 
 
-def slow_link(*, rounds: int = 16, slow_from: int = 6, seed: int = 0) -> SlowLink:
+def slow_link(*, seed: int = 0) -> SlowLink:
     """Eight nodes sync; the uplink of one becomes eight times slower; the planner is told what is measured."""
-    rand = random.Random(seed)
+    rand, slow_from = random.Random(seed), 6
     inventory = _eight()
     plan = make_plan(inventory)
     history: list[dict[str, Sample]] = []
@@ -255,7 +293,7 @@ def slow_link(*, rounds: int = 16, slow_from: int = 6, seed: int = 0) -> SlowLin
     taken: list[Action] = []
     found_at = replanned_at = -1
     found, before = "", _told(plan, "n3")
-    for number in range(rounds):
+    for number in range(16):
         slowed = {"n3"} if number >= slow_from else set[str]()
         samples = _round(inventory, plan, slowed, rand, known=replanned_at >= 0)
         history.append(samples)
@@ -304,7 +342,7 @@ def _round(
     """What each node took, and what the plan said it would; a slow link that the plan knows is expected."""
     assert plan.sync is not None
     flows = [
-        Flow(name=name, num_bytes=size, links=(f"{name} up", "hub"), latency_s=0.03)
+        Flow(name=name, num_bytes=round(size), links=(f"{name} up", "hub"), latency_s=0.03)
         for name, size in plan.sync.payload_bytes.items()
     ]
     rates = {f"{name} up": _UPLINK / (_SLOWED if name in slowed else 1.0) for name in plan.sync.payload_bytes}
@@ -341,24 +379,13 @@ def _slow_path(seed: int) -> tuple[float, float]:
 
 def _along(plan: Plan, inventory: Inventory) -> float:
     """A step of a plan over links as they are now."""
-    place = {node.name: index for index, node in enumerate(inventory.nodes)}
     model = inventory.model
-    work = Work(
-        layer_s=tuple(node.layer_s for node in inventory.nodes),
-        layers=tuple(stage.layers for stage in plan.layout.stages),
-        slots=tuple(node.slots for node in inventory.nodes),
-        microbatches=model.microbatches, backward=model.backward, loss=model.loss, gap_s=model.gap_s,
-    )  # fmt: skip
     seconds = [
         [0.0 if u is v else link.seconds(model.activation_bytes) + model.overhead_s if link else 1e6
          for v in inventory.nodes for link in [inventory.link(u, v)]]
         for u in inventory.nodes
     ]  # fmt: skip
-    routes = [
-        Route(nodes=tuple(place[hop.node] for hop in path.hops), stages=tuple(hop.stage for hop in path.hops))
-        for path in plan.layout.paths
-    ]
-    return simulate(routes, work, seconds).makespan_s
+    return simulated(plan.layout, inventory, seconds).makespan_s
 
 
 # --- all of it

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from farloop.algo.stages import StageLayout
 from farloop.bench import pipeline
 from farloop.bench.pipeline_node import MODEL, Told
-from farloop.bench.routing import planning, relaying, slow_link
+from farloop.bench.routing import Flow, planning, play, relaying, slow_link
 from farloop.node.model import build
 from farloop.node.pipeline.stage import StagePart
 
@@ -21,6 +21,13 @@ def test_relays_are_twice_as_fast_and_the_formula_is_right() -> None:
     assert found.star_simulated_s == pytest.approx(found.star_s, rel=0.02)
     assert found.relay_simulated_s == pytest.approx(found.relay_s, rel=0.02)
     assert found.star_simulated_s > 2.0 * found.relay_simulated_s
+
+
+def test_flows_share_a_link_and_wait_for_others_and_for_the_way() -> None:
+    up = [Flow(name=name, num_bytes=size, links=("l",), latency_s=0.5) for name, size in (("short", 1), ("long", 3))]
+    down = Flow(name="down", num_bytes=2, links=("l", "wide"), after=("short", "long"))
+    arrived = play([*up, down], {"l": 1.0, "wide": 9.0})
+    assert arrived == pytest.approx({"short": 2.5, "long": 4.5, "down": 6.5})
 
 
 @pytest.mark.parametrize("seed", range(5))
