@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Generic, TextIO, TypeVar
+from typing import Any, Final, Generic, TextIO, TypeVar
 
 T = TypeVar("T")
 
 MOST_WAITING: Final = 4096  # items, of some hundred bytes each
 FLUSH_S: Final = 2.0  # longest wait at the end of a process
+_END: Final = object()
 
 
 class BackgroundWriter(Generic[T]):
@@ -31,12 +32,14 @@ class BackgroundWriter(Generic[T]):
         self.dropped = 0  # items that had no room
         self._name, self._write, self._size = name, write, size
         self._pid = 0
+        self._thread: threading.Thread | None = None
 
     def put(self, item: T) -> None:
         """Write the item later, or drop it: never waits. One thread at a time."""
         if self._pid != os.getpid():  # the first item, here or in a process that was forked: threads are not inherited
-            self._pid, self._queue = os.getpid(), queue.Queue[T](self._size)
-            threading.Thread(target=self._run, args=(self._queue,), name=self._name, daemon=True).start()
+            self._pid, self._queue = os.getpid(), queue.Queue[Any](self._size)
+            self._thread = threading.Thread(target=self._run, args=(self._queue,), name=self._name, daemon=True)
+            self._thread.start()
         try:
             self._queue.put_nowait(item)
         except queue.Full:
@@ -52,9 +55,17 @@ class BackgroundWriter(Generic[T]):
                 waiting.all_tasks_done.wait(left_s)
         return not waiting.unfinished_tasks
 
-    def _run(self, items: "queue.Queue[T]") -> None:
-        while True:
-            self._write(items.get())
+    def close(self, timeout_s: float = FLUSH_S) -> bool:
+        """As `flush`, and end the thread if that succeeds; the next item begins another."""
+        if (written := self.flush(timeout_s)) and self._pid == os.getpid() and self._thread is not None:
+            self._queue.put(_END)
+            self._thread.join()
+            self._pid = 0
+        return written
+
+    def _run(self, items: "queue.Queue[Any]") -> None:
+        for item in iter(items.get, _END):
+            self._write(item)
             items.task_done()
 
 
@@ -114,7 +125,7 @@ def say(line: str, *, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     writer = BackgroundWriter[str]("say", partial(write_all, stream))
     writer.put(f"{line}\n")
-    writer.flush()
+    writer.close()
 
 
 def dropped_lines() -> int:

@@ -250,7 +250,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Write what waits, within `FLUSH_S`, and close the file; the next line opens it again."""
-        if self.flush():
+        if self._writer.close():
             self._close()
         else:
             _log.warning("lines dropped path=%s why='the disk does not answer'", self._path)

@@ -244,6 +244,9 @@ class Metrics:
         self._folder = folder
         self._measure(folder)
 
+    def close(self) -> None:
+        self._disk.close()
+
     def _measure(self, folder: Path) -> None:
         with suppress(OSError):  # the storage says so
             usage = disk_usage(folder)

@@ -92,6 +92,7 @@ class Observer(executor.Observer):
     def close(self) -> None:
         self._timeline.close()
         self._diary.close()
+        self._metrics.close()
 
     def save_status(self, path: Path) -> None:
         """Write the status to a file; a failure is only logged."""
