@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from farloop.node.errors import StateUnusable
 from farloop.node.state_dir import NodeState, Residuals, reserve
-from farloop.quant import registry
+from farloop.quant import registry, spelling
 from farloop.quant.codec import Traits
 from farloop.quant.formats.q4 import Q4, Q4Codec
 
@@ -101,6 +101,7 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> str:
     fields = {f.name: getattr(Q4, f.name) for f in dataclasses.fields(Q4) if f.init}
     codec = Sparse(**{**fields, "name": "sparse", "beta": 0.95})
     monkeypatch.setattr(registry, "CODECS", {**registry.CODECS, "sparse": codec})
+    monkeypatch.setattr(spelling, "PARAMETERS", {**spelling.PARAMETERS, "sparse": spelling.PARAMETERS["q4"]})
     return "sparse"
 
 
