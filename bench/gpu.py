@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ from farloop.bench.loop import FIRST, Loop, coordinator
 from farloop.bench.machine import machine, source_commit
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.node.devices import lock_in_memory
+from farloop.node.devices import locked_zeros
 from farloop.node.library import Node, join
 from farloop.node.model import build
 from farloop.node.settings import PRESETS, ModelConfig
@@ -216,14 +217,15 @@ def copies(part: Part) -> None:
     n = part.scale.elements
     x, y, host = (torch.zeros(n, device=where) for where in (part.device, part.device, "cpu"))
     told("copy on the device", gb_per_s=8e-9 * n / part.best_s(lambda: y.copy_(x)))
-    for locked in (False, True):
-        if locked and part.device.type == "cuda":
-            began = time.perf_counter()
-            lock_in_memory([host])
-            told("lock in memory", gb=4e-9 * n, seconds=time.perf_counter() - began, locked=host.is_pinned())
-        what = "locked" if locked else "pageable"
-        told(f"host to device, {what}", gb_per_s=4e-9 * n / part.best_s(lambda: x.copy_(host, non_blocking=True)))
-        told(f"device to host, {what}", gb_per_s=4e-9 * n / part.best_s(lambda: host.copy_(x)))
+    began, hosts = time.perf_counter(), {"pageable": host, "locked": host}
+    if part.device.type == "cuda":
+        (hosts["locked"],) = locked_zeros([n])
+        took = time.perf_counter() - began
+        told("lock in memory", gb=4e-9 * n, seconds=took, locked=hosts["locked"].is_pinned())
+    for what, there in hosts.items():
+        up, down = partial(x.copy_, there, non_blocking=True), partial(there.copy_, x)
+        told(f"host to device, {what}", gb_per_s=4e-9 * n / part.best_s(up))
+        told(f"device to host, {what}", gb_per_s=4e-9 * n / part.best_s(down))
 
 
 def codecs(part: Part) -> None:

@@ -133,7 +133,7 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
     (out / "run.toml").write_text(dump_toml(run))
     spec = planned(load_run(out / "run.toml", flags=[], environ={}), weights=False).spec
     memory = memory_of(spec, ranks=ranks, shard=ranks > 1)
-    told = memory.node_host["anchors"] + memory.node_device["encode buffers"]
+    told = memory.node_host["anchors"] + memory.node_device["two encode buffers"] // 2
     told += memory.node_host["moments that are being written"]
     peaks = {}
     for way, where in (("loop", "-"), ("node", address)):

@@ -133,7 +133,7 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "optimizer's moments": 2 * FP32 * parameters // part if method.inner else 0,
         # Gradients are freed and made anew in every step, and do not fill the same places.
         "allocator's slack": 3 * parameters // part,
-        "encode buffers": FP32 * largest.numel // part,
+        "two encode buffers": 2 * FP32 * largest.numel // part,  # on CPUs one
         "an update that is applied ahead": 0 if shard else FP32 * ahead,
     }
     codec = codec_named(terms.codecs.up)

@@ -5,6 +5,7 @@ On CPUs the same calls do nothing. No GPU has run this yet: tests run it on a pr
 """
 
 import logging
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -20,8 +21,11 @@ from farloop.node.errors import LoopError
 
 _log = logging.getLogger(__name__)
 
-
-_CUDA_SUCCESS: Final = 0
+_SUCCESS: Final = 0
+_ALREADY_LOCKED: Final = 712
+_MORE_LOCKED: Final = "raise the limit that `ulimit -l` shows (docker: --ulimit memlock=-1), or free host memory"
+_FIXES: Final = {2: _MORE_LOCKED, 304: _MORE_LOCKED}  # out of memory; a call of the operating system failed
+_ALIGNED: Final = 16  # elements of a cache line
 _MOST_KEPT: Final = 2  # buffers that outlast their use
 
 _T = TypeVar("_T")
@@ -69,31 +73,40 @@ def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
     return next(iter(found))
 
 
-def lock_in_memory(tensors: Iterable[Tensor]) -> None:
-    """Lock host tensors, so that copies from and to a CUDA device need no copy in between and need not be waited for.
+def locked_zeros(numels: Iterable[int]) -> list[Tensor]:
+    """fp32 [n] zeros for each n, in host memory that is locked: copies from and to a CUDA device need no copy in
+    between, and need not be waited for.
 
-    Where that fails, one warning, and they stay as they are.
+    They lie side by side in one mapping, which is locked for as long as any of them is used. Where that fails, one
+    warning, and it is as other memory.
     """
-    for tensor in tensors:
-        if tensor.numel() and (error := _register(tensor)) != _CUDA_SUCCESS:
-            _log.warning(
-                "anchors are not locked in memory (CUDA error %d), so copying them is slower: raise the limit that "
-                "`ulimit -l` shows (docker: --ulimit memlock=-1)",
-                error,
-            )
-            return
-
-
-def _register(tensor: Tensor) -> int:
-    """CUDA's error, or 0. Not by torch's allocator of pinned memory, which rounds sizes up to a power of two."""
-    runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
-    if error == _CUDA_SUCCESS:
-        weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
+    # Not torch's allocator of pinned memory, which rounds sizes up to a power of two; and with malloc, two tensors may
+    # share a page that is locked for one of them.
+    sizes = list(numels)
+    rounded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    mapping = mmap.mmap(-1, 4 * (sum(rounded) + _ALIGNED), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    owner = memoryview(mapping)  # the tensors keep it alive
+    parts = torch.split(torch.frombuffer(owner, dtype=torch.float32), [*rounded, _ALIGNED])
+    runtime, address = torch.cuda.cudart(), parts[0].data_ptr()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, len(mapping), 0))
+    if error == _SUCCESS:
+        # The finalizer has the mapping as well, so that it is unlocked before it is unmapped.
+        weakref.finalize(owner, lambda _: runtime.cudaHostUnregister(address), mapping).atexit = False
     else:
         with suppress(RuntimeError):  # the next launch reports it once more
             torch.zeros(1, device="cuda")
-    return error
+    if error not in (_SUCCESS, _ALREADY_LOCKED):
+        _log.warning(
+            "anchors are not locked in memory, so copying them is slower: CUDA error %d (%s) for %.2f GB; %s",
+            error,
+            runtime.cudaGetErrorString(runtime.cudaError(error)),
+            len(mapping) / 1e9,
+            _FIXES.get(error, "anchors='device' needs no locked memory"),
+        )
+    return [part[:size] for part, size in zip(parts, sizes, strict=False)]
 
 
 def spare_bytes(device: torch.device) -> int:

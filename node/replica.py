@@ -24,7 +24,7 @@ from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
-from farloop.node.devices import Buffers, Kept, SideStream, lock_in_memory, spare_bytes
+from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
@@ -97,10 +97,10 @@ class Replica:
         self.parameters = self.weights.parameters
         self.own = {index: part.fragment for index, part in self.weights.own.items()}
         """What this process keeps of each held fragment, as a fragment: all of it, or a rank's part."""
-        self.anchors = {index: Kept(self.zeros(index)) for index in self.own}
+        is_locked = self.weights.apart and self.weights.device.type == "cuda"
+        numbers = locked_zeros(part.numel for part in self.own.values()) if is_locked else map(self.zeros, self.own)
+        self.anchors = dict(zip(self.own, map(Kept, numbers), strict=True))
         """fp32 [numel of the own part] each."""
-        if self.weights.apart and self.weights.device.type == "cuda":
-            lock_in_memory(anchor.read() for anchor in self.anchors.values())
         self.side = SideStream(self.weights.device)
         largest = max((part.numel for part in self.own.values()), default=0)
         self.buffers = Buffers(largest, self.weights.device, self.side)
@@ -578,14 +578,14 @@ class Replica:
     def _exchange_(self) -> None:
         """Swap weights and anchors, a tile at a time."""
         for fragment in self.fragments:
-            flat = self.anchors[fragment.index].write()
-            for slot in fragment.tensors:
-                local, anchor = rows_of(self.parameters[slot.name], slot), view(flat, slot)
-                flats = (local.view(-1), anchor.view(-1)) if local.is_contiguous() else None
-                for here, there in tiles(*flats) if flats is not None else [(local, anchor)]:
-                    kept = here.clone()
-                    here.copy_(there)
-                    there.copy_(kept)
+            with self._with_the_weights(self.anchors[fragment.index], changes=True) as flat:
+                for slot in fragment.tensors:
+                    local, anchor = rows_of(self.parameters[slot.name], slot), view(flat, slot)
+                    flats = (local.view(-1), anchor.view(-1)) if local.is_contiguous() else None
+                    for here, there in tiles(*flats) if flats is not None else [(local, anchor)]:
+                        kept = here.clone()
+                        here.copy_(there)
+                        there.copy_(kept)
 
     def begin_again(self) -> None:
         """Drop all anchors. The local weights stay until they are merged with new ones."""

@@ -462,18 +462,17 @@ class Shards(Weights):
             out: list[list[Tensor]] = [[] for _ in range(self._cluster.size)]
             for rank, move, values in sends:
                 if rank != me and fits(move):
-                    out[rank].append(values.reshape(-1).cpu())
+                    out[rank].append(values.reshape(-1))
             incoming: list[list[Move]] = [[] for _ in range(self._cluster.size)]
             for rank, move in receives:
                 if rank != me and fits(move):
                     incoming[rank].append(move)
-            empty = torch.empty(0, dtype=dtype)
-            parts = [torch.cat([empty, *values]).view(torch.uint8) for values in out]
+            parts = [torch.cat(values).cpu().view(torch.uint8) if values else _EMPTY for values in out]
             counts = [sum(_count(move) for move in moves) for moves in incoming]
             for moves, data in zip(
                 incoming, self._cluster.swap(parts, [n * dtype.itemsize for n in counts]), strict=True
             ):
-                at, values = 0, data.view(dtype)
+                at, values = 0, data.view(dtype).to(self.device)
                 for move in moves:
                     yield move, values[at : at + _count(move)].view(move.shape)
                     at += _count(move)

@@ -374,15 +374,17 @@ class Device(TorchFunctionMode):
     def __enter__(self) -> "Device":
         global HERE
         HERE = self
-        runtime = SimpleNamespace(
+        self.runtime = SimpleNamespace(
             cudaHostRegister=lambda at, size, flags: self.registered.__setitem__(at, size) or 0,
             cudaHostUnregister=lambda at: self.registered.pop(at, None),
+            cudaError=int,
+            cudaGetErrorString=lambda error: f"pretend error {error}",
         )
         fakes: dict[str, Any] = {
             "Stream": Stream, "Event": Event, "current_stream": lambda device=None: self.current(),
             "default_stream": lambda device=None: self.default, "stream": self.on, "is_available": lambda: True,
             "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
-            "get_device_name": lambda device=None: "pretend CUDA", "cudart": lambda: runtime,
+            "get_device_name": lambda device=None: "pretend CUDA", "cudart": lambda: self.runtime,
             "synchronize": lambda device=None: [self.wait(s, "synchronize") for s in self.streams],
             "get_device_properties": lambda device=None: SimpleNamespace(total_memory=self.memory),
             "mem_get_info": lambda device=None: (self.memory - self.live, self.memory),

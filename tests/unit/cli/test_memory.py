@@ -52,6 +52,8 @@ def test_a_parameter_takes_twelve_bytes_on_the_coordinator_and_twenty_on_a_node(
     assert ram["anchors"] + ram["targets"] + ram["outer optimizer's state"] == 12 * padded
     device = memory.node_device
     assert device["parameters"] + device["gradients"] + device["optimizer's moments"] == 16 * padded
+    largest = max(fragment.numel for fragment in run.identity.layout.fragments)
+    assert device["two encode buffers"] == 8 * largest, "on a GPU, as `node.devices.Buffers` keeps them"
     assert memory.node_host["anchors"] == 4 * padded and "residuals" not in memory.node_host
     assert ram["process"] == PROCESS_BYTES and memory.node_host["process"] == PROCESS_BYTES + TRAINING_BYTES
 

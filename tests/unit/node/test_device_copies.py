@@ -119,6 +119,28 @@ def test_what_any_rank_keeps_lies_where_its_anchors_lie(anchors: str) -> None:
         assert {followers.device, leads.device, replica.drifts[0].device} == {home}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("anchors", ANCHORS)
+def test_an_evaluation_with_the_anchors_waits_for_no_copy(anchors: str) -> None:
+    with Device("lazy") as cuda:
+        replica = replica_on(anchors)
+        assert len(cuda.registered) == (anchors == "host"), "all host anchors at once"
+        for parameter in replica.parameters.values():
+            parameter.mul_(1.5)
+        local = [parameter.detach().cpu() for parameter in replica.parameters.values()]
+        kept = [anchor.read().cpu().clone() for anchor in replica.anchors.values()]
+        before = cuda.waits.total()
+        with replica.anchors_in_place():
+            shown = [parameter.detach().clone() for parameter in replica.parameters.values()]
+        assert cuda.waits.total() == before
+        for one, other in zip(local, replica.parameters.values(), strict=True):
+            assert torch.equal(one, other.detach().cpu())
+        for one, other in zip(kept, replica.anchors.values(), strict=True):
+            assert torch.equal(one, other.read().cpu())
+        assert all(torch.equal(one, 1.5 * other.cpu()) for one, other in zip(local, shown, strict=True))
+    assert not cuda.races
+
+
 def rounds(replica: Replica, count: int, *, first: int = 1, ahead: bool = False) -> None:
     """Every fragment is sent, brought up to date and merged; one after the other."""
     for version in range(first, first + count):

@@ -1,14 +1,15 @@
 """Which device a process takes, and what is said where memory cannot be locked; CUDA itself is tested on one."""
 
 import logging
+import mmap
 import threading
 
 import pytest
 import torch
+from pretend_cuda import Device
 from torch import nn
 
-from farloop.node import devices
-from farloop.node.devices import SideStream, device_number, device_of, lock_in_memory
+from farloop.node.devices import SideStream, device_number, device_of, locked_zeros
 from farloop.node.errors import LoopError
 
 CPU = torch.device("cpu")
@@ -40,19 +41,43 @@ def test_a_model_stays_on_its_accelerator_and_is_refused_on_several() -> None:
         device_of(module, CPU)
 
 
-def test_memory_that_cannot_be_locked_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "named", "fix"),
+    [
+        (0, "", ""),
+        (712, "", ""),  # it is locked already
+        (2, "CUDA error 2 (out of memory)", "`ulimit -l`"),
+        (304, "CUDA error 304 (OS call failed)", "`ulimit -l`"),
+        (801, "CUDA error 801 (not supported)", "anchors='device'"),
+    ],
+)
+def test_host_anchors_are_one_mapping_that_is_locked_once_for_as_long_as_one_is_used(
+    error: int, named: str, fix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = list[int]()
-
-    def register(tensor: torch.Tensor) -> int:
-        asked.append(tensor.numel())
-        return 2 if tensor.numel() > 1 else 0
-
-    monkeypatch.setattr(devices, "_register", register)
-    with caplog.at_level(logging.WARNING):
-        lock_in_memory(map(torch.zeros, (0, 1, 2, 3)))
-    assert asked == [1, 2] and caplog.text.count("ulimit -l") == 1
+    locked, unlocked = list[tuple[int, int]](), list[int]()
+    texts = {2: "out of memory", 304: "OS call failed", 801: "not supported"}
+    with Device() as cuda, caplog.at_level(logging.WARNING):
+        cuda.runtime.cudaHostRegister = lambda address, size, flags: locked.append((address, size)) or error
+        cuda.runtime.cudaHostUnregister = unlocked.append
+        cuda.runtime.cudaGetErrorString = texts.__getitem__
+        tensors = locked_zeros([3, 0, 1 << 20, 5])
+    ((start, size),) = locked
+    assert start % mmap.PAGESIZE == 0
+    assert [tensor.numel() for tensor in tensors] == [3, 0, 1 << 20, 5]
+    for number, tensor in enumerate(tensors):
+        assert not tensor.any()
+        if tensor.numel():
+            assert tensor.data_ptr() % 64 == 0
+            assert start <= tensor.data_ptr() <= start + size - tensor.nbytes
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [], [2.0], [3.0]], "apart"
+    assert len(caplog.records) == bool(named) and named in caplog.text and fix in caplog.text
+    last = tensors.pop()
+    del tensor
+    tensors.clear()
+    assert not unlocked and last.sum() == 15.0
+    del last
+    assert unlocked == ([start] if error == 0 else [])
 
 
 def test_on_a_cpu_a_job_is_what_it_was() -> None:
@@ -64,8 +89,7 @@ def test_on_a_cpu_a_job_is_what_it_was() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_job_sees_what_was_submitted_before_it_and_is_over_when_it_returns() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    anchor = torch.zeros(1 << 22)
-    lock_in_memory([anchor])
+    (anchor,) = locked_zeros([1 << 22])
     assert anchor.is_pinned()
     x = torch.zeros(1 << 22, device=device)
     for _ in range(100):
