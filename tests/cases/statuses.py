@@ -15,7 +15,9 @@ def node(name: str, **changes: Any) -> NodeStatus:
         "round": 20, "inner_steps": 612, "tokens": 40_107_000, "loss": 2.513, "tokens_per_s": 38_400.0,
         "compute_share": 0.974, "blocked_s": 1.0, "lost_steps": 0, "bytes_up": 4_100_000_000,
         "bytes_down": 4_000_000_000, "bytes_state": 3_250_000_000, "detail": "", "reason": "", "last_heard_s": 0.2,
-        "skipped_turns": 0, "digests": [], "quarantine": "", "loss_is": "",
+        "skipped_turns": 0, "skipped_steps": 0, "digests": [], "quarantine": "", "loss_is": "",
+        "bytes_by_kind": {"delta": 2_600_000_000, "update": 2_240_000_000, "snapshot": 3_240_000_000,
+                          "probe": 10_000_000, "control": 10_000_000},
     }  # fmt: skip
     return cast(NodeStatus, known | changes)
 
@@ -55,7 +57,7 @@ def status(**changes: Any) -> Status:
             "name": "fjord-1b", "fingerprint": "5ab0c7e1d29f4463", "method": "streaming", "codec_up": "q4",
             "codec_down": "q4", "steps": 2000, "h": 30, "tau": 5, "mix": 0.5, "fragments": 4,
             "parameters": 1_240_000_000, "state": "training", "epoch": 2, "nodes": 4, "started_s": 3912.0,
-            "uptime_s": 3960.0, **run,
+            "uptime_s": 3960.0, "revision": 0, "changed": [], **run,
         },
         "position": 612.0, "round": 20, "versions": [21, 20, 20, 20], "digests": ["0" * 16] * 4, "outer_steps": 21,
         "commits": 81,

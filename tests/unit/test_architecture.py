@@ -296,6 +296,8 @@ def test_the_packages_are_those_of_the_tree() -> None:
     here = {f"farloop.{place_of(path.parent).replace('/', '.')}" for path in ALL if path.name == "__init__.py"}
     assert set(packages) == here | {"farloop"}  # whose only file is LICENSE
     assert not (ROOT / "__init__.py").exists() and not (ROOT / "farloop").exists()
+    untyped = {name for name in here if name.count(".") == 1 and not (ROOT / name[8:] / "py.typed").exists()}
+    assert not untyped, "type checkers of users take a package without py.typed for one without types"
 
 
 def test_rounds_are_planned_by_the_coordinator_alone() -> None:

@@ -20,7 +20,7 @@ from textual.widgets import DataTable
 from farloop.cli import top as command
 from farloop.cli.top import DARK, LIGHT, ON_LIGHT, SORTS, Top
 from farloop.config.exit_codes import CommandError
-from farloop.monitoring.status import Status
+from farloop.monitoring.status import NodeStatus, RunStatus, Status
 from farloop.monitoring.status_summary import cleaned
 
 SIZES = ((80, 24), (120, 32))
@@ -52,6 +52,12 @@ async def settled(app: Top, pilot: Any) -> None:
     while not app.query("FooterKey"):
         await pilot.pause()
     await pilot.pause()
+
+
+def test_the_statuses_of_these_tests_have_what_is_always_written() -> None:
+    told = statuses.status()
+    for shape, values in ((Status, told), (RunStatus, told["run"]), (NodeStatus, told["nodes"][0])):
+        assert not shape.__required_keys__ - set(values)
 
 
 def on_screen(
