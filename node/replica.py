@@ -27,7 +27,7 @@ from farloop.node.cluster import Cluster
 from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.moments import Moments
-from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, tensor_digests
+from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, is_dtensor, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.codec import Codec
 from farloop.quant.digest import canonicalise_
@@ -631,7 +631,8 @@ def matched_parameters(
 ) -> dict[str, nn.Parameter]:
     """The module's trainable tensors by name, and those that are `absent` because another rank has them, checked
     against this part of the layout: it has them all, and no others.
-    Raises LayoutMismatch: names the first difference."""
+    Raises LayoutMismatch: names the first difference, or a tie that is lost."""
+    _check_ties(module)
     fragments = fragments_of(holds, layout)
     there = whole_shapes(fragments)
     # A run that began from the weights of a compiled model may have its names.
@@ -652,6 +653,36 @@ def matched_parameters(
                 "begin a run whose weights file has it"
             )
     return here
+
+
+def _check_ties(module: nn.Module) -> None:
+    """Raises LayoutMismatch: a transformers model says that two weights are tied, and here they are two parameters."""
+    for part in module.modules():
+        here = {plain_name(name): weight for name, weight in part.named_parameters(remove_duplicate=False)}
+        for second, first in _ties(part, here).items():
+            one, other = here.get(first), here.get(second)
+            if one is None or other is None or (one.data_ptr() or id(one)) == (other.data_ptr() or id(other)):
+                continue
+            if not (one.requires_grad or other.requires_grad):
+                continue  # not exchanged: they stay as they were loaded
+            modules = ", ".join(f"model.{name.rpartition('.')[0]}" for name in (first, second))
+            sharded = is_dtensor(one) or is_dtensor(other)
+            fix = f"shard them in one call, as fully_shard([{modules}])" if sharded else "call model.tie_weights()"
+            raise LayoutMismatch(
+                f"the model's config says that {second!r} is tied to {first!r}, and here they are two parameters: "
+                f"{fix}, or build the model with tie_word_embeddings=False"
+            )
+
+
+def _ties(part: nn.Module, here: Mapping[str, nn.Parameter]) -> Mapping[str, str]:
+    """Of each weight of a part that is another's, by the part's config: the other. Empty for what has no config."""
+    ties: Mapping[str, str] | None = part.__dict__.get("all_tied_weights_keys")  # of transformers 5, for this config
+    config, embedding_of = getattr(part, "config", None), getattr(part, "get_output_embeddings", None)
+    if ties is not None or not getattr(config, "tie_word_embeddings", False) or embedding_of is None:
+        return ties or {}
+    ends = (embedding_of(), part.get_input_embeddings())  # type: ignore[operator]
+    names = [next((name for name, w in here.items() if w is getattr(end, "weight", None)), "") for end in ends]
+    return {names[0]: names[1]}
 
 
 def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:

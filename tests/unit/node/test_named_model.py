@@ -3,21 +3,24 @@
 import json
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from farloop.algo.fragments import trainable_tensors
+from farloop.algo.fragments import partition, trainable_tensors
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
 from farloop.node import named_model
-from farloop.node.errors import ModelError
+from farloop.node.errors import LayoutMismatch, ModelError
 from farloop.node.model import build
 from farloop.node.named_model import (
     blocks_of,
@@ -28,7 +31,7 @@ from farloop.node.named_model import (
     materialise_,
     model_of_run,
 )
-from farloop.node.replica import Replica
+from farloop.node.replica import Replica, matched_parameters
 from farloop.node.settings import PRESETS, located
 from farloop.node.trainer import backward
 
@@ -133,6 +136,60 @@ def test_an_output_layer_that_repeats_the_embedding_is_a_second_name(tmp_path: P
     layout = plan("tiny", init=tmp_path).spec.identity.layout
     names = [slot.name for fragment in layout.fragments for slot in fragment.tensors]
     assert sorted(names) == ["model.embed_tokens.weight", "model.layers.0.w"]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two, with collectives that exchange nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def parted(whole: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+    head.weight = nn.Parameter(embedding.weight.detach().clone())
+
+
+def adapted(whole: nn.Module) -> None:
+    """What is frozen is not exchanged."""
+    whole.requires_grad_(False).model.norm.requires_grad_(True)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("read", ["named ties", "the config alone"])
+@pytest.mark.parametrize(
+    ("prepare", "fix"),
+    [
+        (lambda whole, embedding, head: None, ""),
+        (lambda whole, embedding, head: fully_shard(whole), ""),
+        (lambda whole, embedding, head: [fully_shard([embedding, head]), fully_shard(whole)], ""),
+        (lambda whole, embedding, head: [parted(whole, embedding, head), whole.tie_weights()], ""),
+        (lambda whole, embedding, head: [parted(whole, embedding, head), adapted(whole)], ""),
+        (parted, r"call model\.tie_weights\(\), or build the model with tie_word_embeddings=False"),
+        *(
+            (
+                lambda whole, embedding, head, order=order: [
+                    fully_shard((whole, embedding, head)["weh".index(one)]) for one in order
+                ],
+                r"in one call, as fully_shard\(\[model\.model\.embed_tokens, model\.lm_head\]\)",
+            )
+            for order in ("ew", "hw", "ehw", "hew")
+        ),
+    ],
+)
+def test_a_tied_head_that_has_become_a_parameter_of_its_own_is_refused(
+    prepare: Callable[[nn.Module, nn.Module, nn.Module], object], fix: str, read: str
+) -> None:
+    """torch 2.13 unties what is sharded in two calls, in either order, and says so at the first forward pass."""
+    transformers = pytest.importorskip("transformers")
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
+    if read == "the config alone":
+        del whole.all_tied_weights_keys  # transformers 4 has none
+    prepare(whole, whole.model.embed_tokens, whole.lm_head)
+    run = partition([(name, tuple(tensor.shape)) for name, tensor in trainable_tensors(whole)], pattern="whole")
+    for module in (whole, nn.ModuleDict({"inner": whole})) if fix else (whole,):
+        with pytest.raises(LayoutMismatch, match=f"is tied to .*embed_tokens.*{fix}") if fix else nullcontext():
+            matched_parameters(module, run)
 
 
 @pytest.mark.parametrize(
