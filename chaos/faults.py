@@ -164,7 +164,7 @@ def examine(
     """
     left = _read(copy)
     verify = children.start(f"{name}-verify", ["journal", "verify", "--state", str(copy)], threads=1)
-    yield from _ends(verify, wrong)
+    yield from _answers(verify, None, wrong)
     http = free_port()
     start = children.start(f"{name}-start", ["coordinator", str(toml(copy, http))], threads=1)
     status = yield from _answers(start, http, wrong)
@@ -179,7 +179,7 @@ def examine(
         yield from _salvaged(children, name, copy, cut, whole, toml, wrong)
     else:
         _compare(cut, whole, left, _read(copy), status, wrong)
-    _end(start)
+    start.kill()
     shutil.rmtree(copy, ignore_errors=True)
 
 
@@ -213,7 +213,7 @@ def _salvaged(
 ) -> Iterator[None]:
     """A folder that a start refuses: `journal salvage` repairs it, or says in one line that it cannot."""
     salvage = children.start(f"{name}-salvage", ["journal", "salvage", *SALVAGE, str(copy)], threads=1)
-    yield from _ends(salvage, wrong)
+    yield from _answers(salvage, None, wrong)
     if salvage.process.returncode == ExitCode.USAGE:
         wrong(f"{cut}: salvage: {salvage.last_words()}")
     if salvage.process.returncode != 0:
@@ -227,7 +227,7 @@ def _salvaged(
         for at, digest in zip(enumerate(status["versions"]), status["digests"], strict=True):
             if whole.digests.get(at, digest) != digest or at[1] > whole.newest[at[0]]:
                 wrong(f"{cut}: salvage made version {at[1]} of fragment {at[0]}, which was never committed so")
-    _end(start)
+    start.kill()
 
 
 SALVAGE: Final = ("--write",)  # options with which `farloop journal salvage` changes the folder
@@ -258,40 +258,21 @@ def second_start(
     code = second.process.poll()
     if code not in (None, -9, ExitCode.REFUSED, ExitCode.STORAGE, ExitCode.DONE):
         wrong(f"a second start ended with {code}: {second.last_words()}")
-    _end(second)
+    second.kill()
 
 
-def _ends(child: Child, wrong: Say) -> Iterator[None]:
-    """Wait for a command; a traceback in its log is wrong."""
+def _answers(child: Child, http: int | None, wrong: Say) -> Generator[None, None, Status | None]:
+    """Wait for a coordinator's page, or, without a port, for a command's end; None where it ends. A traceback in its
+    log is wrong."""
     deadline = time.monotonic() + ANSWER_S
     while child.running:
-        if time.monotonic() > deadline:
-            wrong(f"{child.name} does not end within {ANSWER_S:g} s")
-            child.kill()
-        yield
-    _check_log(child, wrong)
-
-
-def _answers(child: Child, http: int, wrong: Say) -> Generator[None, None, Status | None]:
-    """Wait for a coordinator's page; None where it ends instead."""
-    deadline = time.monotonic() + ANSWER_S
-    while child.running:
-        status = page(http)
-        if status is not None:
+        if http is not None and (status := page(http)) is not None:
             return status
         if time.monotonic() > deadline:
-            wrong(f"{child.name} neither answers nor ends within {ANSWER_S:g} s")
+            what = "does not end" if http is None else "neither answers nor ends"
+            wrong(f"{child.name} {what} within {ANSWER_S:g} s")
             child.kill()
         yield
-    _check_log(child, wrong)
-    return None
-
-
-def _check_log(child: Child, wrong: Say) -> None:
     if "Traceback" in child.log.read_text(errors="replace"):
         wrong(f"{child.name} shows a traceback: {child.last_words()} (log: {child.log})")
-
-
-def _end(child: Child) -> None:
-    if child.running:
-        child.kill()
+    return None

@@ -50,14 +50,6 @@ class Journal:
     unequal: tuple[Version, ...] = ()  # versions that two records give different digests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """One whole record."""
-
-    kind: int
-    anchors: Anchors
-
-
 @dataclass(slots=True)
 class _Place:
     """How far one segment has been read."""
@@ -88,15 +80,15 @@ def read_journal(folder: Path) -> Journal:
                 raise Unreadable(f"{path.name} begins with record {began.sequence}, not {place.sequence}")
             place, first = began, True
             until = None if path is paths[-1] else _first(paths[paths.index(path) + 1])
-            for found in _records(file, place, until):
-                if first and number > 0 and path is paths[0] and found.kind != _LEDGER_SAVED:
+            for kind, anchors in _records(file, place, until):
+                if first and number > 0 and path is paths[0] and kind != _LEDGER_SAVED:
                     raise Unreadable(f"{path.name} is the oldest segment, and does not begin with a saved ledger")
                 first = False
-                for fragment, version, digest in found.anchors:
+                for fragment, version, digest in anchors:
                     at = (fragment, version)
                     if digests.setdefault(at, digest) != digest:
                         unequal.add(at)
-                    if found.kind == _WINDOW_COMMITTED:
+                    if kind == _WINDOW_COMMITTED:
                         (twice if at in committed else committed).add(at)
             if until is not None and place.sequence != until:
                 raise Unreadable(f"{path.name} is damaged at byte {place.offset}, and segments follow")
@@ -123,8 +115,8 @@ class Tail:
                 with path.open("rb") as file:
                     place = self._places.get(path.name) or _begin(file, path)
                     self._places[path.name] = place
-                    for found in _records(file, place):
-                        anchors += found.anchors
+                    for _, found in _records(file, place):
+                        anchors += found
             except (Unreadable, OSError):
                 continue  # being written, or just deleted; `read_journal` judges
         return anchors
@@ -159,8 +151,8 @@ def _first(path: Path) -> int:
         return _begin(file, path).sequence
 
 
-def _records(file: BinaryIO, place: _Place, until: int | None = None) -> Iterator[_Found]:
-    """Whole records from a place on, which moves along, up to that one."""
+def _records(file: BinaryIO, place: _Place, until: int | None = None) -> Iterator[tuple[int, Anchors]]:
+    """Kind and anchors of whole records from a place on, which moves along, up to that one."""
     size = os.fstat(file.fileno()).st_size
     while place.sequence != until:
         file.seek(place.offset)
@@ -181,7 +173,7 @@ def _records(file: BinaryIO, place: _Place, until: int | None = None) -> Iterato
         if sequence != place.sequence:
             raise Unreadable(f"record {sequence} is in the place of {place.sequence}")
         place.offset, place.sequence = end, sequence + 1
-        yield _Found(kind=kind, anchors=_anchors(kind, body))
+        yield kind, _anchors(kind, body)
 
 
 def _header(data: bytes, salt: int) -> tuple[int, int, int, int, int, int] | None:

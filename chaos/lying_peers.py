@@ -89,6 +89,12 @@ class Peer:
         self._control.send(ControlFrame(run=0, epoch=0, seq=0, ack=0, body=encode(hello)).parts()[0])
         self.listen(3.0)
 
+    def greet_ready(self) -> None:
+        """And, once welcome, say that it is ready to train."""
+        self.greet()
+        if self.welcome is not None:
+            self.say(Ready(history=self.welcome.history))
+
     def say(self, message: Message) -> None:
         """A message of the open session; a heartbeat has no number."""
         assert self.welcome is not None
@@ -150,9 +156,7 @@ def mute(peer: Peer) -> Iterator[float]:
 def deaf(peer: Peer) -> Iterator[float]:
     """Is ready to train, and acknowledges nothing that it is told: no message, and no byte of a blob."""
     while True:
-        peer.greet()
-        if peer.is_open:
-            peer.say(Ready(history=_history(peer)))
+        peer.greet_ready()
         for _ in range(100):
             if peer.is_open:
                 peer.say(Heartbeat())
@@ -161,20 +165,16 @@ def deaf(peer: Peer) -> Iterator[float]:
 
 def idle(peer: Peer) -> Iterator[float]:
     """Trains, by its own word, and sends no delta."""
-    peer.greet()
+    peer.greet_ready()
     for steps in range(10_000):
-        if steps == 0 and peer.is_open:
-            peer.say(Ready(history=_history(peer)))
         _progress(peer, steps, "training")
         yield 0.5
 
 
 def undecided(peer: Peer) -> Iterator[float]:
     """Goes back and forth, pauses, and sends no delta."""
-    peer.greet()
+    peer.greet_ready()
     for turn in range(10_000):
-        if turn == 0 and peer.is_open:
-            peer.say(Ready(history=_history(peer)))
         _progress(peer, 5 + turn % 2, "paused" if turn % 20 > 15 else "training")
         yield 0.5
 
@@ -186,9 +186,8 @@ def counters(peer: Peer) -> Iterator[float]:
     """Numbers that cannot be, in greeting after greeting: beyond what a message may hold, and within."""
     while True:
         for number in (U64, 2**63 - 1, 2**53, 2**40, 10**6):
-            peer.greet()
+            peer.greet_ready()
             if peer.is_open:
-                peer.say(Ready(history=_history(peer)))
                 _progress(peer, number, "training", watermark=number, tokens=number, position=float(number))
                 peer.say(Evaluation(loss=float("-inf"), versions=(number,) * 3, position=-1.0, seconds=0.0))
             yield 1.0
@@ -242,24 +241,10 @@ def names(peer: Peer) -> Iterator[float]:
     yield LONGEST_S
 
 
-SILENT: Final[Mapping[str, Callable[[Peer], Iterator[float]]]] = {
-    "deaf": deaf,
-    "idle": idle,
-    "mute": mute,
-    "undecided": undecided,
-}
-LYING: Final[Mapping[str, Callable[[Peer], Iterator[float]]]] = {
-    "counters": counters,
-    "offers": offers,
-    "digests": digests,
-    "epochs": epochs,
-    "names": names,
-}
+Behaviour = Callable[[Peer], Iterator[float]]
 
-
-def _history(peer: Peer) -> int:
-    assert peer.welcome is not None
-    return peer.welcome.history
+SILENT: Final[Mapping[str, Behaviour]] = {act.__name__: act for act in (deaf, idle, mute, undecided)}
+LYING: Final[Mapping[str, Behaviour]] = {act.__name__: act for act in (counters, offers, digests, epochs, names)}
 
 
 def _offer(peer: Peer, *, fragment: int, version: int, size: int, seq: int) -> Offer:

@@ -181,7 +181,9 @@ class Relay:
             async with asyncio.TaskGroup() as group:
                 _Stream(reader, far_writer, self._up).run_in(group)
                 _Stream(far_reader, writer, self._down).run_in(group)
-            await asyncio.gather(_finish(far_writer), _finish(writer))
+            far_writer.close()
+            writer.close()
+            await asyncio.gather(far_writer.wait_closed(), writer.wait_closed())  # everything written has been taken
         except* OSError:
             pass  # one end went away; the abort takes the other with it
         finally:
@@ -302,12 +304,6 @@ class _Stream:
         self._writer.write_eof()
 
 
-async def _finish(writer: asyncio.StreamWriter) -> None:
-    """Close once everything written has been taken."""
-    writer.close()
-    await writer.wait_closed()
-
-
 def _made_small(small: socket.socket) -> socket.socket:
     """The TCP socket, with kernel buffers that do not hide the back-pressure of a slow link."""
     small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -316,9 +312,6 @@ def _made_small(small: socket.socket) -> socket.socket:
 
 
 # --- Command `throttle`
-
-
-_log = logging.getLogger(__name__)
 
 REPORT_S = 10.0  # between two lines about what crossed
 
@@ -331,11 +324,7 @@ def throttle(link: str, *, listen: str, to: str) -> None:
     except (LinkError, ValueError) as error:
         raise CommandError(str(error)) from error
     relay = Relay(
-        target_host=there.host,
-        target_port=there.port,
-        link=thin,
-        listen_host=here.host,
-        listen_port=here.port,
+        target_host=there.host, target_port=there.port, link=thin, listen_host=here.host, listen_port=here.port
     )
     try:
         asyncio.run(_relay(relay, to))
@@ -348,10 +337,10 @@ async def _relay(relay: Relay, to: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await relay.start()
-    _log.info("relaying port=%d to=%s link=%s", relay.port, to, relay.link)
+    log.info("relaying port=%d to=%s link=%s", relay.port, to, relay.link)
     while not stop.is_set():
         try:
             await asyncio.wait_for(stop.wait(), REPORT_S)
         except TimeoutError:
-            _log.info("relayed up_bytes=%d down_bytes=%d", relay.bytes_up, relay.bytes_down)
+            log.info("relayed up_bytes=%d down_bytes=%d", relay.bytes_up, relay.bytes_down)
     await relay.close()

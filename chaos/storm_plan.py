@@ -43,39 +43,23 @@ _OTHERS: Final[dict[Kind, str]] = {
 EVERY_S: Final = (3.0, 7.0)  # between two faults
 SETTLE_S: Final = 6.0  # after a fault its target is left alone for this long: about what a process takes to start
 
-_TIMES: Final[dict[Kind, int]] = {
-    "kill_node": 4,
-    "kill_coordinator": 2,
-    "stop_node": 2,
-    "stop_coordinator": 1,
-    "cut_link": 2,
-    "slow_link": 1,
-    "fill_disk": 1,
-    "slow_joiner": 1,
-    "silent_peer": 2,
-    "lying_peer": 2,
-    "descriptor_flood": 1,
-    "second_start": 1,
-    "truncate_file": 1,
+_DECK: Final[dict[Kind, tuple[int, tuple[float, float]]]] = {
+    "kill_node": (4, (0.5, 6.0)),
+    "kill_coordinator": (2, (0.5, 4.0)),
+    "stop_node": (2, (1.0, 14.0)),  # on both sides of the liveness time-out of 10 s, as are the next two
+    "stop_coordinator": (1, (1.0, 14.0)),
+    "cut_link": (2, (1.0, 14.0)),
+    "slow_link": (1, (5.0, 15.0)),
+    "fill_disk": (1, (3.0, 10.0)),
+    "slow_joiner": (1, (15.0, 30.0)),
+    "silent_peer": (2, (8.0, 20.0)),
+    "lying_peer": (2, (8.0, 20.0)),
+    "descriptor_flood": (1, (8.0, 20.0)),
+    "second_start": (1, (10.0, 16.0)),
+    "truncate_file": (1, (0.5, 4.0)),
 }
-"""How often each kind comes in a deck. It is dealt to its end before the next is shuffled, so that all come soon."""
-
-_LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
-    "kill_node": (0.5, 6.0),
-    "kill_coordinator": (0.5, 4.0),
-    "stop_node": (1.0, 14.0),  # on both sides of the liveness time-out of 10 s, as are the next two
-    "stop_coordinator": (1.0, 14.0),
-    "cut_link": (1.0, 14.0),
-    "slow_link": (5.0, 15.0),
-    "fill_disk": (3.0, 10.0),
-    "slow_joiner": (15.0, 30.0),
-    "silent_peer": (8.0, 20.0),
-    "lying_peer": (8.0, 20.0),
-    "descriptor_flood": (8.0, 20.0),
-    "second_start": (10.0, 16.0),
-    "truncate_file": (0.5, 4.0),
-}
-"""From a fault to its end: a killed process is started again then."""
+"""How often each kind comes in a deck, which is dealt to its end before the next is shuffled, so that all come soon;
+and the least and the most seconds from a fault to its end, when a killed process is started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +87,14 @@ def plan(seed: int, *, seconds: float, nodes: Sequence[str], kinds: Collection[K
         if at >= seconds - 1.0:
             return faults
         if not deck:
-            deck = [kind for kind in KINDS if kind in kinds for _ in range(_TIMES[kind])]
+            deck = [kind for kind in KINDS if kind in kinds for _ in range(_DECK[kind][0])]
             dice.shuffle(deck)
         card = next((i for i, kind in enumerate(deck) if _targets(kind, nodes, free_at, at)), None)
         if card is None:
             continue
         kind = deck.pop(card)
         target = dice.choice(_targets(kind, nodes, free_at, at))
-        lasts = min(dice.uniform(*_LASTS_S[kind]), seconds - at)
+        lasts = min(dice.uniform(*_DECK[kind][1]), seconds - at)
         faults.append(Fault(at_s=at, kind=kind, target=target, lasts_s=lasts))
         free_at[target] = at + lasts + SETTLE_S
 
