@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from farloop.sim.bandwidth import MethodName, ModelName, Training
     from farloop.sim.flow.scenario import Case, FlowScenario
-    from farloop.sim.flow.sweep import Row
+    from farloop.sim.flow.simulator import Row
 
 
 ALL = "all"
@@ -323,8 +323,7 @@ def run(
 
     Example: farloop simulate run --example failures --plot failures.svg
     """
-    from farloop.sim.flow.simulator import Stuck
-    from farloop.sim.flow.sweep import run_all
+    from farloop.sim.flow.simulator import Stuck, run_all
 
     if list_examples:
         return _list()

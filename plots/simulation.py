@@ -30,7 +30,7 @@ from farloop.plots.style import (
 from farloop.sim.bandwidth import Training, gbit_text, model_lines, model_text, required_gbit_s, short_name, utilization
 from farloop.sim.flow.outcome import Outcome
 from farloop.sim.flow.scenario import FlowScenario
-from farloop.sim.flow.sweep import Row
+from farloop.sim.flow.simulator import Row
 
 # --- compute utilisation against bandwidth, a curve per training
 
@@ -42,7 +42,7 @@ _LOWEST = 0.05  # curves begin where the thriftiest has this utilisation
 def draw_bandwidth(path: Path, trainings: Sequence[Training]) -> None:
     """Write the figure; the first training is the one that the others are compared with."""
     aims = [required_gbit_s(training, [AIM])[AIM] for training in trainings]
-    low, high = _range(trainings, aims)
+    low, high = _LOWEST * min(training.mean_gbit_s for training in trainings), 2.5 * max(aims)
     gbit_s = np.geomspace(low, high, POINTS)
     with figure(path, 10.4, 4.5) as drawn:
         drawn.set_layout_engine(None)
@@ -63,12 +63,6 @@ def draw_bandwidth(path: Path, trainings: Sequence[Training]) -> None:
         drawn.text(0.01, 0.015, ".\n".join(lines) + ".", color=MUTED, fontsize=8.5, va="bottom", linespacing=1.5)
 
 
-def _range(trainings: Sequence[Training], aims: Sequence[float]) -> tuple[float, float]:
-    """From where nothing is reached to where all is, in Gbit/s."""
-    low = min(training.mean_gbit_s for training in trainings) * _LOWEST
-    return low, 2.5 * max(aims)
-
-
 def _aims(axes: Axes, trainings: Sequence[Training], aims: Sequence[float]) -> None:
     """A dot on every curve where it reaches the aim, and beside the plot what that takes."""
     axes.axhline(AIM, color=MUTED, linewidth=1.0, linestyle=(0, (1, 3)), zorder=2)
@@ -85,12 +79,9 @@ def _aims(axes: Axes, trainings: Sequence[Training], aims: Sequence[float]) -> N
         before = trainings[number - 1] if number else None
         beside(axes, short_name(training, before), (1.0, 1.0), (76, top), color=color, fontsize=11, **look)
         words = [f"{factor_text(aims[0] / aim)} less"] if number else []
-        words.append(_settings(training) if len(trainings) == 1 else _detail(training, before))
+        alone = f"H {training.h}, τ {training.overlap}, {training.bits:g} bit"
+        words.append(alone if len(trainings) == 1 else _detail(training, before))
         beside(axes, ", ".join(words), (1.0, 1.0), (76, top - 16), color=MUTED, fontsize=9, **look)
-
-
-def _settings(training: Training) -> str:
-    return f"H {training.h}, τ {training.overlap}, {training.bits:g} bit"
 
 
 def _detail(training: Training, before: Training | None) -> str:

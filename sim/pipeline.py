@@ -58,14 +58,12 @@ class World:
         costs: Mapping[str, Costs] | Costs | None = None,
         delay: Delay = lambda u, v: 0.0,
         settings: Settings | None = None,
-        checks: bool = True,
     ) -> None:
         """`microbatches` of each source and step."""
         self.agenda = EventQueue()
         self.layout, self.steps, self.microbatches = layout, steps, microbatches
         self.nodes = [name for stage in layout.stages for name in stage.replicas]
-        self._costs, self._delay = costs or Costs(), delay
-        self._settings, self._checks = settings or Settings(), checks
+        self._costs, self._delay, self._settings = costs or Costs(), delay, settings or Settings()
         self.records: dict[str, Record] = {}
         self.machines: dict[str, PipelineMachine] = {}
         self.processes: dict[str, Process] = {}
@@ -139,8 +137,7 @@ class World:
             return
         now = self.agenda.now
         commands = machine.handle_timer(now) if event is None else machine.handle(event, now)
-        if self._checks:
-            machine.check()
+        machine.check()
         record = self.records[name]
         record.peak_inputs = max(record.peak_inputs, len(machine.desk.held))
         for command in commands:
@@ -191,11 +188,10 @@ class World:
         self.agenda.after(self._delay(name, to), arrive)
 
     def _all_done(self) -> bool:
+        def is_spare(name: str) -> bool:  # on nobody's path
+            return not any(hop.node == name for path in self.machines[name].layout.paths for hop in path.hops)
+
         return all(
-            record.finished or record.stopped or not self.processes[name].alive or self._is_spare(name)
+            record.finished or record.stopped or not self.processes[name].alive or is_spare(name)
             for name, record in self.records.items()
         )
-
-    def _is_spare(self, name: str) -> bool:
-        """On nobody's path."""
-        return not any(hop.node == name for path in self.machines[name].layout.paths for hop in path.hops)

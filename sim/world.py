@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -135,7 +136,7 @@ class World:
         self._moved_at = 0.0
         self._begin()
         for setup in scenario.nodes:
-            self.agenda.at(setup.joins_at, self._starter(setup.name))
+            self.agenda.at(setup.joins_at, partial(self.start_node, setup.name))
 
     def run(self) -> None:
         """Play to the end.
@@ -216,9 +217,6 @@ class World:
         process, rng = Process(self.agenda), random.Random(self._rng.random())
         store = Store.create(FOLDER, self.spec, self.first_anchors, files=MemoryFiles())
         self.coordinator = SimulatedCoordinator(process, store, self.scenario, rng)
-
-    def _starter(self, name: NodeId) -> Callable[[], None]:
-        return lambda: self.start_node(name)
 
     def start_node(self, name: NodeId) -> None:
         host = self.hosts[name]

@@ -160,8 +160,9 @@ def lay_out(setting: Setting, agenda: EventQueue, coordinator: Coordinator) -> l
         up, down = ([SharedLink(agenda, bytes_per_s(rate))] if rate is not None else [] for rate in limits)
         return up, down
 
-    hub_up, hub_down = shared(setting.hub.up_gbit_s, setting.hub.down_gbit_s)
-    sites = {site.name: shared(site.up_gbit_s, site.down_gbit_s) for site in setting.sites}
+    scenario = setting.scenario
+    hub_up, hub_down = shared(scenario.coordinator.up_gbit_s, scenario.coordinator.down_gbit_s)
+    sites = {site.name: shared(site.up_gbit_s, site.down_gbit_s) for site in scenario.sites}
     groups = [group for group in setting.groups for _ in range(group.count)]
     fates = [FailureTrace(group, seed=setting.seed, index=index) for index, group in enumerate(groups)]
     fastest = min(fate.step_s for fate in fates)
@@ -173,7 +174,7 @@ def lay_out(setting: Setting, agenda: EventQueue, coordinator: Coordinator) -> l
             index=index, machines=group.machines, h=h, fate=fate, rules=rules, agenda=agenda, coordinator=coordinator
         )
         site_up, site_down = sites[group.site] if group.site else ([], [])
-        may_be_cut = group.outages_per_hour > 0 or any(outage.group == group.name for outage in setting.outages)
+        may_be_cut = group.outages_per_hour > 0 or any(outage.group == group.name for outage in scenario.outages)
         own_up, own_down = (
             [SharedLink(agenda, group.bytes_per_s(rate))] if rate is not None or may_be_cut else []
             for rate in (group.up_gbit_s, group.down_gbit_s)

@@ -42,13 +42,11 @@ class _Place:
         return 0 if not self.member or self.left_out else max(0, self.group.machines - self.broken)
 
 
-def play_lockstep(setting: Setting, *, timeline: bool = False) -> Outcome:
-    return _Run(setting, timeline=timeline).play()
+class LockStep:
+    """One case."""
 
-
-class _Run:
     def __init__(self, setting: Setting, *, timeline: bool) -> None:
-        self._setting, self._rules = setting, setting.rules
+        self._setting, self._rules, self._scenario = setting, setting.rules, setting.scenario
         self._elastic = setting.rules.method == "elastic"
         groups = [group for group in setting.groups for _ in range(group.count)]
         self._places = [
@@ -69,8 +67,8 @@ class _Run:
         self._bytes_up = self._bytes_down = self._bytes_state = 0
         self._trace: list[tuple[float, float]] = []
         self._traced = timeline
-        self._up_bytes = math.ceil(setting.model.parameters * self._rules.bits_up / 8)
-        self._down_bytes = math.ceil(setting.model.parameters * self._rules.bits_down / 8)
+        self._up_bytes = math.ceil(self._scenario.model.parameters * self._rules.bits_up / 8)
+        self._down_bytes = math.ceil(self._scenario.model.parameters * self._rules.bits_down / 8)
         self._drawn: Iterator[tuple[float, float]] = iter(())
 
     def play(self) -> Outcome:
@@ -89,7 +87,7 @@ class _Run:
 
     @property
     def _reached(self) -> bool:
-        return self._setting.steps is not None and self._steps >= self._setting.steps
+        return self._scenario.steps is not None and self._steps >= self._scenario.steps
 
     @property
     def _stands_still(self) -> bool:
@@ -121,7 +119,7 @@ class _Run:
             count = 1
             if self._regular:  # all steps take the same time: as many at once as fit
                 count = math.floor((min(breaks_at, waits_until, self._now + 1e9 * seconds) - self._now) / seconds)
-                left = math.inf if self._setting.steps is None else self._setting.steps - self._steps
+                left = math.inf if self._scenario.steps is None else self._scenario.steps - self._steps
                 count = max(1, min(count, int(min(left, 1e9))))
             self._finish(count, seconds, busy)
 
@@ -187,7 +185,6 @@ class _Run:
 
     def _exchange_s(self, there: list[_Place]) -> float:
         """Gradients up and the step's result down, all nodes at once: the busiest link tells, and the farthest node."""
-        setting = self._setting
         if not there:
             return 0.0
         late_s = max(2.0 * place.group.rtt_s + place.group.jitter_s for place in there)
@@ -196,9 +193,11 @@ class _Run:
             own = max(size / place.group.bytes_per_s(getattr(place.group, direction)) for place in there)
             shared = [
                 size * sum(place.group.site == site.name for place in there) / bytes_per_s(getattr(site, direction))
-                for site in setting.sites
+                for site in self._scenario.sites
             ]
-            total += max([own, size * len(there) / bytes_per_s(getattr(setting.hub, direction)), *shared])
+            total += max(
+                [own, size * len(there) / bytes_per_s(getattr(self._scenario.coordinator, direction)), *shared]
+            )
         return total if total > 1e-6 else 0.0
 
     def _enter_all(self) -> None:
@@ -210,11 +209,11 @@ class _Run:
                 self._enter(group.drains_at_s, "drain", index)
             self._enter(group.joins_at_s + place.fate.next_crash_s(group.machines), "chance", index)
             self._enter(place.fate.next_outage_s(), "outage", index)
-            for outage in self._setting.outages:
+            for outage in self._scenario.outages:
                 if outage.group == group.name:
                     self._enter(outage.at_s, "cut", index)
                     self._enter(outage.at_s + outage.for_s, "mend", index)
-            for crash in self._setting.crashes:
+            for crash in self._scenario.crashes:
                 if crash.group == group.name:
                     self._enter(crash.at_s, "crash", index)
         self._enter(self._setting.seconds, "end", 0)
@@ -288,7 +287,7 @@ class _Run:
         self._paused_until = max(self._paused_until, self._now + seconds)
 
     def _fetch_snapshot(self) -> None:
-        self._bytes_state += math.ceil(self._setting.model.parameters * self._setting.model.snapshot_bits / 8)
+        self._bytes_state += math.ceil(self._scenario.model.parameters * self._scenario.model.snapshot_bits / 8)
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -297,9 +296,6 @@ class _Run:
             outer_steps=self._steps,
             commits=self._steps,
             merged=self._inner_steps - self._lost_steps,
-            stale=0,
-            dropped=0,
-            skipped=0,
             inner_steps=self._inner_steps,
             lost_steps=float(self._lost_steps),
             bytes_up=self._bytes_up,

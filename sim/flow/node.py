@@ -60,7 +60,7 @@ class Coordinator(Protocol):
     def forget(self, delta: Delta) -> None:
         """The node died; what it was sending does not come any more."""
 
-    def lost(self, steps: int, seconds: float) -> None:
+    def lost(self, steps: int) -> None:
         """Work on one fragment that no commit will contain."""
 
     def skipped(self) -> None: ...
@@ -172,15 +172,13 @@ class Node:
         self._turn("idle")
         self._leave_if_settled()
 
-    def flush(self) -> tuple[int, float]:
-        """The end: (steps, machine-seconds) that it would still get merged, over all fragments."""
+    def flush(self) -> float:
+        """The end: machine-seconds that it would still get merged, over all fragments."""
         self._interrupt()
-        deltas = [delta for delta in self._undecided.values() if not delta.settled and not delta.stored]
-        steps, seconds = sum(d.steps for d in deltas), sum(d.seconds for d in deltas)
+        seconds = sum(delta.seconds for delta in self._undecided.values() if not delta.settled and not delta.stored)
         if self.stage == "training":
-            steps += sum(self.steps - held.steps_from for held in self._held)
             seconds += sum(self.clock.spans["compute"] - held.seconds_from for held in self._held)
-        return steps, seconds
+        return seconds
 
     def updated(self, fragment: int, version: int) -> None:
         """An update, with all before it, is here."""
@@ -388,12 +386,12 @@ class Node:
     def _lose(self, delta: Delta) -> None:
         if not delta.settled:
             delta.settled = True
-            self._coordinator.lost(delta.steps, delta.seconds)
+            self._coordinator.lost(delta.steps)
 
     def _lose_since(self, held: Held) -> None:
         """What was done since the last send goes."""
         if self.stage == "training":
-            self._coordinator.lost(self.steps - held.steps_from, self.clock.spans["compute"] - held.seconds_from)
+            self._coordinator.lost(self.steps - held.steps_from)
         self._mark(held)
 
     def _mark(self, held: Held) -> None:

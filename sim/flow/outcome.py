@@ -25,9 +25,9 @@ class Outcome:
     outer_steps: int
     commits: int  # windows committed, of all fragments
     merged: int  # deltas merged
-    stale: int  # of them, those that came too late for the window they were meant for
-    dropped: int  # deltas that were sent, and that nothing was made of
-    skipped: int  # sends left out because the one before was not decided yet; the next covers both
+    stale: int = 0  # of them, those that came too late for the window they were meant for
+    dropped: int = 0  # deltas that were sent, and that nothing was made of
+    skipped: int = 0  # sends left out because the one before was not decided yet; the next covers both
     inner_steps: int  # of all nodes
     lost_steps: float  # of them, those that no commit contains; a fragment's steps count as its share of the model
     bytes_up: int

@@ -179,18 +179,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """An uplink that several nodes share."""
-
-    name: str
-    up_gbit_s: float | None = None
-    down_gbit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_rates(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     """The coordinator's own link: what comes in is the nodes' up."""
 
@@ -199,6 +187,13 @@ class Hub:
 
     def __post_init__(self) -> None:
         _check_rates(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site(Hub):
+    """An uplink that several nodes share."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,16 +315,14 @@ class FlowScenario:
 class Setting:
     """What one case is played from; equal settings give equal outcomes."""
 
+    scenario: FlowScenario  # its coordinator, sites, outages, crashes, model and length
     rules: Rules
     groups: tuple[Group, ...]
-    sites: tuple[Site, ...]
-    hub: Hub
-    outages: tuple[Outage, ...]
-    crashes: tuple[Crash, ...]
-    model: Model
-    steps: int | None
-    seconds: float
     seed: int
+
+    @property
+    def seconds(self) -> float:
+        return 3600.0 * self.scenario.hours if self.scenario.hours else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,18 +347,8 @@ def cases(scenario: FlowScenario) -> list[Case]:
                     raise ValueError(f"values: {scenario.sweep.key} cannot be {value:g}: {error}") from error
             rules = choice.rules()
             for repeat in range(scenario.repeats):
-                setting = Setting(
-                    rules=rules,
-                    groups=_gathered(groups, rules.clusters),
-                    sites=scenario.sites,
-                    hub=scenario.coordinator,
-                    outages=scenario.outages,
-                    crashes=scenario.crashes,
-                    model=scenario.model,
-                    steps=scenario.steps,
-                    seconds=3600.0 * scenario.hours if scenario.hours else math.inf,
-                    seed=scenario.seed + repeat,
-                )
+                gathered, seed = _gathered(groups, rules.clusters), scenario.seed + repeat
+                setting = Setting(scenario=scenario, rules=rules, groups=gathered, seed=seed)
                 found.append(Case(variant=variant.name, value=value, setting=setting))
     return found
 

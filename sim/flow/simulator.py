@@ -7,18 +7,21 @@ out: a node's own H is assigned once, by its mean pace, and the coordinator neve
 in `lockstep.py`.
 """
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from farloop.algo.schedule import first_send_round
 from farloop.coordinator.decide.closing import Lateness
 from farloop.sim.flow.links import FlowHost, Transfer, lay_out
-from farloop.sim.flow.lockstep import play_lockstep
+from farloop.sim.flow.lockstep import LockStep
 from farloop.sim.flow.node import Delta, Window, round_of
 from farloop.sim.flow.outcome import Merge, Outcome
-from farloop.sim.flow.scenario import LOCK_STEP, Setting
+from farloop.sim.flow.scenario import LOCK_STEP, Case, FlowScenario, Setting, cases
 from farloop.sim.virtual_time import EventQueue
 
 _DIAL_TRIPS = 2.0
@@ -32,7 +35,7 @@ class Stuck(RuntimeError):
 def play(setting: Setting, *, timeline: bool = False) -> Outcome:
     """Play one case to its end; with its course in time if wanted. Raises Stuck where a run stands still for good."""
     if setting.rules.method in LOCK_STEP:
-        return play_lockstep(setting, timeline=timeline)
+        return LockStep(setting, timeline=timeline).play()
     return _World(setting, timeline=timeline).run()
 
 
@@ -52,7 +55,7 @@ class _Tally:
 
 class _World:
     def __init__(self, setting: Setting, *, timeline: bool) -> None:
-        self._setting, self._rules = setting, setting.rules
+        self._setting, self._rules, self._scenario = setting, setting.rules, setting.scenario
         self._agenda = EventQueue()
         self._tally = _Tally()
         self._over = self._reached = False
@@ -60,12 +63,14 @@ class _World:
         self._working = 0
         self._trace: list[tuple[float, float]] | None = [] if timeline else None
         fragments = self._rules.fragments
-        whole, rest = divmod(setting.model.parameters, fragments)
+        whole, rest = divmod(self._scenario.model.parameters, fragments)
         sizes = [whole + (fragment < rest) for fragment in range(fragments)]
         self._up_bytes = [math.ceil(numel * self._rules.bits_up / 8) for numel in sizes]
         self._down_bytes = [math.ceil(numel * self._rules.bits_down / 8) for numel in sizes]
-        self._snapshot_bytes = [math.ceil(numel * setting.model.snapshot_bits / 8) for numel in sizes]
-        self._outer_steps = math.inf if setting.steps is None else math.ceil(setting.steps / self._rules.h)
+        self._snapshot_bytes = [math.ceil(numel * self._scenario.model.snapshot_bits / 8) for numel in sizes]
+        self._outer_steps = (
+            math.inf if self._scenario.steps is None else math.ceil(self._scenario.steps / self._rules.h)
+        )
         self._places = lay_out(setting, self._agenda, self)
         self._lateness = Lateness()
         self._versions = [0] * fragments
@@ -80,15 +85,15 @@ class _World:
         for place in self._places:
             self._enter(place)
         self._windows = [self._opened(fragment, 1) for fragment in range(self._rules.fragments)]
-        for outage in self._setting.outages:
+        for outage in self._scenario.outages:
             for place in self._places:
                 if place.group.name == outage.group:
-                    agenda.at(outage.at_s, self._doing(self._cut, place))
-                    agenda.at(outage.at_s + outage.for_s, self._doing(self._mend, place))
-        for crash in self._setting.crashes:
+                    agenda.at(outage.at_s, partial(self._cut, place))
+                    agenda.at(outage.at_s + outage.for_s, partial(self._mend, place))
+        for crash in self._scenario.crashes:
             for place in self._places:
                 if place.group.name == crash.group:
-                    agenda.at(crash.at_s, self._doing(self._crash, place))
+                    agenda.at(crash.at_s, partial(self._crash, place))
         if self._setting.seconds < math.inf:
             agenda.at(self._setting.seconds, self._end)
         while not self._over:
@@ -100,25 +105,25 @@ class _World:
         """Its first start, and its fate from then on."""
         group, agenda = place.group, self._agenda
         if group.joins_at_s > 0.0:
-            agenda.at(group.joins_at_s, self._doing(self._join, place))
-            agenda.at(group.joins_at_s, self._doing(self._await_crash, place))
+            agenda.at(group.joins_at_s, partial(self._join, place))
+            agenda.at(group.joins_at_s, partial(self._await_crash, place))
         else:  # the clock starts when training does: those who are there at the start have the anchors
             place.node.start(0)
             self._await_crash(place)
         self._await_outage(place)
         if group.drains_at_s is not None:
-            agenda.at(group.drains_at_s, self._doing(self._drain, place))
+            agenda.at(group.drains_at_s, partial(self._drain, place))
 
     def _await_crash(self, place: FlowHost) -> None:
         after_s = place.node.fate.next_crash_s(place.node.machines)
         if after_s < math.inf:
-            self._agenda.after(after_s, self._doing(self._crash_by_chance, place))
+            self._agenda.after(after_s, partial(self._crash_by_chance, place))
 
     def _crash_by_chance(self, place: FlowHost) -> None:
         alone = place.node.machines == 1
         self._crash(place)
         # A machine that is down cannot break: the next time counts from its repair.
-        self._agenda.after(place.group.repair_s if alone else 0.0, self._doing(self._await_crash, place))
+        self._agenda.after(place.group.repair_s if alone else 0.0, partial(self._await_crash, place))
 
     def _crash(self, place: FlowHost) -> None:
         """One machine breaks. A node of one is away until it is repaired; a cluster starts again without it."""
@@ -174,11 +179,11 @@ class _World:
     def _await_outage(self, place: FlowHost) -> None:
         after_s = place.node.fate.next_outage_s()
         if after_s < math.inf:
-            self._agenda.after(after_s, self._doing(self._outage, place))
+            self._agenda.after(after_s, partial(self._outage, place))
 
     def _outage(self, place: FlowHost) -> None:
         self._cut(place)
-        self._agenda.after(place.group.outage_s, self._doing(self._outage_over, place))
+        self._agenda.after(place.group.outage_s, partial(self._outage_over, place))
 
     def _outage_over(self, place: FlowHost) -> None:
         self._mend(place)
@@ -229,23 +234,21 @@ class _World:
         late_s = 1.5 * place.group.rtt_s + place.node.fate.jitter_s()
 
         def through() -> None:
-            del place.uploads[delta]
+            place.uploads.pop(delta, None)
             self._tally.bytes_up += size
             self._agenda.after(late_s, lambda: self._came(delta))
 
         if place.up:
             place.uploads[delta] = Transfer(place.up, size, through)
         else:
-            self._tally.bytes_up += size
-            self._agenda.after(late_s, lambda: self._came(delta))
+            through()
 
     def forget(self, delta: Delta) -> None:
         transfer = self._places[delta.node].uploads.pop(delta, None)
         if transfer:
             self._tally.bytes_up += transfer.cancel()
 
-    def lost(self, steps: int, seconds: float) -> None:
-        del seconds  # what was computed and is not useful
+    def lost(self, steps: int) -> None:
         self._tally.lost_steps += steps / self._rules.fragments
 
     def skipped(self) -> None:
@@ -281,7 +284,7 @@ class _World:
         if not admitted or delta.node in window.came or (window.closing and not staleness):
             delta.settled = True
             self._tally.dropped += 1
-            self.lost(delta.steps, delta.seconds)
+            self.lost(delta.steps)
             node = self._places[delta.node].node
             return self._agenda.after(0.5 * self._places[delta.node].group.rtt_s, lambda: node.refused(delta))
         delta.stored = True
@@ -414,7 +417,7 @@ class _World:
         stored = [d for window in self._windows for d in window.came.values()] + [
             d for late in self._late for d in late
         ]
-        owed_s = sum(node.flush()[1] for node in nodes) + sum(d.seconds for d in stored if not d.settled)
+        owed_s = sum(node.flush() for node in nodes) + sum(d.seconds for d in stored if not d.settled)
         return Outcome(
             seconds=self._agenda.now,
             reached=self._reached,
@@ -429,6 +432,81 @@ class _World:
             windows=tuple(self._merges),
         )
 
-    @staticmethod
-    def _doing(action: Callable[[FlowHost], None], place: FlowHost) -> Callable[[], None]:
-        return lambda: action(place)
+
+# --- Sweeps of flow scenarios: a row for each variant at each swept value, with means over the seeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One variant at one value of the swept key."""
+
+    variant: str
+    value: float | None
+    outcomes: tuple[Outcome, ...]  # one for each seed
+    published: float | None  # goodput that others report for it
+
+    def mean(self, figure: Callable[[Outcome], float]) -> float:
+        """Of a figure, over the seeds."""
+        return statistics.fmean(map(figure, self.outcomes))
+
+    @property
+    def goodputs(self) -> list[float]:
+        return [outcome.goodput for outcome in self.outcomes]
+
+    @property
+    def time_to_steps_s(self) -> float | None:
+        """Clock seconds to the wanted steps; None unless every seed got there."""
+        if not all(outcome.reached for outcome in self.outcomes):
+            return None
+        return self.mean(lambda outcome: outcome.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """For programs: means over the seeds; what the daemons count too is below `metrics`, under their names."""
+        return {
+            "variant": self.variant,
+            "value": self.value,
+            "goodput": self.mean(lambda o: o.goodput),
+            "goodput_least": min(self.goodputs),
+            "goodput_most": max(self.goodputs),
+            "goodput_published": self.published,
+            "idle_share": self.mean(lambda o: o.share(o.idle_s)),
+            "down_share": self.mean(lambda o: o.share(o.down_s)),
+            "lost_share": self.mean(lambda o: o.share(o.lost_s)),
+            "stale_share": self.mean(lambda o: o.stale_share),
+            "outer_steps": self.mean(lambda o: o.outer_steps),
+            "seconds": self.mean(lambda o: o.seconds),
+            "time_to_steps_s": self.time_to_steps_s,
+            "lost_steps": self.mean(lambda o: o.lost_steps),
+            "bytes_up": self.mean(lambda o: o.bytes_up),
+            "bytes_down": self.mean(lambda o: o.bytes_down),
+            "bytes_state": self.mean(lambda o: o.bytes_state),
+            "machine_seconds": self.mean(lambda o: o.machine_s),
+            "crashes": self.mean(lambda o: o.crashes),
+            "skipped_sends": self.mean(lambda o: o.skipped),
+            "metrics": _mean_of([outcome.metrics() for outcome in self.outcomes]),
+        }
+
+
+def run_all(
+    scenario: FlowScenario, *, timeline: bool = False, watch: Callable[[Case], None] = lambda case: None
+) -> list[Row]:
+    """Play every case; `watch` hears of each before it is played. Raises as `play`."""
+    rows = []
+    reported = {(one.variant, one.value): one.goodput for one in scenario.published}
+    for (variant, value), seeds in itertools.groupby(cases(scenario), key=lambda case: (case.variant, case.value)):
+        outcomes = []
+        for case in seeds:
+            watch(case)
+            outcomes.append(play(case.setting, timeline=timeline))
+        published = reported.get((variant, value))
+        rows.append(Row(variant=variant, value=value, outcomes=tuple(outcomes), published=published))
+    return rows
+
+
+def _mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: _mean_of([one[name] for one in found])
+        if isinstance(value, dict)
+        else statistics.fmean(one[name] for one in found)
+        for name, value in found[0].items()
+    }

@@ -185,7 +185,7 @@ class World(world.World):
             connection.close(Side.NODE)
         host.connections.clear()
         if down_s is not None:
-            self.agenda.after(down_s, self._starter(name))
+            self.agenda.after(down_s, partial(self.start_node, name))
 
     # --- faults
 

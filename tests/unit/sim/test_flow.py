@@ -35,8 +35,7 @@ from farloop.sim.flow.scenario import (
     Variant,
     cases,
 )
-from farloop.sim.flow.simulator import Stuck, play
-from farloop.sim.flow.sweep import run_all
+from farloop.sim.flow.simulator import Stuck, play, run_all
 from farloop.sim.network import LinkConditions
 from farloop.sim.virtual_time import EventQueue
 
