@@ -161,7 +161,8 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
         "why": plan.why,
         "seed": plan.seed,
         "plan_s": round(plan_s, 4),
-        **_fields(plan, "makespan_s bound_s"),
+        "makespan_s": plan.step_s,
+        "bound_s": plan.bound_s,
         "islands": [list(island) for island in plan.islands],
         "groups": [
             {"stage": group.stage, "nodes": list(group.nodes), "transport": group.transport.value}

@@ -354,7 +354,7 @@ def _step(axes: Axes, plan: Plan) -> None:
                 axes.broken_barh(bars, (row - 0.33, 0.66), facecolors=colour, edgecolor="white", linewidth=0.5)
         axes.plot([], [], color=colour, linewidth=6, label=label)
     rows(axes, len(shown), [f"{name}  · {stage}" for stage, name in shown], above=0.6)
-    axes.set_xlim(0, plan.makespan_s or 1.0)
+    axes.set_xlim(0, plan.step_s or 1.0)
     axes.set_xlabel("seconds")
     axes.set_title(f"a step of the slowest source, {slowest}: its path, node · stage")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)

@@ -82,21 +82,15 @@ def hung(progress: Mapping[str, Progress]) -> Finding | None:
     def kind_of(one: Progress) -> Kind:
         return Kind.DEAD if not one.heard else Kind.LINK_HANG if one.entered else Kind.NODE_HANG
 
-    order = list(Kind)
-    node = min(
-        (name for name, one in progress.items() if one.last_done == least),
-        key=lambda name: (order.index(kind_of(progress[name])), name),
-    )
-    why = {
+    order = {
         Kind.DEAD: "its heartbeats have stopped",
         Kind.NODE_HANG: "it is alive and did not finish its steps",
         Kind.LINK_HANG: "it began to send and nothing whole arrived",
-    }[kind_of(progress[node])]
-    return Finding(
-        kind=kind_of(progress[node]),
-        node=node,
-        reason=f"sync {least + 1} is past its deadline and {node} is behind: {why}",
-    )
+    }
+    behind = ((kind_of(one), name) for name, one in progress.items() if one.last_done == least)
+    kind, node = min(behind, key=lambda found: (list(order).index(found[0]), found[1]))
+    reason = f"sync {least + 1} is past its deadline and {node} is behind: {order[kind]}"
+    return Finding(kind=kind, node=node, reason=reason)
 
 
 def deadline_s(history_s: Sequence[float], slack_s: float) -> float:

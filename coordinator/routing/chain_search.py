@@ -38,37 +38,22 @@ class Chains:
     rest: tuple[int, ...] = ()  # nodes that are in no chain, and may take a place of one that is
 
 
-def anneal(
-    start: Chains,
-    work: Work,
-    message_s: Numbers,
-    *,
-    moves: int,
-    seed: int,
-    limits: Limits,
-    stage_of: Sequence[int] | None = None,
-    judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
-    hot: float = _HOT,
-) -> Chains:
-    """The best chains found from `start` by `moves` exchanges.
+class Annealing:
+    """A search by exchanges from some chains."""
 
-    `stage_of`: nodes keep their stages, so that an exchange moves both; None: a node takes over the other's stage.
-    `judge` gives the seconds of a chain, the closed form where it is None.
-    """
-    return _Search(start, work, message_s, seed, limits, stage_of, judge).run(moves, hot)
-
-
-class _Search:
     def __init__(
         self,
         start: Chains,
         work: Work,
         message_s: Numbers,
+        *,
         seed: int,
         limits: Limits,
-        stage_of: Sequence[int] | None,
-        judge: Callable[[Sequence[int], Sequence[int]], float] | None,
+        stage_of: Sequence[int] | None = None,
+        judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
     ) -> None:
+        """`stage_of`: nodes keep their stages, so that an exchange moves both; None: a node takes over the other's
+        stage. `judge` gives the seconds of a chain, the closed form where it is None."""
         self._random = random.Random(seed)
         self._limits, self._stage_of = limits, stage_of
         self._rest = list(start.rest)
@@ -88,7 +73,8 @@ class _Search:
             if stage_of is not None:
                 self._alike.setdefault(stage_of[node], []).append(node)
 
-    def run(self, moves: int, hot: float) -> Chains:
+    def run(self, moves: int, hot: float = _HOT) -> Chains:
+        """The best chains found by so many exchanges."""
         rand, nodes, stages, times = self._random.random, self._nodes, self._stages, self._times
         count = len(nodes)
         best, worst = self._taken(), max(times)

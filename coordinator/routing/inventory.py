@@ -4,12 +4,20 @@ Every fact carries its source; nothing here is measured or guessed. An inventory
 it is made, in one sentence that names the nearest valid value.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
+
+
+def _check_least(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; the least is 1")
 
 
 class CardKind(StrEnum):
@@ -136,9 +144,7 @@ class Model:
     overhead_s: float = 0.0  # of the hosts, per message: copies between CPU and GPU, framing
 
     def __post_init__(self) -> None:
-        for name in ("layers", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
+        _check_least(self, "layers", "microbatches")
         for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
@@ -172,14 +178,9 @@ class PlanRequest:
     """Layers of each stage, of nodes that say theirs: a running pipeline cannot change them. None: by speed."""
 
     def __post_init__(self) -> None:
-        if self.stages is not None and self.stages < 1:
-            raise ValueError(f"stages is {self.stages}; the least is 1")
+        _check_least(self, "stages", "h", "fragments")
         if not 0.0 <= self.skip < 1.0:
             raise ValueError(f"skip is {self.skip}; from 0 to below 1, as 0.25")
-        if self.h < 1:
-            raise ValueError(f"h is {self.h}; the least is 1")
-        if self.fragments < 1:
-            raise ValueError(f"fragments is {self.fragments}; the least is 1")
         if not self.bits or min(self.bits) < 1:
             raise ValueError(f"bits is {list(self.bits)}; whole numbers of at least 1 are wanted, as [8, 4, 2]")
         if not (math.isfinite(self.effort) and self.effort > 0.0):
@@ -244,14 +245,8 @@ class Inventory:
 
     def link(self, source: Node, target: Node) -> Link | None:
         """The link from one node to another; None if they cannot reach each other."""
-        links = self.links
-        for ends in (
-            (source.name, target.name),
-            (source.name, target.site),
-            (source.site, target.name),
-            (source.site, target.site),
-        ):
-            if (found := links.get(ends)) is not None:
+        for ends in itertools.product((source.name, source.site), (target.name, target.site)):
+            if (found := self.links.get(ends)) is not None:
                 return found
         return LOCAL if source.site == target.site else None
 

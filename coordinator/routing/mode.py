@@ -77,15 +77,6 @@ class Decision:
     compared: tuple[tuple[str, float], ...] = ()  # (name, seconds of a step)
 
 
-def decide(inventory: Inventory, fabric: Fabric, islands: Sequence[Island]) -> Decision:
-    """The mode that was asked for, else the cheapest.
-
-    C where something is skipped or no island holds the model; otherwise A or B by H*. Raises ValueError where the mode
-    that was asked for is not possible, or nothing is.
-    """
-    return _Deciding(inventory, fabric, islands).decision()
-
-
 def caps_of(inventory: Inventory) -> list[int]:
     """Layers that each node can hold, no more than there are."""
     layers = inventory.model.layers
@@ -107,7 +98,7 @@ def work_of(inventory: Inventory, members: Sequence[int], layers: Sequence[int])
     )
 
 
-class _Deciding:
+class ModeChoice:
     def __init__(self, inventory: Inventory, fabric: Fabric, islands: Sequence[Island]) -> None:
         self._inventory, self._fabric, self._islands = inventory, fabric, islands
         self._nodes, self._model, self._wish = inventory.nodes, inventory.model, inventory.wish
@@ -116,6 +107,11 @@ class _Deciding:
         self._pins = tuple(pins) if inventory.pinned else None
 
     def decision(self) -> Decision:
+        """The mode that was asked for, else the cheapest.
+
+        C where something is skipped or no island holds the model; otherwise A or B by H*. Raises ValueError where the
+        mode that was asked for is not possible, or nothing is.
+        """
         wish = self._wish
         inside = self._stages_inside()
         stages = wish.stages or (max(self._pins) + 1 if self._pins else None) or inside or self._stages_across()
@@ -131,8 +127,7 @@ class _Deciding:
                 raise ValueError(f"mode is A and no island holds {stages} stages; mode B or C can be planned")
             if wish.mode is None:
                 return self._skipping(stages, f"no island holds {stages} stages")
-        crossover = self._crossover(holding, stages)
-        return self._inside_or_across(holding, stages, crossover)
+        return self._inside_or_across(holding, stages, self._crossover(holding, stages))
 
     # --- Number of stages
 
@@ -216,8 +211,7 @@ class _Deciding:
         place = {node: index for index, node in enumerate(members)}
         left_out = sorted(place[node] for node in over) if self._pins is None else ()
         task = self._task(members, walled, stages, stages, stage_of=self._pins, left_out=left_out)
-        found = plan_paths(task)
-        return _spread(found, members, len(self._nodes))
+        return _spread(plan_paths(task), members, len(self._nodes))
 
     def _across_paths(self, stages: int, crossover: Crossover | None) -> Paths:
         """Holmes' layout: stages are blocks of nodes of one kind, pipelines join them."""

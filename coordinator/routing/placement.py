@@ -60,11 +60,6 @@ def slowest_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
-def offsets(counts: Sequence[int]) -> tuple[int, ...]:
-    """The first layer of each stage."""
-    return tuple(sum(counts[:stage]) for stage in range(len(counts)))
-
-
 def _check(layers: int, speeds: Sequence[float]) -> None:
     if not speeds or layers < len(speeds):
         raise ValueError(

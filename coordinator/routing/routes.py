@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start, step_s, visits
+from farloop.coordinator.routing.chain_search import Annealing, Chains, free_start, pinned_start, step_s, visits
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
@@ -23,18 +23,13 @@ from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 _NEAR = 6  # nearest free replicas of the next stage that a path considers
 
 
-def share(
-    stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, *, limits: Limits, rounds: int, seed: int
-) -> tuple[Route, ...]:
+class _Sharing:
     """One path for every node of stage 0, of `length` stages in order.
 
-    No node is given more sources than it has slots, and no stage more visits than its share, rounded up.
-    Raises ValueError: so many sources do not fit.
+    No node is given more sources than it has slots, and no stage more visits than its share, rounded up. `run` raises
+    ValueError: so many sources do not fit.
     """
-    return _Sharing(stage_of, length, work, message_s, limits).run(rounds, random.Random(seed))
 
-
-class _Sharing:
     def __init__(self, stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, limits: Limits) -> None:
         self._work, self._message_s, self._length = work, message_s, length
         self._both = [[there + message_s[v][u] for v, there in enumerate(row)] for u, row in enumerate(message_s)]
@@ -130,7 +125,7 @@ _POLISH_PER_NODE = 60
 _SHARING_PIECES = 40_000  # pieces of work that the search for shared paths may simulate, about a tenth of a second
 
 _HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
-"""Where the first search, those after layers were dealt anew, and the polish begin (chains.anneal)."""
+"""Where the first search, those after layers were dealt anew, and the polish begin (chain_search.Annealing)."""
 
 _POLISH_PIECES = 150_000  # pieces of work that a polish may simulate, about a third of a second
 _WORTH = 1e-9  # a plan is better when it is faster by this share: rounding decides nothing
@@ -319,16 +314,10 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
     work = _resplit(task, chains) if by_speed or task.stage_of is not None else task.work
     best: tuple[float, Chains, Work] | None = None
     for turn in range(3):
-        chains = anneal(
-            chains,
-            work,
-            task.message_s,
-            moves=moves if turn == 0 else moves // 4,
-            seed=task.seed + turn,
-            limits=task.limits,
-            stage_of=task.stage_of,
-            hot=_HOT if turn == 0 else _WARM,
+        search = Annealing(
+            chains, work, task.message_s, seed=task.seed + turn, limits=task.limits, stage_of=task.stage_of
         )
+        chains = search.run(moves, _HOT) if turn == 0 else search.run(moves // 4, _WARM)
         again = _resplit(task, chains)
         for one in (work, again):
             seconds = step_s(chains, one, task.message_s)
@@ -402,17 +391,10 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
 
     pieces = work.microbatches * (2 * task.length + 1)
     moves = min(_POLISH_PER_NODE * len(task.message_s), _POLISH_PIECES // (2 * pieces))
-    return anneal(
-        chains,
-        work,
-        task.message_s,
-        moves=max(1, int(moves * task.effort)),
-        seed=task.seed,
-        limits=task.limits,
-        stage_of=task.stage_of,
-        judge=judge,
-        hot=_NEARLY_COLD,
+    search = Annealing(
+        chains, work, task.message_s, seed=task.seed, limits=task.limits, stage_of=task.stage_of, judge=judge
     )
+    return search.run(max(1, int(moves * task.effort)), _NEARLY_COLD)
 
 
 def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
@@ -482,8 +464,8 @@ def _shared(task: Task) -> Paths:
     work = _shared_work(task)
     pieces = task.stage_of.count(0) * work.microbatches * (2 * task.length + 1)
     rounds = min(200, int(_SHARING_PIECES * task.effort / pieces))
-    routes = share(task.stage_of, task.length, work, task.message_s, limits=task.limits, rounds=rounds, seed=task.seed)
-    return _judged(routes, task.stage_of, work, task.message_s)
+    sharing = _Sharing(task.stage_of, task.length, work, task.message_s, task.limits)
+    return _judged(sharing.run(rounds, random.Random(task.seed)), task.stage_of, work, task.message_s)
 
 
 def _shared_work(task: Task) -> Work:

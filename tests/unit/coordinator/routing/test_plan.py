@@ -118,7 +118,7 @@ def sound(inventory: Inventory, plan: Plan) -> None:
     """What holds for every plan."""
     assert list(plan.layout.faults()) == []
     assert plan.layout.stages[-1].stop == inventory.model.layers
-    assert plan.makespan_s >= plan.bound_s * (1 - 1e-12)
+    assert plan.step_s >= plan.bound_s * (1 - 1e-12)
     names = {node.name for node in inventory.nodes}
     placed = [name for stage in plan.layout.stages for name in stage.replicas]
     assert sorted([*placed, *plan.idle]) == sorted(names)
@@ -156,7 +156,7 @@ def test_the_same_inventory_gives_the_same_plan_whatever_its_nodes_are_called() 
 def test_a_faster_network_does_not_give_a_slower_step() -> None:
     inventory = world(20, stages=6, skip=1 / 3)
     fast = {ends: replace(link, latency_s=link.latency_s / 2) for ends, link in inventory.links.items()}
-    assert make_plan(replace(inventory, links=fast)).makespan_s < make_plan(inventory).makespan_s
+    assert make_plan(replace(inventory, links=fast)).step_s < make_plan(inventory).step_s
 
 
 @pytest.mark.parametrize(

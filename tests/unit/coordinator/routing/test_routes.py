@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 
-from farloop.coordinator.routing.chain_search import Chains, anneal, step_s, visits
+from farloop.coordinator.routing.chain_search import Annealing, Chains, step_s, visits
 from farloop.coordinator.routing.fabric import fabric_of
 from farloop.coordinator.routing.paths import (
     IN_ORDER,
@@ -255,7 +255,7 @@ def test_more_moves_end_no_worse_than_they_began(seed: int) -> None:
     task = task_of(20, 5, 4, seed)
     start = Chains(nodes=tuple(tuple(range(4 * one, 4 * one + 4)) for one in range(5)), stages=((0, 1, 2, 3),) * 5)
     for moves in (1, 3000):
-        found = anneal(start, task.work, task.message_s, moves=moves, seed=seed, limits=PUBLISHED)
+        found = Annealing(start, task.work, task.message_s, seed=seed, limits=PUBLISHED).run(moves)
         assert step_s(found, task.work, task.message_s) <= step_s(start, task.work, task.message_s)
 
 

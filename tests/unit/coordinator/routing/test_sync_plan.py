@@ -5,14 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farloop.coordinator.routing.inventory import Hub
-from farloop.coordinator.routing.sync_plan import (
-    Pace,
-    choose,
-    dylu_h,
-    lighter,
-    steps_within,
-)
-from farloop.coordinator.routing.topology import (
+from farloop.coordinator.routing.plan import (
     Prediction,
     Site,
     Worker,
@@ -22,6 +15,13 @@ from farloop.coordinator.routing.topology import (
     ring_of_relays,
     sharded,
     star,
+)
+from farloop.coordinator.routing.sync_plan import (
+    Pace,
+    choose,
+    dylu_h,
+    lighter,
+    steps_within,
 )
 
 # --- Bits and steps: rounds end alike
