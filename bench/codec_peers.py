@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ _Row = TypeVar("_Row")
 MEASURED = "measured"
 
 ROW = 256  # elements of a row, for formats that want matrices
+CPU = ("cpu",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +123,10 @@ def quiet() -> AbstractContextManager[object]:
 # --- plain torch
 
 
-def _cast(dtype: torch.dtype) -> Callable[[int], Kernels]:
+def _cast(dtype: torch.dtype, threads: int) -> Kernels:
     """x.to(dtype) and back."""
-
-    def make(threads: int) -> Kernels:
-        narrow, wide = _Buffer(dtype), _Buffer(torch.float32)
-        return Kernels(encode=narrow.copy_of, decode=wide.copy_of, num_bytes=lambda t: t.nbytes)
-
-    return make
+    narrow, wide = _Buffer(dtype), _Buffer(torch.float32)
+    return Kernels(encode=narrow.copy_of, decode=wide.copy_of, num_bytes=lambda t: t.nbytes)
 
 
 def _float8(threads: int) -> Kernels:
@@ -193,107 +191,101 @@ class _Buffer:
 # --- packages
 
 
-def _bitsandbytes(quant_type: str) -> Callable[[int], Kernels]:
+def _bitsandbytes(quant_type: str, threads: int) -> Kernels:
     """Blocks of 64 with fp32 scales for nf4 and fp4; blocks of 256 for its 8-bit codebook."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
 
-    def make(threads: int) -> Kernels:
-        functional: Any = importlib.import_module("bitsandbytes.functional")
+    def encode(x: Tensor) -> Any:
+        if quant_type == "int8":
+            return functional.quantize_blockwise(x, blocksize=256)
+        return functional.quantize_4bit(x, blocksize=64, quant_type=quant_type)
 
-        def encode(x: Tensor) -> Any:
-            if quant_type == "int8":
-                return functional.quantize_blockwise(x, blocksize=256)
-            return functional.quantize_4bit(x, blocksize=64, quant_type=quant_type)
+    def decode(encoded: Any) -> Tensor:
+        restore = functional.dequantize_blockwise if quant_type == "int8" else functional.dequantize_4bit
+        out: Tensor = restore(*encoded)
+        return out
 
-        def decode(encoded: Any) -> Tensor:
-            restore = functional.dequantize_blockwise if quant_type == "int8" else functional.dequantize_4bit
-            out: Tensor = restore(*encoded)
-            return out
-
-        return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e[0].nbytes + e[1].absmax.nbytes)
-
-    return make
+    return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e[0].nbytes + e[1].absmax.nbytes)
 
 
-def _hivemind(compression: str) -> Callable[[int], Kernels]:
+def _hivemind(compression: str, threads: int) -> Kernels:
     """Its serialised tensors. Release 1.1.12 cannot read its 8-bit ones under NumPy 2.4 and newer."""
-
-    def make(threads: int) -> Kernels:
-        module: Any = importlib.import_module("hivemind.compression")
-        codec = getattr(module, compression)()
-        return Kernels(
-            encode=lambda x: codec.compress(x, module.CompressionInfo.from_tensor(x)),
-            decode=codec.extract,
-            num_bytes=lambda serialised: len(serialised.buffer),
-        )
-
-    return make
+    module: Any = importlib.import_module("hivemind.compression")
+    codec = getattr(module, compression)()
+    return Kernels(
+        encode=lambda x: codec.compress(x, module.CompressionInfo.from_tensor(x)),
+        decode=codec.extract,
+        num_bytes=lambda serialised: len(serialised.buffer),
+    )
 
 
-def _piquant(bits: int) -> Callable[[int], Kernels]:
+def _piquant(bits: int, threads: int) -> Kernels:
     """One scale and zero point for the tensor, its own thread pool, our buffers."""
+    piquant: Any = importlib.import_module("piquant")
+    context = piquant.Context(threads)
+    fp32, codes_type = piquant.DataType.F32, piquant.DataType[f"UINT{bits}"]
+    narrow, wide = _Buffer(torch.uint8), _Buffer(torch.float32)
 
-    def make(threads: int) -> Kernels:
-        piquant: Any = importlib.import_module("piquant")
-        context = piquant.Context(threads)
-        fp32, codes_type = piquant.DataType.F32, piquant.DataType[f"UINT{bits}"]
-        narrow, wide = _Buffer(torch.uint8), _Buffer(torch.float32)
+    def encode(x: Tensor) -> tuple[Tensor, float, int, int]:
+        numel, codes = x.numel(), narrow.of((-(-x.numel() * bits // 8),), x.device)
+        scale, zero = context.compute_quant_params_ptr_float32(x.data_ptr(), codes_type, numel)
+        nearest = piquant.RoundMode.NEAREST
+        context.quantize_ptr(x.data_ptr(), fp32, codes.data_ptr(), codes_type, numel, scale, zero, nearest)
+        return codes, scale, zero, numel
 
-        def encode(x: Tensor) -> tuple[Tensor, float, int, int]:
-            numel, codes = x.numel(), narrow.of((-(-x.numel() * bits // 8),), x.device)
-            scale, zero = context.compute_quant_params_ptr_float32(x.data_ptr(), codes_type, numel)
-            nearest = piquant.RoundMode.NEAREST
-            context.quantize_ptr(x.data_ptr(), fp32, codes.data_ptr(), codes_type, numel, scale, zero, nearest)
-            return codes, scale, zero, numel
+    def decode(encoded: tuple[Tensor, float, int, int]) -> Tensor:
+        codes, scale, zero, numel = encoded
+        out = wide.of((numel,), codes.device)
+        put = piquant.ReduceOp.SET
+        context.dequantize_ptr(codes.data_ptr(), codes_type, out.data_ptr(), fp32, numel, scale, zero, put)
+        return out
 
-        def decode(encoded: tuple[Tensor, float, int, int]) -> Tensor:
-            codes, scale, zero, numel = encoded
-            out = wide.of((numel,), codes.device)
-            put = piquant.ReduceOp.SET
-            context.dequantize_ptr(codes.data_ptr(), codes_type, out.data_ptr(), fp32, numel, scale, zero, put)
-            return out
-
-        return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e[0].nbytes + 12)
-
-    return make
+    return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e[0].nbytes + 12)
 
 
-def _torchao(element: str) -> Callable[[int], Kernels]:
+def _torchao(element: str, threads: int) -> Kernels:
     """MX formats (blocks of 32, power-of-two scales); NVFP4 (blocks of 16) with its scale for the tensor."""
+    formats: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+    nvidia: Any = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
 
-    def make(threads: int) -> Kernels:
-        formats: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
-        nvidia: Any = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+    def encode(x: Tensor) -> Any:
+        rows = nn.functional.pad(x, (0, -x.numel() % ROW)).view(-1, ROW)
+        if element == "nvfp4":
+            scale = nvidia.per_tensor_amax_to_scale(rows.abs().max())
+            return nvidia.NVFP4Tensor.to_nvfp4(rows, per_tensor_scale=scale)
+        return formats.MXTensor.to_mx(rows, getattr(torch, element), 32)
 
-        def encode(x: Tensor) -> Any:
-            rows = nn.functional.pad(x, (0, -x.numel() % ROW)).view(-1, ROW)
-            if element == "nvfp4":
-                scale = nvidia.per_tensor_amax_to_scale(rows.abs().max())
-                return nvidia.NVFP4Tensor.to_nvfp4(rows, per_tensor_scale=scale)
-            return formats.MXTensor.to_mx(rows, getattr(torch, element), 32)
+    def decode(encoded: Any) -> Tensor:
+        out: Tensor = encoded.dequantize(torch.float32)
+        return out
 
-        def decode(encoded: Any) -> Tensor:
-            out: Tensor = encoded.dequantize(torch.float32)
-            return out
-
-        return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e.qdata.nbytes + e.scale.nbytes)
-
-    return make
+    return Kernels(encode=encode, decode=decode, num_bytes=lambda e: e.qdata.nbytes + e.scale.nbytes)
 
 
 PEERS: tuple[Peer, ...] = (
     Peer(name="torch eager q4", package="torch", make=_eager_q4),
-    Peer(name="torch bf16", package="torch", make=_cast(torch.bfloat16)),
+    Peer(name="torch bf16", package="torch", make=partial(_cast, torch.bfloat16)),
     Peer(name="torch float8", package="torch", make=_float8),
-    Peer(name="torch qint8", package="torch", make=_qint8, devices=("cpu",)),
-    Peer(name="bitsandbytes nf4", package="bitsandbytes", make=_bitsandbytes("nf4")),
-    Peer(name="bitsandbytes fp4", package="bitsandbytes", make=_bitsandbytes("fp4")),
-    Peer(name="bitsandbytes int8", package="bitsandbytes", make=_bitsandbytes("int8")),
-    Peer(name="pi-quant uint4", package="pypiquant", make=_piquant(4), devices=("cpu",)),
-    Peer(name="pi-quant uint8", package="pypiquant", make=_piquant(8), devices=("cpu",)),
-    Peer(name="torchao MXFP8", package="torchao", make=_torchao("float8_e4m3fn")),
-    Peer(name="torchao MXFP4", package="torchao", make=_torchao("float4_e2m1fn_x2")),
-    Peer(name="torchao NVFP4", package="torchao", make=_torchao("nvfp4")),
-    Peer(name="hivemind float16", package="hivemind", make=_hivemind("Float16Compression"), devices=("cpu",)),
-    Peer(name="hivemind uniform8", package="hivemind", make=_hivemind("Uniform8BitQuantization"), devices=("cpu",)),
-    Peer(name="hivemind blockwise8", package="hivemind", make=_hivemind("BlockwiseQuantization"), devices=("cpu",)),
+    Peer(name="torch qint8", package="torch", make=_qint8, devices=CPU),
+    Peer(name="bitsandbytes nf4", package="bitsandbytes", make=partial(_bitsandbytes, "nf4")),
+    Peer(name="bitsandbytes fp4", package="bitsandbytes", make=partial(_bitsandbytes, "fp4")),
+    Peer(name="bitsandbytes int8", package="bitsandbytes", make=partial(_bitsandbytes, "int8")),
+    Peer(name="pi-quant uint4", package="pypiquant", make=partial(_piquant, 4), devices=CPU),
+    Peer(name="pi-quant uint8", package="pypiquant", make=partial(_piquant, 8), devices=CPU),
+    Peer(name="torchao MXFP8", package="torchao", make=partial(_torchao, "float8_e4m3fn")),
+    Peer(name="torchao MXFP4", package="torchao", make=partial(_torchao, "float4_e2m1fn_x2")),
+    Peer(name="torchao NVFP4", package="torchao", make=partial(_torchao, "nvfp4")),
+    Peer(name="hivemind float16", package="hivemind", make=partial(_hivemind, "Float16Compression"), devices=CPU),
+    Peer(
+        name="hivemind uniform8",
+        package="hivemind",
+        make=partial(_hivemind, "Uniform8BitQuantization"),
+        devices=("cpu",),
+    ),
+    Peer(
+        name="hivemind blockwise8",
+        package="hivemind",
+        make=partial(_hivemind, "BlockwiseQuantization"),
+        devices=("cpu",),
+    ),
 )

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -251,7 +252,10 @@ def codec_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[Speed
     if "add" in ops:
         yield bench.row(name, path, "add", lambda: codec.decode_add_(payload, y, 0.125, fragment, seed=1))
     if "sum8" in ops:
-        yield _sum_row(bench, codec, path, payload)
+        # Buffers of their own: reading one of them eight times would be reading the cache.
+        payloads, weights, seeds = [payload.clone() for _ in range(NODES)], [1 / NODES] * NODES, [1] * NODES
+        add_up = partial(codec.sum_into, payloads, weights, y, fragment, seeds=seeds)
+        yield bench.row(name, path, "sum8", add_up, vectors=NODES)
     if "fused" in ops:
         out, residual = torch.empty_like(payload), bench.residual.zero_()
         yield bench.row(name, path, "fused", lambda: codec.encode_feedback_(x, residual, out, fragment, seed=1))
@@ -270,19 +274,6 @@ def _encode_row(bench: Bench, codec: Codec, path: str, out: Tensor) -> SpeedRow:
             last = out.clone()
 
     return bench.row(spelling_of(codec), path, "encode", encode)
-
-
-def _sum_row(bench: Bench, codec: Codec, path: str, payload: Tensor) -> SpeedRow:
-    # Buffers of their own: reading one of them eight times would be reading the cache.
-    payloads = [payload.clone() for _ in range(NODES)]
-    weights, seeds = [1 / NODES] * NODES, [1] * NODES
-    return bench.row(
-        spelling_of(codec),
-        path,
-        "sum8",
-        lambda: codec.sum_into(payloads, weights, bench.y, bench.fragment, seeds=seeds),
-        vectors=NODES,
-    )
 
 
 def _outer_row(bench: Bench, name: str, path: str, fast: BlockKernels, out: Tensor) -> SpeedRow:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from farloop.bench.codec_peers import PEERS, Peer, Peers, PeerState, peer_quality
-from farloop.bench.codec_quality import DISTRIBUTIONS, QualityRow, Sample, codec_quality, outer_sample, random_sample
+from farloop.bench.codec_quality import DISTRIBUTIONS, QualityRow, codec_quality, outer_sample, random_sample
 from farloop.bench.codec_speed import (
     STEADY,
     Bench,
@@ -173,16 +173,12 @@ def _quality(plan: Plan, peers: Peers, watch: Watch) -> Iterator[QualityRow]:
         samples.append(outer_sample(outer_gradients(plan.outer, folder=plan.folder, on_step=lambda: watch.part(""))))
     watch.stage("quality", len(samples) * (len(plan.codecs) + len(peers.present)))
     for sample in samples:
-        yield from _quality_of(sample, plan, peers, watch)
-
-
-def _quality_of(sample: Sample, plan: Plan, peers: Peers, watch: Watch) -> Iterator[QualityRow]:
-    for codec in plan.codecs:
-        watch.part(f"{spelling_of(codec)} on {sample.name}")
-        yield codec_quality(codec, sample)
-    for peer in peers.present:
-        watch.part(f"{peer.name} on {sample.name}")
-        yield from peers.tried(peer, partial(peer_quality, peer, [sample]))
+        for codec in plan.codecs:
+            watch.part(f"{spelling_of(codec)} on {sample.name}")
+            yield codec_quality(codec, sample)
+        for peer in peers.present:
+            watch.part(f"{peer.name} on {sample.name}")
+            yield from peers.tried(peer, partial(peer_quality, peer, [sample]))
 
 
 def _speed(plan: Plan, peers: Peers, watch: Watch, began: float) -> Iterator[SpeedRow]:

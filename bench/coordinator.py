@@ -42,24 +42,6 @@ class Row:
 
 
 def measure(
-    counts: Sequence[int],
-    parameters: int,
-    codec: str,
-    rounds: int,
-    processes: int,
-    step_s: float,
-    out: Path,
-    environ: Mapping[str, str],
-) -> list[Row]:
-    """A row for each number of nodes, whose steps last `step_s` and whose files and logs are in a folder of `out`.
-
-    Raises CommandError: a process failed, or took too long.
-    """
-    environ = {**environ, "CUDA_VISIBLE_DEVICES": ""}
-    return [_row(count, parameters, codec, rounds, processes, step_s, out / str(count), environ) for count in counts]
-
-
-def _row(
     nodes: int,
     parameters: int,
     codec: str,
@@ -69,6 +51,11 @@ def _row(
     out: Path,
     environ: Mapping[str, str],
 ) -> Row:
+    """This number of nodes, whose steps last `step_s` and whose files and logs are in a folder of `out`.
+
+    Raises CommandError: a process failed, or took too long.
+    """
+    out = out / str(nodes)
     out.mkdir(parents=True)
     write_output(out / "first.safetensors", save({"weights": torch.zeros(parameters)}))
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -84,16 +71,17 @@ def _row(
     for first, last in pairwise(cuts):
         words = [f"nodes-{first}.json", address, str(first), str(last - first), str(step_s)]
         commands[f"nodes-{first}"] = ["-m", "farloop.bench.coordinator_nodes", *words]
-    peaks = run_together(commands, out, environ)
+    peaks = run_together(commands, out, {**environ, "CUDA_VISIBLE_DEVICES": ""})
     seen = [node for first in cuts[:-1] for node in json.loads((out / f"nodes-{first}.json").read_text())]
     marks, counted = Marks.read(out / "marks.json"), range(WARM_UP + 1, WARM_UP + rounds + 1)
     closed = {mark.version: mark.at for mark in marks if mark.name == "stored"}
-    ends = {what: [max(node[what][str(version)] for node in seen) for version in counted] for what in ("told", "held")}
-    told, held = ([end - closed[version] for version, end in zip(counted, ends[what], strict=True)] for what in ends)
+    told, held = (
+        [max(node[what][str(version)] for node in seen) - closed[version] for version in counted]
+        for what in ("told", "held")
+    )
     sent = sum(node["bytes"] for node in seen) / (rounds + WARM_UP)
     closings = [closed[version] for version in counted]
-    each = [later - earlier for earlier, later in pairwise(closings)]
-    round_s = statistics.median(each)
+    round_s = statistics.median(later - earlier for earlier, later in pairwise(closings))
     return Row(
         nodes=nodes,
         rounds=rounds,

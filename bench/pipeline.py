@@ -31,6 +31,7 @@ from farloop.sim.pipeline import Costs, World
 
 Delays = Mapping[tuple[str, str], float]  # seconds between two nodes, in this order
 PATIENCE_S = 300.0  # for a whole experiment
+MICROBATCHES, LEARNING_RATE = 6, 3e-3  # of a step of the model that learns
 CHAINS = ("024", "135")  # the best disjoint paths of three of the four stages in it: 15.75 units each
 
 DEALT = ("035", "124")
@@ -68,10 +69,6 @@ class Losses:
     full_loss: float  # at the end, of the whole model without skips, on microbatches that nobody trained on
 
 
-def example_layout(paths: Sequence[str], layers: int = 4) -> StageLayout:
-    return layout_of(("01", "23", "45", "67"), paths, layers)
-
-
 def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> StageLayout:
     """Stages of equally many layers, whose nodes have names of one letter."""
     each = layers // len(replicas)
@@ -83,18 +80,12 @@ def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> Sta
     return StageLayout(epoch=1, stages=stages, paths=ways)
 
 
-def example_delays(unit_s: float) -> dict[tuple[str, str], float]:
-    """Both ways between the nodes of the worked example: what its plan is made of."""
-    return {ends: link.latency_s for ends, link in small_instance(unit_s).links.items()}
-
-
-def makespan(
-    paths: Sequence[str], *, unit_s: float = 0.01, steps: int = 20, microbatches: int = 1, credit: int = 1
-) -> Makespan:
+def makespan(paths: Sequence[str], *, unit_s: float, steps: int) -> Makespan:
     """The worked example with delays and jobs of `unit_s`, by these paths, in processes of its own."""
-    layout, delays = example_layout(paths), example_delays(unit_s)
+    layout = layout_of(("01", "23", "45", "67"), paths, layers=4)
+    delays = {ends: link.latency_s for ends, link in small_instance(unit_s).links.items()}
     costs = Costs(forward_s=unit_s, loss_s=unit_s / 4, backward_s=1.5 * unit_s)
-    world = World(layout, steps=3, microbatches=microbatches, costs=costs, delay=lambda u, v: delays.get((u, v), 0.0))
+    world = World(layout, steps=3, microbatches=1, costs=costs, delay=lambda u, v: delays.get((u, v), 0.0))
     world.run(1000.0)
     sources = sorted({path.source for path in layout.paths})
     spans = [(world.records[name].began_at, world.records[name].over_at) for name in sources]
@@ -105,8 +96,8 @@ def makespan(
             Path(folder),
             delays=delays,
             steps=steps + 1,
-            microbatches=microbatches,
-            credit=credit,
+            microbatches=1,
+            credit=1,
             job_s={"forward": costs.forward_s, "loss": costs.loss_s, "backward": costs.backward_s},
         )
     slowest = [max(told[name].seconds[step] for name in sources) for step in range(1, steps + 1)]
@@ -115,25 +106,27 @@ def makespan(
     )
 
 
-def losses(paths: Sequence[str], *, steps: int = 100, microbatches: int = 6, learning_rate: float = 3e-3) -> Losses:
+def losses(paths: Sequence[str], *, steps: int) -> Losses:
     """A small model of four layers in as many stages, 0, 2, 4 and 7, trained by these paths of one source in turn."""
     layout = layout_of(ONE_SOURCE, paths, MODEL.layers)
     with tempfile.TemporaryDirectory() as folder:
         told = run_nodes(
-            layout, Path(folder), steps=steps, microbatches=microbatches, credit=4, learning_rate=learning_rate
+            layout, Path(folder), steps=steps, microbatches=MICROBATCHES, credit=4, learning_rate=LEARNING_RATE
         )
-        full = whole_loss([Path(node.weights) for node in told.values()])
+        whole = build(MODEL, seed=0)
+        for node in told.values():
+            whole.load_state_dict(load_file(node.weights), strict=False)
     visited = statistics.fmean(len(path.hops) for path in layout.paths) / len(layout.stages)
-    return Losses(skipped=1.0 - visited, losses=tuple(told["0"].losses), full_loss=full)
+    return Losses(skipped=1.0 - visited, losses=tuple(told["0"].losses), full_loss=_unseen(whole))
 
 
-def alone(*, steps: int = 100, microbatches: int = 6, learning_rate: float = 3e-3) -> Losses:
+def alone(*, steps: int) -> Losses:
     """The same model, on the same microbatches as `losses`, in this one process without a pipeline."""
     whole = build(MODEL, seed=0)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=learning_rate)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     found = []
     for step in range(steps):
-        each = [whole.loss(batch) for batch in batches(microbatches, seed_of(step, 0, ONE_SOURCE, "0"))]
+        each = [whole.loss(batch) for batch in batches(MICROBATCHES, seed_of(step, 0, ONE_SOURCE, "0"))]
         mean = torch.stack(each).mean()
         torch.autograd.backward(mean)
         optimizer.step()
@@ -142,15 +135,8 @@ def alone(*, steps: int = 100, microbatches: int = 6, learning_rate: float = 3e-
     return Losses(skipped=0.0, losses=tuple(found), full_loss=_unseen(whole))
 
 
-def whole_loss(weights: Sequence[Path]) -> float:
-    """Of the model that these stages make, one file each, as a whole and on microbatches that nobody trained on."""
-    whole = build(MODEL, seed=0)
-    for path in weights:
-        whole.load_state_dict(load_file(path), strict=False)
-    return _unseen(whole)
-
-
 def _unseen(whole: GPT) -> float:
+    """Loss on microbatches that nobody trained on."""
     with torch.no_grad():
         return statistics.fmean(whole.loss(batch).item() for batch in batches(16, seed=10_000_000))
 

@@ -143,7 +143,7 @@ def check_device(name: str) -> None:
 
 BASELINE = "data-parallel"  # the method that all others are measured against
 
-_DEFAULT_VARIANTS = (
+DEFAULT_VARIANTS = (
     "data-parallel nodes=2",
     "single",
     "diloco nodes=2 h=30 codec=q4",
@@ -152,22 +152,14 @@ _DEFAULT_VARIANTS = (
     "decoupled nodes=4 h=30 codec=q4",
     "co2 nodes=2 h=30 codec=q4",
     "async nodes=4 h=30 codec=q4",
-    "sparse nodes=4 h=30",
 )
-
-_MOST_VARIANTS = 8
-
-
-def default_variants() -> tuple[str, ...]:
-    known = [spelled for spelled in _DEFAULT_VARIANTS if spelled.split()[0] in {"single", *METHODS}]
-    return tuple(known[:_MOST_VARIANTS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """Runs that all train the same tokens: every step of a run is one batch, shared by its nodes."""
 
-    variants: tuple[str, ...] = dataclasses.field(default_factory=default_variants)  # as they are spelled
+    variants: tuple[str, ...] = DEFAULT_VARIANTS  # as they are spelled
     model: str = "micro"
     """A built-in model: half a million parameters are enough to tell methods apart, and few enough for two cores."""
     steps: int = 400  # of every node
@@ -284,11 +276,11 @@ def with_baseline(variants: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _first(method: str, variants: tuple[str, ...]) -> str | None:
-    return next((spelled for spelled in variants if method in (*spelled.split()[:1], *_method_of(spelled))), None)
-
-
-def _method_of(spelled: str) -> list[str]:
-    return [word.removeprefix("method=") for word in spelled.split() if word.startswith("method=")]
+    for spelled in variants:
+        words = spelled.split()
+        if words[:1] == [method] or f"method={method}" in words:
+            return spelled
+    return None
 
 
 def share_of(grid: Grid, nodes: int, label: str) -> int:

@@ -59,37 +59,38 @@ class Row:
     """Where the time went, if asked for; only farloop has one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What is synchronised, and the environment of the processes."""
+
+    parameters: int
+    nodes: int
+    rounds: int
+    environ: Mapping[str, str]
+
+
 def measure(
-    parameters: int,
-    nodes: int,
-    codecs: Sequence[str],
-    rounds: int,
-    out: Path,
-    environ: Mapping[str, str],
-    *,
-    links: Sequence[Emulated | None] = (None,),
-    trace: bool = False,
+    what: Measured, codecs: Sequence[str], out: Path, *, links: Sequence[Emulated | None] = (None,), trace: bool = False
 ) -> list[Row]:
     """gloo, farloop with each codec over each link, other systems that are installed, and gloo again: the row of gloo
     has the rounds of both, because a machine's speed changes. Links are emulated for farloop alone.
 
-    Files and logs are in `out`; `environ` is the processes'. With `trace` farloop's rows say where the time went.
-    Raises CommandError: a process failed, or took too long.
+    Files and logs are in `out`. With `trace` farloop's rows say where the time went. Raises CommandError: a process
+    failed, or took too long.
     """
-    environ = {**environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
-    first = _peer("gloo", parameters, nodes, rounds, out / "gloo-before", environ)
+    own = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
+    what = replace(what, environ={**what.environ, **own})
+    first = _peer("gloo", what, out / "gloo-before")
     rows = list[Row]()
     for link in links:
         for codec in codecs:
-            folder = out / f"farloop-{len(rows)}"
-            rows.append(_farloop(parameters, nodes, codec, rounds, folder, environ, link, trace=trace))
+            rows.append(_farloop(what, codec, out / f"farloop-{len(rows)}", link, trace=trace))
     for system in PEERS:
         if system != "gloo" and importlib.util.find_spec(system) is not None:
-            ran = _peer(system, parameters, nodes, rounds, out / system, environ)
-            rows.append(_peer_row(system, parameters, nodes, ran))
-    again = _peer("gloo", parameters, nodes, rounds, out / "gloo-after", environ)
+            rows.append(_peer_row(system, what, _peer(system, what, out / system)))
+    again = _peer("gloo", what, out / "gloo-after")
     both = _Ran(seconds=[*first.seconds, *again.seconds], ends=[*first.ends, *again.ends])
-    return [_peer_row("gloo", parameters, nodes, both), *rows]
+    return [_peer_row("gloo", what, both), *rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,60 +99,50 @@ class _Ran:
     ends: list[str]  # of each node, what it ended with
 
 
-def _row(system: str, codec: str, parameters: int, nodes: int, seconds: Sequence[float], sent: int, equal: bool) -> Row:
+def _row(system: str, codec: str, what: Measured, ran: _Ran, sent: int) -> Row:
     return Row(
         system=system,
         codec=codec,
-        parameters=parameters,
-        nodes=nodes,
-        rounds=len(seconds),
-        s_per_round_median=statistics.median(seconds),
-        s_per_round_min=min(seconds),
-        s_per_round_max=max(seconds),
+        parameters=what.parameters,
+        nodes=what.nodes,
+        rounds=len(ran.seconds),
+        s_per_round_median=statistics.median(ran.seconds),
+        s_per_round_min=min(ran.seconds),
+        s_per_round_max=max(ran.seconds),
         bytes_per_round=sent,
-        bit_equal=equal,
+        bit_equal=len(set(ran.ends)) == 1,
     )
 
 
-def _peer_row(system: str, parameters: int, nodes: int, ran: _Ran) -> Row:
-    sent = 2 * (nodes - 1) * 4 * parameters  # every node sends 2·(n − 1)/n of the model
-    return _row(system, "fp32", parameters, nodes, ran.seconds, sent, len(set(ran.ends)) == 1)
+def _peer_row(system: str, what: Measured, ran: _Ran) -> Row:
+    return _row(system, "fp32", what, ran, 2 * (what.nodes - 1) * 4 * what.parameters)  # each sends 2·(n − 1)/n of it
 
 
-def _peer(system: str, parameters: int, nodes: int, rounds: int, out: Path, environ: Mapping[str, str]) -> _Ran:
+def _peer(system: str, what: Measured, out: Path) -> _Ran:
     out.mkdir(parents=True)
     address = f"tcp://127.0.0.1:{free_port()}"
-    told = [str(number) for number in (nodes, parameters, rounds + WARM_UP)]
-    return _run(out, environ, {}, {f"node-{rank}": [system, address, str(rank), *told] for rank in range(nodes)})
+    told = [str(number) for number in (what.nodes, what.parameters, what.rounds + WARM_UP)]
+    words = {f"node-{rank}": [system, address, str(rank), *told] for rank in range(what.nodes)}
+    return _run(out, what.environ, {}, words)
 
 
-def _farloop(
-    parameters: int,
-    nodes: int,
-    codec: str,
-    rounds: int,
-    out: Path,
-    environ: Mapping[str, str],
-    link: Emulated | None,
-    *,
-    trace: bool,
-) -> Row:
+def _farloop(what: Measured, codec: str, out: Path, link: Emulated | None, *, trace: bool) -> Row:
     out.mkdir(parents=True)
-    write_output(out / "first.safetensors", save({f"weights.{k}": w for k, w in enumerate(weights(parameters))}))
-    port = free_port()
-    address = f"tcp://127.0.0.1:{port}"
+    first = {f"weights.{k}": w for k, w in enumerate(weights(what.parameters))}
+    write_output(out / "first.safetensors", save(first))
+    port, steps = free_port(), what.rounds + WARM_UP
     run = {
-        "name": "sync", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0,
+        "name": "sync", "nodes": what.nodes, "steps": steps, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0,
         "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9, "init": "first.safetensors",
     }  # fmt: skip
-    coordinator = {"state_dir": "state", "bind": address, "http": "", "probe_bytes": 0}
+    coordinator = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
-    names = [f"node-{k}" for k in range(nodes)]
+    names = [f"node-{k}" for k in range(what.nodes)]
     run_coordinator = ["farloop.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
-    with link.ports(port, nodes) if link else nullcontext([port] * nodes) as ports:
+    with link.ports(port, what.nodes) if link else nullcontext([port] * what.nodes) as ports:
         ran = _run(
             out,
-            environ,
+            what.environ,
             {"coordinator": ["-m", *run_coordinator, "coordinator", "run.toml"]},
             {
                 name: ["farloop", f"tcp://127.0.0.1:{to}", name, *(["trace"] if trace else [])]
@@ -160,10 +151,9 @@ def _farloop(
         )
     kinds = [node["bytes_by_kind"] for node in json.loads((out / "state" / "status.json").read_text())["nodes"]]
     sent = sum(count for kind in kinds for name, count in kind.items() if name != "snapshot")
-    equal = len(set(ran.ends)) == 1
-    row = _row("farloop", codec, parameters, nodes, ran.seconds, sent // (rounds + WARM_UP), equal)
+    row = _row("farloop", codec, what, ran, sent // steps)
     if link is not None:
-        row = replace(row, link=link.name, s_floor=row.bytes_per_round / nodes / link.bytes_per_s)
+        row = replace(row, link=link.name, s_floor=row.bytes_per_round / what.nodes / link.bytes_per_s)
     if not trace:
         return row
     marks = {name: Marks.read(out / f"{name}.marks.json") for name in ["coordinator", *names]}

@@ -216,9 +216,15 @@ def outer_gradients(
     """
     corpus = load_corpus(max_bytes=4_000_000)
     path = folder / f"outer-gradients-{_key(settings, corpus)}.safetensors" if folder else None
-    fragment = _fragment(build(PRESETS[settings.model], settings.seed))
+    model = build(PRESETS[settings.model], settings.seed)
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in trainable_tensors(model)]
+    (fragment,) = partition(shapes, pattern="whole").fragments
     if path is not None and path.exists():
-        return _read(path, fragment, settings.nodes)
+        with safe_open(path, framework="pt") as file:
+            deltas, before = (
+                tuple(file.get_tensor(f"node{n}.{part}") for n in range(settings.nodes)) for part in _PARTS
+            )
+        return OuterGradients(fragment=fragment, deltas=deltas, before=before)
     # Products of matrices this small are no faster on two threads, and on a busy machine much slower.
     with cpu_threads(1):
         found = _train(settings, corpus, fragment, on_step)
@@ -233,12 +239,6 @@ def outer_gradients(
 
 
 _PARTS = ("deltas", "before")
-
-
-def _read(path: Path, fragment: Fragment, nodes: int) -> OuterGradients:
-    with safe_open(path, framework="pt") as file:
-        deltas, before = (tuple(file.get_tensor(f"node{n}.{part}") for n in range(nodes)) for part in _PARTS)
-    return OuterGradients(fragment=fragment, deltas=deltas, before=before)
 
 
 def _train(settings: Settings, corpus: Corpus, fragment: Fragment, on_step: Callable[[], None]) -> OuterGradients:
@@ -290,12 +290,6 @@ class _Node:
         delta = torch.empty(fragment.numel)
         fragment_delta_into(fragment, anchor, self.parameters, delta)
         return delta
-
-
-def _fragment(model: GPT) -> Fragment:
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in trainable_tensors(model)]
-    (fragment,) = partition(shapes, pattern="whole").fragments
-    return fragment
 
 
 def _key(settings: Settings, corpus: Corpus) -> str:

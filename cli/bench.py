@@ -360,13 +360,14 @@ def sync(
     codecs = codec or ["q4"]
     check_codecs(codecs)
     check_links(*(link or []))
-    from farloop.bench.sync import measure, text
+    from farloop.bench.sync import Measured, measure, text
 
     links = [None, *map(_emulated, link or [])]
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
-    rows = measure(int(parameters), nodes, codecs, rounds, out.resolve(), os.environ, links=links, trace=trace)
+    what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
+    rows = measure(what, codecs, out.resolve(), links=links, trace=trace)
     if as_json:
         return _echo_rows(rows)
     typer.echo(text(rows))
@@ -402,9 +403,8 @@ def coordinator(
     from farloop.bench.coordinator import MOST_NODES, measure
 
     counts = _sizes(nodes, least=1, most=MOST_NODES)
-    out = _empty_folder(out, "coordinator")
-    processes = processes or os.cpu_count() or 1
-    rows = measure(counts, int(parameters), codec, rounds, processes, step_s, out.resolve(), os.environ)
+    out, processes = _empty_folder(out, "coordinator"), processes or os.cpu_count() or 1
+    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out.resolve(), os.environ) for n in counts]
     if as_json:
         return _echo_rows(rows)
     typer.echo(
@@ -671,9 +671,9 @@ def quality(
     given = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h}
     named = {name: value for name, value in given.items() if value is not None}
     check_model(model or _PAIRS["model"])
+    from farloop.bench.comparison import markdown, table, tuning_lines
     from farloop.bench.quality import RunFailed
     from farloop.bench.quality_spec import asked_for, check_device
-    from farloop.bench.quality_tables import markdown, table, tuning_lines
     from farloop.cli.progress import progress_console
     from farloop.config.run_config import DataConfig
 
@@ -724,10 +724,9 @@ def _compare_pairs(
         CommandError: a variant or setting is invalid.
         RunFailed: a run broke.
     """
-    from farloop.bench.comparison import report
+    from farloop.bench.comparison import report, watched
     from farloop.bench.quality import run_all
     from farloop.bench.quality_spec import plan_quality
-    from farloop.bench.quality_tables import watched
     from farloop.config.settings import run_settings
     from farloop.plots.quality import plot
 
@@ -753,10 +752,9 @@ def _compare_grid(
     grid: "Grid", where: Mapping[str, Any], *, jobs: int, within: float | None, console: "Console"
 ) -> "Report":
     """Tune, then compare methods with data parallel at equal tokens, and draw the result. As `_compare_pairs`."""
-    from farloop.bench.comparison import report
+    from farloop.bench.comparison import report, watched
     from farloop.bench.quality import CPU, Tuned, plan_of, run_all, tune
     from farloop.bench.quality_spec import command_of, picked_of, plan_grid
-    from farloop.bench.quality_tables import watched
     from farloop.bench.training import CURVE_SEQUENCES
     from farloop.config.run_config import DataConfig
     from farloop.plots.quality import plot_methods

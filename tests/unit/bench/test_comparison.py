@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from farloop.algo.spec import RunSpec
-from farloop.bench.comparison import Comparison, Report, compare, half_width, report
+from farloop.bench.comparison import Comparison, Report, compare, half_width, markdown, report, table, tuning_lines
 from farloop.bench.machine import machine
 from farloop.bench.quality import QualityPlan, RunResult, Tried, Tuned, Variant
-from farloop.bench.quality_tables import markdown, table, tuning_lines
 from farloop.plots.quality import course_of, plot, plot_methods
 
 SpecOf = Callable[..., RunSpec]

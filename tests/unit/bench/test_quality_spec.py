@@ -9,11 +9,11 @@ import pytest
 from farloop.algo.methods import METHODS
 from farloop.bench.quality import SEED_OFFSET, QualityPlan
 from farloop.bench.quality_spec import (
+    DEFAULT_VARIANTS,
     Grid,
     GridPlan,
     asked_for,
     command_of,
-    default_variants,
     load_grid,
     parse_knobs,
     parse_variant,
@@ -165,8 +165,8 @@ def test_the_baseline_is_data_parallel_or_one_node_and_comes_first() -> None:
         (("single", "nodes=4 method=data-parallel"), ("nodes=4 method=data-parallel", "single")),
     ):
         assert with_baseline(variants) == expected
-    assert len(default_variants()) == 8 and default_variants()[0].startswith("data-parallel")
-    assert {parse_variant(spelled)["method"] for spelled in default_variants()} <= METHODS.keys()
+    assert len(DEFAULT_VARIANTS) == 8 and DEFAULT_VARIANTS[0].startswith("data-parallel")
+    assert {parse_variant(spelled)["method"] for spelled in DEFAULT_VARIANTS} <= METHODS.keys()
 
 
 def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
     grid = asked_for(path, {"steps": 60, "seeds": None, "h": 15, "nodes": None}, lists)
     assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15", "clip=2"))
     assert grid.variants == ("data-parallel nodes=2", "diloco", "streaming") and grid.tune == ("outer_lr=1",)
-    assert asked_for(None, {}, dict.fromkeys(lists)).variants == default_variants()
+    assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
 
 
 def test_nodes_share_a_step_equally() -> None:
