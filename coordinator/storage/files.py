@@ -8,7 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -28,40 +28,6 @@ Bytes = bytes | bytearray | memoryview
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _CANNOT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})  # the file system has no such call
-
-
-def sync(fd: int, path: Path) -> None:
-    """Make the bytes and the length of an open file durable.
-    Raises StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try
-    would succeed and prove nothing. Exit and recover."""
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise StorageFailed(path, f"sync: {error.strerror}") from error
-
-
-def sync_and_forget(fd: int, path: Path) -> None:
-    """`sync`, then drop the cached pages, so that the next read shows what the disk holds.
-
-    After a failed sync the cache may hold clean pages that the disk never got; a process that starts over must not
-    believe them.
-    """
-    sync(fd, path)
-    forget(fd)
-
-
-def forget(fd: int) -> None:
-    """Drop cached pages that are on disk, so that the next read shows what the disk holds. Linux only."""
-    if sys.platform == "linux":
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def truncate(fd: int, path: Path, length: int) -> None:
-    """Cut an open file, or free what was allocated beyond `length`; durable after the next `sync`."""
-    try:
-        os.ftruncate(fd, length)
-    except OSError as error:
-        raise StorageFailed(path, f"truncate: {error.strerror}") from error
 
 
 def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
@@ -92,13 +58,6 @@ def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
     return None
 
 
-def require_writable(fd: int, path: Path) -> None:
-    """See that the file system of an open file takes writes now: blocks that it gave before are no promise of that.
-    Raises ReadOnly: it does not."""
-    if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
-        raise ReadOnly(path)
-
-
 def require_free(path: Path, nbytes: int) -> None:
     """A promise of nothing: `nbytes` are free now on the file system of `path`, which must exist.
     Raises NoRoom: they are not."""
@@ -108,28 +67,6 @@ def require_free(path: Path, nbytes: int) -> None:
     free = stat.f_bavail * stat.f_frsize
     if nbytes > free:
         raise DiskFull(path, nbytes, free)
-
-
-def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
-    """Give [offset, offset + nbytes) blocks on the disk; `offset` is the file's length. The bytes read as zeros.
-
-    Where the file system cannot allocate ahead, only `require_free` is asked.
-    Raises NoRoom: the file is as it was.
-    """
-    if sys.platform != "linux":
-        require_free(path, nbytes)
-        return
-    try:
-        os.posix_fallocate(fd, offset, nbytes)
-    except OSError as error:
-        if error.errno in _CANNOT:
-            require_free(path, nbytes)
-        elif refused := no_room(path, error.errno, nbytes):
-            if isinstance(refused, DiskFull):
-                truncate(fd, path, offset)  # gives back the part that was there
-            raise refused from error
-        else:
-            raise StorageFailed(path, f"allocate: {error.strerror}") from error
 
 
 # --- The port
@@ -173,7 +110,8 @@ class File(ABC):
 
     @abstractmethod
     def allocate(self, offset: int, num_bytes: int) -> None:
-        """Give [offset, offset + num_bytes) blocks that read as zeros. Raises NoRoom: the file is as it was."""
+        """Give [offset, offset + num_bytes) blocks that read as zeros; `offset` is the file's length.
+        Raises NoRoom: the file is as it was."""
 
     @abstractmethod
     def truncate(self, length: int) -> None:
@@ -181,15 +119,19 @@ class File(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Make the content durable; of a directory, the names in it. Raises StorageFailed: never try again."""
+        """Make the content durable; of a directory, the names in it.
+        Raises StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try
+        would succeed and prove nothing. Exit and recover."""
 
     @abstractmethod
     def sync_and_forget(self) -> None:
-        """`sync`, then drop the cached pages: the next read shows what the disk holds. Raises StorageFailed."""
+        """`sync`, then drop the cached pages: the next read shows what the disk holds. After a failed sync they may be
+        clean and never have got there: a process that starts over must not believe them. Raises StorageFailed."""
 
     @abstractmethod
     def require_writable(self) -> None:
-        """See that the file system takes writes now. Raises ReadOnly."""
+        """See that the file system takes writes now: blocks that it gave before are no promise of that.
+        Raises ReadOnly."""
 
     @abstractmethod
     def close(self) -> None:
@@ -338,9 +280,9 @@ class Files(ABC):
                 with suppress(FileNotFoundError):
                     self.unlink(directory / name)
 
-    def _opened(self, path: Path) -> "_Opened":
+    def _opened(self, path: Path) -> closing[File]:
         try:
-            return _Opened(self.open(path))
+            return closing(self.open(path))
         except OSError as error:
             raise no_room(path, error.errno) or _failed(path, "open", error) from error
 
@@ -376,19 +318,45 @@ class OsFile(File):
         write_all(self.fd, self.path, waiting, offset)
 
     def allocate(self, offset: int, num_bytes: int) -> None:
-        allocate(self.fd, self.path, offset, num_bytes)
+        """Where the file system cannot allocate ahead, only `require_free` is asked."""
+        if sys.platform != "linux":
+            return require_free(self.path, num_bytes)
+        try:
+            os.posix_fallocate(self.fd, offset, num_bytes)
+        except OSError as error:
+            if error.errno in _CANNOT:
+                require_free(self.path, num_bytes)
+            elif refused := no_room(self.path, error.errno, num_bytes):
+                if isinstance(refused, DiskFull):
+                    self.truncate(offset)  # gives back the part that was there
+                raise refused from error
+            else:
+                raise _failed(self.path, "allocate", error) from error
 
     def truncate(self, length: int) -> None:
-        truncate(self.fd, self.path, length)
+        try:
+            os.ftruncate(self.fd, length)
+        except OSError as error:
+            raise _failed(self.path, "truncate", error) from error
 
     def sync(self) -> None:
-        sync(self.fd, self.path)
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise _failed(self.path, "sync", error) from error
 
     def sync_and_forget(self) -> None:
-        sync_and_forget(self.fd, self.path)
+        self.sync()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop cached pages that are on disk. Linux only."""
+        if sys.platform == "linux":
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def require_writable(self) -> None:
-        require_writable(self.fd, self.path)
+        if os.fstatvfs(self.fd).f_flag & os.ST_RDONLY:
+            raise ReadOnly(self.path)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -469,7 +437,7 @@ class OsFiles(Files):
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
         text += b" " * (-len(text) % 8)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with _Opened(OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))) as file:
+        with closing(OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))) as file:
             try:
                 file.write([len(text).to_bytes(8, "little"), text, *parts], 0)
             except StorageFailed as error:
@@ -479,9 +447,9 @@ class OsFiles(Files):
         require_free(path, num_bytes)
 
     def forget(self, path: Path) -> None:
-        with _Opened(self.open(path)) as file:
+        with closing(self.open(path)) as file:
             assert isinstance(file, OsFile)
-            forget(file.fd)
+            file.forget()
 
     def mkdir(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -494,19 +462,6 @@ class OsFiles(Files):
 
 
 DISK = OsFiles()  # the default
-
-
-class _Opened:
-    """Closes a file at the end of a `with` block."""
-
-    def __init__(self, file: File) -> None:
-        self._file = file
-
-    def __enter__(self) -> File:
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 class _Reader(io.RawIOBase):

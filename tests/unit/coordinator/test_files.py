@@ -33,7 +33,7 @@ def test_what_replaces_or_deletes_is_synced_in_order(tmp_path: Path, monkeypatch
         calls.append(f"{source.name} -> {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(files, "sync", lambda fd, path: calls.append(f"sync {path.name}"))
+    monkeypatch.setattr(files.OsFile, "sync", lambda file: calls.append(f"sync {file.path.name}"))
     monkeypatch.setattr(os, "replace", record_replace)
     path = tmp_path / "state"
     path.write_text("old")
@@ -145,7 +145,7 @@ def test_allocated_room_reads_as_zeros_and_has_blocks(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with opened(path) as fd:
         os.write(fd, b"abc")
-        files.allocate(fd, path, 3, 100_000)
+        files.OsFile(path, fd).allocate(3, 100_000)
         assert path.read_bytes() == b"abc" + bytes(100_000)
         assert os.fstat(fd).st_blocks * 512 >= 100_000
 
@@ -167,7 +167,7 @@ def test_no_room_leaves_the_file_as_it_was(
     with opened(path) as fd:
         os.write(fd, b"abc")
         with pytest.raises(error) as caught:
-            files.allocate(fd, path, 3, 1000)
+            files.OsFile(path, fd).allocate(3, 1000)
     assert getattr(caught.value, "needed_bytes", 1000) == 1000
     assert path.read_bytes() == b"abc"
 
@@ -176,9 +176,9 @@ def test_where_nothing_can_be_allocated_free_space_counts(tmp_path: Path, monkey
     path = tmp_path / "file"
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
     with opened(path) as fd:
-        files.allocate(fd, path, 0, 1)
+        files.OsFile(path, fd).allocate(0, 1)
         with pytest.raises(DiskFull):
-            files.allocate(fd, path, 0, 1 << 60)
+            files.OsFile(path, fd).allocate(0, 1 << 60)
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1, f_frsize=4096))
         with pytest.raises(ReadOnly):
-            files.allocate(fd, path, 0, 1)
+            files.OsFile(path, fd).allocate(0, 1)

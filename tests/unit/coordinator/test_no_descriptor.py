@@ -142,13 +142,13 @@ def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descrip
 ) -> None:
     """Nobody is told of it before it is known whose the folder is; the wait for that is an alarm."""
     store = stored_runs.begun(tmp_path / "state", spec)
-    real, naps = files.sync, list[list[str]]()
+    real, naps = files.OsFile.sync, list[list[str]]()
 
-    def sync(fd: int, path: Path) -> None:
+    def sync(file: files.OsFile) -> None:
         """Between the look at the epoch before a write and the one after its sync, the file changes."""
-        real(fd, path)
-        if path.name.startswith("journal"):
-            monkeypatch.setattr(files, "sync", real)
+        real(file)
+        if file.path.name.startswith("journal"):
+            monkeypatch.setattr(files.OsFile, "sync", real)
             os.utime(store.directory / "epoch", ns=(1, 1))
             refusals.for_good = True
 
@@ -158,7 +158,7 @@ def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descrip
         if fenced and len(naps) == 3:
             claim_epoch(store.directory)
 
-    monkeypatch.setattr(files, "sync", sync)
+    monkeypatch.setattr(files.OsFile, "sync", sync)
     monkeypatch.setattr("farloop.coordinator.storage.store.time.sleep", nap)
     with pytest.raises(Fenced) if fenced else nullcontext():
         stored_runs.spool(store, 0, stored_runs.NODES[0])
