@@ -40,7 +40,7 @@ class StorageError(Exception):
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
-        self.path = path
+        self.path, self.detail = path, message
 
 
 class JournalCorrupt(StorageError):
@@ -107,10 +107,6 @@ class StorageFailed(StorageError):
 
     next_step = "check the disk and the permissions of the file, then start again: what is durable is recovered"
 
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(path, detail)
-        self.detail = detail
-
 
 class Fenced(StorageError):
     """A later start of a coordinator has taken this state over. Nothing was written."""
@@ -119,8 +115,6 @@ class Fenced(StorageError):
 
     def __init__(self, path: Path, own: int, found: int) -> None:
         super().__init__(path, f"epoch {found} was claimed after ours, {own}: another coordinator took over this state")
-        self.own = own
-        self.found = found
 
 
 class FolderChanged(StorageError):
@@ -139,17 +133,9 @@ class SnapshotCorrupt(StorageError):
 
     next_step = _SALVAGE
 
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(path, detail)
-        self.detail = detail
-
 
 class StateMismatch(StorageError):
     """The directory holds another run than the one asked for, or none that can be continued."""
-
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(path, detail)
-        self.detail = detail
 
 
 class Inconsistent(StateMismatch):

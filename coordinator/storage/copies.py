@@ -350,12 +350,10 @@ class Copying:
         every_s: float,
         cut: Callable[[], Awaitable[StateCopy]],
         alarms: MutableMapping[str, str],
-        *,
-        kept: int = KEPT,
         open_bucket: Callable[[str], Bucket] = Bucket,
     ) -> None:
         """`cut` takes the current state. Raises CopyFailed: the store cannot be used at all."""
-        self._bucket, self._every_s, self._kept = open_bucket(url), every_s, kept
+        self._bucket, self._every_s = open_bucket(url), every_s
         self._cut, self._alarms = cut, alarms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._lock = asyncio.Lock()
@@ -381,7 +379,7 @@ class Copying:
             cut = await self._cut()
             state = (cut.ledger.versions, cut.ledger.epoch if not cut.ledger.finished else None)
             if state != self._copied:
-                written = await self._in_thread(lambda: write_copy(self._bucket, cut, kept=self._kept))
+                written = await self._in_thread(lambda: write_copy(self._bucket, cut))
                 if written is None:
                     return False
                 self._alarms.pop(_WHAT, None)

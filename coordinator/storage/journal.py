@@ -4,7 +4,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -52,7 +52,7 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
         StorageFailed: the file is not an epoch file, or could not be written.
     """
     path = directory / _EPOCH_FILE
-    epoch = max(_read_epoch(path, files), seen) + 1
+    epoch = max(claimed_epoch(directory, files), seen) + 1
     files.require_free(directory, 4096)
     with files.replacing(path) as temporary:
         try:
@@ -63,43 +63,13 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
 
 def claimed_epoch(directory: Path, files: Files = DISK) -> int:
-    """The highest epoch claimed in `directory`; 0 for none. Changes nothing. Raises StorageFailed."""
-    return _read_epoch(directory / _EPOCH_FILE, files)
-
-
-def require_epoch(directory: Path, epoch: int, files: Files = DISK) -> None:
-    """Stop a coordinator whose state another has taken over: on some shared disks a lock does not keep both apart.
-
-    A file that is missing says nothing: the journal knows the epoch, too.
+    """The highest epoch claimed in `directory`; 0 for none. Changes nothing.
 
     Raises:
-        Fenced: a higher epoch was claimed since `epoch` was.
         NoRoom: no descriptor is left to read it; try again.
         StorageFailed: the file could not be read, or is not an epoch file.
     """
     path = directory / _EPOCH_FILE
-    if (found := _read_epoch(path, files)) > epoch:
-        raise Fenced(path, epoch, found)
-
-
-class Claim:
-    """A claimed epoch, compared with the folder before every write: one `stat` while the file is unchanged."""
-
-    def __init__(self, directory: Path, epoch: int, files: Files = DISK) -> None:
-        self._directory, self._epoch, self._files = directory, epoch, files
-        self._known: Identity | None = None  # identity of the file that was last read and had no higher epoch
-
-    def require(self) -> None:
-        try:
-            found = self._files.identity(self._directory / _EPOCH_FILE)
-        except OSError as error:
-            raise StorageFailed(self._directory / _EPOCH_FILE, f"read: {error.strerror}") from error
-        if found is None or found != self._known:
-            require_epoch(self._directory, self._epoch, self._files)
-            self._known = found
-
-
-def _read_epoch(path: Path, files: Files) -> int:
     try:
         content = files.read_bytes(path)
     except FileNotFoundError:
@@ -114,6 +84,29 @@ def _read_epoch(path: Path, files: Files) -> int:
             path, "not an epoch file of format version 1; restore it, or delete it if the journal is whole"
         )
     return int(found[1])
+
+
+class Claim:
+    """A claimed epoch, compared with the folder before every write: one `stat` while the file is unchanged.
+
+    On some shared disks a lock does not keep two coordinators apart. A file that is missing says nothing: the journal
+    knows the epoch, too.
+    """
+
+    def __init__(self, directory: Path, epoch: int, files: Files = DISK) -> None:
+        self._directory, self._path, self._epoch, self._files = directory, directory / _EPOCH_FILE, epoch, files
+        self._known: Identity | None = None  # identity of the file that was last read and had no higher epoch
+
+    def require(self) -> None:
+        """Raises Fenced: a higher epoch was claimed since; else as `claimed_epoch`."""
+        try:
+            identity = self._files.identity(self._path)
+        except OSError as error:
+            raise StorageFailed(self._path, f"read: {error.strerror}") from error
+        if identity is None or identity != self._known:
+            if (found := claimed_epoch(self._directory, self._files)) > self._epoch:
+                raise Fenced(self._path, self._epoch, found)
+            self._known = identity
 
 
 # --- The segment that is being written: bytes and room, not records
@@ -230,11 +223,8 @@ def reopen_tail(path: Path, number: int, found: Scan, files: Files = DISK) -> Ta
 
 def settle(path: Path, files: Files = DISK) -> None:
     """Before a segment of a dead process is read: make the disk agree with what will be read."""
-    file = _opened(path, files, write=False)
-    try:
+    with closing(_opened(path, files, write=False)) as file:
         file.sync_and_forget()
-    finally:
-        file.close()
 
 
 def _opened(path: Path, files: Files, *, write: bool) -> File:
@@ -289,9 +279,7 @@ class Recovery:
 class Journal:
     """An append-only log of records in one directory, which it holds locked."""
 
-    def __init__(
-        self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int, draw_salt: Callable[[], int]
-    ) -> None:
+    def __init__(self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int) -> None:
         """Use `Journal.open` or `Journal.look`."""
         self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
@@ -303,21 +291,13 @@ class Journal:
         self._summarise: Callable[[], LedgerSaved] | None = None
         self._claim: Claim | None = None
         self._segment_bytes = segment_bytes
-        self._draw_salt = draw_salt
         self._failure: StorageError | None = None
         self._closed = False
 
     @classmethod
-    def open(
-        cls,
-        directory: Path,
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
-        files: Files = DISK,
-    ) -> tuple[Self, Recovery]:
+    def open(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Recovery]:
         """`look`, then `begin`."""
-        journal, found = cls.look(directory, segment_bytes=segment_bytes, draw_salt=draw_salt, files=files)
+        journal, found = cls.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             assert found.entries is not None  # all of them
             journal.begin()
@@ -327,14 +307,7 @@ class Journal:
         return journal, found
 
     @classmethod
-    def look(
-        cls,
-        directory: Path,
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
-        files: Files = DISK,
-    ) -> tuple[Self, Recovery]:
+    def look(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Recovery]:
         """Lock `directory`, create it if it is missing, and read and verify all of its journal.
 
         Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
@@ -349,7 +322,7 @@ class Journal:
         """
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
-        journal = cls(directory, files, lock, segment_bytes=segment_bytes, draw_salt=draw_salt)
+        journal = cls(directory, files, lock, segment_bytes=segment_bytes)
         try:
             refuse_half_salvaged(directory, files)
             return journal, journal._read()
@@ -394,7 +367,7 @@ class Journal:
                 self._tail.finish()
         else:
             self._open_tail = create_tail(
-                self._directory, 0, first_sequence=0, salt=self._draw_salt(), room=0, files=self._files
+                self._directory, 0, first_sequence=0, salt=secrets.randbits(64), room=0, files=self._files
             )
         self._last = None
         _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self.num_records, torn_bytes)
@@ -622,7 +595,7 @@ class Journal:
         The new one is allocated before the old one is finished, so a full disk changes nothing. The old one is whole
         and durable before the new one exists, so only the last segment can have a torn tail.
         """
-        old, salt = self._tail, self._draw_salt()
+        old, salt = self._tail, secrets.randbits(64)
         opening: tuple[Bytes, ...] = ()
         if self._summarise is not None:
             kind, body = records.encode(self._summarise())

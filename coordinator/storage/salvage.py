@@ -124,16 +124,13 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
         NoRoom: the folder is as it was, or to be finished by `finish`.
         StorageFailed: likewise.
     """
-    lock = files.lock(directory / "lock")
-    try:
+    with closing(files.lock(directory / "lock")):
         refuse_half_salvaged(directory, files)
         nbytes = sum(tensor.nbytes for b in found.cut.buffers for tensor in (b.anchor, b.target, *b.outer.values()))
         files.require_free(directory, nbytes + (1 << 20))
         aside = _aside(directory, files)
         _write(aside / _NEW, found, files)
         return _swap(directory, _Step(_OUT, aside.name), files)
-    finally:
-        lock.close()
 
 
 def is_unfinished(directory: Path, files: Files = DISK) -> bool:
@@ -148,11 +145,8 @@ def finish(directory: Path, files: Files = DISK) -> Path:
         StateLocked, NoRoom, StorageFailed: as `carry_out`.
         StateMismatch: the file that says how far it came is not one.
     """
-    lock = files.lock(directory / "lock")
-    try:
+    with closing(files.lock(directory / "lock")):
         return _swap(directory, _step(directory, files), files)
-    finally:
-        lock.close()
 
 
 @dataclass(frozen=True, slots=True)

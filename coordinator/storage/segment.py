@@ -4,9 +4,10 @@ import io
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
@@ -114,8 +115,7 @@ class Scan:
         return bool(self.entries) and self.entries[0].begins_a_journal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordHeader:
+class RecordHeader(NamedTuple):
     """The header of a record."""
 
     kind: int
@@ -199,15 +199,12 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
     start = attachment.offset + offset
     data = b""
     try:
-        file = files.open(path)
-        try:
+        with closing(files.open(path)) as file:
             while len(data) < nbytes:
                 piece = file.read(start + len(data), nbytes - len(data))
                 if not piece:
                     raise StorageFailed(path, f"ends at byte {start + len(data)}, before the attachment does")
                 data += piece
-        finally:
-            file.close()
     except OSError as error:
         raise no_room(path, error.errno) or StorageFailed(path, f"read: {error.strerror}") from error
     return data
@@ -243,8 +240,7 @@ def scan_segment(
         StorageFailed: the disk refused a read.
     """
     try:
-        opened = files.open(path)
-        try:
+        with closing(files.open(path)) as opened:
             file, size = opened.reader(), opened.identity()[2]
             salt, found_sequence = read_segment_header(file, path, number)
             if first_sequence is None and number == 0:
@@ -259,25 +255,11 @@ def scan_segment(
             torn_bytes = 0
             if until is None:
                 torn_bytes = _measure_tail(file, path, end, found_sequence + len(entries), salt)
-        finally:
-            opened.close()
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
     return Scan(
         path=path, salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size
     )
-
-
-def first_sequence_of(path: Path, number: int, files: Files = DISK) -> int:
-    """Sequence of the segment's first record. Raises as `scan_segment`."""
-    try:
-        opened = files.open(path)
-        try:
-            return read_segment_header(opened.reader(), path, number)[1]
-        finally:
-            opened.close()
-    except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
 
 
 def read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
@@ -339,16 +321,7 @@ def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
     (digest,) = _DIGEST.unpack_from(data, _RECORD.size)
     if digest != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
         return None
-    _, kind, record_bytes, attachment_bytes, sequence, durable, body_digest = _RECORD.unpack_from(data)
-    return RecordHeader(
-        kind=kind,
-        record_bytes=record_bytes,
-        attachment_bytes=attachment_bytes,
-        sequence=sequence,
-        durable=durable,
-        body_digest=body_digest,
-        digest=digest,
-    )
+    return RecordHeader._make((*_RECORD.unpack_from(data)[1:], digest))
 
 
 def headers_in(data: bytes, start: int, salt: int) -> Iterator[tuple[int, RecordHeader]]:
@@ -455,9 +428,12 @@ def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:
     if files.identity(path := segment_path(directory, number)) is None:
         return None
     try:
-        return first_sequence_of(path, number, files)
+        with closing(files.open(path)) as opened:
+            return read_segment_header(opened.reader(), path, number)[1]
     except JournalCorrupt:
         return None
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
 
 
 def _segment(path: Path, number: int, until: int | None, files: Files) -> Iterator[Entry | Gap]:

@@ -80,8 +80,7 @@ def save(directory: Path, snapshot: Snapshot, files: Files = DISK) -> Path:
 
 def packed(snapshot: Snapshot) -> bytes:
     """The file's bytes. The tensors must not change meanwhile."""
-    tensors, metadata = _content(snapshot)
-    return save_bytes(tensors, metadata)
+    return save_bytes(*_content(snapshot))
 
 
 def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:

@@ -27,7 +27,7 @@ from farloop.wire.blobs import blob_digest
 # is compared: the update's bytes, the digests of anchor, target and outer state, and the terms that followed from it.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CommitComparison:
     """A recorded digest and the replayed one."""
 
@@ -150,10 +150,10 @@ def _again(
             result = commits.compute(ledger, held, record, addends, stored[len(merged) :])
             again = commits.completed(record, result)
             compared = (
-                _compare("update", record.update_digest, again.update_digest),
-                _compare("anchor", record.anchor_digest, again.anchor_digest),
-                _compare("target", record.target_digest, again.target_digest),
-                _compare("outer state", record.momentum_digest, again.momentum_digest),
+                CommitComparison("update", record.update_digest, again.update_digest),
+                CommitComparison("anchor", record.anchor_digest, again.anchor_digest),
+                CommitComparison("target", record.target_digest, again.target_digest),
+                CommitComparison("outer state", record.momentum_digest, again.momentum_digest),
             )
             if rec.encode(again) == rec.encode(record):
                 following = result.buffers
@@ -164,8 +164,8 @@ def _again(
             codecs = commits.codecs_of(ledger, record)
             following, _ = commits.repeat(ledger, held, record, update, None, codecs)
             compared = (
-                _compare("update", record.update_digest, blob_digest(update)),
-                _compare("anchor", record.anchor_digest, digest(following.anchor)),
+                CommitComparison("update", record.update_digest, blob_digest(update)),
+                CommitComparison("anchor", record.anchor_digest, digest(following.anchor)),
             )
     except (BadBlob, NonFiniteError, commits.WrongAnchor) as error:
         trouble = str(error)
@@ -179,10 +179,6 @@ def _again(
         trouble=trouble,
     )
     return replayed, following
-
-
-def _compare(name: str, recorded: int | None, found: int | None) -> CommitComparison:
-    return CommitComparison(name=name, recorded=recorded, found=found)
 
 
 # --- Verification
@@ -425,7 +421,8 @@ class _Verifier:
             taken, newest = self._taken.get(fragment), ledger.versions[fragment]
             if taken is not None and taken not in versions and not any(version > taken for version in versions):
                 self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "recorded in the journal, and missing")
-            if not any(self._leads_on(fragment, version, newest) for version in versions):
+            least = max(versions, default=-1) + 1
+            if not versions or any((fragment, version) not in self._anchors for version in range(least, newest + 1)):
                 self._fault("snapshots", f"no valid snapshot of fragment {fragment} leads to version {newest}")
 
     def _unlike_its_commit(self, found: snapshots.Snapshot, ledger: Ledger) -> str | None:
@@ -438,6 +435,3 @@ class _Verifier:
             if has != should:
                 return f"its {name} has digest {has:016x}, that of the commit is {should:016x}"
         return None
-
-    def _leads_on(self, fragment: int, version: int, newest: int) -> bool:
-        return version >= newest or all((fragment, v) in self._anchors for v in range(version + 1, newest + 1))

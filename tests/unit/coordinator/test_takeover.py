@@ -17,7 +17,7 @@ from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import Lock, OsFiles
-from farloop.coordinator.storage.journal import Claim, Journal, claim_epoch, require_epoch
+from farloop.coordinator.storage.journal import Claim, Journal, claim_epoch
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
@@ -171,16 +171,16 @@ def test_who_finds_its_journal_changed_stops(tmp_path: Path, spec: RunSpec, chan
 def test_epochs_only_grow_whatever_happens_to_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "epoch"
     assert [claim_epoch(tmp_path) for _ in range(2)] == [1, 2]
-    require_epoch(tmp_path, 2)
+    Claim(tmp_path, 2).require()
     with pytest.raises(Fenced, match="epoch 2 was claimed after ours, 1: another coordinator"):
-        require_epoch(tmp_path, 1)
+        Claim(tmp_path, 1).require()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse())
         with pytest.raises(StorageFailed):
             claim_epoch(tmp_path)
     assert claim_epoch(tmp_path) == 3, "the failed one claimed nothing"
     path.unlink()
-    require_epoch(tmp_path, 3)
+    Claim(tmp_path, 3).require()
     assert [claim_epoch(tmp_path, seen=seen) for seen in (7, 2)] == [8, 9]
     path.write_bytes(b"farloop-epoch 1 41\n")
     assert claim_epoch(tmp_path) == 42 and path.read_bytes() == b"farloop-epoch 1 42\n"
