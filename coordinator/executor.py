@@ -484,7 +484,7 @@ class CoordinatorExecutor:
         now = self._clock.now()
         if now - self._looked_at > JUMP_S:  # this process stood still
             self.machine.clock_jumped(now - self._looked_at)
-            self.stragglers.watch.clock_jumped()
+            self.stragglers.watch.pacing.stood_still()
         self._looked_at = now
         due = self.machine.next_timer()
         commands = self.machine.handle_timer(now) if due is not None and due <= now else []

@@ -105,7 +105,7 @@ class TermsGiven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Open windows must not wait for this node (`straggler_detector.py`); later ones do."""
+    """Open windows must not wait for this node (`straggler_monitor.py`); later ones do."""
 
     node: NodeId
 

@@ -42,7 +42,7 @@ CLOCKLESS = (
     *(f"node/pipeline/{name}.py" for name in ("machine", "routing", "layout", "messages")),
     *(
         f"coordinator/{name}.py"
-        for name in ("observe/straggler_detector", "net/link_table", "net/router", "net/sessions")
+        for name in ("observe/straggler_monitor", "net/link_table", "net/router", "net/sessions")
     ),
 )
 """Decisions: `now` is an argument."""

@@ -13,7 +13,7 @@ from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.net.link_table import COORDINATOR, LinkTable
-from farloop.coordinator.observe.straggler_detector import SlowLinks
+from farloop.coordinator.observe.straggler_monitor import SlowLinks
 from farloop.coordinator.uploads import DeltaIntake
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named

@@ -10,7 +10,7 @@ from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
-from farloop.coordinator.observe import straggler_detector, straggler_monitor
+from farloop.coordinator.observe import straggler_monitor
 from farloop.coordinator.observe.straggler_monitor import AnomalySeen, MitigationTaken
 from farloop.coordinator.routing.anomalies import Action, Kind
 from farloop.sim.network import LinkConditions
@@ -123,7 +123,7 @@ def test_where_that_cannot_be_the_ladder_goes_on_one_rung_at_a_time_and_rests_be
 
 
 def test_what_stays_slow_for_long_is_usual_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(straggler_detector, "USUAL_AFTER", 5)
+    monkeypatch.setattr(straggler_monitor, "USUAL_AFTER", 5)
     outcome = play(SlowLink(node=C, at=60.0, for_s=900.0, factor=8.0), rounds=38)
     (_, named), (_, over) = noticed(outcome)
     assert not named.over and over.over and found(outcome) == {(Kind.LINK_SLOW, C)}
