@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,23 +43,12 @@ _TAKEN_OVER = frozenset({Reason.OLD_INCARNATION, Reason.NOT_A_PARTICIPANT})  # r
 _LOUD: frozenset[Kind] = frozenset({"refused", "delta", "stalled", "anchor", "alarm"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Happening:
-    at: float
-    kind: Kind
-    node: str
-    code: str
-    sentence: str
-    detail: str
-    count: int
-
-
 class EventLog:
     """Recent events of one coordinator. `now` is the observer's clock."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._recent: OrderedDict[tuple[Kind, str, str], _Happening] = OrderedDict()
+        self._recent: OrderedDict[tuple[Kind, str, str], tuple[float, EventStatus]] = OrderedDict()
         """Repeated events are one, counted, at the time of the last: they must not displace others."""
         self._alarms: dict[str, str] = {}
         self._greeted: dict[ev.SessionId, str] = {}  # nodes whose sessions are neither accepted nor refused yet
@@ -135,18 +123,7 @@ class EventLog:
 
     def recent(self, now: float) -> list[EventStatus]:
         """The last ones, oldest first."""
-        return [
-            {
-                "age_s": max(0.0, now - happening.at),
-                "kind": happening.kind,
-                "node": happening.node,
-                "code": happening.code,
-                "sentence": happening.sentence,
-                "detail": happening.detail,
-                "count": happening.count,
-            }
-            for happening in self._recent.values()
-        ]
+        return [{**event, "age_s": max(0.0, now - at)} for at, event in self._recent.values()]
 
     def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
         node, detail = _shown(node), _shown(detail)
@@ -159,15 +136,12 @@ class EventLog:
     def _note(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
         self._metrics.events.labels(kind, code).inc()
         before = self._recent.pop((kind, node, code), None)
-        self._recent[kind, node, code] = _Happening(
-            at=now,
-            kind=kind,
-            node=node,
-            code=code,
-            sentence=sentence,
-            detail=detail,
-            count=before.count + 1 if before else 1,
-        )
+        count = before[1]["count"] + 1 if before else 1
+        event: EventStatus = {
+            "age_s": 0.0, "kind": kind, "node": node, "code": code, "sentence": sentence, "detail": detail,
+            "count": count,
+        }  # fmt: skip
+        self._recent[kind, node, code] = now, event
         if len(self._recent) > KEEP:
             self._recent.popitem(last=False)
 
@@ -296,7 +270,7 @@ class MetricsLog:
     def _put_aside(self) -> None:
         self._close()
         number = max(_parts(self._path), default=-1) + 1
-        os.replace(self._path, _part_path(self._path, number))
+        os.replace(self._path, self._path.with_name(f"{self._path.stem}-{number:06d}{self._path.suffix}"))
         for old, path in _parts(self._path).items():
             if old <= number - self._keep:
                 path.unlink(missing_ok=True)
@@ -341,10 +315,6 @@ def parsed(line: bytes | str) -> dict[str, Any] | None:
     if not isinstance(event, dict) or not isinstance(t := event.get("t", 0.0), int | float):
         return None
     return event if 0.0 <= t <= _LATEST_S else None
-
-
-def _part_path(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
 
 
 def _parts(path: Path) -> dict[int, Path]:

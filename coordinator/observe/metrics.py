@@ -36,35 +36,6 @@ MOST_SERIES = 512  # directions of links that have series; the status tells of a
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class LinkMetrics:
-    """The matrix of links: series by both ends, as many as there are measured directions, and at most `MOST_SERIES`."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        gauge = partial(Gauge, labelnames=["source", "target"], registry=registry)
-        self._gauges = {
-            "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last round trips."),
-            "bytes_per_s": gauge(
-                "farloop_link_measured_bytes_per_second", "Rate at the receiver after TCP slow start."
-            ),
-            "age_s": gauge("farloop_link_measurement_age_seconds", "Time since the rate was last measured."),
-            "retransmit_ratio": gauge("farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again."),
-        }
-        self._shown: set[tuple[str, str, str]] = set()
-
-    def saw(self, inventory: InventoryStatus) -> None:
-        """The links as they are known now."""
-        shown = set()
-        for link in inventory["links"][:MOST_SERIES]:
-            for name, gauge in self._gauges.items():
-                value = link[name]  # type: ignore[literal-required]  # the gauges are named as the fields
-                if value is not None:
-                    gauge.labels(link["from"], link["to"]).set(value)
-                    shown.add((name, link["from"], link["to"]))
-        for name, source, target in self._shown - shown:
-            self._gauges[name].remove(source, target)
-        self._shown = shown
-
-
 class Metrics:
     """One registry per process; nothing global, so that a test can have several."""
 
@@ -181,7 +152,7 @@ class Metrics:
             "farloop_storage_held", "1 while nothing is committed: the state folder cannot be written."
         )
         self.samples = counter("farloop_samples", "Samples of the leases by outcome.", ["outcome"])
-        self._samples: dict[str, int] = {}
+        self._samples: SamplesStatus = {"granted": 0, "trained": 0, "returned": 0, "uncertain": 0}
         self.rollback_held = gauge(
             "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
@@ -213,7 +184,18 @@ class Metrics:
         self.node_skipped = gauge(
             "farloop_node_skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", labels
         )
-        self._links = LinkMetrics(registry)
+        ends = ["source", "target"]
+        self._links = {
+            "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last round trips.", ends),
+            "bytes_per_s": gauge(
+                "farloop_link_measured_bytes_per_second", "Rate at the receiver after TCP slow start.", ends
+            ),
+            "age_s": gauge("farloop_link_measurement_age_seconds", "Time since the rate was last measured.", ends),
+            "retransmit_ratio": gauge(
+                "farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again.", ends
+            ),
+        }
+        self._links_shown: set[tuple[str, str, str]] = set()
         self.node_bytes = gauge(
             "farloop_node_bytes", "All bytes since its start, up from it and down to it.", ["node", "direction", "kind"]
         )
@@ -221,14 +203,10 @@ class Metrics:
 
     def count_samples(self, samples: SamplesStatus) -> None:
         """What became of the samples so far, from the ledger's numbers."""
-        for outcome, count in (
-            ("granted", samples["granted"]),
-            ("trained", samples["trained"]),
-            ("returned", samples["returned"]),
-            ("uncertain", samples["uncertain"]),
-        ):
-            self.samples.labels(outcome).inc(max(0, count - self._samples.get(outcome, 0)))
-            self._samples[outcome] = count
+        before, self._samples = self._samples, samples
+        for outcome in ("granted", "trained", "returned", "uncertain"):
+            grown = samples[outcome] - before[outcome]
+            self.samples.labels(outcome).inc(max(0, grown))
 
     def scored(self, loss: float) -> None:
         """The anchors' loss. Before the first there is no series: a zero would look like a perfect model."""
@@ -300,8 +278,18 @@ class Metrics:
             self.node_skipped.labels(name).set(node["skipped_turns"])
 
     def saw_links(self, inventory: InventoryStatus) -> None:
-        """What is known of the links now; of those that nobody knows any more, nothing."""
-        self._links.saw(inventory)
+        """The links as they are known now: series by both ends, as many as there are measured directions, and at most
+        `MOST_SERIES`."""
+        shown = set()
+        for link in inventory["links"][:MOST_SERIES]:
+            for name, gauge in self._links.items():
+                value = link[name]  # type: ignore[literal-required]  # the gauges are named as the fields
+                if value is not None:
+                    gauge.labels(link["from"], link["to"]).set(value)
+                    shown.add((name, link["from"], link["to"]))
+        for name, source, target in self._links_shown - shown:
+            self._links[name].remove(source, target)
+        self._links_shown = shown
 
     def saw_uplink(self, uplink: UplinkStatus) -> None:
         """The limit on what is sent, and how long blobs have waited for it."""

@@ -29,7 +29,6 @@ from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import (
-    BytesStatus,
     CopyStatus,
     InventoryStatus,
     NodeStatus,
@@ -342,7 +341,7 @@ class Observer(executor.Observer):
             "bytes_up": sent.total,
             "bytes_down": received.total,
             "bytes_state": (sent + received).state,
-            "bytes_by_kind": _by_kind(sent + received),
+            "bytes_by_kind": to_plain(sent + received),
             "detail": progress.detail if progress else "",
             "reason": member.reason.sentence if away else "",
             "last_heard_s": now - member.heard_at,
@@ -363,21 +362,19 @@ class Observer(executor.Observer):
         return told
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
-        rows: list[WindowStatus] = []
-        for fragment, version in enumerate(machine.ledger.versions):
-            window = machine.windows.get(fragment)
-            rows.append(
-                {
-                    "fragment": fragment,
-                    "window": window.terms.window if window else version,
-                    "round": window.terms.round if window else machine.ledger.current_round,
-                    "state": window.state if window else "final",
-                    "expected": sorted(window.expected) if window else [],
-                    "arrived": sorted(window.contributors) if window else [],
-                    "merged": self._merged.get(fragment, []),
-                }
-            )
-        return rows
+        return [
+            {
+                "fragment": fragment,
+                "window": window.terms.window if window else version,
+                "round": window.terms.round if window else machine.ledger.current_round,
+                "state": window.state if window else "final",
+                "expected": sorted(window.expected) if window else [],
+                "arrived": sorted(window.contributors) if window else [],
+                "merged": self._merged.get(fragment, []),
+            }
+            for fragment, version in enumerate(machine.ledger.versions)
+            for window in [machine.windows.get(fragment)]
+        ]
 
     def _evaluation(self, node: str, evaluation: msg.Evaluation, machine: CoordinatorMachine) -> None:
         loss, position = evaluation.loss, evaluation.position
@@ -403,7 +400,7 @@ class Observer(executor.Observer):
                 "bytes_up": sent.total,
                 "bytes_down": received.total,
                 "bytes_state": (sent + received).state,
-                "bytes_by_kind": _by_kind(sent + received),
+                "bytes_by_kind": to_plain(sent + received),
                 "lost_steps": progress.lost_steps,
             }
         )
@@ -417,16 +414,6 @@ class Observer(executor.Observer):
         for direction, moved in (("up", sent), ("down", received)):
             for kind, count in to_plain(moved).items():
                 metrics.node_bytes_of(node, direction, kind).set(count)
-
-
-def _by_kind(moved: msg.BytesByKind) -> BytesStatus:
-    return {
-        "delta": moved.delta,
-        "update": moved.update,
-        "snapshot": moved.snapshot,
-        "probe": moved.probe,
-        "control": moved.control,
-    }
 
 
 def _part(stages: tuple[int, ...], layout: Layout) -> PartStatus:
