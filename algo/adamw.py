@@ -5,6 +5,7 @@ its own, so that a replay gives the same bits wherever it runs.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,22 +26,6 @@ class AdamWSettings:
     eps: float = 1e-8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWState:
-    """The moments, fp32 [n] each; how often they were stepped is the fragment's version."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @classmethod
-    def zeros_like(cls, target: Tensor) -> "AdamWState":
-        return cls(exp_avg=torch.zeros_like(target), exp_avg_sq=torch.zeros_like(target))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By name, as snapshots hold them; `AdamWState(**tensors)` is the way back."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-
-
 def is_decayed(shape: tuple[int, ...]) -> bool:
     """Whether weight decay applies: to matrices, not to norms and biases. For the inner optimizers of nodes too."""
     return len(shape) >= 2
@@ -49,7 +34,7 @@ def is_decayed(shape: tuple[int, ...]) -> bool:
 @torch.no_grad()
 def adamw_step_(
     target: Tensor,
-    state: AdamWState,
+    state: Mapping[str, Tensor],
     grad: Tensor,
     *,
     fragment: Fragment,
@@ -62,6 +47,7 @@ def adamw_step_(
 
     `step` counts from 1: the version that the commit will have. `grad_norm` is the norm of `grad`, which is the whole
     model's gradient (data parallel: one fragment); the caller computes it as all norms are computed (exact arithmetic).
+    `state` holds the moments `exp_avg` and `exp_avg_sq`, fp32 [n] each.
     """
     assert step >= 1
     # 1e-6 is torch's guard against a zero norm; it is kept so that one torch process is the same run.
@@ -71,7 +57,7 @@ def adamw_step_(
     for tensor in fragment.tensors:
         if is_decayed(tensor.shape):
             target[tensor.offset : tensor.offset + tensor.numel].mul_(1.0 - lr * settings.weight_decay)
-    for target_part, grad_part, m, v in tiles(target, grad, state.exp_avg, state.exp_avg_sq):
+    for target_part, grad_part, m, v in tiles(target, grad, state["exp_avg"], state["exp_avg_sq"]):
         clipped = grad_part * clip
         m.mul_(settings.beta1)
         m.add_(clipped * (1.0 - settings.beta1))

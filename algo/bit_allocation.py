@@ -35,21 +35,13 @@ class Choice:
     error: float  # sum of the squared errors, rounded to the nearest float
 
 
-def budget(tables: Sequence[Table], default_index: int, alpha: float) -> float:
-    """The paper's budget E = α·Σ error of the candidate that would be taken without a choice.
+def budget(tables: Sequence[Table]) -> float:
+    """The paper's budget E with α = 1: Σ error of the first candidates, which would be taken without a choice.
 
-    Rounded up, so that with α = 1 the default itself always fits.
-
-    Raises:
-        ValueError: a table without that candidate, or α is not a positive number.
+    Rounded up, so that these always fit. Raises ValueError: a table is empty or holds impossible numbers.
     """
     _check(tables)
-    if not (math.isfinite(alpha) and alpha > 0.0):
-        raise ValueError(f"alpha is {alpha}; it must be a number above 0 (1 allows the error of the default)")
-    for layer, table in enumerate(tables):
-        if not 0 <= default_index < len(table):
-            raise ValueError(f"layer {layer} has no candidate {default_index}: its last is {len(table) - 1}")
-    return _rounded_up(Fraction(alpha) * sum(Fraction(table[default_index].error) for table in tables))
+    return _rounded_up(sum((Fraction(table[0].error) for table in tables), Fraction(0)))
 
 
 def by_multiplier(tables: Sequence[Table], max_error: float) -> Choice:

@@ -1,7 +1,6 @@
 """How the deltas of a window become one: weighted mean, and robust aggregation for untrusted nodes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
@@ -17,26 +16,9 @@ from farloop.algo.spec import Fragment
 # machine decides.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeRule:
-    """A way to make one delta of those in a window."""
-
-    name: str
-    summary: str
-    linear: bool  # a relay may sum for it: the merge of all deltas is the merge of weighted sums of some of them
-
-
-MERGE_RULES: Final = {
-    rule.name: rule
-    for rule in (
-        MergeRule(name="mean", summary="The weighted mean.", linear=True),
-        MergeRule(
-            name="radial",
-            summary="The mean direction and the mean length of every hidden matrix, the mean of all else.",
-            linear=False,
-        ),
-    )
-}
+MERGE_RULES: Final = ("mean", "radial")
+"""Ways to make one delta of those in a window: the weighted mean, which is linear; or the mean direction and the mean
+length of every hidden matrix, and the mean of all else."""
 
 Pieces = Callable[[], Iterable[Tensor]]
 """A flat fp32 vector from its first element to its last, piece by piece, as often as it is asked for."""

@@ -19,10 +19,10 @@ class Method:
 
     name: str
     summary: str
-    pattern: Pattern  # how the model is cut
-    h: int
-    tau: int
-    mix: float  # with as many nodes as it is the share of; with more it is less (`default_mix`)
+    pattern: Pattern = "whole"  # how the model is cut
+    h: int = 30
+    tau: int = 0
+    mix: float = 0.0  # with as many nodes as it is the share of; with more it is less (`default_mix`)
     codec_up: str = "q4"
     codec_down: str = "q4"
     on_late_update: LateUpdatePolicy = "wait"
@@ -55,10 +55,6 @@ METHODS: Final = {
         Method(
             name="diloco",
             summary="All parameters at once, every H inner steps; training waits for the update (arXiv 2311.08105).",
-            pattern="whole",
-            h=30,
-            tau=0,
-            mix=0.0,
             max_lag=1,
             outer_lr=_BY_NODES,
             outer_momentum=0.9,  # arXiv 2311.08105, and the source of ν
@@ -67,7 +63,6 @@ METHODS: Final = {
             name="streaming",
             summary="One fragment after the other, each merged τ inner steps after it was sent (arXiv 2501.18512).",
             pattern="strided",
-            h=30,
             tau=5,  # largest overlap that the paper advises
             mix=0.5,
             max_lag=1,
@@ -80,10 +75,6 @@ METHODS: Final = {
         Method(
             name="co2",
             summary="Each round's update comes during the next: a late step, damped and clipped (arXiv 2401.16265).",
-            pattern="whole",
-            h=30,
-            tau=0,
-            mix=0.0,
             fixed=frozenset({"lag"}),
             outer="co2",
             lag=1,
@@ -98,7 +89,6 @@ METHODS: Final = {
             name="decoupled",
             summary="No node waits: windows close at a quorum and a grace, late deltas count later (arXiv 2604.21428).",
             pattern="strided",
-            h=30,
             tau=5,
             mix=0.5,
             on_late_update="continue",
@@ -118,8 +108,6 @@ METHODS: Final = {
         Method(
             name="async",
             summary="Every delta is an outer step of its own, the momentum in every N-th alone (arXiv 2401.09135).",
-            pattern="whole",
-            h=30,
             tau=1,
             mix=0.5,
             on_late_update="continue",
@@ -136,20 +124,13 @@ METHODS: Final = {
         Method(
             name="sparse",
             summary="A 64th of every delta, the rest kept for later, and no outer momentum (arXiv 2508.15706).",
-            pattern="whole",
-            h=30,
-            tau=0,
-            mix=0.0,
             codec_up="topk",
             outer="sgd",  # error feedback on the nodes takes the place of outer momentum (arXiv 2508.15706)
         ),
         Method(
             name="data-parallel",
             summary="The mean fp32 gradient of every inner step, stepped by one AdamW: the baseline.",
-            pattern="whole",
             h=1,
-            tau=0,
-            mix=0.0,
             codec_up="fp32",
             codec_down="fp32",
             fixed=frozenset({"h", "tau", "mix", "codec_up", "codec_down", "on_late_update", "quorum"}),

@@ -41,8 +41,6 @@ class OuterSettings:
     """The merged delta is multiplied by it before the step: 1/p where the round is worth p rounds."""
 
 
-PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
-
 # --- Steps
 #
 # Each step is elementwise, so `step_` applies it tile by tile.

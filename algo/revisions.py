@@ -215,7 +215,11 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
     rate = {name.removeprefix("lr."): changed.pop(name) for name in list(changed) if name.startswith("lr.")}
     after = terms.replace(**changed, lr=dataclasses.replace(terms.schedule.lr, **rate))
     if after == terms:
-        raise ValueError("nothing would change: " + _as_they_are(terms, given))
+        flat = dict(_flat(terms))
+        names = [name for key in given for name in _AS_IN_RUN_TOML.get(key, (key,))]
+        raise ValueError(
+            "nothing would change: " + ", ".join(f"{name} is {_shown(flat, name)} already" for name in names)
+        )
     mix = terms.schedule.mix
     if 1.0 in (mix, after.schedule.mix) and mix != after.schedule.mix:
         least = "stays" if mix == 1.0 else "can be at most 0.99"
@@ -283,28 +287,14 @@ def _parsed(name: str, text: str) -> Any:
         )
     wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "positions, as 300,450")
     try:
-        return _converted(kind, text)
-    except ValueError:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if get_origin(kind) is tuple:
+            return tuple(int(word) for word in text.split(",") if word.strip())
+        return kind(text)
+    except (ValueError, KeyError):
         none = ", or none" if type(None) in kinds else ""
         raise ValueError(f"{name} is {wanted}{none}, not {text!r}") from None
-
-
-def _converted(kind: Any, text: str) -> Any:
-    if kind is bool:
-        return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _no(text)
-    if get_origin(kind) is tuple:
-        return tuple(int(word) for word in text.split(",") if word.strip())
-    return kind(text)
-
-
-def _no(text: str) -> Any:
-    raise ValueError(text)
-
-
-def _as_they_are(terms: Terms, given: Mapping[str, str]) -> str:
-    flat = dict(_flat(terms))
-    names = [name for key in given for name in _AS_IN_RUN_TOML.get(key, (key,))]
-    return ", ".join(f"{name} is {_shown(flat, name)} already" for name in names)
 
 
 def _shown(flat: Mapping[str, object], name: str) -> object:

@@ -7,7 +7,6 @@ P is the number of parameters, F the elements of the largest fragment (both with
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
@@ -161,7 +160,7 @@ def _has_no_sum(terms: Terms) -> bool:
     alike = isinstance(up, BlockCodec) and up.name == down.name and not terms.codecs.up_of
     method = method_named(terms.method)
     plain = method.outer in ("nesterov", "sgd") and not terms.outer.restart
-    mean = terms.outer.merge is None and MERGE_RULES[method.merge].linear
+    mean = terms.outer.merge is None and method.merge == "mean"
     return alike and plain and mean and not leaves_a_choice(terms)
 
 

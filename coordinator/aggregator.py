@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from farloop.algo import schedule
-from farloop.algo.adamw import AdamWSettings, AdamWState, adamw_step_
+from farloop.algo.adamw import AdamWSettings, adamw_step_
 from farloop.algo.fragments import flatten_into
-from farloop.algo.merge_rules import MERGE_RULES, Gram, Pieces, coordinates_into, gram, radial_into
+from farloop.algo.merge_rules import Gram, Pieces, coordinates_into, gram, radial_into
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterSettings, restarts, staleness_gap, state_names, step_
 from farloop.algo.spec import Fragment, RoundPlan
@@ -139,11 +139,8 @@ class Pool:
             self._tensors += tensors
             self._free_down_to(self._most_bytes)
 
-    def _held(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
-
     def _free_down_to(self, num_bytes: int) -> None:
-        while self._tensors and self._held() > num_bytes:
+        while self._tensors and sum(tensor.nbytes for tensor in self._tensors) > num_bytes:
             del self._tensors[0]
 
 
@@ -247,8 +244,11 @@ def to_merge(
         counted = [k for k, (_, weight) in enumerate(inputs) if weight > 0.0]
         coordinates_into(rule, _pieces([inputs[k][0] for k in counted], [expected[k] for k in counted]), total)
         return total
-    if not MERGE_RULES[rule].linear:
-        return _merge_radially(inputs, expected)
+    if rule == "radial":
+        total, pieces = torch.empty(fragment.numel), _pieces([blob for blob, _ in inputs], expected, _scratch(expected))
+        weights = [weight for _, weight in inputs]
+        radial_into(pieces, weights, fragment, total, lambda read: tensor_norms(read, fragment))
+        return total
     if any(codec.traits.entropy_coded or codec != codecs[0] for codec in codecs):
         # One after the other, so that a single payload lies here decompressed.
         total, scratch = torch.zeros(fragment.numel), _scratch(expected)
@@ -272,9 +272,13 @@ def products(blobs: Sequence[Bytes | Parsed], expected: Sequence[Expected]) -> G
     return gram(_pieces(blobs, expected))
 
 
-def _pieces(blobs: Sequence[Bytes | Parsed], expected: Sequence[Expected]) -> list[Pieces]:
+def _pieces(
+    blobs: Sequence[Bytes | Parsed], expected: Sequence[Expected], scratch: bytearray | None = None
+) -> list[Pieces]:
+    """`scratch`: for all of them, where one is read at a time."""
+
     def read(blob: Bytes | Parsed, expect: Expected) -> Iterator[Tensor]:
-        header, payload, _ = parse_blob(blob, expect)
+        header, payload, _ = parse_blob(blob, expect, scratch=scratch)
         return header.codec.decoded_tiles(payload, expect.fragment, seed=header.seed)
 
     return [partial(read, blob, expect) for blob, expect in zip(blobs, expected, strict=True)]
@@ -286,33 +290,6 @@ def _scratch(expected: Sequence[Expected]) -> bytearray | None:
     return bytearray(max(codec.payload_bytes(fragment) for codec, fragment in coded)) if coded else None
 
 
-def _merge_radially(inputs: Sequence[tuple[Bytes | Parsed, float]], expected: Sequence[Expected]) -> Tensor:
-    fragment = expected[0].fragment
-    scratch = _scratch(expected)  # for one payload at a time, as above
-
-    def pieces(blob: Bytes | Parsed, expect: Expected) -> Pieces:
-        def read() -> Iterator[Tensor]:
-            header, payload, _ = parse_blob(blob, expect, scratch=scratch)
-            return header.codec.decoded_tiles(payload, fragment, seed=header.seed)
-
-        return read
-
-    total = torch.empty(fragment.numel)
-    radial_into(
-        [pieces(blob, expect) for (blob, _), expect in zip(inputs, expected, strict=True)],
-        [weight for _, weight in inputs],
-        fragment,
-        total,
-        lambda read: tensor_norms(read, fragment),
-    )
-    return total
-
-
-def _scaled(delta: Tensor, step: Step) -> Tensor:
-    """The delta with the step's scale."""
-    return delta if step.outer.delta_scale == 1.0 else delta * step.outer.delta_scale
-
-
 @torch.no_grad()
 def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffers:
     """The outer step: new target and optimizer state; the anchor stays."""
@@ -321,13 +298,14 @@ def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffer
 
 
 def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: float, pool: Pool = NO_POOL) -> Buffers:
-    delta = _scaled(delta, step)
+    if step.outer.delta_scale != 1.0:
+        delta = delta * step.outer.delta_scale
     target = pool.copy(buffers.target)
     outer = {name: pool.copy(tensor) for name, tensor in buffers.outer.items()}
     if method_named(terms.method).outer == "adamw":
         adamw_step_(
             target,
-            AdamWState(**outer),
+            outer,
             delta,
             fragment=step.fragment,
             step=step.version,

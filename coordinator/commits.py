@@ -7,7 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, zeros
 
-from farloop.algo.bit_allocation import Candidate, budget, by_multiplier
+from farloop.algo.bit_allocation import budget, by_multiplier
 from farloop.algo.fragments import view
 from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
@@ -79,14 +79,10 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
     plain = replace(codec, policy="relative", step=codec.step[:1])
     base = codec.step[0]
     tables = [
-        [
-            Candidate(bits=rate.bits, error=rate.error)
-            for factor in L_GRECO_FACTORS
-            for rate in [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1))]
-        ]
+        [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1)) for factor in L_GRECO_FACTORS]
         for tensor in fragment.tensors
     ]
-    choice = by_multiplier(tables, budget(tables, 0, 1.0))  # no more error than the uniform choice has
+    choice = by_multiplier(tables, budget(tables))  # no more error than the uniform choice has
     # Four digits: the spelling travels with every commit.
     steps = tuple(float(f"{base * L_GRECO_FACTORS[index]:.4g}") for index in choice.indices)
     return spelling_of(replace(plain, step=steps))

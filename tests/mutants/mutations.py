@@ -217,8 +217,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the delta's scale is lost",
         "coordinator/aggregator.py",
-        "return delta if step.outer.delta_scale == 1.0 else delta * step.outer.delta_scale",
-        "return delta",
+        "delta = delta * step.outer.delta_scale",
+        "pass",
         "unit/coordinator/test_aggregator.py",
     ),
     _of(

@@ -100,7 +100,7 @@ def test_on_convex_curves_it_finds_the_choice_that_uses_up_the_budget(
 def test_bits_go_where_they_save_most_error() -> None:
     """Two layers of one size, one of them ten times as loud: it keeps more bits than the other."""
     tables = [[Candidate(bits=100 * b, error=variance * 4.0**-b) for b in range(1, 9)] for variance in (1.0, 100.0)]
-    choice = by_multiplier(tables, budget(tables, 3, 1.0))
+    choice = by_multiplier(tables, sum(row[3].error for row in tables))
     quiet, loud = choice.indices
     assert quiet < 3 < loud and choice.bits < 800
 
@@ -168,26 +168,12 @@ def test_impossible_numbers_are_named(tables: Tables, most: float, words: str) -
 
 @given(tables=any_tables.filter(bool))
 def test_the_default_itself_fits_into_its_budget(tables: Tables) -> None:
-    most = Fraction(budget(tables, 0, 1.0))
+    most = Fraction(budget(tables))
     exact = error_of(tables, (0,) * len(tables))
     assert exact <= most <= exact + Fraction(math.ulp(float(exact)))
 
 
-def test_the_budget_is_a_multiple_of_the_defaults_error() -> None:
-    tables = [GOOD, table((8, 0.5), (4, 3.0))]
-    assert (budget(tables, 1, 1.0), budget(tables, 0, 2.0), budget([], 0, 1.0)) == (5.0, 3.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("tables", "index", "alpha", "words"),
-    [
-        *(([GOOD, table((8, 0.5))], index, 1.0, "has no candidate") for index in (1, -1)),
-        ([[]], 0, 1.0, "no candidates"),
-        *(([GOOD], 0, alpha, "alpha") for alpha in (0.0, -1.0, math.nan, math.inf)),
-    ],
-)
-def test_a_budget_needs_a_default_in_every_table_and_a_share(
-    tables: Tables, index: int, alpha: float, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        budget(tables, index, alpha)
+def test_a_budget_needs_a_candidate_in_every_table() -> None:
+    assert (budget([GOOD, table((8, 0.5), (4, 3.0))]), budget([])) == (1.5, 0.0)
+    with pytest.raises(ValueError, match="no candidates"):
+        budget([[]])
