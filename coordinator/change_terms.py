@@ -62,18 +62,18 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
 
 
 def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
-    """Handlers of the admin socket. The arguments are those of `ChangeTerms`."""
-    forget = {"forget": Forget(machine, durable, happened)}
-    return {"set": ChangeTerms(machine, durable, happened), "release": Release(machine, happened), **forget}
+    """Handlers of the admin socket. `durable` is what the journal says; `happened` hands an event to the machine."""
+    requests = Requests(machine, durable, happened)
+    return {"set": requests.set, "release": requests.release, "forget": requests.forget}
 
 
-class Release:
-    """The request `release`."""
+class Requests:
+    """The handlers; the arguments are those of `handlers`."""
 
-    def __init__(self, machine: CoordinatorMachine, happened: Callable[[ev.Event], None]) -> None:
-        self._machine, self._happened = machine, happened
+    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
+        self._machine, self._durable, self._happened = machine, durable, happened
 
-    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Release a hold. Returns what held the run, by node, and what still holds it.
 
         `nodes` names all nodes that hold the run; it may be left out if that is one. Raises ValueError: no node holds
@@ -97,15 +97,7 @@ class Release:
         _log.warning("hold released held=%r", said)
         return {"held": said, "still": self._machine.holding}
 
-
-class Forget:
-    """The request `forget`."""
-
-    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
-        """The arguments are those of `ChangeTerms`."""
-        self._machine, self._durable, self._happened = machine, durable, happened
-
-    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def forget(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Forget the node `node`, which is not connected. Returns the names that are still known, once it is durable.
         Raises ValueError or NotNow, one sentence."""
         if self._machine.holding is not None:
@@ -122,15 +114,7 @@ class Forget:
             await asyncio.sleep(_POLL_S)
         return {"nodes": sorted(members)}
 
-
-class ChangeTerms:
-    """The request `set`."""
-
-    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
-        """`durable` is what the journal says; `happened` hands an event to the machine."""
-        self._machine, self._durable, self._happened = machine, durable, happened
-
-    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def set(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Set terms. Returns what changes and from which window or round on, once it is durable. `dry_run` changes
         nothing. Raises ValueError: it cannot be; one sentence."""
         given, dry_run = request.get("given"), request.get("dry_run", False)

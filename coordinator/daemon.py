@@ -126,7 +126,7 @@ class Coordinator:
                 ]
                 if self._copying is not None:
                     tasks.append(group.create_task(self._copying.run(), name="copies"))
-                await self._until_over(stop)
+                await self._first(stop.wait(), self._until_told())
                 if not executor.finished:
                     self.machine.stop()
                 reason = Reason.RUN_FINISHED if executor.finished else Reason.COORDINATOR_STOPPING
@@ -149,9 +149,6 @@ class Coordinator:
                 self._copying.close()
             self._compute.close()
             executor.storage.close()
-
-    async def _until_over(self, stop: asyncio.Event) -> None:
-        await self._first(stop.wait(), self._until_told())
 
     async def _until_told(self) -> None:
         """Wait until the run is finished and its nodes know.
@@ -182,13 +179,12 @@ class Coordinator:
             for waiter in waiters:
                 waiter.cancel()
 
-    async def _until(self, condition: Callable[[], bool]) -> bool:
+    async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition of the executor. Raises what ends the process."""
         while not condition():
             self._raise_error()
             self._changed.clear()
             await self._changed.wait()
-        return True
 
     def _moved(self) -> None:
         """Wake `_until`, which every command would otherwise: it cannot be over while a session is open."""

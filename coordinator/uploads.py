@@ -86,16 +86,12 @@ class DeltaIntake:
     _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
     _begun: dict[NodeId, dict[int, BlobId]] = field(default_factory=dict)
     """The same by node and fragment: a node has one delta of a fragment under way."""
-    _held_bytes: int = 0  # of all of them
+    held_bytes: int = 0  # of all of them
     _keeping: set[BlobId] = field(default_factory=set)  # complete, and being made durable
     _waiting: dict[BlobId, Offer] = field(default_factory=dict)  # offers that wait for room, in order
     _crowded: dict[BlobId, Offer] = field(default_factory=dict)
     """Offers of sessions with too many transfers, until one of them ends."""
     _asleep: set[BlobId] = field(default_factory=set)  # partly arrived, without a session: they may be dropped
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
 
     def let_in(
         self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
@@ -130,7 +126,7 @@ class DeltaIntake:
             self._crowded[blob] = offer
             return None
         if kept is not reassembly:
-            self._held_bytes += reassembly.size - (kept.size if kept is not None else 0)
+            self.held_bytes += reassembly.size - (kept.size if kept is not None else 0)
         self._partial[blob], self._offers[blob] = reassembly, offer
         self._begun.setdefault(blob.node, {})[blob.fragment] = blob
         self._asleep.discard(blob)
@@ -171,7 +167,7 @@ class DeltaIntake:
         assert {(b.node, b.fragment): b for b in self._partial} == {
             (node, fragment): blob for node, begun in self._begun.items() for fragment, blob in begun.items()
         }
-        assert self._held_bytes == sum(reassembly.size for reassembly in self._partial.values())
+        assert self.held_bytes == sum(reassembly.size for reassembly in self._partial.values())
         assert self.held_bytes <= self.most_bytes or len(self._partial) == 1
         assert not self._waiting or self._partial, "something is waited for"
 
@@ -186,7 +182,7 @@ class DeltaIntake:
 
     def _forget(self, blob: BlobId) -> Offer:
         """Nothing more of it is awaited. Returns its offer."""
-        self._held_bytes -= self._partial.pop(blob).size
+        self.held_bytes -= self._partial.pop(blob).size
         begun = self._begun[blob.node]
         del begun[blob.fragment]
         if not begun:
@@ -198,20 +194,9 @@ class DeltaIntake:
         """Whether there is room, without the delta that it replaces."""
         own = {fragment: self._partial[blob].size for fragment, blob in self._begun.get(offer.blob.node, {}).items()}
         replaced = own.pop(offer.blob.fragment, 0)
-        others = self._held_bytes - replaced
+        others = self.held_bytes - replaced
         fits = not own or sum(own.values()) + offer.size <= self.most_bytes_of_a_node
         return fits and (not others or others + offer.size <= self.most_bytes)
-
-
-def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) -> Expected:
-    """The header that the bytes of an offered delta must have; `codec_up` is that of the window that it names."""
-    return Expected(
-        codecs=(codec_named(codec_up),),
-        fragment=fragment,
-        version=offer.window,
-        base=offer.blob.version,
-        newest_epoch=epoch,
-    )
 
 
 # --- Deltas
@@ -242,8 +227,9 @@ class DeltaUploads(DeltaIntake):
         """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
-        codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        expect, measures = expected_delta(offer, fragment, codec_up, ledger.epoch), is_measured(offer, ledger)
+        codec = codec_named(ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node))
+        base, window, epoch = offer.blob.version, offer.window, ledger.epoch
+        expect = Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=epoch)
 
         def verified(found: Verified) -> None:
             def stored() -> None:
@@ -262,7 +248,7 @@ class DeltaUploads(DeltaIntake):
             else:
                 failed(error)
 
-        self._compute.submit(partial(verify, data, offer, expect, measures), verified, refused)
+        self._compute.submit(partial(verify, data, offer, expect, is_measured(offer, ledger)), verified, refused)
 
     def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
         return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")

@@ -16,7 +16,7 @@ from plain_runs import plain_progress
 from farloop.algo import schedule
 from farloop.algo.spec import Lease, NodeId, RoundPlan, RunSpec
 from farloop.algo.terms import LearningRate
-from farloop.coordinator.change_terms import Forget
+from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
@@ -308,7 +308,7 @@ def test_the_samples_of_a_node_that_never_comes_back_go_to_others(spec: RunSpec)
 def test_a_node_that_was_forgotten_is_not_missed_also_after_a_restart_until_it_comes_back(spec: RunSpec) -> None:
     run = Run(spec, "ab", num_samples=1000)
     happened = list[ev.Command]()
-    forget = Forget(run.machine, run.journal, lambda event: happened.extend(run.handle(event)))
+    forget = Requests(run.machine, run.journal, lambda event: happened.extend(run.handle(event))).forget
     for node, error, line in ((B, NotNow, "node b is connected"), ("x", ValueError, "nodes a, b; got 'x'")):
         with pytest.raises(error, match=line):
             asyncio.run(forget({"node": node}))

@@ -11,7 +11,7 @@ from plain_runs import plain_hello, plain_progress
 
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
-from farloop.coordinator.change_terms import Release
+from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
@@ -349,7 +349,7 @@ def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_n
 
 def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(claimed: Run) -> None:
     """`farloop release` on a genuine old copy kept out every node, and named one."""
-    release: Callable[..., Any] = Release(claimed.machine, lambda event: claimed.handle(event))
+    release: Callable[..., Any] = Requests(claimed.machine, claimed.machine.ledger, claimed.handle).release
     with pytest.raises(ValueError, match="there is nothing to release"):
         asyncio.run(release({"do": "release"}))
     claimed.greet(A, round=0, epoch_seen=900)

@@ -20,8 +20,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
-from farloop.coordinator.uploads import DeltaIntake, DeltaUploads, expected_delta, verify
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, Parsed, blob_bytes, pack_blob, parse_blob
+from farloop.coordinator.uploads import DeltaIntake, DeltaUploads, verify
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, Parsed, blob_bytes, pack_blob, parse_blob
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly, blob_digest
@@ -299,7 +299,8 @@ def test_a_delta_is_let_in_verified_durable_and_kept_until_it_is_forgotten(run: 
 def test_a_delta_is_kept_as_it_came_and_known_by_its_numbers(run: RunSpec, codec: str) -> None:
     """A compressed one is decompressed when its window closes: many may wait until then."""
     offer, data = delta(run, codec)
-    expect = expected_delta(offer, run.identity.layout.fragments[0], codec, 1)
+    fragment, named = run.identity.layout.fragments[0], (codec_named(codec),)
+    expect = Expected(codecs=named, fragment=fragment, version=offer.window, base=offer.blob.version, newest_epoch=1)
     found, parsed = verify(data, offer, expect, measures=True), parse_blob(data, expect)
     if codec == "q4r":
         assert found.delta is data and len(parsed.payload) > len(data) - HEADER_BYTES
