@@ -67,30 +67,20 @@ class Flight:
         self._usual_bytes_per_s: float = _SLOWEST_LINK_BYTES_PER_S
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._rate_at = float("-inf")  # when the last of them was begun
-        self._round_trip_s = 0.0  # the shortest
+        self.round_trip_s = 0.0  # the shortest; 0 before the first sample
         self._round_trip_at = float("-inf")  # when it was measured
         self._drained = 0  # the last window for measuring it anew
         self._dry_at = float("-inf")  # when there was last nothing to send
-        self._known = False  # whether a sample was limited by the link or the window, not by what there was to send
+        self.known = False  # whether a sample was limited by the link or the window, not by what there was to send
         self.arrived = 0  # bytes of all blobs, as the peer told
         if known is not None and known.bytes_per_s > 0.0 and known.round_trip_s > 0.0:
             self._rates.append(known.bytes_per_s)
-            self._round_trip_s, self._round_trip_at, self._known = known.round_trip_s, now, True
-
-    @property
-    def known(self) -> bool:
-        """Whether the window is that of the link."""
-        return self._known
+            self.round_trip_s, self._round_trip_at, self.known = known.round_trip_s, now, True
 
     @property
     def bytes_per_s(self) -> float:
         """The highest rate of late; 0 before the first sample."""
         return max(self._rates, default=0.0)
-
-    @property
-    def round_trip_s(self) -> float:
-        """The shortest; 0 before the first sample."""
-        return self._round_trip_s
 
     @property
     def product(self) -> int:
@@ -99,7 +89,7 @@ class Flight:
 
     def window(self, peer_early: int, now: float) -> int:
         """Bytes that may be in flight. A receiver that keeps many `peer_early` bytes reports them in larger pieces."""
-        if not self._known:
+        if not self.known:
             return max(self.product, INITIAL_FLIGHT)
         floor = int(min(max(LEAST_FLIGHT, peer_early // 4), self.bytes_per_s * _FLOOR_S))
         if now - self._round_trip_at > _DRAIN_S:
@@ -117,15 +107,15 @@ class Flight:
         usual = mark.queued / max(seconds, 1e-3)
         self._usual_bytes_per_s = max((self._usual_bytes_per_s + usual) / 2, _SLOWEST_LINK_BYTES_PER_S)
         drained = mark.at - self._round_trip_at > _DRAIN_S and mark.queued <= self._drained and not mark.early
-        if not self._round_trip_s or seconds <= self._round_trip_s or drained:
-            self._round_trip_s, self._round_trip_at = seconds, now
+        if not self.round_trip_s or seconds <= self.round_trip_s or drained:
+            self.round_trip_s, self._round_trip_at = seconds, now
         rate = (self.arrived - mark.arrived) / seconds
-        queued = seconds > 2 * self._round_trip_s  # behind more than fills the link
+        queued = seconds > 2 * self.round_trip_s  # behind more than fills the link
         limited = not mark.early and (queued or self._dry_at < mark.at)
-        self._known = self._known or limited
+        self.known = self.known or limited
         if not limited and rate <= self.bytes_per_s:
             return
-        if mark.at >= self._rate_at or now > self._rate_at + 2 * self._round_trip_s:
+        if mark.at >= self._rate_at or now > self._rate_at + 2 * self.round_trip_s:
             self._rates.append(rate)
             self._rate_at = now
         else:

@@ -34,7 +34,7 @@ from farloop.wire.messages import (
 from farloop.wire.meter import Meter
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.traffic import Traffic
+from farloop.wire.traffic import Count, Traffic
 from farloop.wire.transfer import Transfers
 from farloop.wire.uplink import Uplink
 
@@ -101,26 +101,17 @@ class Handshake:
 
     def sent(self, message: Message) -> None:
         """This end has said `message`."""
-        match message:
-            case Hello():
-                self._greeted = True
-            case Welcome():
-                self._open(message)
-            case Leave() | Refused():
-                self.state = State.CLOSING
-                self.farewell = message
-            case _:
-                pass
+        self.delivered(message)
+        if isinstance(message, Leave | Refused):
+            self.state = State.CLOSING
+            self.farewell = message
 
     def delivered(self, message: Message) -> None:
-        """The peer's next message is `message`."""
-        match message:
-            case Hello():
-                self._greeted = True
-            case Welcome():
-                self._open(message)
-            case _:
-                pass
+        """The peer's next message is `message`; and whoever says it opens the session by it, too."""
+        if isinstance(message, Hello):
+            self._greeted = True
+        elif isinstance(message, Welcome):
+            self._open(message)
 
     def admit(self, frame: ControlFrame, message: Message | None) -> bool:
         """Check that the peer may say `message`, in this frame. False for a frame that overtook Welcome: not wrong, but
@@ -462,10 +453,6 @@ class Session:
         """How fast the peer has lately acknowledged blobs; never less than what is assumed of a thin link."""
         return self._transfers.bytes_per_s
 
-    def background_waits(self, now: float) -> bool:
-        """Whether `outgoing` would have a chunk of a background blob, and of no other."""
-        return self.blob_waits(now) is True
-
     def blob_waits(self, now: float) -> bool | None:
         """Whether `outgoing` would have a chunk, but for the uplink's limit: True of a background blob, False of
         another, None for none."""
@@ -580,7 +567,7 @@ class Session:
         if self._handshake.role is not Role.NODE:
             raise LocalProtocolError("nodes open lanes")
         parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token, number)
-        self._control_sent(parts)
+        self._sent(parts, self.traffic.sent_control)
         return parts
 
     def receive(self, lane: int, parts: Sequence[Buffer], now: float) -> None:
@@ -706,7 +693,7 @@ class Session:
                 self.round_trips.append(now - said_at)
             return
         if isinstance(message, Stored | Outcome):
-            self._transfers.forget_outgoing(message.blob)
+            self._transfers.drop(message.blob)  # the peer has decided about it
             self._begin_blobs()
         self._events.append(MessageReceived(message=message))
         if isinstance(message, Leave | Refused):
@@ -743,20 +730,17 @@ class Session:
     def _control_frame(self, seq: int, body: bytes) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = ControlFrame(run=run, epoch=epoch, seq=seq, ack=self._control.received, body=body).parts()
-        self._control_sent(parts)
+        self._sent(parts, self.traffic.sent_control)
         return 0, parts
 
-    def _control_sent(self, parts: list[Buffer]) -> None:
+    def _sent(self, parts: list[Buffer], count: Count) -> None:
         num_bytes = self.traffic.wire_bytes(parts)
-        self.traffic.sent_control.add(num_bytes)
+        count.add(num_bytes)
         if self._uplink is not None:
             self._uplink.sent(num_bytes)
 
     def _bulk_frame(self, lane: int, blob: BlobId, offset: int, chunk: memoryview) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=offset, chunk=chunk).parts()
-        num_bytes = self.traffic.wire_bytes(parts)
-        self.traffic.sent_blobs[blob.kind].add(num_bytes)
-        if self._uplink is not None:
-            self._uplink.sent(num_bytes)
+        self._sent(parts, self.traffic.sent_blobs[blob.kind])
         return lane, parts

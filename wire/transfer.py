@@ -241,25 +241,24 @@ class Transfers:
         if blob.kind is BlobKind.PROBE:
             self._probe_key = key
         incoming = self._incoming[key] = Incoming(blob, reassembly, now, self._timing.credit_delay_s)
-        self._adopt_early(key, incoming)
+        for frame, num_bytes in self._take_early(key):
+            if frame.end <= size:
+                reassembly.add(frame.offset, frame.chunk)
+                self._traffic.adopt(blob.kind, num_bytes)
         self._say_credit(incoming.credit(now))
         self._finish_if_complete(key, incoming)
         return reassembly
 
     def cancel(self, blob: BlobId) -> None:
         """Stop sending it; or else stop, or refuse, to receive it, of which the peer hears."""
-        if self._drop(blob):
+        if self.drop(blob):
             return
         key = blob_key(blob)
         incoming = self._no_more(key)
         self._take_early(key)
         self._say_credit(Credit(blob=blob, received=incoming.reassembly.received if incoming else 0, limit=0))
 
-    def forget_outgoing(self, blob: BlobId) -> None:
-        """The peer has decided about this blob: send no more of it."""
-        self._drop(blob)
-
-    def _drop(self, blob: BlobId) -> bool:
+    def drop(self, blob: BlobId) -> bool:
         """Send no more of a blob; whether it was being sent, or waited."""
         waited = [queued.pop(blob, None) for queued in self._queued.values()]
         if (outgoing := self._outgoing.pop(blob, None)) is not None:
@@ -273,7 +272,7 @@ class Transfers:
         if outgoing is None:
             return
         if credit.limit == 0:
-            self._drop(credit.blob)
+            self.drop(credit.blob)
             self._emit(BlobDeclined(blob=credit.blob))
             return
         before, was_credited = outgoing.acked, outgoing.credited
@@ -381,17 +380,13 @@ class Transfers:
     def _chunk_bytes(self, window: int) -> int:
         """Of the chunks that leave: a 64th of a lane's share of the flight window, which blobs share by turns, or what
         a lane carries in `CHUNK_S`. A limit of the uplink makes them smaller."""
-        num_bytes = self._link_chunk_bytes(window)
+        num_lanes, num_bytes = max(1, len(self.lanes)), self._limits.chunk_bytes
+        if num_bytes is None:
+            least = (SMALLEST_CHUNK if num_lanes == 1 else SHARED_CHUNK) if window >= LEAST_FLIGHT else THIN_CHUNK
+            share = max(1, window // (64 * num_lanes), int(CHUNK_S * self._flight.bytes_per_s) // num_lanes)
+            num_bytes = min(max(1 << share.bit_length() - 1, least), LARGEST_CHUNK)
         most = None if self._uplink is None else self._uplink.chunk_bytes
         return num_bytes if most is None else min(num_bytes, most)
-
-    def _link_chunk_bytes(self, window: int) -> int:
-        if self._limits.chunk_bytes is not None:
-            return self._limits.chunk_bytes
-        num_lanes = max(1, len(self.lanes))
-        least = (SMALLEST_CHUNK if num_lanes == 1 else SHARED_CHUNK) if window >= LEAST_FLIGHT else THIN_CHUNK
-        share = max(1, window // (64 * num_lanes), int(CHUNK_S * self._flight.bytes_per_s) // num_lanes)
-        return min(max(1 << share.bit_length() - 1, least), LARGEST_CHUNK)
 
     def next_timer(self) -> float | None:
         """When the first blob is to be sent again, or given up."""
@@ -411,7 +406,8 @@ class Transfers:
             self._renew(incoming, now)
         for outgoing, deadline in self._deadlines():
             if now >= deadline:
-                self._rewind(outgoing)
+                outgoing.rewind()
+                self._traffic.rewinds += 1
         for incoming in [incoming for incoming in self._patient() if now >= self._idle_at(incoming)]:
             self.cancel(incoming.blob)
             self._emit(BlobIdle(blob=incoming.blob))
@@ -461,10 +457,6 @@ class Transfers:
         assert self._idle_s is not None
         return incoming.grew_at + self._idle_s * len(self._incoming)  # they take turns on one lane
 
-    def _rewind(self, outgoing: Outgoing) -> None:
-        outgoing.rewind()
-        self._traffic.rewinds += 1
-
     def _deadlines(self) -> list[tuple[Outgoing, float]]:
         waiting = [outgoing for outgoing in self._outgoing.values() if outgoing.credited and outgoing.unacknowledged]
         return [(outgoing, outgoing.deadline()) for outgoing in waiting]
@@ -478,12 +470,6 @@ class Transfers:
         while self._early_bytes > self.early_bytes or len(self._early) > EARLY_FRAMES:
             dropped, _ = self._early.popleft()
             self._early_bytes -= len(dropped.chunk)
-
-    def _adopt_early(self, key: bytes, incoming: Incoming) -> None:
-        for frame, num_bytes in self._take_early(key):
-            if frame.end <= incoming.reassembly.size:
-                incoming.reassembly.add(frame.offset, frame.chunk)
-                self._traffic.adopt(incoming.blob.kind, num_bytes)
 
     def _take_early(self, key: bytes) -> list[tuple[BulkFrame, int]]:
         """The chunks that are kept of this blob; no longer kept."""
@@ -519,12 +505,9 @@ class Transfers:
         """Nothing more of this blob is expected. Snapshots are held back for others: by themselves they tell nothing of
         the link."""
         incoming = self._incoming.pop(key, None)
-        self._remember_finished(key)
-        if all(other.blob.kind is BlobKind.SNAPSHOT for other in self._incoming.values()):
-            self.meter.over()
-        return incoming
-
-    def _remember_finished(self, key: bytes) -> None:
         self._finished[key] = None
         if len(self._finished) > _FINISHED_KEYS:
             self._finished.popitem(last=False)
+        if all(other.blob.kind is BlobKind.SNAPSHOT for other in self._incoming.values()):
+            self.meter.over()
+        return incoming

@@ -124,7 +124,7 @@ class Uplink:
         self._rate = math.inf  # bytes a second, at the last look
         self._level, self._filled_at = 0.0, now
         self._held_since: float | None = None
-        self._held_s = 0.0
+        self.held_s = 0.0  # seconds in which blobs had bytes to send, and waited for this
         self._fill(now)
         self._level = self._depth
 
@@ -137,11 +137,6 @@ class Uplink:
     def is_quiet(self) -> bool:
         """Whether these are the quiet hours. Any thread."""
         return self._limit.is_quiet(self._minute())
-
-    @property
-    def held_s(self) -> float:
-        """Seconds in which blobs had bytes to send, and waited for this."""
-        return self._held_s
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -160,7 +155,7 @@ class Uplink:
         self._fill(now)
         allowed = self._level > -1.0  # a byte: rounding must not make it wait for nothing
         if self._held_since is not None:
-            self._held_s += now - self._held_since
+            self.held_s += now - self._held_since
         self._held_since = None if allowed else now
         return allowed
 

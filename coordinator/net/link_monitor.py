@@ -105,17 +105,8 @@ class LinkMonitor:
 
     def ended(self, event: wire_ev.SessionEvent) -> bool:
         """Returns whether the event was about a probe."""
-        match event:
-            case (
-                wire_ev.BlobReceived(blob=blob)
-                | wire_ev.BlobCorrupt(blob=blob)
-                | wire_ev.BlobIdle(blob=blob)
-                | wire_ev.BlobSent(blob=blob)
-                | wire_ev.BlobDeclined(blob=blob)
-            ):
-                return blob.kind is BlobKind.PROBE
-            case _:
-                return False
+        of_a_blob = not isinstance(event, wire_ev.MessageReceived | wire_ev.SessionClosed)
+        return of_a_blob and event.blob.kind is BlobKind.PROBE
 
     def _saw(self, node: NodeId, seen: Seen, now: float) -> None:
         peer, running = seen.peer or COORDINATOR, self._prober.running
@@ -325,7 +316,7 @@ def _is_busy(session: Session, probed: bool, now: float) -> bool:
     """Whether a transfer of this session waits, other than a probe."""
     if session.live_in_flight:
         return True
-    return not probed and (session.background_in_flight > 0 or session.background_waits(now) or session.meter.busy)
+    return not probed and (session.background_in_flight > 0 or session.blob_waits(now) is True or session.meter.busy)
 
 
 def _blob(running: Running) -> BlobId:

@@ -237,15 +237,13 @@ class BandwidthProbe:
         *,
         quiet_s: float = QUIET_S,
         share: float = PROBE_SHARE,
-        first: int = FIRST_BYTES,
     ) -> None:
         """
         Args:
             budget_bytes: most bytes of one probe; 0 disables probes.
             share: share of a link's traffic that probes may take.
-            first: bytes of the first probe of a direction.
         """
-        self._budget_bytes, self._quiet_s, self._share, self._first = budget_bytes, quiet_s, share, first
+        self._budget_bytes, self._quiet_s, self._share = budget_bytes, quiet_s, share
         self._moved: dict[str, tuple[int, int]] = {}
         """Node → bytes of the run and bytes of probes that its link has moved."""
         self._sizes: dict[tuple[str, bool], tuple[int, bool]] = {}
@@ -327,8 +325,8 @@ class BandwidthProbe:
         allowed = int(min(self._budget_bytes, max(0.0, self._share * run_bytes - probe_bytes) / _FRAMED))
         last, learned = self._sizes.get((candidate.node, candidate.upward), (0, True))
         if (candidate.node, candidate.upward) not in self._sizes:
-            return max(allowed, min(self._first, self._budget_bytes))
-        least = min(self._budget_bytes, max(self._first, last if learned else GROWTH * last))
+            return max(allowed, min(FIRST_BYTES, self._budget_bytes))
+        least = min(self._budget_bytes, max(FIRST_BYTES, last if learned else GROWTH * last))
         return allowed if allowed >= least else 0
 
     def _is_asked(self, candidate: Candidate) -> bool:

@@ -541,15 +541,6 @@ class SessionRouter:
                     self._queue(peer, peer.due)
         return None
 
-    def _take_due(self, now: float) -> list[Peer]:
-        """The sessions that are due."""
-        found = []
-        while (due := self._first_due()) is not None and due <= now:
-            _, _, peer = heapq.heappop(self._dues)
-            peer.queued = None
-            found.append(peer)
-        return sorted(found, key=lambda peer: peer.number)
-
     def _arm(self, due: float) -> None:
         if self._timer is not None:
             if self._fires_at <= due:
@@ -562,7 +553,12 @@ class SessionRouter:
         self._timer = None
         self._socket.receive()  # after a pause of this process, what is readable goes in first
         now = self._clock.now()
-        for peer in self._take_due(now):
+        found = []
+        while (due := self._first_due()) is not None and due <= now:
+            _, _, peer = heapq.heappop(self._dues)
+            peer.queued = None
+            found.append(peer)
+        for peer in sorted(found, key=lambda peer: peer.number):
             with self.working_for(peer) as session:
                 session.handle_timer(now)
         self._send_paced(now)

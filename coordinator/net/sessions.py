@@ -350,9 +350,6 @@ class Peers:
         if lane.descriptor is not None:
             self._descriptors -= Counter([lane.descriptor])
 
-    def _early_share(self) -> int:
-        return self._limits.early_pool_bytes // max(1, len(self._peers))
-
     def _may_join(self, peer: Peer, number: int, address: str) -> bool:
         """Without keys, bulk lanes come from the address where the session began."""
         return 1 <= number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
@@ -372,7 +369,7 @@ class Peers:
             now,
             limits=replace(self._limits, max_lanes=max_lanes),
             timing=self._timing,
-            share=self._early_share,
+            share=lambda: self._limits.early_pool_bytes // max(1, len(self._peers)),
             known=self._known.get(who),
             uplink=self._uplink,
         )
@@ -383,5 +380,5 @@ class Peers:
         self._next += 1
         self._peers[peer.number] = self._tokens[token] = peer
         self.rates.begun(counted_as)
-        lane = self._lanes[route] = Lane(peer, 0)
-        return lane
+        self._lanes[route] = Lane(peer, 0)
+        return self._lanes[route]

@@ -770,7 +770,7 @@ def test_what_is_too_many_at_once_waits_in_order_and_what_is_pushed_leaves_room_
         end.transfers.queue(delta(2), BytesSource(DATA), offer_of(delta(2), DATA))
     end.transfers.cancel(delta(2))
     end.transfers.credited(Credit(blob=delta(0), received=0, limit=0), 0.0)
-    end.transfers.forget_outgoing(delta(1))
+    end.transfers.drop(delta(1))
     begin_next()
     assert announced == [delta(0), delta(1), delta(3)] and end.credits == []
 
