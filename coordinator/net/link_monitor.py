@@ -105,8 +105,9 @@ class LinkMonitor:
 
     def ended(self, event: wire_ev.SessionEvent) -> bool:
         """Returns whether the event was about a probe."""
-        of_a_blob = not isinstance(event, wire_ev.MessageReceived | wire_ev.SessionClosed)
-        return of_a_blob and event.blob.kind is BlobKind.PROBE
+        if isinstance(event, wire_ev.MessageReceived | wire_ev.SessionClosed):
+            return False
+        return event.blob.kind is BlobKind.PROBE
 
     def _saw(self, node: NodeId, seen: Seen, now: float) -> None:
         peer, running = seen.peer or COORDINATOR, self._prober.running
