@@ -32,20 +32,15 @@ _MOST_STALE: Final = 16  # versions; as many commits as the coordinator remember
 class RobustRule:
     """A way to merge deltas of which some may be hostile; the arithmetic is in `merge_rules.py`."""
 
-    name: str
-    summary: str
     least: int  # deltas below which it protects from nothing: then they are averaged
     weighted: bool  # it is a weighted mean, by weights that follow from lengths and distances
 
 
 ROBUST_RULES: Final = {
-    rule.name: rule
-    for rule in (
-        RobustRule(name="clipped", summary="The mean of deltas cut to the median length.", least=3, weighted=True),
-        RobustRule(name="median", summary="The median of every coordinate.", least=3, weighted=False),
-        RobustRule(name="trimmed", summary="The mean of every coordinate but its extremes.", least=3, weighted=False),
-        RobustRule(name="krum", summary="The mean of the deltas closest to others.", least=5, weighted=True),
-    )
+    "clipped": RobustRule(least=3, weighted=True),  # the mean of deltas cut to the median length
+    "median": RobustRule(least=3, weighted=False),  # the median of every coordinate
+    "trimmed": RobustRule(least=3, weighted=False),  # the mean of every coordinate but its extremes
+    "krum": RobustRule(least=5, weighted=True),  # the mean of the deltas closest to others
 }
 
 
@@ -117,7 +112,10 @@ def _check_lag(method: Method, terms: Terms) -> None:
 def _check_optimizers(terms: Terms) -> None:
     method = method_named(terms.method)
     check_outer(terms, method.outer)
-    check_inner(terms, has_inner=method.inner)
+    name = terms.inner.optimizer
+    require(name in INNER_OPTIMIZERS, f"there is no inner_optimizer {name!r}; there are {', '.join(INNER_OPTIMIZERS)}")
+    runs = method.inner or name == "adamw"
+    require(runs, f"{terms.method} has no inner optimizer: its coordinator runs adamw, not {name}")
     require(
         terms.inner.clip > 0.0,
         f"clip is {terms.inner.clip}; it must be a number above 0 (a large one switches clipping off)",
@@ -369,15 +367,6 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
     require(outer.restart >= 0, f"outer_restart is {outer.restart}; the least is 0, for never")
 
 
-def check_inner(terms: Terms, *, has_inner: bool) -> None:
-    """Raise ValueError unless nodes can run the inner optimizer; `has_inner`: the method lets them run one at all."""
-    name = terms.inner.optimizer
-    require(name in INNER_OPTIMIZERS, f"there is no inner_optimizer {name!r}; there are {', '.join(INNER_OPTIMIZERS)}")
-    require(
-        has_inner or name == "adamw", f"{terms.method} has no inner optimizer: its coordinator runs adamw, not {name}"
-    )
-
-
 # --- Control variates
 
 
@@ -431,12 +420,14 @@ def check_admission(terms: Terms, method: Method) -> None:
         raise ValueError(f"merge is {outer.merge!r}; {hint}")
     rule = ROBUST_RULES[outer.merge]
     if method.alone:
-        raise ValueError(f"merge is {rule.name}, but {method.name} makes a step of every delta by itself; leave it out")
+        raise ValueError(
+            f"merge is {outer.merge}, but {method.name} makes a step of every delta by itself; leave it out"
+        )
     closes_at = admission.min_nodes if admission.quorum is None else admission.quorum
     if closes_at < rule.least:
         what = "min_nodes" if admission.quorum is None else "quorum"
         raise ValueError(
-            f"merge is {rule.name}, which needs {rule.least} deltas in a window to choose from; {what} is {closes_at}"
+            f"merge is {outer.merge}, which needs {rule.least} deltas in a window to choose from; {what} is {closes_at}"
         )
 
 

@@ -31,23 +31,19 @@ def try_codecs(codecs: Iterable[Codec], device: torch.device) -> dict[str, str]:
     Raises:
         UnsupportedHost: the reference computes something else on this device too.
     """
-    faults = {codec.name: fault for codec in codecs if (fault := kernel_fault(codec, device)) is not None}
-    for name, fault in faults.items():
+    faults = dict[str, str]()
+    for codec in codecs:
+        if (fault := _fault(codec, device)) is None:
+            continue
+        leave_to_reference(codec.name, device)
+        if other := _fault(codec, device):
+            raise UnsupportedHost(f"{codec.name} cannot run on {describe(device)}: {other}; without kernels: {fault}")
+        faults[codec.name] = fault
         _log.warning(
             "%s runs in plain torch on %s, several times slower, with the same bytes: its kernels fail: %s",
-            *(name, describe(device), fault),
+            *(codec.name, describe(device), fault),
         )
     return faults
-
-
-def kernel_fault(codec: Codec, device: torch.device) -> str | None:
-    """What is wrong with the kernels of one codec on the device, with the fix if it is known. As `try_codecs`."""
-    if (fault := _fault(codec, device)) is None:
-        return None
-    leave_to_reference(codec.name, device)
-    if other := _fault(codec, device):
-        raise UnsupportedHost(f"{codec.name} cannot run on {describe(device)}: {other}; without kernels: {fault}")
-    return fault
 
 
 def describe(device: torch.device) -> str:
