@@ -23,7 +23,10 @@ def token_weights(contributor_sets: Sequence[Sequence[Contribution]]) -> list[fl
     """
     assert contributor_sets
     tokens = [sum(counted for counted, _ in contributors) for contributors in _counted(contributor_sets)]
-    return _shares(tokens)
+    total = sum(tokens)
+    if total == 0:
+        return [1 / len(tokens)] * len(tokens)
+    return [count / total for count in tokens]
 
 
 def quality_weights(contributor_sets: Sequence[Sequence[Contribution]]) -> list[float]:
@@ -38,12 +41,10 @@ def quality_weights(contributor_sets: Sequence[Sequence[Contribution]]) -> list[
         sum((Fraction(tokens**2, steps) for tokens, steps in contributors), Fraction(0))
         for contributors in _counted(contributor_sets)
     ]
-    return _shares(worth)
-
-
-def _shares(worth: Sequence[int | Fraction]) -> list[float]:
-    total = sum(worth)
-    return [float(each / total) for each in worth] if total else [1 / len(worth)] * len(worth)
+    total = sum(worth, Fraction(0))
+    if total == 0:
+        return [1 / len(worth)] * len(worth)
+    return [float(share / total) for share in worth]
 
 
 def _counted(contributor_sets: Sequence[Sequence[Contribution]]) -> list[list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, zeros
 
-from farloop.algo.bit_allocation import budget, by_multiplier
+from farloop.algo.bit_allocation import Candidate, budget, by_multiplier
 from farloop.algo.fragments import view
 from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
@@ -79,7 +79,11 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
     plain = replace(codec, policy="relative", step=codec.step[:1])
     base = codec.step[0]
     tables = [
-        [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1)) for factor in L_GRECO_FACTORS]
+        [
+            Candidate(bits=rate.bits, error=rate.error)
+            for factor in L_GRECO_FACTORS
+            for rate in [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1))]
+        ]
         for tensor in fragment.tensors
     ]
     choice = by_multiplier(tables, budget(tables))  # no more error than the uniform choice has

@@ -1,11 +1,11 @@
 """Size and error of a codec's setting on given numbers, for choosing settings."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from farloop.algo.bit_allocation import Candidate
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.codec import Codec, flat
 from farloop.quant.norm import norm_sq
@@ -14,10 +14,16 @@ SAMPLE_ELEMENTS = 1 << 14  # per tensor: enough for its error within a few perce
 _PIECE = 1024  # elements of one piece of a sample: whole blocks of every format
 
 
-def measure(codec: Codec, x: Tensor) -> Candidate:
-    """Encode a sample of x, fp32 [n], and scale up; exact if n is at most `SAMPLE_ELEMENTS`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A point of a codec's rate–distortion curve."""
 
-    Bits are those of the payload, after the entropy stage if there is one.
+    bits: int  # of the payload, after the entropy stage if there is one
+    error: float  # squared norm of the error
+
+
+def measure(codec: Codec, x: Tensor) -> Rate:
+    """Encode a sample of x, fp32 [n], and scale up; exact if n is at most `SAMPLE_ELEMENTS`.
 
     Raises:
         NonFiniteError: as encoding.
@@ -30,7 +36,7 @@ def measure(codec: Codec, x: Tensor) -> Candidate:
     lost = sample.clone()
     codec.decode_add_(payload, lost, -1.0, fragment)
     scale = x.numel() / sample.numel()
-    return Candidate(bits=math.ceil(8 * wire_bytes * scale), error=norm_sq(lost) * scale)
+    return Rate(bits=math.ceil(8 * wire_bytes * scale), error=norm_sq(lost) * scale)
 
 
 def _sample(x: Tensor) -> Tensor:
