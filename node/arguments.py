@@ -55,18 +55,10 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
 
 _NEEDED = frozenset(
     {
-        "coordinator",
-        "model",
-        "name",
-        "http",
-        "http_names",
-        "hook",
-        "save_every_rounds",
-        "save_optimizer",
-        "signals",
+        "coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds", "save_optimizer", "signals",
         "hang_timeout_s",
     }
-)
+)  # fmt: skip
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
 """arguments that may be functions, and their parameters"""
 

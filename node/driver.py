@@ -7,9 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
-from farloop.algo.spec import NodeId, RunSpec
-from farloop.algo.stages import Part
-from farloop.node.anchor_files import AnchorFiles
+from farloop.algo.spec import RunSpec
 from farloop.node.cluster import Decision
 from farloop.node.errors import RunOver, Unreachable
 from farloop.node.executor import Input, NodeExecutor
@@ -37,44 +35,17 @@ class Driver:
     """Rank 0: drives the executor from the training thread, and waits there where training has to."""
 
     def __init__(
-        self,
-        name: NodeId,
-        link: LinkThread,
-        state: NodeState,
-        fingerprint: str | None = None,
-        device: str = "",
-        tau: int | None = None,
-        holds: Part = None,
-        files: AnchorFiles | None = None,
-        save_every: int = 0,
-        *,
-        adapt_tau: bool | None = False,
-        can_evaluate: bool = True,
-        alone: bool = True,
+        self, link: LinkThread, state: NodeState, make: Callable[..., NodeExecutor], *, alone: bool = True
     ) -> None:
-        """Begins to dial. `alone`: the node has no other ranks, so nothing need be decided for several steps."""
+        """Begins to dial. `make`: given what the driver has itself. `alone`: the node has no other ranks, so nothing
+        need be decided for several steps."""
         self._alone, self._decided, self._decided_at = alone, 0, 0.0
         self.link, self._state = link, state
         self.on_wait: Callable[[], None] = lambda: None  # called again and again while training waits here
         self.failed = False  # an error has ended training, and the coordinator was told
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._worker = ThreadWorker("codec", self._inbox.put, yield_cores)
-        self.executor = NodeExecutor(
-            name,
-            inbox=self._inbox,
-            now=time.monotonic,
-            worker=self._worker,
-            link=link,
-            state=state,
-            fingerprint=fingerprint,
-            device=device,
-            tau=tau,
-            adapt_tau=adapt_tau,
-            holds=holds,
-            files=files,
-            save_every=save_every,
-            can_evaluate=can_evaluate,
-        )
+        self.executor = make(inbox=self._inbox, now=time.monotonic, worker=self._worker, link=link, state=state)
 
     def wait_for_spec(self) -> RunSpec:
         """Block until the coordinator has told the run. Raises RunOver: this node saw a run's end, and there is no

@@ -6,6 +6,7 @@ loop where `settle` says so; `sim/node.py` drives it in virtual time.
 """
 
 import logging
+import queue
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, assert_never
 
@@ -44,19 +45,6 @@ _IN_PLACE = bytearray()
 """Stands for the snapshot whose numbers the anchor already has: they were the first weights."""
 
 
-class Inbox(Protocol):
-    """Where other threads put events. `queue.SimpleQueue` is one; its `put` may also be called by a signal handler."""
-
-    def put(self, item: Input, /) -> None:
-        """Append, without waiting."""
-
-    def get_nowait(self) -> Input:
-        """The oldest one."""
-
-    def empty(self) -> bool:
-        """Whether there is none."""
-
-
 class Link(Protocol):
     """The node's link to the coordinator. Nothing here waits."""
 
@@ -91,7 +79,7 @@ class NodeExecutor:
         self,
         name: NodeId,
         *,
-        inbox: Inbox,
+        inbox: queue.SimpleQueue[Input],
         now: Callable[[], float],
         worker: Worker,
         link: Link,
@@ -111,7 +99,7 @@ class NodeExecutor:
 
         Args:
             name: of this node.
-            inbox: takes events from other threads.
+            inbox: takes events from other threads, and from signal handlers.
             now: monotonic seconds.
             worker: encodes deltas and writes residuals; it reports into `inbox`.
             link: the connection to the coordinator.
@@ -352,19 +340,10 @@ class NodeExecutor:
                 if item.residual_ratio is not None:
                     self.metrics.lost_by_codec(offer.blob.fragment, item.residual_ratio)
                 self._handle(ev.DeltaEncoded(offer=offer, offered=item.at_once))
-            case (
-                ev.StepDone()
-                | ev.OverlapChosen()
-                | ev.Received()
-                | ev.BlobArrived()
-                | ev.Disconnected()
-                | ev.DeltaEncoded()
-                | ev.AnchorMismatch()
-                | ev.DrainRequested()
-            ):
-                self._handle(item)
-            case _:
+            case _ if callable(item):
                 item()
+            case _:
+                self._handle(item)
 
     def _handle(self, event: ev.Event) -> None:
         machine, quiet, ahead = self.machine, 0, (0.0, 0.0)

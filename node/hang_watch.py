@@ -115,7 +115,8 @@ class HangWatch:
         told = cluster.gather([socket.gethostname(), secrets.token_hex(8)])
         self._hosts = [host for host, _ in told]
         # A connection of its own: one that waits for a key would hold up the beats.
-        self._store: Any = PrefixStore(f"farloop/watch/{told[0][1]}", _default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = PrefixStore(f"farloop/watch/{told[0][1]}", store.clone())
         self._beats = 0
         self._tell()
         cluster.all_agree(True)  # from here on all notes are there
@@ -214,10 +215,6 @@ class HangWatch:
     def _exit(self, code: int) -> NoReturn:
         logging.shutdown()
         os._exit(code)
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _collectives() -> Iterable[tuple[str, int]]:

@@ -614,20 +614,19 @@ def join(
         state = _counted(folder, cluster)
         if state is not None:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster), kept=folder / "link.json")
-            driver = Driver(
+            make = partial(
+                NodeExecutor,
                 node_id,
-                LinkThread(config),
-                state,
-                fingerprint,
-                cluster.describe(),
-                tau,
-                part,
-                files,
-                save_every_rounds,
+                fingerprint=fingerprint,
+                device=cluster.describe(),
+                tau=tau,
                 adapt_tau=adapt_tau,
+                holds=part,
+                files=files,
+                save_every=save_every_rounds,
                 can_evaluate=evaluate is not None,
-                alone=cluster.alone,
             )
+            driver = Driver(LinkThread(config), state, make, alone=cluster.alone)
             driver.on_wait = partial(watch.enter, WAITING)
             endpoint = serve(http, driver.executor.metrics, http_names) if http else None
         spec = cluster.share_spec(driver.wait_for_spec() if driver else None)

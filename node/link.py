@@ -43,10 +43,6 @@ class Traffic:
         return Traffic(self.up + other.up, self.down + other.down)
 
 
-def moved_by(session: Session) -> Traffic:
-    return Traffic(session.traffic.sent, session.traffic.received)
-
-
 # --- Bandwidth measurement
 #
 # The node sends and ends probes as the coordinator asks, and reports what arrived. Everything that arrives is a
@@ -323,7 +319,9 @@ class NodeLink:
     @property
     def moved(self) -> Traffic:
         past, session = self._traffic
-        return past + moved_by(session) if session is not None and session.traffic.connections else past
+        if session is None or not session.traffic.connections:
+            return past
+        return past + Traffic(session.traffic.sent, session.traffic.received)
 
     @property
     def num_lanes(self) -> int:

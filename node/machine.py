@@ -13,7 +13,7 @@ from typing import Literal, assert_never
 
 from farloop.algo.methods import screens_deltas
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RunSpec
 from farloop.algo.stages import Part, fault_of, is_source
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
@@ -231,7 +231,8 @@ class NodeMachine:
             case msg.Welcome():
                 self._welcomed(message)
             case msg.Start(round=plan, lease=lease, slot=slot) if self.stage == "ready":
-                self._start(plan, slot)
+                self.stage = "training"
+                self.schedule.start(plan, slot)
                 if lease:
                     self._do(ev.UseSamples(lease=lease))
             case msg.Grant(lease=lease):
@@ -274,10 +275,6 @@ class NodeMachine:
                     self.stage = "finished"
             case _:
                 pass  # the session's own business
-
-    def _start(self, plan: RoundPlan, slot: int) -> None:
-        self.stage = "training"
-        self.schedule.start(plan, slot)
 
     def _welcomed(self, welcome: msg.Welcome) -> None:
         if welcome.recalls:

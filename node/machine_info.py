@@ -5,10 +5,10 @@ import json
 import os
 import re
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 from farloop.monitoring import descriptors
 from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, NicKind, Source, trimmed
@@ -70,9 +70,6 @@ class SysfsReader:
 
     def exists(self, place: str) -> bool:
         return os.path.lexists(self.path(place))
-
-    def may_use(self, place: str) -> bool:
-        return os.access(self.path(place), os.R_OK | os.W_OK)
 
     def _missed(self, place: str, error: OSError) -> None:
         if error.errno not in _EMPTY:
@@ -201,13 +198,10 @@ def _networks(text: str) -> dict[str, LabelSource]:
     for network in networks if isinstance(networks, list) else []:
         if isinstance(network, dict) and (interface := network.get("interface")):
             found[str(interface)] = LabelSource(
-                addresses=_strings(network.get("ips")), network=str(network.get("name", ""))
+                addresses=tuple(map(str, ips)) if isinstance(ips := network.get("ips"), list) else (),
+                network=str(network.get("name", "")),
             )
     return found
-
-
-def _strings(values: Any) -> tuple[str, ...]:
-    return tuple(map(str, values)) if isinstance(values, list) else ()
 
 
 def _handed_out(environ: Mapping[str, str]) -> dict[str, str]:
@@ -300,7 +294,11 @@ def look(
         operator: what the settings say, by card or network device: believed before all others.
         memlock_bytes: how much memory this process may lock; None for without bound.
     """
-    ports = list(_ports(tree, memlock_bytes))
+    ports = [
+        _port(tree, device, port, memlock_bytes)
+        for device in tree.names(_INFINIBAND)
+        for port in tree.names(f"{_INFINIBAND}/{device}/ports")
+    ]
     taken = {port.netdev for port in ports if port.netdev}
     plain = [
         draft
@@ -335,12 +333,6 @@ def _tell(drafts: list[_Draft], name: str, told: LabelSource, source: Source) ->
 
 
 # --- Cards with RDMA
-
-
-def _ports(tree: SysfsReader, memlock_bytes: int | None) -> Iterable[_Draft]:
-    for device in tree.names(_INFINIBAND):
-        for port in tree.names(f"{_INFINIBAND}/{device}/ports"):
-            yield _port(tree, device, port, memlock_bytes)
 
 
 def _port(tree: SysfsReader, device: str, port: str, memlock_bytes: int | None) -> _Draft:
@@ -391,7 +383,7 @@ def _unusable(tree: SysfsReader, device: str, memlock_bytes: int | None) -> str:
     verbs = [name for name in tree.names(_VERBS) if tree.text(f"{_VERBS}/{name}/ibdev") == device]
     if not verbs or not tree.exists(f"dev/infiniband/{verbs[0]}"):
         return "its device file is not here; hand /dev/infiniband to the container"
-    if not tree.may_use(f"dev/infiniband/{verbs[0]}"):
+    if not os.access(tree.path(f"dev/infiniband/{verbs[0]}"), os.R_OK | os.W_OK):
         return f"/dev/infiniband/{verbs[0]} may not be opened"
     if memlock_bytes is not None and memlock_bytes < _LOCKED:
         return f"only {memlock_bytes >> 10} KiB of memory may be locked; raise memlock, or grant IPC_LOCK"
@@ -488,9 +480,10 @@ class OperatorLabels:
 
 def limits(tree: SysfsReader) -> Limits:
     congestion = tree.text(f"{_SYSTEM}/ipv4/tcp_congestion_control")
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Limits(
         memory_bytes=_memory(tree),
-        memlock_bytes=_bound(resource.RLIMIT_MEMLOCK),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         nofile=descriptors.limit(),
         nofile_hard=descriptors.hard_limit(),
         receive_bytes=_largest(tree, "tcp_rmem"),
@@ -523,11 +516,10 @@ def look_around(
     tree = SysfsReader(root)
     labels, allowed = read_labels(tree, environ), limits(tree)
     nics = look(tree, labels=labels.nics, operator=operator.nics, memlock_bytes=allowed.memlock_bytes)
-    site, site_from = _site(operator, labels)
     return trimmed(
         Inventory(
-            site=site,
-            site_from=site_from,
+            site=operator.site or labels.site,
+            site_from="operator" if operator.site else "annotation" if labels.site else "",
             address=operator.address,
             nics=nics,
             devices=devices,
@@ -542,23 +534,12 @@ def look_around(
     )
 
 
-def _site(operator: OperatorLabels, labels: Labels) -> tuple[str, Source | Literal[""]]:
-    if operator.site:
-        return operator.site, "operator"
-    return (labels.site, "annotation") if labels.site else ("", "")
-
-
 def _memory(tree: SysfsReader) -> int | None:
     """Memory of the machine or of the container."""
     lines = (line.split() for line in tree.text("proc/meminfo").splitlines())
     total = next((int(line[1]) * _KIB for line in lines if line[:1] == ["MemTotal:"] and line[1].isdecimal()), None)
     group = next((bound for place in _CGROUPS if (bound := tree.number(place)) is not None), None)
     return min((size for size in (total, group) if size), default=None)
-
-
-def _bound(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _largest(tree: SysfsReader, name: str) -> int | None:

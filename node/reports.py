@@ -77,22 +77,17 @@ class TimeAccount:
 
     def __init__(self) -> None:
         self._seconds: dict[Activity, float] = dict.fromkeys(("training", "farloop", "blocked", "evaluation"), 0.0)
-        self._activity: Activity | None = None
+        self.activity: Activity | None = None  # the current one; None before the first step and after the last
         self._since = 0.0
-
-    @property
-    def activity(self) -> Activity | None:
-        """The current activity; None before the first step and after the last."""
-        return self._activity
 
     def turn(self, activity: Activity | None, now: float) -> None:
         """Switch to another activity; None stops counting."""
-        if self._activity is not None:
-            self._seconds[self._activity] += now - self._since
-        self._activity, self._since = activity, now
+        if self.activity is not None:
+            self._seconds[self.activity] += now - self._since
+        self.activity, self._since = activity, now
 
     def seconds(self, activity: Activity, now: float) -> float:
-        running = now - self._since if activity == self._activity else 0.0
+        running = now - self._since if activity == self.activity else 0.0
         return self._seconds[activity] + running
 
     def all_seconds(self, now: float) -> dict[Activity, float]:
@@ -135,15 +130,9 @@ class StageLog:
                 told = machine.epoch, machine.stage, machine.schedule.round
                 _log.info("session open epoch=%d stage=%s round=%d", *told)
         if machine.stage != self._stage:
-            before, self._stage = self._stage, machine.stage
-            _log.info(
-                "stage is=%s was=%s round=%d step=%d why=%r",
-                machine.stage,
-                before,
-                machine.schedule.round,
-                machine.schedule.step,
-                _WHY[machine.stage],
-            )
+            moved, at = (machine.stage, self._stage), machine.schedule
+            _log.info("stage is=%s was=%s round=%d step=%d why=%r", *moved, at.round, at.step, _WHY[machine.stage])
+            self._stage = machine.stage
 
 
 # --- Hello, Progress and the farewell

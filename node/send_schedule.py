@@ -259,11 +259,6 @@ class OverlapChooser:
 class LeaseExhausted(Exception):
     """A node wants more samples than it still holds: wait for a grant."""
 
-    def __init__(self, *, wanted: int, remaining: int) -> None:
-        super().__init__(f"{wanted} samples wanted, {remaining} left of the leases")
-        self.wanted = wanted
-        self.remaining = remaining
-
 
 class LeaseCursor:
     """The leases of one incarnation. The coordinator grants again what it left."""
@@ -273,7 +268,7 @@ class LeaseCursor:
         self._used = 0  # samples consumed of the first
         self._behind: deque[Lease] = deque(maxlen=USED_KEPT)
         """The last that are: to notice a sample that is granted twice."""
-        self._watermark = 0
+        self.watermark = 0  # samples consumed since the start of the incarnation
 
     @property
     def remaining(self) -> int:
@@ -294,16 +289,11 @@ class LeaseCursor:
         """One past the last sample of all leases that are known."""
         return max((lease.start + lease.count for lease in (*self._behind, *self._ahead)), default=0)
 
-    @property
-    def watermark(self) -> int:
-        """Samples consumed since the start of the incarnation."""
-        return self._watermark
-
     def begin_again(self) -> None:
         """Drop every lease: the coordinator knows none of them, and grants anew."""
         self._ahead.clear()
         self._behind.clear()
-        self._used = self._watermark = 0
+        self._used = self.watermark = 0
 
     def grant(self, lease: Lease) -> None:
         """Append a lease; one that is held already is sent again after a broken session and changes nothing.
@@ -344,7 +334,7 @@ class LeaseCursor:
     def take(self, n: int) -> list[int]:
         """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
         if n > self.remaining:
-            raise LeaseExhausted(wanted=n, remaining=self.remaining)
+            raise LeaseExhausted(f"{n} samples wanted, {self.remaining} left of the leases")
         positions: list[int] = []
         while len(positions) < n:
             lease = self._ahead[0]
@@ -355,5 +345,5 @@ class LeaseCursor:
             if self._used == lease.count:
                 self._behind.append(self._ahead.popleft())
                 self._used = 0
-        self._watermark += n
+        self.watermark += n
         return positions

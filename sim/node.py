@@ -1,7 +1,7 @@
 """One start of a node in virtual time: drives the real executor, with a learner whose inner steps take virtual time."""
 
+import queue
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -32,21 +32,15 @@ _LOOKS_S = 0.02  # seconds between two looks at whether the good-bye is through
 HOP_S: Final = 0.0005  # from the training thread to the link's
 
 
-class _Inbox(deque[Input]):
+class _Inbox(queue.SimpleQueue[Input]):
     """The executor's inbox. Virtual time has one thread, so an event is taken as soon as no inner step is under way."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def put(self, item: Input) -> None:
-        self.append(item)
+    def put(self, item: Input, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
         self._wake()
-
-    def get_nowait(self) -> Input:
-        return self.popleft()
-
-    def empty(self) -> bool:
-        return not self
 
 
 class SimulatedLink:

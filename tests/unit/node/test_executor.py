@@ -6,6 +6,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,7 +119,7 @@ class Play:
         self.saved: msg.SavedAnchors | None = None
         state = NodeState.claim(folder)
         if driven:
-            self.driver = Driver(A, cast(LinkThread, self.link), state)
+            self.driver = Driver(cast(LinkThread, self.link), state, partial(NodeExecutor, A))
             self.executor = self.driver.executor
         else:
             inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()

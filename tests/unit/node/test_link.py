@@ -14,7 +14,7 @@ from tcp_infos import resent
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.node.link import LOOK_S, Downloads, NodeLink, Probing, Traffic, moved_by
+from farloop.node.link import LOOK_S, Downloads, NodeLink, Probing, Traffic
 from farloop.node.zmq_dealer import LinkConfig, read_known, write_known
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
@@ -337,7 +337,7 @@ def test_every_byte_of_a_session_is_of_one_kind_and_direction_and_those_of_all_a
     traffic.received_blobs[BlobKind.SNAPSHOT].add(50_000)
     traffic.sent_blobs[BlobKind.SNAPSHOT].add(600_000)
     traffic.stray.add(7_000_000)
-    moved = moved_by(session)
+    moved = Traffic(traffic.sent, traffic.received)
     assert moved.up == BytesByKind(delta=20, snapshot=600_000, probe=5, control=1)
     assert moved.down == BytesByKind(update=4_000, snapshot=50_000, control=7_000_300)
     assert (moved.up + moved.down).state == 650_005
