@@ -5,6 +5,7 @@ It writes the same TOML files, starts the same commands and reads the same pages
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -31,10 +32,12 @@ from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.monitoring.status import Status, dumps
+from farloop.monitoring.units import loss_text
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 
+BASELINE = "data-parallel"
 POLL_S = 0.5
 PAGE_TIMEOUT_S = 2.0
 START_S = 60.0  # time limit for the coordinator's first answer
@@ -179,8 +182,39 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)
     summary = summarise(status, plan.out / "state" / "metrics.jsonl", planned.spec, loss_start=start, loss_end=end)
+    if plan.run.method != BASELINE:
+        _add_baseline(summary, plan)
     write_output(plan.out / "summary.json", dumps(summary, indent=1))
     metrics = plan.out / "metrics.jsonl"
     with suppress(FileExistsError):
         metrics.symlink_to(Path("state") / "metrics.jsonl")
     return summary
+
+
+def _add_baseline(summary: Summary, plan: DemoPlan) -> None:
+    """The loss of data parallel, if the run beside this one that measures it is finished; else how to run it."""
+    folder, run = plan.out.with_name(f"{plan.out.name}-{BASELINE}"), plan.run
+    kept = folder / "summary.json"
+    if kept.is_file():
+        theirs, other = json.loads(kept.read_text()), _load(folder)
+        if (
+            other.run.method == BASELINE
+            and _same(plan, other)
+            and theirs["val_loss_start"] == summary["val_loss_start"]
+        ):
+            loss = float(theirs["val_loss_end"])
+            summary["baseline_loss"] = loss
+            summary["baseline"] = f"{loss_text(loss)} after the same steps on the same data, measured in {folder}"
+            return
+        summary["baseline"] = f"not measured: {folder} holds a run of other settings"
+        return
+    words = ["farloop", "demo", "--method", BASELINE, "--nodes", run.nodes, "--steps", run.steps, "--model", run.model]
+    words += ["--seed", run.seed, *(("--data", plan.data.path) if plan.data.path else ()), "--out", folder]
+    again = shlex.join(["farloop", "demo", "--resume", str(plan.out)])
+    summary["baseline"] = f"not measured; to compare: {shlex.join(map(str, words))} && {again}"
+
+
+def _same(one: DemoPlan, other: DemoPlan) -> bool:
+    """Whether they train one model with the same data, but for the method."""
+    own = dict.fromkeys(("method", "codec_up", "codec_down", "h"))
+    return _plain(one.run) | own == _plain(other.run) | own and _plain(one.data) == _plain(other.data)

@@ -49,7 +49,7 @@ def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> 
     page = template("farloop.cli", "report.html").render(
         title=title,
         summary=cleaned(summary),
-        loss=loss_figure(history),
+        loss=loss_figure(history, summary.get("baseline_loss")),
         traffic=traffic_figure(history, summary["parameters"], summary["reduction"]),
         node_table=_node_table(cleaned(summary)["node_table"]),
         occurrences=cleaned([(duration_text(one.t), one.text) for one in history.occurrences]),
@@ -107,8 +107,11 @@ _SERIES = tuple(_PLACEHOLDERS[role] for role in _ROLES[4:])
 _STYLE = style(ink=_INK, muted=_MUTED, grid=_GRID, font_size=11) | {"axes.grid.axis": "y"}
 
 
-def loss_figure(history: History) -> Markup:
-    """Training loss of every node and validation loss, against the tokens of all nodes; empty without data."""
+def loss_figure(history: History, baseline: float | None = None) -> Markup:
+    """Training loss of every node and validation loss, against the tokens of all nodes; empty without data.
+
+    `baseline`: the validation loss at the end of a data-parallel run.
+    """
     if not history.losses and not history.evaluations:
         return Markup()
     with mpl.rc_context(_STYLE):
@@ -117,6 +120,8 @@ def loss_figure(history: History) -> Markup:
         if history.evaluations:
             tokens, losses = zip(*thinned(history.evaluations, MAX_POINTS), strict=True)
             axes.plot(tokens, losses, color=_INK, linewidth=2.2, marker="o", markersize=4, label="validation", zorder=5)
+        if baseline is not None:
+            axes.axhline(baseline, color=_MUTED, linewidth=1.5, linestyle="--", label="data parallel at its end")
         axes.set_xlabel("tokens, all nodes together")
         ticks(axes.xaxis, None, lambda value: _short(count_text(value)))
         axes.set_xlim(left=0)
@@ -156,9 +161,7 @@ def _traffic_curves(moments: Sequence[Traffic], parameters: int) -> list[Curve]:
     data_parallel = [DATA_PARALLEL_BYTES * parameters * moment.inner_steps for moment in moments]
     curves: list[Curve] = [
         ("fp32 data parallel", data_parallel, _MUTED, "--", 2.0),
-        # Up and down lie almost on each other: the one below is the wider.
-        ("up", [moment.bytes_up for moment in moments], _SERIES[0], "-", 4.5),
-        ("down", [moment.bytes_down for moment in moments], _SERIES[2], "-", 1.8),
+        ("up and down", [moment.bytes_up + moment.bytes_down for moment in moments], _SERIES[0], "-", 2.2),
     ]
     if moments[-1].bytes_state:
         curves.append(("snapshots, probes", [moment.bytes_state for moment in moments], _SERIES[3], "-", 1.8))

@@ -191,6 +191,8 @@ class Summary(TypedDict):
 
     val_loss_start: float | None
     val_loss_end: float | None
+    baseline_loss: NotRequired[float]  # validation loss at the end of a data-parallel run of the same settings
+    baseline: NotRequired[str]  # in words: that loss and where it was measured, or how to measure it
     tokens: int
     inner_steps: int  # over all starts of all nodes
     merged_steps: int  # of them those that count for `reduction`: not lost, and not done twice
@@ -230,6 +232,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     length = f"H {summary['h']}, {summary['steps']:,} steps"
     return [
         ("validation loss", f"{loss_text(summary['val_loss_start'])} → {loss_text(summary['val_loss_end'])}"),
+        *([("data parallel's loss", summary["baseline"])] if "baseline" in summary else []),
         ("sent over the links", f"{size_text(summary['bytes_total'])}: {each_way}"),
         ("of these", bytes_text(summary["bytes_by_kind"])),
         ("fp32 data parallel would send", size_text(summary["bytes_data_parallel_fp32"])),

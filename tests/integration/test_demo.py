@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from loopback import FARLOOP, TEXT, NewRun, Run, environment
@@ -45,6 +47,28 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert (out / "model.safetensors").exists()
     assert_stands_alone((out / "report.html").read_text())
     assert_resuming_changes_nothing(out, summary, tmp_path)
+    assert_the_baseline_is_what_was_measured(out, summary, tmp_path)
+
+
+def assert_the_baseline_is_what_was_measured(out: Path, summary: dict[str, Any], folder: Path) -> None:
+    """The command that the report names, and then the report, which takes no run of other settings."""
+    said, _, commands = summary["baseline"].partition("; to compare: ")
+    assert said == "not measured" and "baseline_loss" not in summary
+
+    def run(command: str) -> dict[str, Any]:
+        words = [sys.executable, *FARLOOP, *shlex.split(command)[1:], "--json"]
+        done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return cast(dict[str, Any], json.loads(done.stdout))
+
+    measure, again = commands.split(" && ")
+    baseline, told = run(measure), run(again)
+    assert baseline["method"] == "data-parallel" and "baseline" not in baseline
+    assert told["baseline_loss"] == baseline["val_loss_end"]
+    other = out.with_name(f"{out.name}-data-parallel") / "demo.json"
+    other.write_text(other.read_text().replace('"seed": 0', '"seed": 1'))
+    told = run(again)
+    assert "holds a run of other settings" in told["baseline"] and "baseline_loss" not in told
 
 
 def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folder: Path) -> None:

@@ -158,6 +158,18 @@ def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every
     assert again == tmp_path / "report.html" and again.read_text(encoding="utf-8") == html
 
 
+def test_a_report_has_the_loss_of_data_parallel_where_it_was_measured_and_one_line_of_bytes(tmp_path: Path) -> None:
+    told = {"baseline": "2.412 after the same steps, measured in x", "baseline_loss": 2.412}
+    pages = [write_report(tmp_path, summary(**more), metrics(tmp_path), "x").read_text()
+             for more in (told, {"baseline": "not measured; to compare: farloop demo"}, {})]  # fmt: skip
+    measured, unmeasured, of_data_parallel = (Page(page).text for page in pages)
+    assert "5.500 at the start, data parallel 2.412" in measured and told["baseline"] in measured
+    assert "data parallel at its end" in pages[0] and "data parallel at its end" not in pages[1]
+    assert "data parallel not measured" in unmeasured and "to compare: farloop demo" in unmeasured
+    assert "data parallel's loss" not in of_data_parallel
+    assert "up and down" in pages[0] and "702 kB up and 702 kB down" in measured, "drawn apart they covered each other"
+
+
 def test_the_report_loads_nothing(html: str) -> None:
     addresses = set(re.findall(r"https?://[^\s\"'<>)]*", html))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
