@@ -329,8 +329,7 @@ class NodeLink:
         return len(self._bulk_open)
 
     def send(self, message: msg.Message) -> None:
-        """Queue a message; dropped where no session is open: the next handshake tells all that matters. So is one that
-        the session's version of the protocol does not have."""
+        """Queue a message; dropped where no session is open: the next handshake tells all that matters."""
         self._send(message)
         self._advance()
 

@@ -73,11 +73,6 @@ def test_any_tensors_are_cut_in_order_and_within_the_limit(shapes: list[list[int
         assert all(torch.equal(view(flat, slot), rows_of(values[slot.name], slot)) for slot in fragment.tensors)
 
 
-def test_a_layout_without_a_split_tensor_has_the_digest_it_always_had() -> None:
-    layout = partition([("h.0.w", (4, 4)), ("h.1.w", (4, 4)), ("head", (8,))], pattern="strided", blocks_per_fragment=1)
-    assert layout.digest() == "164f0d545142cd9e"
-
-
 def test_one_row_above_the_limit_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"one row of the tensor 'a' has \d+ elements with padding; tensors are split"):
         partition([("a", (2, MAX_FRAGMENT_ELEMENTS + 1))], pattern="whole")
