@@ -44,7 +44,7 @@ def export(
 
     Example: farloop export out/model --state state --dtype bfloat16 --tokenizer llama/
     """
-    from farloop.coordinator.storage.state_reader import state_folder
+    from farloop.coordinator.storage.files import state_folder
 
     state_folder(state)
     import torch
@@ -106,7 +106,7 @@ def evaluate(
 
     Example: farloop eval --state state --data tokens.bin
     """
-    from farloop.coordinator.storage.state_reader import state_folder
+    from farloop.coordinator.storage.files import state_folder
 
     state_folder(state)
     import torch

@@ -120,7 +120,7 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
     """
     from dataclasses import asdict
 
-    from farloop.coordinator.storage.state_reader import state_folder
+    from farloop.coordinator.storage.files import state_folder
 
     state_folder(state)
     from farloop.coordinator.storage.verify import verify
@@ -175,14 +175,14 @@ def salvage_journal(
 
     Example: farloop journal salvage --state state --write
     """
-    from farloop.coordinator.storage.state_reader import journal_folder, state_folder
+    from farloop.coordinator.storage.files import state_folder
 
     if folder is not None and state is not None:
         raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
     directory = state_folder(folder or state or STATE)
     from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
+    from farloop.coordinator.storage.state_reader import journal_folder
 
-    state_folder(directory)
     finished = finish(directory) if write and is_unfinished(directory) else None
     journal_folder(directory)
     found = salvage(directory)
@@ -241,9 +241,10 @@ def replay_journal(
 
     Example: farloop journal replay 800:812 --fragment 0
     """
-    from farloop.coordinator.storage.state_reader import read_journal, state_folder, steadily
+    from farloop.coordinator.storage.files import state_folder
 
     state_folder(state)
+    from farloop.coordinator.storage.state_reader import read_journal, steadily
     from farloop.coordinator.storage.verify import replay, span
 
     def look() -> "list[ReplayResult]":

@@ -11,8 +11,6 @@ from typing import cast
 from rich.console import Console
 
 from farloop.cli.options import STATE
-from farloop.cli.progress import Display
-from farloop.cli.status_view import draw, draw_network
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import address_of
 from farloop.monitoring.healthcheck import open_page
@@ -87,17 +85,23 @@ def page_of(url: str) -> str:
 
 
 def show(status: Status, console: Console) -> None:
+    from farloop.cli.status_view import draw
+
     status, (width, height) = cleaned(status), console.size
     console.print(draw(view_of(status), width=width, max_nodes=max(height, 40)))
 
 
 def show_network(status: Status, console: Console) -> None:
+    from farloop.cli.status_view import draw_network
+
     console.print(draw_network(cleaned(status)))
 
 
 def watch(url: str, console: Console) -> None:
     """Show the status live until the coordinator ends, or Ctrl-C."""
     status = cleaned(fetch(url))
+    from farloop.cli.progress import Display
+
     with Display(console) as display:
         while True:
             display.update(status)

@@ -21,7 +21,7 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
 
 def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
     """The coordinator's answer to a request. Raises CommandError, NoFolder."""
-    from farloop.coordinator.storage.state_reader import state_folder
+    from farloop.coordinator.storage.files import state_folder
 
     state_folder(state)
     try:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from farloop.coordinator.decide.revising import NotNow
+from farloop.coordinator.errors import NotNow
 from farloop.monitoring.status import dumps
 
 _log = logging.getLogger(__name__)

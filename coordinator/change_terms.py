@@ -19,7 +19,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import MOST, AdoptionSettings
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.decide.revising import NotNow, described
+from farloop.coordinator.decide.revising import described
+from farloop.coordinator.errors import NotNow
 from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
 from farloop.monitoring.status import dumps
 from farloop.quant.codec_checks import check_codecs, check_downlink

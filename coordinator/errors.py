@@ -1,5 +1,6 @@
 """What can go wrong with the coordinator's durable state, and with its machine.
 
+NotNow                 a request is valid and the run's state does not allow it; nothing was changed
 MachineBroken          an unexpected error left the machine half changed; exit and recover
 
 StorageError
@@ -25,6 +26,10 @@ _SALVAGE: Final = (
     "farloop journal salvage --state DIR says what can be saved and changes nothing; files of another format "
     "version are read by the farloop that wrote them"
 )
+
+
+class NotNow(ValueError):
+    """The request is valid, but the state of the run does not allow it; one sentence."""
 
 
 class MachineBroken(Exception):

@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from farloop.runtime.ports import Action, T, Timer
 
 
@@ -113,6 +111,8 @@ def write_direct(descriptor: int, data: memoryview, offset: int) -> int:
     """
     if sys.platform != "linux":
         return 0
+    import numpy as np  # a tenth of a second, for commands that write nothing
+
     flags, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

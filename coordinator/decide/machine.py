@@ -18,11 +18,12 @@ from farloop.coordinator.decide.adoption import Adoption, AdoptionSettings
 from farloop.coordinator.decide.closing import QUARANTINE, Closing, ParticipationCheck, StragglerGrace
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
-from farloop.coordinator.decide.revising import NotNow, revision_of
+from farloop.coordinator.decide.revising import revision_of
 from farloop.coordinator.decide.rollback import RollbackGuard, of_this_run
 from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.errors import NotNow
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 

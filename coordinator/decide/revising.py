@@ -14,12 +14,9 @@ from farloop.algo.spec import NodeId, Revision, RoundPlan
 from farloop.algo.terms import Terms
 from farloop.algo.validation import OF_NODES
 from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.errors import NotNow
 
 MOST: Final = 64  # revisions that are kept at a time: all of them are in every Welcome
-
-
-class NotNow(ValueError):
-    """The request is valid, but the state of the run does not allow it; one sentence."""
 
 
 def revision_of(

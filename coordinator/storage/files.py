@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
+from farloop.coordinator.errors import DiskFull, NoDescriptor, NoFolder, NoRoom, ReadOnly, StateLocked, StorageFailed
 from farloop.monitoring.descriptors import with_spare
 from farloop.runtime.system import DIRECT_BYTES, DIRECT_PAGE, write_direct
 
@@ -462,6 +462,13 @@ class OsFiles(Files):
 
 
 DISK = OsFiles()  # the default
+
+
+def state_folder(directory: Path, files: Files = DISK) -> Path:
+    """The folder. Raises NoFolder: there is none."""
+    if not files.is_directory(directory):
+        raise NoFolder(directory)
+    return directory
 
 
 class _Reader(io.RawIOBase):

@@ -12,20 +12,14 @@ from typing import TypeVar
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import Record
-from farloop.coordinator.errors import Inconsistent, NoFolder, StateMismatch, StorageError
-from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.errors import Inconsistent, StateMismatch, StorageError
+from farloop.coordinator.storage.files import DISK, Files, state_folder
 from farloop.coordinator.storage.segment import Attachment, Entry, read_attachment, read_segments, refuse_half_salvaged
 
 _T = TypeVar("_T")
 
 LOOK_AGAIN_S = 0.2  # after which a record that was being written is whole
 _LOOKS = 20  # at something that is different every time; a journal that is written this fast has a live coordinator
-
-
-def state_folder(directory: Path, files: Files = DISK) -> Path:
-    if not files.is_directory(directory):
-        raise NoFolder(directory)
-    return directory
 
 
 def journal_folder(directory: Path, files: Files = DISK) -> Path:

@@ -11,7 +11,7 @@ from command_line import error_line, farloop, found
 
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.admin import AdminSocket
-from farloop.coordinator.decide.revising import NotNow
+from farloop.coordinator.errors import NotNow
 
 CHANGES = [
     {"key": "h", "before": 30, "after": 60, "from": "round 9"},

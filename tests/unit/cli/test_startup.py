@@ -31,10 +31,10 @@ for words in json.load(sys.stdin):
 """
 
 
-def answered(lines: list[str], folder: Path) -> list[tuple[str, int, list[str], str]]:
+def answered(lines: list[str], folder: Path, heavy: list[str] = HEAVY) -> list[tuple[str, int, list[str], str]]:
     """Of each command line, all in one process: words, exit code, heavy modules that are loaded then, output."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT % HEAVY],
+        [sys.executable, "-c", SCRIPT % heavy],
         input=json.dumps([line.split() for line in lines]),
         cwd=folder,
         capture_output=True,
@@ -117,3 +117,12 @@ def test_wrong_usage_and_settings_import_nothing_heavy(tmp_path: Path) -> None:
         assert (code, loaded) == (2, []), (line, said)
         assert "this is a bug" not in said and said.strip(), line
     assert len(told) == len(REFUSED)
+
+
+def test_a_missing_state_folder_is_named_before_the_parts_of_the_coordinator_are_loaded(tmp_path: Path) -> None:
+    commands = ("journal verify", "journal salvage", "journal replay", "set h=3", "release", "export out", "status")
+    heavy = [*HEAVY, "numpy", "farloop.coordinator.decide.ledger", "farloop.wire.messages"]
+    told = answered([f"{command} --state none" for command in commands], tmp_path, heavy)
+    assert [(line, code, loaded) for line, code, loaded, _ in told] == [
+        (f"{command} --state none", 2, []) for command in commands
+    ]

@@ -23,8 +23,8 @@ from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.deadlines import ALARM_SHARE, FIRST_S, FLOOR_S
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import Evaluations
-from farloop.coordinator.decide.revising import NotNow
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
+from farloop.coordinator.errors import NotNow
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
