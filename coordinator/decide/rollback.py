@@ -53,6 +53,11 @@ _WAYS_OUT: Final = (
     "this node is wrong and others have seen nothing newer, farloop release, which goes on without it"
 )
 
+_IF_NEW: Final = (
+    "this state folder is new: if you deleted the old one on purpose, start once with --rewind, or end all and delete "
+    "the nodes' state folders (state_dir in NODE.toml) too; if not, "
+)
+
 IF_RIGHT: Final = (
     "if it is right, stop the coordinator and put the newer state folder back, or start once with --adopt-from-nodes"
 )
@@ -154,7 +159,10 @@ class RollbackGuard:
             if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
                 self._held_at = now if self._run.held is None else self._held_at
                 self._run.held = f"node {node} {standing.detail}"
-                self._ways_out = _WAYS_OUT.format(_IF_HELD if hello.anchors or hello.announced else _IF_ONLY_MET)
+                known = hello.anchors or hello.announced
+                self._ways_out = _WAYS_OUT.format(_IF_HELD if known else _IF_ONLY_MET)
+                if known and not any(self._ledger.versions):
+                    self._ways_out = _IF_NEW + self._ways_out
                 self._alarms[ALARM] = f"the run is held: {self._run.held}; {self._ways_out}"
         else:
             self._disbelieved.discard(node)

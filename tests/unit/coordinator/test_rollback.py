@@ -141,6 +141,12 @@ def test_the_ways_out_of_a_hold_are_those_that_help(guard: Guard, ledger: Ledger
     guard = Guard(ledger)
     guard.says("a", hello(epoch_seen=9, anchors=(), round=None), 2.0)
     assert "adopt" not in guard.alarms[ALARM] and "delete the nodes' state folders" in guard.alarms[ALARM]
+    ledger.versions = [0, 0]
+    guard = Guard(ledger)
+    guard.says("a", AHEAD, 2.0)
+    _, _, ways = guard.alarms[ALARM].partition("; ")
+    assert ways.startswith("this state folder is new: if you deleted the old one on purpose, start once with --rewind")
+    assert "delete the nodes' state folders" in ways and "looks like an old copy" in ways
 
 
 def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(guard: Guard) -> None:
