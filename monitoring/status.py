@@ -6,7 +6,8 @@ Plain dictionaries, because different processes write and read them as JSON. Sta
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 STATUS_FILE = "status.json"  # in the state folder: the last status of a coordinator that ended in order
 
@@ -411,6 +412,15 @@ class DecisionEvent(TypedDict):
     norm: NotRequired[float]  # of the merged delta
     merge_s: NotRequired[float]
     journal_s: NotRequired[float]
+
+
+def finished_run(folder: Path) -> RunStatus | None:
+    """The run of the status in a state folder, if it is finished; None otherwise, also where no status can be read."""
+    try:
+        run = json.loads((folder / STATUS_FILE).read_bytes())["run"]
+        return cast(RunStatus, run) if run["state"] == "finished" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # --- JSON

@@ -37,6 +37,7 @@ from farloop.monitoring.status import (
     WatchStatus,
     WindowStatus,
     dumps,
+    finished_run,
     finite_or_none,
     not_finite,
 )
@@ -71,6 +72,7 @@ class Observer(executor.Observer):
         self._started = time.monotonic()
         self._training_since: float | None = None
         self._finished_at: float | None = None
+        self._began_finished = store.ledger.finished
         self._timeline = MetricsLog(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
@@ -94,7 +96,10 @@ class Observer(executor.Observer):
         self._metrics.close()
 
     def save_status(self, path: Path) -> None:
-        """Write the status to a file; a failure is only logged."""
+        """Write the status to a file; a failure is only logged. A start after the run's end knows less than the one
+        that ended it, whose status stays."""
+        if self._began_finished and finished_run(path.parent):
+            return
         try:
             with DISK.replacing(path) as temporary:
                 temporary.write_bytes(self.status_json)

@@ -406,6 +406,24 @@ def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, mon
     assert path.read_bytes() == scene.observer.status_json != before
 
 
+def test_a_start_after_the_end_keeps_the_status_of_the_one_that_ended_the_run(
+    scene: Scene, reopen: Callable[[], Scene]
+) -> None:
+    path = scene.file.with_name("status.json")
+    scene.join(A)
+    scene.store.ledger.finished = scene.machine.ledger.finished = True
+    scene.refresh()
+    scene.observer.save_status(path)
+    ended = path.read_bytes()
+    again = reopen()
+    assert not again.refresh()["nodes"]
+    again.observer.save_status(path)
+    assert path.read_bytes() == ended
+    path.write_text('{"run": {"state": "training"}}')  # the one that ended the run was killed before it told
+    again.observer.save_status(path)
+    assert path.read_bytes() == again.observer.status_json
+
+
 def test_the_time_of_a_resumed_run_goes_on_behind_a_torn_line(scene: Scene, reopen: Callable[[], Scene]) -> None:
     scene.join(A)
     scene.now += 30.0
