@@ -23,6 +23,7 @@ from farloop.algo.terms import Terms
 from farloop.config.exit_codes import CommandError, ExitCode, say_error
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
+from farloop.coordinator.admin import over
 from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.decide.adoption import AdoptionSettings
@@ -233,10 +234,8 @@ def open_run(
     if store.ledger.finished and wanted > kept:
         store.close()
         raise CommandError(
-            f"{directory} holds run {plan.spec.identity.name}, which is finished after {kept} steps, and the file asks "
-            f"for {wanted}; to train on, begin another run from its weights: [run] init = "
-            f'"{directory / "model.safetensors"}", with a folder of its own (--state DIR). A run that has not ended '
-            f"takes more steps by farloop set steps={wanted}",
+            f"the file asks for {wanted} steps: {over(plan.spec.identity.name, kept, directory)}. A run that has not "
+            f"ended takes more steps by farloop set steps={wanted}",
             ExitCode.REFUSED,
         )
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):

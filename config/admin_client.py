@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from farloop.config.exit_codes import CommandError, ExitCode
-from farloop.coordinator.admin import NAME, ask
+from farloop.coordinator.admin import NAME, ask, over
+from farloop.monitoring.status import finished_run
 
 TIMEOUT_S = 60.0  # time limit for an answer, which comes once the change is durable
 
@@ -32,6 +33,8 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
             ExitCode.UNREACHABLE,
         ) from error
     except (OSError, ValueError) as error:
+        if run := finished_run(state):
+            raise CommandError(over(run["name"], run["steps"], state), ExitCode.REFUSED) from error
         what = getattr(error, "strerror", None) or str(error)
         raise CommandError(
             f"no coordinator at {state / NAME}: {what.lower()}; is one running on this folder?", ExitCode.UNREACHABLE

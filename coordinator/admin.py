@@ -98,6 +98,14 @@ class AdminSocket:
             return {"error": str(error), "not_now": False}
 
 
+def over(name: str, steps: int, folder: Path) -> str:
+    """The refusal of a change to a finished run, and how to train on from the model in its state folder."""
+    return (
+        f"run {name} is finished after {steps} steps; to train on, begin another run from its weights: [run] init = "
+        f'"{folder / "model.safetensors"}", with a folder of its own (--state DIR)'
+    )
+
+
 def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     """What the coordinator that holds this state folder answers; blocks.
 

@@ -8,12 +8,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from farloop.algo import validation
 from farloop.algo.revisions import LEARNING_RATE_STAYS, STAY, changes
 from farloop.algo.spec import Revision, RoundPlan, WindowTerms
-from farloop.coordinator.admin import Handler
+from farloop.coordinator.admin import Handler, over
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import MOST, AdoptionSettings
@@ -62,17 +63,22 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
     return revision_asked_for(machine, given)
 
 
-def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
-    """Handlers of the admin socket. `durable` is what the journal says; `happened` hands an event to the machine."""
-    requests = Requests(machine, durable, happened)
+def handlers(
+    machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None], state: Path
+) -> dict[str, Handler]:
+    """Handlers of the admin socket. `durable` is what the journal says, `state` the state folder; `happened` hands an
+    event to the machine."""
+    requests = Requests(machine, durable, happened, state)
     return {"set": requests.set, "release": requests.release, "forget": requests.forget}
 
 
 class Requests:
     """The handlers; the arguments are those of `handlers`."""
 
-    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
-        self._machine, self._durable, self._happened = machine, durable, happened
+    def __init__(
+        self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None], state: Path
+    ) -> None:
+        self._machine, self._durable, self._happened, self._state = machine, durable, happened, state
 
     async def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Release a hold. Returns what held the run, by node, and what still holds it.
@@ -121,7 +127,10 @@ class Requests:
         given, dry_run = request.get("given"), request.get("dry_run", False)
         if not isinstance(given, dict) or not given or not all(isinstance(text, str) for text in given.values()):
             raise ValueError("set needs given: text by key")
-        before = self._machine.ledger.spec.terms
+        ledger = self._machine.ledger
+        before = ledger.spec.terms
+        if ledger.finished:
+            raise NotNow(over(ledger.spec.identity.name, before.schedule.steps, self._state))
         revision = revision_asked_for(self._machine, given)
         answer = {"revision": revision.number, "changes": described(before, revision), "dry_run": bool(dry_run)}
         if dry_run:

@@ -105,7 +105,7 @@ class Coordinator:
         self.observer.inventory, self.observer.link_alarms = self._links.status, self._links.alarms
         self.observer.uplink = self.link.uplink
         self.observer.watch = self.executor.stragglers.status
-        answers = handlers(self.machine, store.ledger, self.executor.happened)
+        answers = handlers(self.machine, store.ledger, self.executor.happened, config.state_dir)
         self._door = admin.AdminSocket(config.state_dir, answers)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -6,7 +6,8 @@ import signal
 import pytest
 from loopback import NewRun, Run, assert_one_line
 
-from farloop.config.exit_codes import ExitCode
+from farloop.config.admin_client import change_terms
+from farloop.config.exit_codes import CommandError, ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -39,12 +40,18 @@ def test_a_coordinator_may_serve_on_after_the_end(new_run: NewRun) -> None:
     for name in ("a", "late"):
         assert run.until_ended(run.start_node(name)) == ExitCode.DONE, run.logs()
     run.until("its page says so", lambda status: status["run"]["state"] == "finished")
+    ended = rf'run tokyo is finished after 8 steps; .*init = "{run.state_dir}/model.safetensors"'
+    with pytest.raises(CommandError, match=ended) as live:
+        change_terms(["steps=30"], run.state_dir, dry_run=False)
     coordinator.signal(signal.SIGTERM)
     assert run.until_ended(coordinator) == ExitCode.DONE and "run tokyo is finished" in coordinator.last_line
+    with pytest.raises(CommandError, match=ended) as later:
+        change_terms(["steps=30"], run.state_dir, dry_run=False)
+    assert live.value.code == later.value.code == ExitCode.REFUSED
     run.tables["run"]["steps"] = 30
     more = run.start_coordinator()
     assert run.until_ended(more) == ExitCode.REFUSED
-    assert_one_line(more, "run tokyo, which is finished after 8 steps", f'init = "{run.state_dir}/model.safetensors"')
+    assert_one_line(more, "run tokyo is finished after 8 steps", f'init = "{run.state_dir}/model.safetensors"')
 
 
 def test_a_node_gives_up_at_its_start_and_later_and_ends_as_told_after_a_signal(new_run: NewRun) -> None:

@@ -1,12 +1,14 @@
 """`farloop set` and `release`: what is asked at the coordinator's door, and how answers and refusals read."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import statuses
 from command_line import error_line, farloop, found
 
 from farloop.config.exit_codes import ExitCode
@@ -90,6 +92,10 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["h=3", "--state", str(tmp_path)], ExitCode.UNREACHABLE, "is one running on this folder?"),
     ):
         assert line in error_line("set", *words, code=code)
+    (tmp_path / "state" / "status.json").write_text(json.dumps(statuses.finished()))
+    for told in (["set", "steps=48"], ["forget", "b"]):
+        line = error_line(*told, code=ExitCode.REFUSED)
+        assert " is finished after " in line and '[run] init = "state/model.safetensors"' in line
 
 
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ tables are those of `coordinator_run.py`.
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,7 +309,7 @@ def test_the_samples_of_a_node_that_never_comes_back_go_to_others(spec: RunSpec)
 def test_a_node_that_was_forgotten_is_not_missed_also_after_a_restart_until_it_comes_back(spec: RunSpec) -> None:
     run = Run(spec, "ab", num_samples=1000)
     happened = list[ev.Command]()
-    forget = Requests(run.machine, run.journal, lambda event: happened.extend(run.handle(event))).forget
+    forget = Requests(run.machine, run.journal, lambda event: happened.extend(run.handle(event)), Path()).forget
     for node, error, line in ((B, NotNow, "node b is connected"), ("x", ValueError, "nodes a, b; got 'x'")):
         with pytest.raises(error, match=line):
             asyncio.run(forget({"node": node}))

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,7 +356,7 @@ def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_n
 
 def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(claimed: Run) -> None:
     """`farloop release` on a genuine old copy kept out every node, and named one."""
-    release: Callable[..., Any] = Requests(claimed.machine, claimed.machine.ledger, claimed.handle).release
+    release: Callable[..., Any] = Requests(claimed.machine, claimed.machine.ledger, claimed.handle, Path()).release
     with pytest.raises(ValueError, match="there is nothing to release"):
         asyncio.run(release({"do": "release"}))
     claimed.greet(A, round=0, epoch_seen=900)
