@@ -261,7 +261,7 @@ def _check_key(name: str, key: str) -> None:
     if why is not None:
         raise ValueError(f"{key} stays as the run began: {why}")
     if name not in allowed:
-        near = difflib.get_close_matches(name, allowed, n=1)
+        near = difflib.get_close_matches(name.lower(), allowed, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
         raise ValueError(f"there is no term {key!r} that can change; {hint}")
 
@@ -281,7 +281,7 @@ def _parsed(name: str, text: str) -> Any:
     if get_origin(kind) is Literal:
         if text in get_args(kind):
             return text
-        near = difflib.get_close_matches(text, get_args(kind), n=1)
+        near = difflib.get_close_matches(text.lower(), get_args(kind), n=1)
         raise ValueError(
             f"{name} is one of {', '.join(get_args(kind))}" + (f"; did you mean {near[0]}?" if near else "")
         )
@@ -291,7 +291,7 @@ def _parsed(name: str, text: str) -> Any:
             return {"true": True, "false": False}[text.lower()]
         if get_origin(kind) is tuple:
             return tuple(int(word) for word in text.split(",") if word.strip())
-        return kind(text)
+        return kind(text) + 0.0 if kind is float else kind(text)  # -0 is 0
     except (ValueError, KeyError):
         none = ", or none" if type(None) in kinds else ""
         raise ValueError(f"{name} is {wanted}{none}, not {text!r}") from None

@@ -25,6 +25,12 @@ RULES: Final[tuple[str, ...]] = get_args(RoundRule)
 SCREENS: Final[tuple[str, ...]] = get_args(Screen)
 SHAPES: Final[tuple[str, ...]] = get_args(LearningRateShape)
 
+MOST_WHOLE: Final = 1 << 40
+"""Of every term that is a whole number: no run has as many steps, and what follows from it fits into a record."""
+
+_MOST_SAMPLES: Final = 1 << 48  # of one node in `steps` or `h`: leases of a thousand nodes fit into a record
+_MOST_OUTER_LR: Final = 100.0  # good ones are near 1; with huge ones a step leads beyond what fp32 holds
+_MOST_BAND: Final = 1e6  # where nothing is to be too long, the screen can be off
 _MOST_STALE: Final = 16  # versions; as many commits as the coordinator remembers
 
 
@@ -53,6 +59,7 @@ def require(holds: bool, sentence: str) -> None:
 def check(terms: Terms, layout: Layout) -> None:
     """Raise ValueError, one sentence with the nearest valid value, unless a run of this layout can have these terms."""
     method = method_named(terms.method)
+    _check_whole(terms)
     for name in sorted(method.fixed):
         wanted, value = getattr(method, name), terms.value(name)
         require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
@@ -63,6 +70,15 @@ def check(terms: Terms, layout: Layout) -> None:
     check_of_nodes(terms, method, layout)
     check_variates(terms, method)
     check_admission(terms, method)
+
+
+def _check_whole(terms: Terms) -> None:
+    for name, value in terms.flat().items():
+        require(type(value) is not int or value <= MOST_WHOLE, f"{name} is {value}; the most is {MOST_WHOLE}")
+    batch = max(1, terms.inner.batch_sequences)
+    for name, steps in (("steps", terms.schedule.steps), ("h", terms.schedule.h)):
+        most = _MOST_SAMPLES // batch
+        require(steps <= most, f"{name} is {steps}; with batch_sequences = {batch} the most is {most}")
 
 
 def _check_layout(method: Method, layout: Layout) -> None:
@@ -349,6 +365,7 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
     outer = terms.outer
     for name, value in (("outer_lr", outer.lr), ("weight_decay", terms.inner.weight_decay)):
         require(value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+    require(outer.lr <= _MOST_OUTER_LR, f"outer_lr is {outer.lr}; the most is {_MOST_OUTER_LR:g}")
     momentum = outer.momentum
     require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
     require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes only 0")
@@ -412,6 +429,8 @@ def check_admission(terms: Terms, method: Method) -> None:
         raise ValueError(f"screen is {admission.screen!r}; {hint}")
     if admission.norm_band < 2.0:
         raise ValueError(f"norm_band is {admission.norm_band}; the least is 2.0, for honest nodes differ")
+    if admission.norm_band > _MOST_BAND:
+        raise ValueError(f"norm_band is {admission.norm_band}; the most is {_MOST_BAND:g}, or set screen = off")
     if outer.merge is None:
         return
     if outer.merge not in ROBUST_RULES:

@@ -292,10 +292,14 @@ def coordinator(
     from farloop.coordinator.settings import check_url
 
     set_up(log_level, json_lines=log_json)
-    own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
-    given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value not in (None, ""))]
+    own = {
+        "--state": ("state_dir", state),
+        "--copy-to": ("copy_to", copy_to),
+        "--copy-every": ("copy_every_s", copy_every),
+    }
+    given = {name: f"coordinator.{key}={value}" for name, (key, value) in own.items() if value not in (None, "")}
     adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
-    settings = load_run(file, flags=given, environ=os.environ)
+    settings = load_run(file, flags=flags or [], environ=os.environ, options=given)
     try:
         check_url(restore or "file:///none")
     except ValueError as error:
@@ -346,8 +350,8 @@ def node(
     """
     from farloop.config.settings import check_at_once, load_node
 
-    given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
-    settings = load_node(file, flags=given, environ=os.environ)
+    given = {"--nproc": f"node.nproc={nproc}"} if nproc is not None else {}
+    settings = load_node(file, flags=flags or [], environ=os.environ, options=given)
     check_at_once(settings)
     from farloop.cli.daemons import run_node
 

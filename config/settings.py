@@ -24,7 +24,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import Fragment, Layout
-from farloop.algo.validation import INNER_OPTIMIZERS, ROBUST_RULES, RULES, SCREENS, SHAPES, check
+from farloop.algo.validation import INNER_OPTIMIZERS, MOST_WHOLE, ROBUST_RULES, RULES, SCREENS, SHAPES, check
 from farloop.config.exit_codes import ExitCode
 from farloop.config.run_config import DataConfig, RunConfig, terms_of
 from farloop.config.sources import (
@@ -64,7 +64,7 @@ _SHARES_OF_DATA = tuple[Share, ...]
 
 _WANTED: Mapping[object, str] = {
     int: "a whole number",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     str: "text in quotes",
     Path: "a path in quotes",
@@ -111,6 +111,8 @@ class Key:
             if self.kind == _SHARES_OF_DATA:
                 return tuple(dataclasses.replace(one, path=_resolved(one.path, given.folder)) for one in value)
             return tuple(_resolved(path, given.folder) for path in value)
+        if isinstance(value, float):
+            return value + 0.0  # -0 is 0
         return _resolved(value, given.folder) if isinstance(value, Path) else value
 
     def _validated(self, value: object, *, is_text: bool) -> Any:
@@ -243,6 +245,7 @@ LEAST = {
 }
 
 _MOST = 2**63 - 1  # largest integer of the wire and of torch
+_NO_OPTIONS: Mapping[str, str] = {}
 
 _SHARES = {
     ("coordinator", "min_participation"): (1.0, "share; 0 to 1 is wanted, as 0.5"),
@@ -322,9 +325,12 @@ def load(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> Run
     return load_run(path, flags=flags, environ=environ)
 
 
-def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile:
-    """A RUN.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
-    settings = _resolve(path, RUN_SCHEMA, flags, environ)
+def load_run(
+    path: Path, *, flags: Iterable[str], environ: Mapping[str, str], options: Mapping[str, str] = _NO_OPTIONS
+) -> RunFile:
+    """A RUN.toml with the environment and `section.key=value` flags on top; such flags by the `options` that stand for
+    them. Raises ConfigError."""
+    settings = _resolve(path, RUN_SCHEMA, flags, environ, options)
     settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
@@ -342,9 +348,11 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     )
 
 
-def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> NodeFile:
-    """A NODE.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
-    settings = _resolve(path, NODE_SCHEMA, flags, environ)
+def load_node(
+    path: Path, *, flags: Iterable[str], environ: Mapping[str, str], options: Mapping[str, str] = _NO_OPTIONS
+) -> NodeFile:
+    """A NODE.toml with the environment, flags and options on top, as `load_run`. Raises ConfigError."""
+    settings = _resolve(path, NODE_SCHEMA, flags, environ, options)
     settings.check("node", "name", check_name)
     settings.check("node", "fingerprint", check_fingerprint)
     settings.check("node", "address", parse_tcp)
@@ -500,10 +508,13 @@ def about_run(settings: Settings, sentence: str) -> ConfigError:
     return settings.error("run", key, re.sub(rf"^{key}(: | is )", "", sentence))
 
 
-def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[str, str]) -> Settings:
+def _resolve(
+    path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[str, str], options: Mapping[str, str]
+) -> Settings:
     """Every key with its value: typed, a known choice, and within its bounds. Raises ConfigError."""
     everything = {**RUN_SCHEMA, **NODE_SCHEMA}
     sources = [*read_file(path, schema), *read_environment(environ, everything), *read_flags(flags, schema)]
+    sources += [one for option, flag in options.items() for one in read_flags([flag], schema, origin=option)]
     given: dict[tuple[str, str], Given] = {}
     for one in sources:  # the later wins
         keys = everything[one.section]
@@ -521,8 +532,9 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
         if choices and value is not None and value not in list(choices):
             raise settings.error(section, name, f"there is no {value!r}; {nearest(value, choices)}")
         least = LEAST.get((section, name), -_MOST)
-        if type(value) is int and not least <= value <= _MOST:
-            bound = f"the least is {least}" if value < least else f"the most is {_MOST}"
+        largest = MOST_WHOLE if section == "run" and name != "seed" else _MOST
+        if type(value) is int and not least <= value <= largest:
+            bound = f"the least is {least}" if value < least else f"the most is {largest}"
             raise settings.error(section, name, f"{bound}, not {value}")
         if (section, name) in _SHARES and value is not None:
             most, what = _SHARES[section, name]

@@ -127,8 +127,8 @@ def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable
     return found
 
 
-def read_flags(flags: Iterable[str], known: Iterable[str]) -> list[Given]:
-    """Settings from `--set section.key=value`. Raises ConfigError."""
+def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set") -> list[Given]:
+    """Settings from `--set section.key=value`. `origin`: the option that gave them. Raises ConfigError."""
     found, sections = [], list(known)
     for flag in flags:
         name, separator, value = flag.partition("=")
@@ -138,7 +138,7 @@ def read_flags(flags: Iterable[str], known: Iterable[str]) -> list[Given]:
         if section not in sections:
             raise ConfigError(f"--set {flag}: there is no section {section} here; {nearest(section, sections)}")
         found.append(
-            Given(section=section, key=key, value=value.strip(), origin="--set", is_text=True, folder=Path.cwd())
+            Given(section=section, key=key, value=value.strip(), origin=origin, is_text=True, folder=Path.cwd())
         )
     return found
 

@@ -65,6 +65,8 @@ farloop config check examples/run.toml   # validates it and prints the resulting
 farloop config show examples/run.toml    # every key with its value, meaning and source
 ```
 
+Whole numbers of [run] are at most 2⁴⁰, but for `seed`, which is at most 2⁶³ − 1.
+
 An *open* key takes its value from the method (`farloop methods`), or as its meaning says.
 
 ## RUN.toml

@@ -75,6 +75,10 @@ def test_a_tau_that_is_given_holds_for_all_nodes_unless_they_are_to_choose() -> 
     assert after({"tau": "2"}, open_) == TERMS and after({"own_tau": "true"}) == open_
 
 
+def test_minus_zero_is_zero() -> None:
+    assert str(after({"outer_lr": "-0"}).outer.lr) == "0.0"
+
+
 def test_none_opens_what_may_be_open_and_some_need_others() -> None:
     assert after({"quorum": "none"}, after({"quorum": "1"})).admission.quorum is None
     growing = TERMS.replace(h_rule="qsr", h_alpha=0.03)
@@ -110,6 +114,11 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         ({"seed": "3"}, "seed is part of the run's identity, which never changes: begin a new run"),
         ({"model": "own"}, "model is part of the run's identity"),
         ({"outer_lrr": "1"}, "there is no term 'outer_lrr' that can change; did you mean outer_lr?"),
+        ({"LR": "0.001"}, "there is no term 'LR' that can change; did you mean lr?"),
+        ({"schedule": "WSD"}, "lr.shape is one of cosine, linear, step, wsd, infinite, constant; did you mean wsd?"),
+        *(({key: str(2**64 - 1)}, f"{key} is {2**64 - 1}; the most is {2**40}") for key in ("steps", "h", "min_nodes")),
+        ({"outer_lr": "1e308"}, "outer_lr is 1e+308; the most is 100"),
+        ({"norm_band": "1e308"}, "norm_band is 1e+308; the most is 1e+06, or set screen = off"),
         ({"zebra": "1"}, "there is no term 'zebra' that can change; there are anneal_at, "),
         ({"h": "many"}, "h is a whole number, not 'many'"),
         ({"quorum": "x"}, "quorum is a whole number, or none, not 'x'"),

@@ -56,6 +56,7 @@ LAGS = {"lag": 1, "mix": 0.0, "tau": 0}
 POSSIBLE: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS),
     ("streaming", {"h": 9, "tau": 8}),
+    ("streaming", {"h": 2**40, "steps": 2**40, "batch_sequences": 256, "outer_lr": 100.0, "norm_band": 1e6}),
     ("streaming", {"tau": 0, "mix": 0.0}),
     ("streaming", {"own_tau": True}),
     ("streaming", {"tau": 29, "mix": 1.0}),
@@ -138,6 +139,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     # the outer and the inner optimizer
     ("streaming", {"outer_lr": -0.1}, "outer_lr is -0.1; it must be a number of at least 0"),
+    ("streaming", {"outer_lr": 100.1}, "outer_lr is 100.1; the most is 100"),
+    ("streaming", {"norm_band": 1.1e6}, r"norm_band is 1100000.0; the most is 1e\+06, or set screen = off"),
+    *(
+        (
+            "async" if key == "outer_buffer" else "streaming",
+            {key: 2**40 + 1},
+            f"{key} is {2**40 + 1}; the most is {2**40}",
+        )
+        for key in ("steps", "h", "batch_sequences", "sequence_tokens", "min_nodes", "outer_restart", "outer_buffer")
+    ),
+    ("streaming", {"steps": 2**40, "batch_sequences": 512}, f"steps is {2**40}; with batch_sequences = 512 .* {2**39}"),
+    (
+        "streaming",
+        {"h": 2**40, "batch_sequences": 512},
+        f"h is {2**40}; with batch_sequences = 512 the most is {2**39}",
+    ),
     ("streaming", {"outer_momentum": 1.0}, r"outer_momentum is 1.0; it must be in \[0, 1\)"),
     ("streaming", {"outer_momentum": -0.1}, r"outer_momentum is -0.1; it must be in \[0, 1\)"),
     ("streaming", {"weight_decay": -0.1}, "weight_decay is -0.1"),

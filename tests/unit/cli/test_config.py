@@ -60,6 +60,7 @@ def test_flags_override_the_environment_the_environment_the_file_and_the_file_th
     assert (file.run.steps, file.run.h, file.run.seed) == (1, 2, 3)
     origins = [file.settings.by_name["run", key].origin for key in ("steps", "h", "seed", "lr")]
     assert origins == [f"{tmp_path}/run.toml:2", "FARLOOP_RUN__H", "--set", "default"]
+    assert str(run_file(tmp_path, "[run]\nouter_lr = -0.0\n").run.outer_lr) == "0.0"
     open_again = run_file(tmp_path, "[run]\ntau = 3\nclip = 2\n", flags=["run.tau=", "coordinator.http="])
     assert (open_again.run.tau, open_again.coordinator.http, open_again.run.clip) == (None, "", 2.0)
 
@@ -111,11 +112,16 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("[run]\nsteps = true", "run.toml:2: [run] steps: a whole number is wanted, not true"),
         ("[run]\nname = 5", 'run.toml:2: [run] name: text in quotes is wanted, not 5; did you mean "5"?'),
         ("[run]\ninit = 5", "run.toml:2: [run] init: a path in quotes is wanted, not 5"),
-        ("[run]\nlr = 'big'", 'run.toml:2: [run] lr: a number is wanted, not "big"'),
-        ("[run]\ndrop_factor = nan", "run.toml:2: [run] drop_factor: a number is wanted, not nan"),
-        ("FARLOOP_RUN__DECAY_SHARE=-inf", "FARLOOP_RUN__DECAY_SHARE: [run] decay_share: a number is wanted, not "),
+        ("[run]\nlr = 'big'", 'run.toml:2: [run] lr: a finite number is wanted, not "big"'),
+        ("[run]\ndrop_factor = nan", "run.toml:2: [run] drop_factor: a finite number is wanted, not nan"),
+        (
+            "FARLOOP_RUN__DECAY_SHARE=-inf",
+            "FARLOOP_RUN__DECAY_SHARE: [run] decay_share: a finite number is wanted, not ",
+        ),
         ("[run]\nnodes = 0", "run.toml:2: [run] nodes: the least is 1, not 0"),
-        ("[run]\nsteps = 99999999999999999999", "run.toml:2: [run] steps: the most is 9223372036854775807"),
+        ("[run]\nsteps = 99999999999999999999", "run.toml:2: [run] steps: the most is 1099511627776, not 99999"),
+        ("[run]\nh = 1099511627777", "run.toml:2: [run] h: the most is 1099511627776, not 1099511627777"),
+        ("[run]\nseed = 99999999999999999999", "run.toml:2: [run] seed: the most is 9223372036854775807"),
         ("[run]\nmethod = 'streeming'", "run.toml:2: [run] method: there is no 'streeming'; did you mean streaming?"),
         ("[run]\ncodec_up = 'q5'", "run.toml:2: [run] codec_up: there is no 'q5'; there are fp32, bf16, q8, q4, "),
         ("[run]\ncodec_up = 'q4r:step=big'", "run.toml:2: [run] codec_up: codec 'q4r:step=big': step is a number from"),
@@ -148,7 +154,7 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("--set coordinator.egress_price_per_gb=-0.01", "--set: [coordinator] egress_price_per_gb: -0.01 is not a"),
         (
             "--set coordinator.egress_price_per_gb=inf",
-            "--set: [coordinator] egress_price_per_gb: a number is wanted",
+            "--set: [coordinator] egress_price_per_gb: a finite number is wanted",
         ),
         ("--set coordinator.bind=", "--set: [coordinator] bind: expected tcp://host:port"),
         ("--set coordinator.key=k", "--set: [coordinator] key: needs allow"),
@@ -324,7 +330,7 @@ def test_the_nearest_word_is_offered_or_all_of_them() -> None:
     [
         ("copy_every_s = 0.0", "seconds above 0 are wanted"),
         ("probe_idle_s = -1.0", "0 seconds or more are wanted"),
-        ("copy_every_s = nan", "copy_every_s: a number is wanted, not nan"),
+        ("copy_every_s = nan", "copy_every_s: a finite number is wanted, not nan"),
         ("bind = 'tcp://127.0.0.1:7700'\nhttp = '127.0.0.1:7700'", "is on the port of tcp.*another one, as 7701"),
         ("bind = 'tcp://127.0.0.1:7700'\nhttp = '0.0.0.0:7700'", "is on the port of"),
         ("bind = 'tcp://*:7700'\ninsecure = true\nhttp = '127.0.0.1:7700'", "is on the port of"),

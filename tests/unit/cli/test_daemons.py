@@ -117,8 +117,9 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
     for words, line in (
         (["--copy-to", "ftp://x"], "begins with s3://, gs://, az://, file://"),
         (["--copy-to", (tmp_path / "file" / "x").as_uri()], store),
-        (["--copy-every", "0"], "--set: [coordinator] copy_every_s: seconds above 0 are wanted, as 600"),
-        (["--copy-every", "nan"], '--set: [coordinator] copy_every_s: a number is wanted, not "nan"'),
+        (["--copy-every", "0"], "--copy-every: [coordinator] copy_every_s: seconds above 0 are wanted, as 600"),
+        (["--copy-to", "file:///x", "--set", "run.h=0"], "--set: [run] h: the least is 1, not 0"),
+        (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: a finite number is wanted, not "nan"'),
     ):
         assert line in error_line("coordinator", str(tmp_path / "run.toml"), *words)
         assert not (tmp_path / "state").exists()

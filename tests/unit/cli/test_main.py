@@ -63,7 +63,7 @@ def test_a_bad_file_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
         line = error_line(*words, f"{tmp_path}/x.toml")
         assert line == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
     node = written(tmp_path, "[node]\nname = 'a'\n")
-    assert error_line("node", node, "--nproc", "0") == "--set: [node] nproc: the least is 1, not 0"
+    assert error_line("node", node, "--nproc", "0") == "--nproc: [node] nproc: the least is 1, not 0"
     keyed = written(tmp_path, "[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
     line = f"cannot read the key file {tmp_path}/a.key: No such file"
     assert error_line("config", "check", keyed).startswith(line)

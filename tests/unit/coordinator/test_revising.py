@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from coordinator_run import A, B, Commands, Run, accepted, merged, tell
+from plain_runs import plain_progress
 
 from farloop.algo.schedule import window_after
 from farloop.algo.spec import RunSpec
@@ -16,8 +17,10 @@ from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.commits import codecs_of
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.leases import LEASE_ROUNDS
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.decide.revising import MOST, described, last_change
+from farloop.coordinator.decide.roster import MOST_MEMBERS
 from farloop.wire import messages as msg
 
 
@@ -134,6 +137,18 @@ def test_what_cannot_change_is_refused_with_a_sentence(
     spec: RunSpec, terms: dict[str, Any], given: dict[str, str], sentence: str
 ) -> None:
     assert sentence in Changing(spec, **terms).refuses(**given)
+
+
+def test_leases_of_the_longest_rounds_fit_into_the_journal(spec: RunSpec) -> None:
+    """More steps ended the coordinator: "LeaseGranted cannot be written to the journal"."""
+    run = Run(spec, "a", steps=100, num_samples=1000, batch_sequences=256)
+    for key in ("steps", "h"):
+        with pytest.raises(ValueError, match=f"^{key} is {2**62}; the most is {2**40}$"):
+            revision_asked_for(run.machine, {key: str(2**62)})
+        run.handle(ev.TermsGiven(revision=revision_asked_for(run.machine, {key: str(2**40)})))
+    run.say(A, plain_progress(sample_watermark=0))
+    assert run.journal.leases.frontier == LEASE_ROUNDS * 2**48 < 2**60 // MOST_MEMBERS, "of each node"
+    run.restart()
 
 
 def test_steps_can_be_fewer_and_codec_is_both_directions(run: Changing) -> None:
