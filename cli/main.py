@@ -270,14 +270,15 @@ def coordinator(
         bool, typer.Option("--adopt-newest", help="Also accept a version that only one node reports.")
     ] = False,
     copy_to: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs://, az:// or file:///.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs://, az:// or file:///."),
+    ] = None,
     copy_every: Annotated[
         float | None, typer.Option(metavar="SECONDS", show_default="600", help="Interval between copies.")
     ] = None,
     restore: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Restore the newest copy from this URL first.")
-    ] = "",
+        str | None, typer.Option(metavar="URL", show_default=False, help="Restore the newest copy from this URL first.")
+    ] = None,
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
@@ -297,18 +298,19 @@ def coordinator(
         "--copy-to": ("copy_to", copy_to),
         "--copy-every": ("copy_every_s", copy_every),
     }
-    given = {name: f"coordinator.{key}={value}" for name, (key, value) in own.items() if value not in (None, "")}
+    given = {name: f"coordinator.{key}={value}" for name, (key, value) in own.items() if value is not None}
     adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
     settings = load_run(file, flags=flags or [], environ=os.environ, options=given)
     try:
-        check_url(restore or "file:///none")
+        if restore is not None:
+            check_url(restore)
     except ValueError as error:
-        raise CommandError(f"{restore}: {error}") from None
+        raise CommandError(f"--restore {restore!r}: {error}") from None
     check_at_once(settings)
     from farloop.cli.daemons import run_coordinator
 
     code = run_coordinator(
-        settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore
+        settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore or ""
     )
     raise typer.Exit(code)
 

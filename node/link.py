@@ -377,12 +377,12 @@ class NodeLink:
 
     def _dial_again(self, *, opened: bool) -> None:
         self._attempt = 0 if opened and not self._failed else self._attempt + 1
-        now = self._clock.now()
         if opened:
             self._away()
             self._logged_at = float("-inf")
         if self._over:
             return
+        now = self._clock.now()
         if now - self._logged_at >= REPEAT_S:
             for_s = now - self._away_since
             told = (self._coordinator, self._ended_by, for_s, patience_text(self._give_up_s))

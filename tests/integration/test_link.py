@@ -419,6 +419,7 @@ def test_the_coordinators_farewell_is_acknowledged_and_logged_with_its_reason(
         wait_for(delivered, msg.Welcome)
     told = [record.message for record in caplog.records if "no link" in record.message]
     assert len(told) == 1 and repr(Reason.COORDINATOR_STOPPING.sentence) in told[0]
+    assert " for=0s " in told[0], "not -0s"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import error_line
+from command_line import error_line, farloop
 
 from farloop.cli.daemons import _pages, _Viewers, different_identity, different_terms, open_run
 from farloop.cli.main import adoption
@@ -117,9 +117,25 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
     for words, line in (
         (["--copy-to", "ftp://x"], "begins with s3://, gs://, az://, file://"),
         (["--copy-to", (tmp_path / "file" / "x").as_uri()], store),
+        (["--restore", ""], "--restore '': the URL of an object store begins with s3://"),
         (["--copy-every", "0"], "--copy-every: [coordinator] copy_every_s: seconds above 0 are wanted, as 600"),
         (["--copy-to", "file:///x", "--set", "run.h=0"], "--set: [run] h: the least is 1, not 0"),
         (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: a finite number is wanted, not "nan"'),
     ):
         assert line in error_line("coordinator", str(tmp_path / "run.toml"), *words)
         assert not (tmp_path / "state").exists()
+
+
+def test_an_empty_copy_to_empties_the_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ignored in silence, and the state was copied into the file's bucket."""
+    bucket = (tmp_path / "bucket").as_uri()
+    (tmp_path / "run.toml").write_text(
+        f"[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 's'\nhttp = ''\ncopy_to = '{bucket}'\n"
+    )
+    began: list[str] = []
+    monkeypatch.setattr("farloop.cli.main.set_up", lambda *_, **__: None)
+    monkeypatch.setattr("farloop.cli.daemons.run_coordinator", lambda run, **_: began.append(run.coordinator.copy_to))
+    for words in ([], ["--copy-to", ""]):
+        result = farloop("coordinator", str(tmp_path / "run.toml"), *words)
+        assert not isinstance(result.exception, Exception) and not result.stderr
+    assert began == [bucket, ""]
