@@ -406,7 +406,9 @@ def _pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch
 
     def ready() -> Response:
         # Ready does not depend on nodes: behind a Kubernetes service none can join before.
-        return Response(status=503, body=b"stopping\n") if watch.stop.is_set() else health()
+        if watch.stop.is_set():
+            return Response(status=503, body=b"stopping\n")
+        return Response(body=b"ready\n") if (found := health()).status == 200 else found
 
     def told() -> tuple[int, bytes]:
         text = coordinator.observer.status_json
