@@ -442,7 +442,11 @@ class CoordinatorMachine:
     def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
         """Stop waiting for a node's delta, also where it was late already: it is not computed again."""
         node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
-        if window and window.terms.window == offer.window and node in window.expected - window.contributors:
+        if window is None or window.terms.window != offer.window or node in window.contributors:
+            return
+        if not self._run.begun:  # later its nodes are counted, but not this one again
+            window.expected.add(node)
+        if node in window.expected:
             window.removed[node] = reason
             self._closing.try_one(offer.blob.fragment)
 

@@ -270,6 +270,8 @@ class Membership:
             names = {m.name for m in alone if m.has(self._ledger.fragment(window.terms.fragment))}
             if names and window.state == "open" and not window.missing:
                 names = names & self.expected(window.terms) or names
+                if begins:
+                    names -= window.refused_nodes
                 window.expected |= names
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
         if begins:

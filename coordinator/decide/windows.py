@@ -61,6 +61,11 @@ class Window:
         return self.expected - self.removed.keys() - self.contributors
 
     @property
+    def refused_nodes(self) -> set[NodeId]:
+        """Nodes whose delta was refused: they send nothing more for this window."""
+        return {node for node, reason in self.removed.items() if reason in _OF_THE_DELTA}
+
+    @property
     def waits(self) -> bool:
         """Whether there are any; asked at every event, where most of the time their numbers tell."""
         return len(self.expected) > len(self.removed) + len(self.contributors) or bool(self.missing)
@@ -160,7 +165,7 @@ class Window:
 
         Absent nodes may return, but nobody else would come: the run would stand still for good.
         """
-        refused = {node for node, reason in self.removed.items() if reason in _OF_THE_DELTA} - self.contributors
+        refused = self.refused_nodes - self.contributors
         came = len(self.contributors)
         if not refused or came + len(refused) < floor:
             return None
