@@ -6,6 +6,7 @@ Trainer(model, arguments, train_dataset=data, callbacks=[FarloopCallback("tcp://
 import logging
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
@@ -33,11 +34,10 @@ class FarloopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Raises as `join`."""
+        if self.node is not None:  # the trainer begins again, as with auto_find_batch_size
+            self.node.leave()
         self.node = node = join(self.coordinator, given["model"], given["optimizer"], hook=True, **self.options)
         self._tokens_seen = int(state.num_input_tokens_seen)
-        if self.options.get("rate", "run") == "run" and given.get("lr_scheduler") is not None:
-            groups = given["optimizer"].param_groups
-            given["lr_scheduler"].get_last_lr = lambda: [float(group["lr"]) for group in groups]
         left = node.spec.terms.schedule.steps - node.position
         if state.max_steps - state.global_step < left:
             _log.warning(
@@ -54,6 +54,14 @@ class FarloopCallback(TrainerCallback):
         if self.node is not None:
             self.node.note(loss=self._loss, tokens=seen - self._tokens_seen or None)
         self._tokens_seen = seen
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        # The trainer logs the rate that its scheduler noted last, and then has the scheduler step, which notes its own
+        # again: every logger sees the run's rate, and a checkpoint the scheduler as it would be.
+        if isinstance(scheduler := given.get("lr_scheduler"), LRScheduler) and self.options.get("rate") != "own":
+            scheduler._last_lr = [float(group["lr"]) for group in given["optimizer"].param_groups]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         if self.node is not None and not self.node.running:

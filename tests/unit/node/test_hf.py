@@ -28,6 +28,7 @@ def test_the_callback_tells_tokens_and_rate_and_stops_nobody_else_s_stop(
     assert join.call_args == mock.call(None, None, optimizer, hook=True, name="oslo")
     assert "the trainer ends after 89 more steps and the run has 90" in caplog.text
     optimizer.param_groups[0]["lr"] = 0.25
+    callback.on_optimizer_step(None, state, control, **given)
     assert scheduler.get_last_lr() == [0.25]
 
     callback.on_log(None, state, control, logs={"loss": 3.0})
@@ -44,3 +45,5 @@ def test_the_callback_tells_tokens_and_rate_and_stops_nobody_else_s_stop(
     assert control.should_training_stop
     callback.on_train_end(None, state, control)
     node.leave.assert_called_once_with()
+    callback.on_train_begin(None, state, control, **given)
+    assert node.leave.call_count == 2, "a trainer that begins again ends the node before"
