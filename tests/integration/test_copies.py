@@ -9,10 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from loopback import PACED, NewRun, assert_all_agree, assert_one_line
+from loopback import PACED, NewRun, assert_all_agree
 from object_server import ObjectServer, serving
 
-from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.storage import copies
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest
 
@@ -55,9 +54,9 @@ def test_an_s3_server_is_an_object_store(server: ObjectServer) -> None:
 
 def test_a_transfer_may_take_any_time_while_it_goes_on(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request, and all of its body, were cut after 60 s and begun again: over a slow link no copy could be read."""
-    monkeypatch.setattr(copies, "IDLE_S", 3.0)
+    monkeypatch.setattr(copies, "IDLE_S", 2.0)
     monkeypatch.setattr(copies, "PART_BYTES", 128 << 10)
-    bucket, data = Bucket("s3://runs/first"), os.urandom(2 << 20)
+    bucket, data = Bucket("s3://runs/first"), os.urandom(1 << 20)
     server.bytes_per_s = 400e3
     began = time.monotonic()
     bucket.put("ckpt/1/a", data)
@@ -95,17 +94,30 @@ def test_what_is_no_object_store_is_said_in_one_line(url: str, why: str) -> None
     assert "\n" not in str(error.value)
 
 
-def test_a_run_goes_on_from_a_copy_on_a_new_disk(new_run: NewRun, tmp_path: Path) -> None:
-    url = (tmp_path / "store").as_uri()
-    goes_on_from_a_copy(new_run, url)
+def test_a_run_goes_on_from_a_copy_in_s3_after_all_processes_died_and_the_disk_was_lost(
+    new_run: NewRun, server: ObjectServer
+) -> None:
+    run, bucket = new_run(steps=60, nodes=1, **PACED), Bucket("s3://runs/first")
+    run.tables["coordinator"] |= {"copy_to": bucket.url, "copy_every_s": 0.5}
+    coordinator, node = run.start_coordinator(), run.start_metronome("a", pace_s=0.1)
+    status = run.until("a copy has a version of each", lambda status: min(status["copy"]["versions"], default=0) >= 1)
+    assert status["copy"]["failures"] == 0 and status["copy"]["bytes"] > 0
+    for process in (node, coordinator):
+        process.kill()
+    copied = read_manifest(bucket)
+    assert copied is not None and min(copied["versions"]) >= 1
+    shutil.rmtree(run.state_dir)
 
-
-def test_a_run_goes_on_from_a_copy_in_s3(new_run: NewRun, server: ObjectServer) -> None:
-    goes_on_from_a_copy(new_run, "s3://runs/first")
+    coordinator = run.start_coordinator("--restore", bucket.url)
+    after = run.until("it is back", lambda status: status["run"]["epoch"] > copied["epoch"])
+    assert after["versions"] == copied["versions"]
+    run.hurry()
+    node = run.start_metronome("a")
+    assert_all_agree(run, run.until_done(coordinator, node), "a")
 
 
 def test_the_end_of_a_run_and_an_orderly_stop_leave_a_copy(new_run: NewRun, tmp_path: Path) -> None:
-    """Whatever `copy_every_s` is: a finished run left an empty bucket."""
+    """Whatever `copy_every_s` is: a finished run left an empty bucket. The run goes on from that of the stop."""
     run, bucket = new_run(steps=60, nodes=1, **PACED), Bucket((tmp_path / "store").as_uri())
     run.tables["coordinator"] |= {"copy_to": bucket.url, "copy_every_s": 86400.0}
     coordinator, node = run.start_coordinator(), run.start_metronome("a", pace_s=0.1)
@@ -115,33 +127,10 @@ def test_the_end_of_a_run_and_an_orderly_stop_leave_a_copy(new_run: NewRun, tmp_
     stopped = read_manifest(bucket)
     assert stopped is not None and min(stopped["versions"]) >= 1 and not stopped["finished"]
 
+    shutil.rmtree(run.state_dir)
     run.hurry()
-    coordinator = run.start_coordinator()
+    coordinator = run.start_coordinator("--restore", bucket.url)
     status = run.until_done(coordinator, node)
+    assert status["run"]["epoch"] > stopped["epoch"]
     finished = read_manifest(bucket)
     assert finished is not None and finished["finished"] and finished["versions"] == status["versions"]
-
-
-def goes_on_from_a_copy(new_run: NewRun, url: str) -> None:
-    """All processes die, and the disk is lost; a second restore over the new one is refused."""
-    run = new_run(steps=120, **PACED)
-    run.tables["coordinator"] |= {"copy_to": url, "copy_every_s": 0.5}
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
-    status = run.until("a copy has a version of each", lambda status: min(status["copy"]["versions"], default=0) >= 1)
-    assert status["copy"]["failures"] == 0 and status["copy"]["bytes"] > 0
-    for process in (a, b, coordinator):
-        process.kill()
-    copied = read_manifest(Bucket(url))
-    assert copied is not None and min(copied["versions"]) >= 1
-    shutil.rmtree(run.state_dir)
-
-    coordinator = run.start_coordinator("--restore", url)
-    after = run.until("it is back", lambda status: status["run"]["epoch"] > copied["epoch"])
-    assert after["versions"] == copied["versions"]
-    run.hurry()
-    a, b = run.start_metronome("a"), run.start_node("b")
-    assert_all_agree(run, run.until_done(coordinator, a, b), "a", "b")
-
-    again = run.start_coordinator("--restore", url)
-    assert run.until_ended(again) == ExitCode.STORAGE
-    assert_one_line(again, "holds a run already")
