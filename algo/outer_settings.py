@@ -30,13 +30,17 @@ def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloc
     row = method_named(method)
     by_nodes, momentum = dict(row.outer_lr), row.outer_momentum
     lr = by_nodes[max(n for n in by_nodes if n <= num_nodes)]
-    # Momentum delivers a delta over about 1/(1 − μ) outer steps. A run that is not twice as long ends with much of its
-    # progress still in the buffer.
-    if h == 1 or outer_steps < round(2 / (1 - momentum)):
+    if h == 1 or outer_steps < fewest_outer_steps(row.name):
         lr, momentum = PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum
     # One delta of every node to a step of the momentum: as many as synchronous DiLoCo averages.
     buffer = num_nodes if row.outer == "delayed-nesterov" else 1
     return OuterSettings(kind=row.outer, lr=lr, momentum=momentum, clip=row.outer_clip, buffer=buffer)
+
+
+def fewest_outer_steps(method: str) -> int:
+    """Of a run with momentum, which delivers a delta over about 1/(1 − μ) of them: a run that is not twice as long
+    ends with much of its progress still in the buffer."""
+    return round(2 / (1 - method_named(method).outer_momentum))
 
 
 # --- ν and μ of one window, corrected for rounds of other lengths and for new data

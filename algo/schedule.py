@@ -168,13 +168,6 @@ def opening_rounds(spec: RunSpec) -> tuple[RoundPlan, ...]:
     return tuple(dealt(plan, slots, shares=shares) for plan in first_rounds(spec.terms))
 
 
-def num_rounds(terms: Terms) -> int:
-    """Rounds of the whole run: the outer steps that every fragment takes, but for flushes."""
-    if terms.schedule.h_rule == "constant":
-        return -(-terms.schedule.steps // terms.schedule.h)
-    return len(first_rounds(terms, terms.schedule.steps))
-
-
 def is_last(terms: Terms, plan: RoundPlan) -> bool:
     """Whether the run ends with this round."""
     return plan.start + plan.length >= terms.schedule.steps

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from farloop.algo.schedule import first_rounds
+from farloop.algo.schedule import first_rounds, is_last
 from farloop.algo.terms import Terms
 from farloop.config.memory import Memory, memory_of
 from farloop.config.run_config import loops_bring_data
@@ -19,6 +19,7 @@ from farloop.wire.uplink import UplinkLimit
 Line = tuple[str, str]  # label and value
 
 _PCIE_BYTES_PER_S = 25e9  # 16 lanes of PCIe 4, from locked memory
+_MOST_ROUNDS = 10_000  # whose lengths are looked at
 _STEP_S = 0.1
 
 
@@ -90,11 +91,14 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _h_text(terms: Terms) -> str:
-    """`30`, or `30 to 412` if rounds differ; without the last, which ends with the run."""
+    """`30`, or `30 to 412` if rounds differ; without the last, which ends with the run, and of the first if there are
+    very many."""
     if terms.schedule.h_rule == "constant":
         return str(terms.schedule.h)
-    lengths = [plan.length for plan in first_rounds(terms, terms.schedule.steps)]
-    return f"{min(lengths[:-1] or lengths)} to {max(lengths)} ({terms.schedule.h_rule})"
+    rounds = first_rounds(terms, _MOST_ROUNDS)
+    lengths = [plan.length for plan in rounds]
+    of = "" if is_last(terms, rounds[-1]) else f" in the first {_MOST_ROUNDS:,} rounds"
+    return f"{min(lengths[:-1] or lengths)} to {max(lengths)}{of} ({terms.schedule.h_rule})"
 
 
 def _node_lines(file: NodeFile) -> list[tuple[str, str]]:

@@ -188,7 +188,7 @@ def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
 def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
     """The rounds that the coordinator will plan, and what else a person should know of. Raises CommandError."""
     from farloop.algo.methods import method_named
-    from farloop.algo.schedule import first_rounds, learning_rate
+    from farloop.algo.schedule import first_rounds, initial_h, learning_rate
     from farloop.algo.spec import Fragment, Layout
     from farloop.algo.validation import check
     from farloop.config.run_config import terms_of
@@ -199,9 +199,10 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
         check(terms, one_slot)
     except ValueError as error:
         raise CommandError(_with_flags(str(error))) from error
-    if (rounds_at_most := terms.schedule.steps // terms.schedule.h) > MOST_ROUNDS:
+    least = min(terms.schedule.h, initial_h(terms))
+    if (rounds_at_most := terms.schedule.steps // least) > MOST_ROUNDS:
         raise CommandError(
-            f"--steps {terms.schedule.steps} with --h-base {terms.schedule.h} can have {rounds_at_most:,} rounds; "
+            f"--steps {terms.schedule.steps} with rounds of {least} can have {rounds_at_most:,} rounds; "
             f"the most is {MOST_ROUNDS:,}"
         )
     rounds = first_rounds(terms, terms.schedule.steps)

@@ -190,6 +190,8 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
     if node.count < 1:
         raise ValueError(f"{where}: count is {node.count}; the least is 1")
     max_layers = node.max_layers
+    if node.count > plain.MOST_NODES:
+        raise ValueError(f"{where}: count is {node.count}; the most is {plain.MOST_NODES}")
     if node.memory_bytes is not None:
         if max_layers is not None:
             raise ValueError(f"{where}: memory_bytes and max_layers are both given; give one of them")

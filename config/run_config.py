@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from farloop.algo.methods import Method, default_mix
-from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
-from farloop.algo.schedule import num_rounds
+from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer, fewest_outer_steps
+from farloop.algo.schedule import first_rounds
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check_learning_rate, check_rounds, given_as, may_own_tau
 from farloop.node.settings import PRESETS, Share
@@ -214,10 +214,11 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     terms = terms.replace(own_tau=config.tau is None and terms.schedule.tau > 0 and may_own_tau(terms))
     check_learning_rate(terms)
     check_rounds(terms, slots=1)
-    outer_steps = num_rounds(terms)
+    outer_steps = len(first_rounds(terms, fewest_outer_steps(method.name)))  # more of them decide nothing
     outer = default_outer(config.nodes, h, outer_steps, method.name)
     if outer.momentum != method.outer_momentum and config.outer_momentum is None:
-        notes.append(f"{outer_steps} outer steps are too few for momentum: plain averaging (outer_lr 1, momentum 0)")
+        why = "h = 1 is too short" if h == 1 else f"{outer_steps} outer steps are too few"
+        notes.append(f"{why} for momentum: plain averaging (outer_lr 1, momentum 0)")
     outer_lr = outer.lr if config.outer_lr is None else config.outer_lr
     outer_momentum = outer.momentum if config.outer_momentum is None else config.outer_momentum
     clip = outer.clip if config.outer_clip is None else config.outer_clip

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
+MOST_NODES = 1024  # planned within a minute or so; the search takes about four times as long for twice as many
+MOST_MICROBATCHES = 10_000  # of a source in a step: each is simulated by itself
 
 
 def _check_least(owner: object, *names: str) -> None:
@@ -145,6 +147,8 @@ class Model:
 
     def __post_init__(self) -> None:
         _check_least(self, "layers", "microbatches")
+        if self.microbatches > MOST_MICROBATCHES:
+            raise ValueError(f"microbatches is {self.microbatches}; the most is {MOST_MICROBATCHES}")
         for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
@@ -202,6 +206,10 @@ class Inventory:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ValueError("nodes is empty; the least is 1")
+        if len(self.nodes) > MOST_NODES:
+            raise ValueError(
+                f"there are {len(self.nodes):,} nodes; the most that are planned together is {MOST_NODES:,}"
+            )
         names = [node.name for node in self.nodes]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"nodes: the name {twice!r} stands twice")

@@ -302,7 +302,7 @@ def test_the_packages_are_those_of_the_tree() -> None:
 
 def test_rounds_are_planned_by_the_coordinator_alone() -> None:
     """C33: a node is told how long a round is (protocol B); its learning rate it may follow by itself."""
-    planners = {"round_after", "first_rounds", "opening_rounds", "first_windows", "h_at", "window_after", "num_rounds"}
+    planners = {"round_after", "first_rounds", "opening_rounds", "first_windows", "h_at", "window_after"}
     for path in sources("node"):
         called = {part.attr for part in ast.walk(tree_of(path)) if isinstance(part, ast.Attribute)}
         called |= {module.rpartition(".")[2] for module in imports(path)}

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.algo.methods import method_named
-from farloop.algo.schedule import num_rounds
+from farloop.algo.schedule import first_rounds
 from farloop.algo.spec import Identity
 from farloop.algo.terms import LearningRate, Rewarm, Terms
+from farloop.cli.check import _h_text
 from farloop.config.run_config import DataConfig, RunConfig, terms_of
 from farloop.config.run_spec import plan_run
 from farloop.node.data import load_corpus, load_mixture, num_samples
@@ -85,8 +86,12 @@ def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
     assert (lr.constant, lr.cooldown_steps, lr.anneal_at) == (1.1e-3, 225, 800)
     assert planned(schedule="infinite", constant_lr=1e-3, cooldown_steps=0).schedule.lr.constant == 1e-3
     grown = planned(h_rule="qsr", h_alpha=0.011)
-    assert num_rounds(grown) < 20 and (grown.outer.lr, grown.outer.momentum) == (1.0, 0.0)
+    assert len(first_rounds(grown, 20)) < 20 and (grown.outer.lr, grown.outer.momentum) == (1.0, 0.0)
     assert planned(h_rule="qsr", h_alpha=0.011, outer_momentum=0.9).outer.momentum == 0.9
+    longest = planned(h_rule="qsr", h_alpha=0.011, steps=2**40)
+    assert longest.outer.momentum == 0.9 and _h_text(longest) == "30 to 30 in the first 10,000 rounds (qsr)"
+    (note,) = terms_of(RunConfig(method="diloco", h=1), method_named("diloco"))[1]
+    assert note == "h = 1 is too short for momentum: plain averaging (outer_lr 1, momentum 0)"
 
 
 def test_positions_are_read_from_text() -> None:
