@@ -4,13 +4,13 @@ Imports no torch: state machines and the help of the command line read this tabl
 run's terms fit its method.
 """
 
-import difflib
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from farloop.algo.outer_optimizers import OuterKind
 from farloop.algo.spec import Pattern
 from farloop.algo.terms import LateUpdatePolicy, Terms
+from farloop.monitoring.units import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,7 @@ def method_named(name: str) -> Method:
     """The method of that name. Raises ValueError that names the nearest one."""
     if name in METHODS:
         return METHODS[name]
-    near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
-    raise ValueError(f"there is no method {name!r}; {hint}")
+    raise ValueError(f"there is no method {name!r}; {nearest(name, METHODS)}")
 
 
 def screens_deltas(terms: Terms) -> bool:

@@ -1,7 +1,6 @@
 """Which terms may change in a live run, and from which window or round."""
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -9,6 +8,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from farloop.algo.spec import Identity, Layout, Revision, RunSpec
 from farloop.algo.terms import FLAT, LearningRate, Terms, field_of
 from farloop.algo.validation import OF_NODES, check, given_as
+from farloop.monitoring.units import ascii_number, nearest
 
 # --- Which revision a window or a round runs under
 #
@@ -261,9 +261,7 @@ def _check_key(name: str, key: str) -> None:
     if why is not None:
         raise ValueError(f"{key} stays as the run began: {why}")
     if name not in allowed:
-        near = difflib.get_close_matches(name.lower(), allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
-        raise ValueError(f"there is no term {key!r} that can change; {hint}")
+        raise ValueError(f"there is no term {key!r} that can change; {nearest(name, allowed)}")
 
 
 def _rate_hints() -> dict[str, Any]:
@@ -281,17 +279,16 @@ def _parsed(name: str, text: str) -> Any:
     if get_origin(kind) is Literal:
         if text in get_args(kind):
             return text
-        near = difflib.get_close_matches(text.lower(), get_args(kind), n=1)
-        raise ValueError(
-            f"{name} is one of {', '.join(get_args(kind))}" + (f"; did you mean {near[0]}?" if near else "")
-        )
+        raise ValueError(f"{name}: there is no {text!r}; {nearest(text, get_args(kind))}")
     wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "positions, as 300,450")
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
         if get_origin(kind) is tuple:
-            return tuple(int(word) for word in text.split(",") if word.strip())
-        return kind(text) + 0.0 if kind is float else kind(text)  # -0 is 0
+            return tuple(int(ascii_number(word)) for word in text.split(",") if word.strip())
+        if kind is float:
+            return float(ascii_number(text)) + 0.0  # -0 is 0
+        return int(ascii_number(text)) if kind is int else kind(text)
     except (ValueError, KeyError):
         none = ", or none" if type(None) in kinds else ""
         raise ValueError(f"{name} is {wanted}{none}, not {text!r}") from None

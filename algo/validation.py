@@ -8,7 +8,6 @@ terms, sorted by node, without nodes that have the common value. As text: `rome=
 separated by blanks, because codecs contain commas.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterKind
 from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
 from farloop.algo.spec import Layout, NodeId
 from farloop.algo.terms import InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
+from farloop.monitoring.units import ascii_number, nearest
 
 INNER_OPTIMIZERS: Final[tuple[str, ...]] = get_args(InnerOptimizer)
 RULES: Final[tuple[str, ...]] = get_args(RoundRule)
@@ -309,9 +309,7 @@ def _check_alpha(terms: Terms) -> None:
 
 
 def _known(name: str, names: tuple[str, ...], what: str) -> None:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    require(name in names, f"{what}: there is no {name!r}; {hint}")
+    require(name in names, f"{what}: there is no {name!r}; {nearest(name, names)}")
 
 
 # --- A node's own overlap
@@ -424,9 +422,7 @@ def check_admission(terms: Terms, method: Method) -> None:
     outer = terms.outer
     admission = terms.admission
     if admission.screen not in SCREENS:
-        near = difflib.get_close_matches(admission.screen, SCREENS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(SCREENS)}"
-        raise ValueError(f"screen is {admission.screen!r}; {hint}")
+        raise ValueError(f"screen is {admission.screen!r}; {nearest(admission.screen, SCREENS)}")
     if admission.norm_band < 2.0:
         raise ValueError(f"norm_band is {admission.norm_band}; the least is 2.0, for honest nodes differ")
     if admission.norm_band > _MOST_BAND:
@@ -434,9 +430,7 @@ def check_admission(terms: Terms, method: Method) -> None:
     if outer.merge is None:
         return
     if outer.merge not in ROBUST_RULES:
-        near = difflib.get_close_matches(outer.merge, ROBUST_RULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(ROBUST_RULES)}"
-        raise ValueError(f"merge is {outer.merge!r}; {hint}")
+        raise ValueError(f"merge is {outer.merge!r}; {nearest(outer.merge, ROBUST_RULES)}")
     rule = ROBUST_RULES[outer.merge]
     if method.alone:
         raise ValueError(
@@ -481,7 +475,7 @@ def codec(word: str) -> str:
 def share(word: str) -> float:
     """A share of the steps, above 0 and at most 1. Raises ValueError."""
     try:
-        value = float(word)
+        value = float(ascii_number(word))
     except ValueError:
         value = math.nan
     if not 0.0 < value <= 1.0:

@@ -20,7 +20,8 @@ from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.config.settings import OTHER_NAMES, RUN_SCHEMA, run_settings
-from farloop.config.sources import ConfigError, load_tables, nearest
+from farloop.config.sources import ConfigError, load_tables
+from farloop.monitoring.units import nearest
 from farloop.node.data import Corpus, load_corpus
 from farloop.node.settings import PRESETS
 from farloop.quant.registry import CODECS

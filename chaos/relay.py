@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMES = {"ms": 1e-3, "s": 1.0}
-_SPEC = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)/(\d+(?:\.\d+)?)(ms|s)")
+_SPEC = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)/(\d+(?:\.\d+)?)(ms|s)", re.ASCII)
 
 SLICE_S = 0.004
 """Longest time one slice of bytes holds the link: small, so that a heartbeat passes between the slices of a blob."""

@@ -15,7 +15,7 @@ import typer
 from farloop.cli.options import AsJson, Commands, TextData, check_codecs, check_links, check_model, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import count_text, size_text
+from farloop.monitoring.units import ascii_number, count_text, is_digits, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +153,7 @@ def plan_codecs(
 def parse_threads(text: str) -> tuple[int, ...]:
     """`1,2` as (1, 2); nothing for nothing. Raises CommandError."""
     words = [word.strip() for word in text.split(",")] if text else []
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    if not all(is_digits(word) and int(word) > 0 for word in words):
         raise CommandError(f"--threads is a list of whole numbers above 0, as 1,2, not {text!r}")
     return tuple(int(word) for word in words)
 
@@ -162,7 +162,7 @@ def parse_count(text: str) -> int:
     """`64Mi`, `1e6` or `4096` as a whole number above 0. Raises CommandError."""
     number = text.rstrip("kKMGi")
     try:
-        count = float(number) * _UNITS.get(text[len(number) :], 1 if number == text else 0)
+        count = float(ascii_number(number)) * _UNITS.get(text[len(number) :], 1 if number == text else 0)
     except ValueError:
         count = 0.0
     if not 1 <= count < 1 << 40 or count != int(count):
@@ -560,7 +560,7 @@ def _echo_rows(rows: Sequence["Row | NodesRow | LoopRow"]) -> None:
 
 def _sizes(text: str, least: int = 12, most: int = 100_000) -> list[int]:
     words: list[Any] = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() and least <= int(word) <= most for word in words):
+    if not words or not all(is_digits(word) and least <= int(word) <= most for word in words):
         raise CommandError(f"--nodes is a list of numbers from {least} to {most}, as 20,256, not {text!r}")
     sizes = [int(word) for word in words]
     if twice := [size for size in sizes if sizes.count(size) > 1]:

@@ -266,7 +266,7 @@ def replay_journal(
 
 def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
     """From and to, by fragment; an open end is as far as possible."""
-    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", versions)
+    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", versions, re.ASCII)
     if found is None:
         raise CommandError(f"{versions}: FROM:TO is wanted, as 800:812, 812 or : for all that can be made again")
     if fragment is not None and fragment not in spans:

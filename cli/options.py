@@ -116,7 +116,7 @@ def check_codecs(spellings: Iterable[str]) -> None:
 
 def check_model(name: str) -> None:
     """Raises CommandError unless it is a built-in one."""
-    from farloop.config.sources import nearest
+    from farloop.monitoring.units import nearest
     from farloop.node.settings import PRESETS
 
     if name not in PRESETS:

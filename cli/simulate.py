@@ -13,7 +13,7 @@ import typer
 from farloop.cli.options import AsJson, Commands, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
+from farloop.monitoring.units import NOTHING, ascii_number, count_text, duration_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -203,10 +203,10 @@ def unused(method: str, *, h: int | None, layers_per_fragment: int | None, overl
 
 
 def parse_number(text: str) -> float:
-    """`1e9`, `1B`, `350M` or `1_000` as a number. Raises ValueError."""
-    match = re.fullmatch(r"([\d_.]+(?:[eE][+-]?\d+)?) ?([kKmMbBgGtT]?)", text.strip())
+    """`1e9`, `1B` or `350M` as a number. Raises ValueError."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) ?([kKmMbBgGtT]?)", text.strip())
     try:
-        return float(match[1]) * _SCALES[match[2].lower()] if match else float(text)
+        return float(match[1]) * _SCALES[match[2].lower()] if match else float(ascii_number(text))
     except ValueError:
         raise ValueError(f"{text!r} is no number of parameters, as 1e9, 1B and 350M are") from None
 
@@ -215,7 +215,7 @@ def parse_bandwidths(text: str) -> list[float]:
     """`1,10,100` as numbers above 0, each once. Raises CommandError."""
     words = text.replace(",", " ").split()
     try:
-        found = [float(word) for word in words]
+        found = [float(ascii_number(word)) for word in words]
     except ValueError:
         found = []
     if not found or not all(math.isfinite(value) and value > 0 for value in found):

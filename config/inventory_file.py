@@ -14,10 +14,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, load_tables, nearest
+from farloop.config.sources import ConfigError, load_tables
 from farloop.coordinator.routing import inventory as plain
 from farloop.coordinator.routing.sync_plan import bits_of
 from farloop.monitoring.addresses import parse_tcp
+from farloop.monitoring.units import nearest
 
 _MBIT, _GBIT = 125e3, 125e6  # Bytes/s
 
@@ -189,9 +190,9 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
     where = f"nodes[{number}]"
     if node.count < 1:
         raise ValueError(f"{where}: count is {node.count}; the least is 1")
-    max_layers = node.max_layers
     if node.count > plain.MOST_NODES:
         raise ValueError(f"{where}: count is {node.count}; the most is {plain.MOST_NODES}")
+    max_layers = node.max_layers
     if node.memory_bytes is not None:
         if max_layers is not None:
             raise ValueError(f"{where}: memory_bytes and max_layers are both given; give one of them")

@@ -10,6 +10,7 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer, fewest_out
 from farloop.algo.schedule import first_rounds
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check_learning_rate, check_rounds, given_as, may_own_tau
+from farloop.monitoring.units import ascii_number, is_digits
 from farloop.node.settings import PRESETS, Share
 from farloop.quant.spelling import downlink_spelling
 from farloop.wire.keys import check_name
@@ -253,7 +254,7 @@ def _words(text: str | None) -> Iterator[str]:
 
 
 def _position(word: str, key: str, example: str) -> int:
-    if not word.isdecimal():
+    if not is_digits(word):
         raise ValueError(f"[run] {key}: schedule positions are wanted, as {example}, not {word!r}")
     return int(word)
 
@@ -263,7 +264,9 @@ def _rewarm(word: str) -> Rewarm:
     peak, brings, replay = rest.partition(":")
     try:
         return Rewarm(
-            start=_position(start, "rewarms", "600:1e-3"), peak=float(peak), replay=float(replay) if brings else None
+            start=_position(start, "rewarms", "600:1e-3"),
+            peak=float(ascii_number(peak)),
+            replay=float(ascii_number(replay)) if brings else None,
         )
     except ValueError:
         raise ValueError(

@@ -20,6 +20,7 @@ from farloop.algo.validation import check
 from farloop.config.run_config import DataConfig, RunConfig, loops_bring_data, terms_of
 from farloop.config.settings import RunFile, Settings, about_run
 from farloop.coordinator.aggregator import first_anchor
+from farloop.monitoring.units import is_digits
 from farloop.node.data import Corpus, EvaluationSet, check_tokenizers, data_name, load_corpus, load_mixture, num_samples
 from farloop.node.errors import CorpusError, ModelError
 from farloop.node.model import build, config_json
@@ -166,7 +167,7 @@ def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
 
 def _stages(text: str | None) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")] if text else []
-    if not all(word.isdecimal() for word in words):
+    if not all(map(is_digits, words)):
         raise ValueError(f"[run] stages: the first block of every stage but the first is wanted, as 4,8, not {text!r}")
     return tuple(map(int, words))
 

@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, line_numbers, load_tables, nearest
+from farloop.config.sources import ConfigError, line_numbers, load_tables
+from farloop.monitoring.units import nearest
 from farloop.sim.flow.scenario import (
     LOCK_STEP,
     METHOD_NAMES,

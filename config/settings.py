@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter
 
 from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import Fragment, Layout
@@ -32,7 +32,6 @@ from farloop.config.sources import (
     Given,
     dump_toml,
     load_tables,
-    nearest,
     read_environment,
     read_file,
     read_flags,
@@ -41,6 +40,7 @@ from farloop.coordinator.settings import ADAPTS, CoordinatorConfig, check_url
 from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
 from farloop.monitoring.tcp_connection import congestion_refused
+from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.node.errors import LayoutError
 from farloop.node.machine_info import parse_nics
 from farloop.node.settings import (
@@ -105,7 +105,7 @@ class Key:
             raise given.error("a path is wanted; for this folder itself write .")
         try:
             value = self._validated(given.value, is_text=given.is_text)
-        except (ValidationError, TypeError):
+        except (ValueError, TypeError):
             raise given.error(f"{_WANTED[self.kind]} is wanted, not {_shown(given.value)}{self._hint(given)}") from None
         if isinstance(value, tuple):
             if self.kind == _SHARES_OF_DATA:
@@ -121,9 +121,10 @@ class Key:
             return tuple(Path(part.strip()) for part in str(value).split(","))
         if is_text and self.kind == _SHARES_OF_DATA:
             pairs = [part.strip().rpartition("=") for part in str(value).split(",")]
-            return adapter.validate_python([{"path": path, "weight": weight} for path, _, weight in pairs])
+            shares = [{"path": path, "weight": ascii_number(weight)} for path, _, weight in pairs]
+            return adapter.validate_python(shares)
         if is_text:
-            return adapter.validate_strings(value)
+            return adapter.validate_strings(ascii_number(str(value)) if self.kind in (int, float) else value)
         # Strict validation accepts text for a path only as JSON.
         return adapter.validate_json(dumps(value), strict=True)
 
@@ -135,7 +136,7 @@ class Key:
             return f"; did you mean {_shown(nearest_rate(str(given.value)))}?"
         try:
             meant = self._validated(str(given.value), is_text=True)
-        except ValidationError:
+        except ValueError:
             return ""
         return f"; did you mean {_shown([str(path) for path in meant] if self.kind == _PATHS else meant)}?"
 
@@ -449,7 +450,7 @@ def check_hosts(text: str) -> None:
     """Raises ValueError unless it is a number of hosts, or the least and the most."""
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least]
-    if not all(number.isdecimal() for number in numbers) or not 1 <= int(least) <= int(numbers[-1]):
+    if not all(map(is_digits, numbers)) or not 1 <= int(least) <= int(numbers[-1]):
         raise ValueError(f"{text!r} is no number of hosts; 4 or 3:4 is wanted")
 
 

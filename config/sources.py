@@ -1,6 +1,5 @@
 """TOML text and errors of the configuration. Loads no torch."""
 
-import difflib
 import re
 import tomllib
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
+from farloop.monitoring.units import nearest
 
 
 def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -141,13 +141,6 @@ def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set"
             Given(section=section, key=key, value=value.strip(), origin=origin, is_text=True, folder=Path.cwd())
         )
     return found
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """`did you mean steps?`, or a list of all words."""
-    known = list(words)
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def _listed(sections: list[str]) -> str:

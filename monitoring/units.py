@@ -1,7 +1,9 @@
-"""Numbers as text with three digits and a unit, for pages, terminals and reports; and curves of a bounded length."""
+"""Numbers as text with three digits and a unit, for pages, terminals and reports; curves of a bounded length; and how
+what people write is read."""
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -79,6 +81,25 @@ def loss_text(loss: float | None) -> str:
 def plural(count: int, thing: str) -> str:
     """`1 node`, `3 nodes`."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def ascii_number(text: str) -> str:
+    """For `float` and `int`, which would read 1_000 and the digits of other scripts, too. Raises ValueError."""
+    if "_" in text or not text.isascii():
+        raise ValueError(f"{text!r} is not a number in the digits 0 to 9, as 1000")
+    return text
+
+
+def is_digits(text: str) -> bool:
+    """Whether it is a whole number of 0 or more, in the digits 0 to 9."""
+    return text.isascii() and text.isdecimal()
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`did you mean steps?`, or a list of all words."""
+    known = list(words)
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

@@ -97,7 +97,7 @@ _KEPT: Final = re.compile(r"farloop/|topology\.kubernetes\.io/|site$|(pod|node|h
 """Labels that are reported."""
 
 _LINE: Final = re.compile(r'([^=\s]+)="((?:[^"\\]|\\.)*)"')
-_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgt])(?:bit|bps|b/s)?", re.IGNORECASE)
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgt])(?:bit|bps|b/s)?", re.IGNORECASE | re.ASCII)
 _UNITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 

@@ -1,12 +1,12 @@
 """What is local to a node, and the names that settings have for models and data. Loads no torch."""
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
+from farloop.monitoring.units import nearest
 from farloop.wire.uplink import UplinkLimit
 
 VOCABULARY = 256  # of data without a tokenizer, where tokens are bytes
@@ -66,10 +66,7 @@ def check_model_name(name: str) -> None:
     where, colon, attribute = name.partition(":")
     if colon and attribute.isidentifier() and all(part.isidentifier() for part in where.split(".")):
         return
-    known = ", ".join(PRESETS)
-    close = "" if colon else next(iter(difflib.get_close_matches(name.lower(), PRESETS, n=1)), "")
-    near = f"did you mean {close}?" if close else f"there are {known}, hf:FOLDER and package.module:factory"
-    raise ValueError(f"there is no {name!r}; {near}")
+    raise ValueError(f"there is no {name!r}; {nearest(name, (*PRESETS, 'hf:FOLDER', 'package.module:factory'))}")
 
 
 def is_factory(name: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from farloop.monitoring.units import ascii_number, is_digits
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsupportedHost
 
 
@@ -28,7 +29,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = float(ascii_number(text))
         except ValueError:
             value = math.nan
         if not low <= value <= high:
@@ -48,7 +49,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     """Reads a whole number of this range."""
 
     def read(text: str) -> int:
-        if not (text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
+        if not (is_digits(text) and len(text) < 20 and low <= int(text) <= high):
             raise ValueError(f"a whole number from {low} to {high}")
         return int(text)
 

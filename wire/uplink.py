@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 def parse_rate(text: str) -> float:
     """Bytes a second of `20mbit`. Raises ValueError, with the nearest valid value."""
-    if (exact := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)) is None:
+    if (exact := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit", text)) is None:
         what = "is not a rate with its unit kbit, mbit or gbit"
         raise ValueError(f"{text!r} {what}; the nearest is {nearest_rate(text)}")
     bits_per_s = float(exact[1]) * _UNITS[exact[2]]

@@ -4,7 +4,6 @@ Published terms stay: the first affected window of a fragment is the first whose
 round the first that is not fixed. A closing window has already published the terms of the next one.
 """
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Final
 
@@ -15,6 +14,7 @@ from farloop.algo.terms import Terms
 from farloop.algo.validation import OF_NODES
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import NotNow
+from farloop.monitoring.units import nearest
 
 MOST: Final = 64  # revisions that are kept at a time: all of them are in every Welcome
 
@@ -86,9 +86,7 @@ def _check_names(differ: list[Change], names: Collection[NodeId]) -> None:
         term, _, name = change.key.partition(".")
         if term not in OF_NODES or change.after is None or name in names:
             continue
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names)) or 'none'}"
-        raise ValueError(f"{change.key}: there is no node {name} in this run; {hint}")
+        raise ValueError(f"{change.key}: there is no node {name} in this run; {nearest(name, sorted(names))}")
 
 
 def _shown(value: object) -> object:

@@ -391,7 +391,7 @@ def test_words_that_cannot_be_used_end_in_one_line(words: list[str], complaint: 
 def test_counts_are_read_and_errors_are_short() -> None:
     for text, count in (("64Mi", 64 << 20), ("1e6", 1_000_000), ("4096", 4096), ("2k", 2000), ("0.5Gi", 1 << 29)):
         assert parse_count(text) == count
-    for text in ("", "0", "-1", "1.5", "Mi", "4Ti", "nan", "inf", "1e99", "3MiMi"):
+    for text in ("", "0", "-1", "1.5", "Mi", "4Ti", "nan", "inf", "1e99", "3MiMi", "1_000", "٣"):
         with pytest.raises(CommandError):
             parse_count(text)
     assert parse_threads("1, 2") == (1, 2) and parse_threads("") == ()

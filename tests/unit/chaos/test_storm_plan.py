@@ -64,7 +64,7 @@ def test_a_link_is_read_with_its_rate_in_bits_and_its_round_trip_in_seconds() ->
 @pytest.mark.parametrize(
     "text",
     ["", "50mbit", "50/50ms", "50mbit/50", "50MB/50ms", "-5mbit/1ms", "nanmbit/1ms", "0mbit/5ms", "1mbit/61s",
-     "9999gbit/1ms", "50mbit/50ms/50ms", "5 0mbit/50ms", "1e3mbit/50ms"],
+     "9999gbit/1ms", "50mbit/50ms/50ms", "5 0mbit/50ms", "1e3mbit/50ms", "٥٠mbit/50ms", "5_0mbit/50ms"],
 )  # fmt: skip
 def test_a_wrong_link_is_refused_in_one_line_with_an_example(text: str) -> None:
     with pytest.raises(LinkError) as caught:

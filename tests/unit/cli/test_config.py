@@ -12,10 +12,10 @@ from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, toml_text
 from farloop.config.sources import (
     ConfigError,
-    nearest,
     read_environment,
     read_file,
 )
+from farloop.monitoring.units import nearest
 from farloop.node.pipeline.layout import layout_json
 from farloop.node.settings import Share
 
@@ -118,6 +118,16 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
             "FARLOOP_RUN__DECAY_SHARE=-inf",
             "FARLOOP_RUN__DECAY_SHARE: [run] decay_share: a finite number is wanted, not ",
         ),
+        ("--set run.lr=1_000", '--set: [run] lr: a finite number is wanted, not "1_000"'),
+        ("FARLOOP_RUN__STEPS=6_0", 'FARLOOP_RUN__STEPS: [run] steps: a whole number is wanted, not "6_0"'),
+        ("--set run.codec_up=q4r:step=1_0", "--set: [run] codec_up: codec 'q4r:step=1_0': step is a number from"),
+        ("--set run.codec_up=topk:k=٣", "--set: [run] codec_up: codec 'topk:k=٣': k is a whole number from 1 to 4096"),
+        (
+            "--set coordinator.max_uplink=٥٠mbit",
+            "--set: [coordinator] max_uplink: '٥٠mbit' is not a rate with its unit kbit, mbit or gbit; the nearest "
+            "is 50mbit",
+        ),
+        ("--set data.mixture=a.bin=1_0,b.bin=1", "--set: [data] mixture: a list as [{path = "),
         ("[run]\nnodes = 0", "run.toml:2: [run] nodes: the least is 1, not 0"),
         ("[run]\nsteps = 99999999999999999999", "run.toml:2: [run] steps: the most is 1099511627776, not 99999"),
         ("[run]\nh = 1099511627777", "run.toml:2: [run] h: the most is 1099511627776, not 1099511627777"),
@@ -286,6 +296,8 @@ def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str
         ("h_init=3", "--set: [run] h_init: 3, but with h_rule = constant every round has h = 30"),
         ("h_rule=qsr", "run.toml: [run] h_alpha: missing; h_rule = qsr needs one above 0"),
         ("drops=5", "--set: [run] drops: (5,), but schedule is cosine: only step has it"),
+        ("drops=٣", "--set: [run] drops: schedule positions are wanted, as 300,450, not '٣'"),
+        ("rewarms=600:1_0", "--set: [run] rewarms: position and peak of each re-warm are wanted, as 600:1e-3,900"),
         ("drops=a", "--set: [run] drops: schedule positions are wanted, as 300,450, not 'a'"),
         ("min_lr=1", "--set: [run] min_lr: min_lr = 1.0 is above lr; at most 0.002"),
         ("rewarms=400:1e-3:0.05", "--set: [run] rewarms: 1 with a replay"),

@@ -130,7 +130,7 @@ def test_the_table_lists_all_methods() -> None:
     ("words", "line"),
     [
         (["--steps", "0"], "steps and h are at least 1"),
-        (["--method", "streeming"], "did you mean 'streaming'?"),
+        (["--method", "streeming"], "did you mean streaming?"),
         (["--codec", "q44"], "did you mean 'q4'?"),
         (["--model", "huge"], "there is no 'huge'; there are nano"),
         (["--link", "fast"], "fast"),

@@ -254,7 +254,7 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
         ("hf:somebody/no-such-model", "no model of this name was downloaded"),
         ("no_such_package.module:factory", "there is no Python module no_such_package here: .* PYTHONPATH"),
         ("tinny", "there is no 'tinny'; did you mean tiny"),
-        ("some thing:other", "there are nano, .* hf:FOLDER and package.module:factory"),
+        ("some thing:other", "there are nano, .* hf:FOLDER, package.module:factory"),
     ):
         with pytest.raises(ValueError, match=line):
             plan(wanted)
