@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -482,7 +483,7 @@ def wall_clock(url: str) -> Finding:
     try:
         with open_page(page, 3.0) as answer:
             theirs = email.utils.parsedate_to_datetime(answer.headers["Date"])
-    except (OSError, TypeError, ValueError):
+    except (OSError, HTTPException, TypeError, ValueError):
         return ok("wall clock", f"not compared: no page at {page} (no decision needs it)")
     # An HTTP date has whole seconds.
     drift = max(0.0, abs((datetime.now(UTC) - theirs).total_seconds()) - 1.0)

@@ -29,6 +29,7 @@ from farloop.cli.options import (
     TextData,
     check_links,
     check_model,
+    usage_in_one_line,
 )
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
@@ -134,6 +135,14 @@ class FrontDoor(typer.core.TyperGroup):
         super().__init__(**given)
         self.here = self.commands  # of this module
         self.commands = _Commands({**self.here, **ELSEWHERE})
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        with usage_in_one_line():
+            return super().make_context(*given, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with usage_in_one_line():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from farloop.config.exit_codes import CommandError, cannot_write, ended_in_one_line
+from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, ended_in_one_line, say_error
 from farloop.config.logs import LogLevel
+from farloop.monitoring.units import nearest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,12 +35,51 @@ SetFlags = Annotated[
         help="Override a setting, like FARLOOP_SECTION__KEY=VALUE; repeatable.",
     ),
 ]
-Level = Annotated[LogLevel, typer.Option(help="Lowest level of log lines to write.", envvar="FARLOOP_LOG_LEVEL")]
+Level = Annotated[
+    LogLevel,
+    typer.Option(help="Lowest level of log lines to write.", envvar="FARLOOP_LOG_LEVEL", case_sensitive=False),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per line.", envvar="FARLOOP_LOG_JSON")]
 TextData = Annotated[
     Path | None,
     typer.Option(help="Token file, text file, JSONL file or folder.", show_default="Python's standard library"),
 ]
+
+
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]  # typer exports only this kind of it
+
+
+@contextmanager
+def usage_in_one_line() -> Iterator[None]:
+    """Wrong usage is one line and exit code 2, as every error is; a group without words shows its help."""
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        say_error(_usage_line(error))
+        raise typer.Exit(ExitCode.USAGE) from None
+
+
+def _usage_line(error: Any) -> str:
+    """What is wrong, and the nearest valid words."""
+    from farloop.config.sources import WANTED
+
+    ctx, found = error.ctx, next(iter(getattr(error.__cause__, "errors", list)()), None)
+    place = "".join(f"{words}: " for words in ctx.command_path.split(" ", 1)[1:]) if ctx else ""
+    if hasattr(error, "possibilities"):
+        options = [word for one in ctx.command.get_params(ctx) for word in one.opts if word.startswith("--")]
+        return f"{place}there is no option {error.option_name!r}; {nearest(error.option_name, options)}"
+    if found is None:  # no value has a wrong type
+        message = str(error.format_message())
+        return f"{place}{message[:1].lower()}{message[1:].rstrip('.')}"
+    parameter, given = error.param, found["input"]
+    from_environment = ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT"
+    name = parameter.envvar if from_environment else parameter.opts[0]
+    if choices := parameter.type_descriptor.choices:
+        return f"{name}: there is no {given!r}; {nearest(given, choices)}"
+    wanted = WANTED.get(found["type"].partition("_")[0])
+    return f"{name}: {f'{wanted} is wanted' if wanted else found['msg'].lower()}, not {given!r}"
 
 
 class Commands(typer.Typer):
@@ -116,7 +156,6 @@ def check_codecs(spellings: Iterable[str]) -> None:
 
 def check_model(name: str) -> None:
     """Raises CommandError unless it is a built-in one."""
-    from farloop.monitoring.units import nearest
     from farloop.node.settings import PRESETS
 
     if name not in PRESETS:

@@ -85,7 +85,7 @@ def plan(
     if live:
         from farloop.cli.status import fetch
 
-        status = fetch(live)
+        status = fetch(live, "--live")
         given = live_inventory(status, inventory, overrides)
     elif inventory is not None:
         given = load_inventory(inventory, overrides)

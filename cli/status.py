@@ -4,9 +4,10 @@ import contextlib
 import json
 import socket
 import time
-from http.client import HTTPException
+from http.client import BadStatusLine, HTTPException
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from farloop.monitoring.status import STATUS_FILE, Status
 from farloop.monitoring.status_summary import cleaned, view_of
 
 DEFAULT_URL = "http://127.0.0.1:9700"
+_WANTED = f"{{}} takes the coordinator's [coordinator] http, as {DEFAULT_URL}"
 
 TIMEOUT_S = 5.0
 POLL_S = 1.0
@@ -25,13 +27,13 @@ POLL_S = 1.0
 MAX_BYTES = 16 << 20  # thousands of nodes fit in
 
 
-def fetch(url: str) -> Status:
-    """The status of the coordinator at `url`.
+def fetch(url: str, option: str = "--url") -> Status:
+    """The status of the coordinator at `url`, which the option gave.
 
     Raises:
         CommandError: no answer, or not from a coordinator.
     """
-    page = page_of(url)
+    page = page_of(url, option)
     try:
         with open_page(page, TIMEOUT_S) as answer:
             if answer.status != 200 and answer.headers.get_content_type() != "application/json":
@@ -40,10 +42,17 @@ def fetch(url: str) -> Status:
                 )
             status = json.loads(answer.read(MAX_BYTES))  # with 503 it stands still: an alarm says so
     except (OSError, HTTPException) as error:
+        if (isinstance(error, BadStatusLine) and not isinstance(error, OSError)) or _speaks_first(page):
+            what = "what answers there, as on the port of nodes, is not the status page"
+            raise CommandError(f"{page}: {what}; {_WANTED.format(option)}") from None
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         over = end_of(STATE)
-        fix = f"{over}: farloop status --state {STATE}" if over else "give the address that it says at its start: --url"
+        fix = (
+            f"{over}: farloop status --state {STATE}"
+            if over
+            else "give the address that it says at its start: {option}"
+        )
         raise CommandError(f"no coordinator at {page}: {what.lower()}; {fix}", ExitCode.UNREACHABLE) from None
     except ValueError:
         raise CommandError(f"{page} is not a farloop coordinator's status") from None
@@ -74,14 +83,22 @@ def end_of(folder: Path) -> str | None:
     return f"run {run['name']} is finished" if run["state"] == "finished" else None
 
 
-def page_of(url: str) -> str:
+def page_of(url: str, option: str = "--url") -> str:
     """`host:port`, `http://host:port` or the page itself → the page. Raises CommandError."""
-    if "://" not in url:
-        url = f"http://{url}"
-    if not url.startswith(("http://", "https://")):
-        raise CommandError(f"--url {url}: http://host:port is wanted")
-    url = url.rstrip("/")
-    return url if url.endswith("/status") else f"{url}/status"
+    page = (url if "://" in url else f"http://{url}").rstrip("/")
+    with contextlib.suppress(ValueError):  # a port that is none
+        parts = urlsplit(page)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in page:
+            return page if page.endswith("/status") else f"{page}/status"
+    raise CommandError(f"{option}: {url!r} is not the address of a page; {_WANTED.format(option)}")
+
+
+def _speaks_first(page: str) -> bool:
+    """Whether the port greets whoever connects, as ZeroMQ does and no HTTP server."""
+    parts = urlsplit(page)
+    with contextlib.suppress(OSError), socket.create_connection((parts.hostname or "", parts.port or 80), 1.0) as trial:
+        return trial.recv(1) == b"\xff"
+    return False
 
 
 def show(status: Status, console: Console) -> None:

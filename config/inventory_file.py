@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, load_tables
+from farloop.config.sources import WANTED, ConfigError, load_tables
 from farloop.coordinator.routing import inventory as plain
 from farloop.coordinator.routing.sync_plan import bits_of
 from farloop.monitoring.addresses import parse_tcp
@@ -324,18 +324,6 @@ def tables_of(path: Path) -> dict[str, Any]:
     return found
 
 
-_WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text in quotes",
-    "bool": "true or false",
-    "list": "a list",
-    "model": "a table",
-    "dict": "a table",
-}
-"""By the first word of pydantic's kind of error."""
-
-
 def _first(error: ValidationError) -> str:
     """The first thing that is wrong, with its place."""
     found = error.errors()[0]
@@ -348,7 +336,7 @@ def _first(error: ValidationError) -> str:
         case "missing":
             return f"{f'{owner}: ' if owner else ''}{key or place} is missing"
         case _:
-            what = _WANTED.get(found["type"].partition("_")[0], "something else")
+            what = WANTED.get(found["type"].partition("_")[0], "something else")
             return f"{place}: {what} is wanted, not {found['input']!r}"
 
 

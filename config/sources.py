@@ -49,6 +49,18 @@ _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"\s*([\w-]+)\s*=")
 
 
+WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text in quotes",
+    "bool": "true or false",
+    "list": "a list",
+    "model": "a table",
+    "dict": "a table",
+}
+"""By the first word of pydantic's kind of error."""
+
+
 class ConfigError(CommandError):
     """An invalid setting: its place, what is wrong, and the nearest valid value."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer.main
+import zmq
 from command_line import error_line, farloop, found
 
 from farloop.algo.methods import METHODS
@@ -54,8 +55,56 @@ def test_every_command_has_help_that_fits_and_an_example(words: tuple[str, ...])
 def test_wrong_usage_ends_with_2() -> None:
     for words in (["nod"], ["node"], ["node", "x.toml", "--foo"], ["status", "x"]):
         assert farloop(*words).exit_code == 2
-    assert "'coordinator'" in farloop("coordinatr").stderr
-    assert error_line("status", "--url", "ftp://x") == "--url ftp://x: http://host:port is wanted"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("coordinatr", "no such command 'coordinatr'. Did you mean 'coordinator'?"),
+        ("keys ad", "keys: no such command 'ad'"),
+        ("--foo", "there is no option '--foo'; there are --version, --help"),
+        ("status --ulr x", "status: there is no option '--ulr'; did you mean --url?"),
+        ("node", "node: missing argument 'NODE.toml'"),
+        ("keys --", "keys: missing command"),
+        ("demo --nodes", "option '--nodes' requires an argument"),
+        ("status x", "status: got unexpected extra argument(s) (x)"),
+        ("demo --nodes x", "--nodes: a whole number is wanted, not 'x'"),
+        ("demo --nodes ٣", "--nodes: a whole number is wanted, not '٣'"),
+        ("config check x --ranks 0", "--ranks: input should be greater than or equal to 1, not '0'"),
+        ("node x --log-level warn", "--log-level: there is no 'warn'; did you mean warning?"),
+        *(
+            (
+                f"{command} {url}",
+                f"{option}: {url!r} is not the address of a page; {option} takes the coordinator's "
+                "[coordinator] http, as http://127.0.0.1:9700",
+            )
+            for command, option in (("status --url", "--url"), ("top --url", "--url"), ("plan --live", "--live"))
+            for url in ("http://", "host:99999", "host:port", "tcp://127.0.0.1:7700", "http://:9700", "http://[::1")
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_with_the_nearest_words(words: str, line: str) -> None:
+    assert error_line(*words.split()) == line
+    assert "is not the address of a page" in error_line("status", "--url", "")
+
+
+def test_what_the_environment_gives_is_named_and_levels_have_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARLOOP_LOG_LEVEL", "DEBUG")
+    assert error_line("coordinator", "x.toml") == "x.toml: cannot be read: no such file or directory"
+    monkeypatch.setenv("FARLOOP_LOG_JSON", "maybe")
+    assert error_line("coordinator", "x.toml") == "FARLOOP_LOG_JSON: true or false is wanted, not 'maybe'"
+    monkeypatch.setenv("FARLOOP_LOG_LEVEL", "LOUD")
+    line = "FARLOOP_LOG_LEVEL: there is no 'LOUD'; there are debug, info, warning, error"
+    assert error_line("coordinator", "x.toml") == line
+
+
+def test_the_port_of_nodes_is_no_status_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ZeroMQ greets whoever connects, and waits for a greeting."""
+    monkeypatch.setattr("farloop.cli.status.TIMEOUT_S", 0.2)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        url = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        line = error_line("status", "--url", url)
+    assert line.startswith(f"http://{url}/status: what answers there, as on the port of nodes, is not the status page")
 
 
 def test_a_bad_file_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
