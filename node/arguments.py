@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from farloop.monitoring.addresses import check_source
@@ -231,6 +232,20 @@ def check_seconds(call: str, timeout_s: float, argument: str = "timeout_s") -> N
     """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
     if not isinstance(timeout_s, int | float) or not timeout_s >= 0.0:  # also if it is nan
         raise ValueError(f"{call}({argument}={timeout_s!r}): 0 seconds or more are wanted, as 60.0")
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises LoopError for parameters that hold no numbers, or none that can be averaged and encoded."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise LoopError(f"parameter {name!r} has no shape yet: call the model once, on any input, before join")
+        if parameter.is_meta:
+            raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
+        if parameter.is_complex() and parameter.requires_grad:
+            raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
+        sizes = {stride: size for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1}
+        if 0 in sizes and parameter.requires_grad:
+            raise LoopError(f"parameter {name!r} is expanded, its elements share memory: make it from tensor.clone()")
 
 
 def number_of(argument: str, given: object) -> float:

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,9 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
 from farloop.node.devices import device_number
 from farloop.node.errors import Unreachable
+from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.parent import end_with_torchrun
+from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import pack, unpack, validate
 
 _log = logging.getLogger(__name__)
@@ -122,6 +124,15 @@ class Cluster:
         if self.device.type == "cuda":
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}"
         return f"{self.size} x cpu ({torch.get_num_threads()} threads)"
+
+    def described(self, inventory: Inventory) -> Inventory:
+        """The machine's inventory, looked up unless given, with the node's devices."""
+        found = look_around({}, OperatorLabels()) if inventory == NOTHING else inventory
+        found = replace(found, cpus=found.cpus or os.cpu_count() or 0)
+        if self.device.type != "cuda":
+            return found
+        memory = torch.cuda.get_device_properties(self.device).total_memory * self.size
+        return replace(found, devices=self.size, memory_bytes=memory)
 
     def share_spec(self, spec: RunSpec | None) -> RunSpec:
         """Send rank 0's spec to all ranks."""

@@ -13,22 +13,21 @@ the same call.
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self, get_args
+from typing import IO, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +41,7 @@ from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import (
     a_kind,
     bare,
+    check_parameters,
     check_seconds,
     check_types,
     check_variables,
@@ -58,7 +58,6 @@ from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
-from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
@@ -74,12 +73,12 @@ from farloop.node.shards import (
     is_spread,
     reshard,
 )
+from farloop.node.signals import Handlers
 from farloop.node.state_dir import NodeState, reserve
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
-from farloop.wire.machine_info import NOTHING, Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +92,8 @@ DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
 
+
+_live: "weakref.WeakSet[Node]" = weakref.WeakSet()  # that were joined here and have not left
 
 _MANY_NOTES = 100  # without a step of the optimizer: a trainer may note every forward pass, and accumulate gradients
 
@@ -172,7 +173,7 @@ class Node:
         self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
         self._watch = watch
         self._reserved: IO[str] | None = None  # the state folder, on rank 0
-        self._handlers: dict[int, Any] = {}  # of signals, as they were before `drain_on`
+        self._handlers = Handlers()  # of signals
 
     @property
     def executor(self) -> NodeExecutor | None:
@@ -320,18 +321,16 @@ class Node:
 
     def drain_on(self, *signals: signal.Signals) -> None:
         """Have the first of these signals call `request_drain`. After it, and after `leave`, the handlers of before are
-        back: a second one does what it would have done without farloop. From the main thread."""
+        back: a second one does what it would have done without farloop. Of several ranks they are back after `leave`
+        alone, as torchrun sends all of them what Ctrl-C has sent them. Forked children have them too. From the main
+        thread."""
 
         def asked(*_: object) -> None:
-            self._give_handlers_back()
+            if self.cluster.alone:
+                self._handlers.give_back()
             self.request_drain()
 
-        for number in signals:
-            self._handlers[number] = signal.signal(number, asked) or signal.SIG_DFL
-
-    def _give_handlers_back(self) -> None:
-        while self._handlers and threading.current_thread() is threading.main_thread():
-            signal.signal(*self._handlers.popitem())
+        self._handlers.take(asked, *signals)
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
         """Wait for the outcome of what was sent, say good-bye, save the optimizer's state if `join` was asked to, stop
@@ -358,7 +357,8 @@ class Node:
     def abandon(self) -> None:
         """Stop all threads without a message, as after an error."""
         self._left = True
-        self._give_handlers_back()
+        _live.discard(self)
+        self._handlers.give_back()
         if self._watch is not None:
             self._watch.stop()
         for handle in self._hooks:
@@ -565,8 +565,8 @@ def join(
             checkpoint. 0: never.
 
     Raises:
-        NodeError: refused, unreachable, over (`RunOver`), an argument of a wrong type, or the model is not the run's;
-            the text says which, and the fix.
+        NodeError: refused, unreachable, over (`RunOver`), an argument of a wrong type, a model or optimizer of a node
+            that has not left, or the model is not the run's; the text says which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is not a node name or `fingerprint` no fingerprint, only one of `key` and `server_key` was
@@ -590,6 +590,10 @@ def join(
     if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inside  # Accelerate's wrapper has no step hooks of its own
     check_types(locals())
+    mine = {id(optimizer), *(map(id, model.parameters()) if isinstance(model, nn.Module) else ())}
+    for other in _live:
+        if mine & {id(other._optimizer or other), *map(id, other._parameters.values())}:
+            raise LoopError("join got the model or optimizer of a node that has not left: call its leave() before")
     for argument, seconds in (("give_up_s", give_up_s), ("hang_timeout_s", hang_timeout_s)):
         if seconds is not None:
             check_seconds("join", seconds, argument)
@@ -613,7 +617,9 @@ def join(
         reserved = reserve(folder, name) if cluster.leads else None
         state = _counted(folder, cluster)
         if state is not None:
-            config = dataclasses.replace(config, inventory=_told(config.inventory, cluster), kept=folder / "link.json")
+            config = dataclasses.replace(
+                config, inventory=cluster.described(config.inventory), kept=folder / "link.json"
+            )
             make = partial(
                 NodeExecutor,
                 node_id,
@@ -637,7 +643,7 @@ def join(
                 _log.info("this node is not asked for the loss, which the run measures: it has no join(evaluate=…)")
             module = bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
             reshard(module)  # the loop may have evaluated it
-            _check_parameters(module)
+            check_parameters(module)
             if not is_sharded(module):
                 cluster.device = device_of(module, cluster.device)
                 module = module.to(cluster.device)
@@ -685,6 +691,7 @@ def join(
         node._begin(buffers)
         if signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
+        _live.add(node)
     except BaseException as error:
         first = watch.failed(error) if watch is not None else None
         if endpoint is not None:
@@ -714,20 +721,6 @@ def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
     return state if cluster.leads else None
 
 
-def _check_parameters(module: nn.Module) -> None:
-    """Raises LoopError for parameters that hold no numbers, or none that can be averaged and encoded."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise LoopError(f"parameter {name!r} has no shape yet: call the model once, on any input, before join")
-        if parameter.is_meta:
-            raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
-        if parameter.is_complex() and parameter.requires_grad:
-            raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
-        sizes = {stride: size for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1}
-        if 0 in sizes and parameter.requires_grad:
-            raise LoopError(f"parameter {name!r} is expanded, its elements share memory: make it from tensor.clone()")
-
-
 def _check_clip(cluster: Cluster, absent: Mapping[str, nn.Parameter]) -> None:
     if not cluster.all_agree(not absent):
         raise LoopError(
@@ -739,16 +732,6 @@ def _check_clip(cluster: Cluster, absent: Mapping[str, nn.Parameter]) -> None:
 def _check_evaluate(cluster: Cluster, given: bool) -> None:
     if not cluster.all_agree(given) and not cluster.all_agree(not given):
         raise LoopError("join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass")
-
-
-def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
-    """The machine's inventory with the node's devices."""
-    found = look_around({}, OperatorLabels()) if inventory == NOTHING else inventory
-    found = dataclasses.replace(found, cpus=found.cpus or os.cpu_count() or 0)
-    if cluster.device.type != "cuda":
-        return found
-    memory = torch.cuda.get_device_properties(cluster.device).total_memory * cluster.size
-    return dataclasses.replace(found, devices=cluster.size, memory_bytes=memory)
 
 
 def _check_batch(spec: RunSpec, cluster: Cluster, part: Part) -> None:

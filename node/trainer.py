@@ -78,8 +78,7 @@ def train(
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
-        signal.signal(signal.SIGTERM, lambda *_: node.request_drain())
-        signal.signal(signal.SIGINT, lambda *_: node.request_drain())
+        node.drain_on(signal.SIGINT)
         on_join(node)
         _loop(node, corpora, trained[0].loss, config.microbatch)
 

@@ -1,10 +1,14 @@
 """What `join` says when it cannot: one line each, and no thread is left behind."""
 
 import inspect
+import multiprocessing
 import re
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -188,3 +192,29 @@ def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried
     with pytest.raises(Unreachable, match=r"no session with the coordinator \S+ for 0\.1 s, after which") as caught:
         join(NOWHERE, nn.Linear(1, 1), name="a", state_dir=tmp_path, give_up_s=0.1)
     assert caught.value.retriable and caught.value.exit_code == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12 on
+def test_forked_children_end_by_sigterm_as_without_a_node_and_a_model_has_one_node(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    store, before = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=4, h=2, nodes=1)), signal.getsignal(SIGTERM)
+    with tiny_run.serving(tmp_path / "state", store) as coordinator:
+        where = coordinator.link.endpoint
+        optimizer = AdamW((model := tiny_run.model()).parameters())
+        with join(where, model, optimizer, name="a", state_dir=tmp_path / "a") as node:
+            assert signal.getsignal(SIGTERM) is not before
+            child = fork.Process(target=time.sleep, args=(60.0,))
+            child.start()
+            child.terminate()
+            child.join(30.0)
+            assert child.exitcode == -SIGTERM
+            with fork.Pool(2) as pool:  # ends its processes by SIGTERM, and waits for them
+                assert pool.map(abs, [-1, 2]) == [1, 2]
+            assert node.running and signal.getsignal(SIGTERM) is not before
+            for given in ((nn.Sequential(model), None), (tiny_run.model(), optimizer)):
+                with pytest.raises(LoopError, match=r"of a node that has not left: call its leave\(\) before$"):
+                    join(where, *given, name="b", state_dir=tmp_path / "b")
+            node.abandon()
+        join(where, model, optimizer, name="a", state_dir=tmp_path / "a").abandon()
+    store.close()
+    assert signal.getsignal(SIGTERM) is before

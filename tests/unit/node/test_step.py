@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import RunSpec
-from farloop.node.arguments import bare
+from farloop.node.arguments import bare, check_parameters
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _check_clip, _check_parameters, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.node.shards import ModelParts
 from farloop.wire.limits import Timing
 
@@ -283,10 +283,10 @@ def test_a_number_of_steps_ahead_that_is_none_is_refused(given: Any) -> None:
 
 def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
     module = two_layers()
-    _check_parameters(module)
+    check_parameters(module)
     module.register_parameter("shared", nn.Parameter(torch.ones(1, 3).expand(3, 3)))
     with pytest.raises(LoopError, match=r"parameter 'shared' is expanded, .*: make it from tensor\.clone\(\)$"):
-        _check_parameters(module)
+        check_parameters(module)
 
 
 def test_a_layer_that_was_replaced_after_join_is_refused() -> None:

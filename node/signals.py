@@ -1,0 +1,58 @@
+"""Signal handlers of this process alone: a child by fork, as of a pool of processes, has those of before.
+
+With ours it would swallow the first SIGTERM, for whose effect its parent waits.
+"""
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Handlers:
+    """Of some signals, until they are given back."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._ours: list[Any] = []
+
+    def take(self, handler: Callable[..., object], *signals: signal.Signals) -> None:
+        """Have the handler called for these signals. From the main thread."""
+        self._ours.append(handler)
+        for number in signals:
+            if (before := signal.signal(number, handler)) not in self._ours:
+                self._before[number] = before or signal.SIG_DFL
+        _all.add(self)
+
+    def give_back(self) -> None:
+        """Those of before are back, where nobody has set others since, and if this is the main thread. More than once
+        is harmless."""
+        while self._before and threading.current_thread() is threading.main_thread():
+            number, before = self._before.popitem()
+            if signal.getsignal(number) in self._ours:
+                signal.signal(number, before)
+
+
+_all: weakref.WeakSet[Handlers] = weakref.WeakSet()
+_forking = threading.local()  # its `mask`: the signals that the thread had blocked before
+
+
+def _hold_signals() -> None:
+    """Python forgets a signal that comes to a child before its first line of Python."""
+    taken = {number for handlers in _all for number in handlers._before}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+
+
+def _take_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _begin_child() -> None:
+    for handlers in _all:
+        handlers.give_back()
+    _take_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_take_signals, after_in_child=_begin_child)
