@@ -355,7 +355,26 @@ def save_weights(
     config: Any = getattr(writer, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = True
+    if hasattr(type(writer), "can_generate") and writer.can_generate():
+        _save_generation(writer.generation_config, folder)
     writer.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def _save_generation(config: Any, folder: Path) -> None:
+    """One that has settings of sampling and does not say whether to sample is made to: transformers refuses to save it.
+
+    Raises ModelError: it contradicts itself otherwise.
+    """
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        if config.do_sample is not None:
+            why = " ".join(line.strip(" -") for line in str(error).splitlines()[1:2]) or error
+            raise ModelError(
+                f"the model's generation_config cannot be saved: {why} Set it where the model is built"
+            ) from error
+        config.do_sample = True
+        _save_generation(config, folder)
 
 
 def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

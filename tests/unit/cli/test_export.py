@@ -100,6 +100,35 @@ def test_an_adapter_is_written_as_one_by_its_own_library(tmp_path: Path, monkeyp
     assert sum(tensor.double().sum() for tensor in written.values()) == sum(a.double().sum() for a in anchors.values())
 
 
+SAMPLED = f"""
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def made(**settings):
+    model = LlamaForCausalLM(LlamaConfig(**{SIZES}))
+    model.generation_config.update(temperature=0.6, **settings)
+    return model
+
+def greedy():
+    return made(do_sample=False)
+"""
+
+
+def test_settings_of_sampling_are_written_with_sampling_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "sampled.py").write_text(SAMPLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    state_of(tmp_path / "state", "sampled:made")
+    given = ("export", str(tmp_path / "out"), "--state", str(tmp_path / "state"), "--model")
+    refused = error_line(*given, "sampled:greedy")
+    assert "generation_config cannot be saved: `temperature`: `do_sample` is not set to `True`" in refused
+    found(*given, "sampled:made")
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert settings.do_sample is True and settings.temperature == 0.6
+    assert loaded(tmp_path / "out").generation_config.temperature == 0.6
+
+
 def test_the_loss_of_the_newest_model_is_that_of_the_run_s_evaluation(tmp_path: Path) -> None:
     store = state_of(tmp_path / "state", "nano")
     plan = plan_run(RunConfig(model="nano", sequence_tokens=32), DataConfig(max_bytes=16_000_000))
