@@ -768,8 +768,6 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
             _log.warning("the optimizer is not used: with the method %s the coordinator steps", spec.terms.method)
         return None
     if optimizer is None:
-        if spec.terms.inner.optimizer == "muon" and is_sharded(module):
-            raise TermsMismatch("the run's inner optimizer is muon, which needs whole matrices: give join an optimizer")
         return default_optimizer(module, spec.terms)
     built = optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
     if not isinstance(built, Optimizer):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from farloop.algo import fragments
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, RunSpec, WindowTerms
+from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
 from farloop.node import shards
 from farloop.node.anchor_files import AnchorFiles, Head
@@ -28,6 +29,7 @@ from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Node
 from farloop.node.model import build
 from farloop.node.moments import Moments
@@ -499,6 +501,29 @@ def mixed_precision() -> dict[str, Any]:
         "moved": moved / sum(parameter.numel() for parameter in after),
         "loss": loss.item(),
     }
+
+
+def muon_steps(way: str) -> tuple[float, int]:
+    """How far three steps of the default Muon on a sharded model end from those of one process, as a part of the way;
+    and how many of its matrices were sharded."""
+    terms = plain_terms(inner_optimizer="muon", lr=LearningRate(peak=0.1))
+    ours, alone = awkward(), awkward()
+    WAYS[way](ours)
+    optimizers = default_optimizer(ours, terms), default_optimizer(alone, terms)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for mine, one in zip(trainable_tensors(ours), trainable_tensors(alone), strict=True):
+            gradient = torch.randn(one[1].shape, generator=generator)
+            one[1].grad, spread = gradient, is_dtensor(mine[1])
+            mine[1].grad = distribute_tensor(gradient, mine[1].device_mesh, mine[1].placements) if spread else gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    far, path = 0.0, 0.0
+    for mine, one, first in zip(ours.parameters(), alone.parameters(), awkward().parameters(), strict=True):
+        far += float((whole(mine.detach()) - one.detach()).square().sum())
+        path += float((first.detach() - one.detach()).square().sum())
+    muon = optimizers[0].parts[0]
+    return (far / path) ** 0.5, sum(is_dtensor(p) for group in muon.param_groups for p in group["params"])
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:

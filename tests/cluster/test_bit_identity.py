@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import ranks
-from sharded_models import mixed_precision, rounds
+from sharded_models import mixed_precision, muon_steps, rounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -58,3 +58,13 @@ def test_a_sharded_model_that_computes_in_bf16_keeps_fp32_shards() -> None:
     for told in ranks(2, mixed_precision):
         assert told["seen"] == {"torch.bfloat16"} and told["kept"] == {"torch.float32"}
         assert told["moved"] > 0.2 and 4.0 < told["loss"] < 7.0
+
+
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("columns", "tensor_parallel")]
+
+
+@pytest.mark.parametrize("way", ["rows", *SLOW_WAYS])
+def test_muon_of_a_sharded_model_orthogonalises_whole_matrices(way: str) -> None:
+    """In bf16, whose sums depend on the parts; those of each part alone would be 0.3 away."""
+    for distance, sharded in ranks(2, muon_steps, way=way):
+        assert distance < 0.02 and sharded == 2
