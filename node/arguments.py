@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
 from farloop.node.settings import check_fingerprint
+from farloop.node.shards import is_dtensor
 from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import check_name
 from farloop.wire.limits import check_lanes
@@ -98,7 +100,7 @@ def _takes(function: Callable[..., object], count: int) -> bool:
 
 def a_kind(value: object) -> str:
     kind = type(value).__name__
-    return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+    return "None" if value is None else f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
 def bare(module: object) -> nn.Module:
@@ -241,6 +243,11 @@ def check_parameters(module: nn.Module) -> None:
             raise LoopError(f"parameter {name!r} has no shape yet: call the model once, on any input, before join")
         if parameter.is_meta:
             raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
+        if parameter.requires_grad and is_traceable_wrapper_subclass(parameter) and not is_dtensor(parameter):
+            raise LoopError(
+                f"parameter {name!r} is trained as {a_kind(parameter)}, which cannot be averaged: train a "
+                "plain tensor, or freeze it and train an adapter"
+            )
         if parameter.is_complex() and parameter.requires_grad:
             raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
         sizes = {stride: size for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1}

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
@@ -117,7 +118,7 @@ class Replica:
 
     def zeros(self, index: int) -> Tensor:
         """fp32 [numel of the own part] where anchors are kept: all that a replica keeps beside them begins so."""
-        return torch.zeros(self.own[index].numel, device=self.weights.home)
+        return torch.zeros(self.own[index].numel, device=self.weights.home, dtype=torch.float32)
 
     def place(self) -> None:
         """Keep anchors, and what is kept beside them, on the device from now on if it has the room. Every rank decides
@@ -687,6 +688,7 @@ def _ties(part: nn.Module, here: Mapping[str, nn.Parameter]) -> Mapping[str, str
 
 def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
+    Of a tensor that is made of others, as a quantised one, these count, bit for bit.
 
     These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
     dict. The digest does not depend on how they are sharded. All ranks of the `cluster` call this.
@@ -697,12 +699,21 @@ def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     if buffers:
         saved = module.state_dict(keep_vars=True)  # without the buffers that are not persistent
         kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
-    named = {plain_name(name): tensor for name, tensor in kept.items()}
+    named = {part: held for name, tensor in kept.items() for part, held in _plain_parts(plain_name(name), tensor)}
     ordered = dict(sorted((named | elsewhere(cluster, named)).items()))
     total = hashlib.blake2b(digest_size=8)
     for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True):
         total.update(f"{name} {tuple(tensor.shape)} {found:016x}\n".encode())
     return int.from_bytes(total.digest()) if ordered else 0
+
+
+def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if not is_traceable_wrapper_subclass(tensor) or is_dtensor(tensor):
+        yield name, tensor
+        return
+    for inner in tensor.__tensor_flatten__()[0]:
+        for part, held in _plain_parts(f"{name}.{type(tensor).__name__}.{inner}", getattr(tensor, inner)):
+            yield part, held if held.is_floating_point() else held.contiguous().view(torch.uint8)
 
 
 def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:
