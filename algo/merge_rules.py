@@ -154,7 +154,7 @@ def hostile(count: int) -> int:
 def gram(deltas: Sequence[Pieces]) -> Gram:
     """Inner products of flat fp32 vectors of one length, added up in fp64, read once and side by side."""
     count = len(deltas)
-    total = torch.zeros(count, count, dtype=torch.float64)
+    total = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for pieces in zip(*(delta() for delta in deltas), strict=True):
         rows = torch.stack([piece.double() for piece in pieces])
         total += (rows @ rows.T).cpu()

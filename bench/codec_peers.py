@@ -62,7 +62,7 @@ def probe(peer: Peer) -> PeerState:
         version = importlib.metadata.version(peer.package)
     except importlib.metadata.PackageNotFoundError:
         return PeerState(name=peer.name, package=peer.package, version=None, state="not installed")
-    x = torch.linspace(-1.0, 1.0, 8 * ROW)
+    x = torch.linspace(-1.0, 1.0, 8 * ROW, dtype=torch.float32, device="cpu")
     try:
         with quiet():
             kernels = peer.make(1)
@@ -175,7 +175,7 @@ class _Buffer:
     """A tensor that is made once and filled again and again."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._tensor = torch.empty(0, dtype=dtype)
+        self._tensor = torch.empty(0, dtype=dtype, device="cpu")
 
     def of(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Its numbers are whatever was there before."""

@@ -61,7 +61,7 @@ def measure_memory(codec: Codec, elements: int) -> list[MemoryRow]:
     fragment = flat(elements)
     name = spelling_of(codec)
     bound = codec.payload_bytes(fragment) + 4 * elements
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") * 1e-3
     header = BlobHeader(codec=codec, fragment=fragment, version=1, base=0, epoch=0)
 
     def encode() -> bytearray:
@@ -160,10 +160,10 @@ class Bench:
         self.fragment = matrices(elements)
         device = torch.device(where.device)
         generator = torch.Generator(device).manual_seed(0)
-        self.x = torch.empty(elements, device=device).normal_(generator=generator).mul_(SIZE)
-        self.y = torch.zeros(elements, device=device)
-        self.residual = torch.zeros(elements, device=device)
-        self._source, self._target = self.x.clone(), torch.zeros(elements, device=device)
+        self.x = torch.empty(elements, device=device, dtype=torch.float32).normal_(generator=generator).mul_(SIZE)
+        self.y = torch.zeros(elements, device=device, dtype=torch.float32)
+        self.residual = torch.zeros(elements, device=device, dtype=torch.float32)
+        self._source, self._target = self.x.clone(), torch.zeros(elements, device=device, dtype=torch.float32)
         self._copies = self._copy_calls()
 
     def row(self, codec: str, path: str, op: str, call: Call, *, vectors: int = 1) -> SpeedRow:

@@ -135,7 +135,7 @@ class Node:
             codec=codec, fragment=fragment, version=command.window, base=blob.version, epoch=self.machine.epoch
         )
         if fragment not in _deltas:
-            _deltas[fragment] = torch.zeros(fragment.numel)
+            _deltas[fragment] = torch.zeros(fragment.numel, dtype=torch.float32, device="cpu")
             for tensor in fragment.tensors:
                 _deltas[fragment][tensor.offset : tensor.offset + tensor.numel].normal_(0.0, 1e-3)
         # The coordinator drops numbers that came before.

@@ -215,7 +215,7 @@ class Part:
 def copies(part: Part) -> None:
     """Copies on the device and over PCIe, from memory that is locked and that is not."""
     n = part.scale.elements
-    x, y, host = (torch.zeros(n, device=where) for where in (part.device, part.device, "cpu"))
+    x, y, host = (torch.zeros(n, device=where, dtype=torch.float32) for where in (part.device, part.device, "cpu"))
     told("copy on the device", gb_per_s=8e-9 * n / part.best_s(lambda: y.copy_(x)))
     began, hosts = time.perf_counter(), {"pageable": host, "locked": host}
     if part.device.type == "cuda":

@@ -41,7 +41,8 @@ class Loop:
         self.module, self.device = module.to(device), device
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True if device.type == "cuda" else None)
         generator = torch.Generator().manual_seed(0)
-        self.batch = torch.randint(256, (sequences, tokens + 1), generator=generator).to(device)
+        drawn = torch.randint(256, (sequences, tokens + 1), generator=generator, dtype=torch.int64, device="cpu")
+        self.batch = drawn.to(device)
         self.mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
     def loss(self, model: Callable[..., Any]) -> Tensor:

@@ -169,7 +169,7 @@ def _rank(model: str, address: str, path: str, ranks: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # of no length: it makes the moments
     optimizer.zero_grad(set_to_none=False)
-    batch = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int64, device="cpu")
     forget_peak()
     if address == "-":
         for _ in range(_STEPS):

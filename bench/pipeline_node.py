@@ -66,9 +66,9 @@ class PacedJobs(StageJobs):
 def batches(count: int, seed: int) -> Sequence[Tensor]:
     """Microbatches of tokens [4, 33] that can be learnt: each row counts on by a stride of its own."""
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(0, 256, (count, 4, 1), generator=generator)
-    stride = torch.randint(1, 8, (count, 4, 1), generator=generator)
-    return list((start + stride * torch.arange(33)) % 256)
+    start = torch.randint(0, 256, (count, 4, 1), generator=generator, dtype=torch.int64, device="cpu")
+    stride = torch.randint(1, 8, (count, 4, 1), generator=generator, dtype=torch.int64, device="cpu")
+    return list((start + stride * torch.arange(33, dtype=torch.int64, device="cpu")) % 256)
 
 
 def seed_of(step: int, stage: int, names: Sequence[str], name: str) -> int:

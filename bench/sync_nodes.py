@@ -31,7 +31,7 @@ def weights(parameters: int) -> list[Tensor]:
     """The first weights, fp32, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     sizes = [parameters * (k + 1) // TENSORS - parameters * k // TENSORS for k in range(TENSORS)]
-    return [torch.randn(size, generator=generator) * 0.02 for size in sizes]
+    return [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") * 0.02 for size in sizes]
 
 
 class Optimized:
@@ -43,7 +43,10 @@ class Optimized:
         self.module.weights = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
         self.parameters = list(self.module.parameters())
         generator = torch.Generator().manual_seed(seed)
-        self.gradients = [torch.randn(parameter.shape, generator=generator) for parameter in self.parameters]
+        self.gradients = [
+            torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            for parameter in self.parameters
+        ]
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4)
         self.optimizer.register_step_post_hook(self._stepped)
         self.marks, self.times, self.begun = Marks(), Times(), 0.0

@@ -245,7 +245,7 @@ def _train(settings: Settings, corpus: Corpus, fragment: Fragment, on_step: Call
     models = [build(PRESETS[settings.model], settings.seed) for _ in range(settings.nodes)]
     nodes = [_Node(model, number, settings, corpus) for number, model in enumerate(models)]
     outer = default_outer(settings.nodes, settings.h, _LONG_RUN)
-    anchor = torch.empty(fragment.numel)
+    anchor = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         flatten_into(fragment, dict(trainable_tensors(models[0])), anchor)
     momentum = torch.zeros_like(anchor)
@@ -287,7 +287,7 @@ class _Node:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
             on_step()
-        delta = torch.empty(fragment.numel)
+        delta = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         fragment_delta_into(fragment, anchor, self.parameters, delta)
         return delta
 

@@ -128,7 +128,7 @@ class Pool:
                 if tensor.numel() == numel:
                     return self._tensors.pop(k)
             self._free_down_to(max(0, self._most_bytes - FP32_BYTES * numel))
-        return torch.empty(numel)
+        return torch.empty(numel, dtype=torch.float32, device="cpu")
 
     def copy(self, tensor: Tensor) -> Tensor:
         return self.empty(tensor.numel()).copy_(tensor)
@@ -179,7 +179,7 @@ class Result:
 @torch.no_grad()
 def first_anchor(fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
     """The anchor of version 0 from named tensors, canonical, fp32 [numel]."""
-    flat = torch.empty(fragment.numel)
+    flat = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     flatten_into(fragment, tensors, flat)
     canonicalise_(flat)
     return flat
@@ -240,18 +240,19 @@ def to_merge(
         for codec, (base, window) in zip(codecs, named, strict=True)
     ]
     if rule in ROBUST_RULES:
-        total = torch.empty(fragment.numel)
+        total = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         counted = [k for k, (_, weight) in enumerate(inputs) if weight > 0.0]
         coordinates_into(rule, _pieces([inputs[k][0] for k in counted], [expected[k] for k in counted]), total)
         return total
     if rule == "radial":
-        total, pieces = torch.empty(fragment.numel), _pieces([blob for blob, _ in inputs], expected, _scratch(expected))
+        total = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
+        pieces = _pieces([blob for blob, _ in inputs], expected, _scratch(expected))
         weights = [weight for _, weight in inputs]
         radial_into(pieces, weights, fragment, total, lambda read: tensor_norms(read, fragment))
         return total
     if any(codec.traits.entropy_coded or codec != codecs[0] for codec in codecs):
         # One after the other, so that a single payload lies here decompressed.
-        total, scratch = torch.zeros(fragment.numel), _scratch(expected)
+        total, scratch = torch.zeros(fragment.numel, dtype=torch.float32, device="cpu"), _scratch(expected)
         for (blob, weight), expect in zip(inputs, expected, strict=True):
             header, payload, _ = parse_blob(blob, expect, scratch=scratch)
             header.codec.decode_add_(payload, total, weight, fragment, seed=header.seed)

@@ -166,7 +166,7 @@ class Cluster:
         """Whether every rank agrees; the same answer on all ranks."""
         if self.alone:
             return yes
-        answer = torch.tensor([yes], dtype=torch.uint8)
+        answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")
         dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.decisions)
         return bool(answer.item())
 
@@ -201,10 +201,10 @@ class Cluster:
         if self.alone:
             return [value]
         data = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.decisions)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=self.decisions)
         longest = max(int(length) for length in lengths)
-        buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        buffers = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(buffers, torch.nn.functional.pad(data, (0, longest - len(data))), group=self.decisions)
         return [
             unpack(buffer.numpy()[: int(length)].tobytes()) for buffer, length in zip(buffers, lengths, strict=True)
@@ -224,7 +224,7 @@ class Cluster:
         group in one order."""
         if self.alone:
             return list(parts), None
-        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        out = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         splits = [part.numel() for part in parts]
         work = dist.all_to_all_single(out, torch.cat(list(parts)), list(sizes), splits, group=group, async_op=True)
         return list(torch.split(out, list(sizes))), work
@@ -242,7 +242,7 @@ class Cluster:
 
     def _share_bytes(self, data: bytes) -> bytes:
         """Rank 0's bytes, on all ranks, as tensors: nothing is pickled. Short ones take one message."""
-        first = torch.zeros(_SHORT, dtype=torch.uint8)
+        first = torch.zeros(_SHORT, dtype=torch.uint8, device="cpu")
         if self.leads:
             begin = len(data).to_bytes(_LENGTH, "little") + data[: _SHORT - _LENGTH]
             first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
@@ -251,7 +251,7 @@ class Cluster:
         length = int.from_bytes(told[:_LENGTH], "little")
         if length <= _SHORT - _LENGTH:
             return told[_LENGTH : _LENGTH + length]
-        rest = torch.zeros(length - _SHORT + _LENGTH, dtype=torch.uint8)
+        rest = torch.zeros(length - _SHORT + _LENGTH, dtype=torch.uint8, device="cpu")
         if self.leads:
             rest.copy_(torch.frombuffer(bytearray(data[_SHORT - _LENGTH :]), dtype=torch.uint8))
         dist.broadcast(rest, src=0, group=self.decisions)

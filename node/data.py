@@ -362,7 +362,7 @@ class Mixture:
         int64 [B, S], on the CPU.
         """
         if not positions:
-            return torch.empty(0, self._length + 1, dtype=torch.int64)
+            return torch.empty(0, self._length + 1, dtype=torch.int64, device="cpu")
         return torch.stack([self[self.index(position, at)] for position in positions])
 
 

@@ -97,7 +97,7 @@ def locked_zeros(numels: Iterable[int]) -> list[Tensor]:
         weakref.finalize(owner, lambda _: runtime.cudaHostUnregister(address), mapping).atexit = False
     else:
         with suppress(RuntimeError):  # the next launch reports it once more
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, device="cuda", dtype=torch.float32)
     if error not in (_SUCCESS, _ALREADY_LOCKED):
         _log.warning(
             "anchors are not locked in memory, so copying them is slower: CUDA error %d (%s) for %.2f GB; %s",
@@ -295,7 +295,7 @@ class Buffers:
             buffer = max(self._free, key=lambda each: (each.holds(kept), not each.is_of_use), default=None)
             is_worth_more = buffer is not None and buffer.is_of_use and not buffer.holds(kept)
             if buffer is None or (is_worth_more and len(self._free) + len(self._lent) < _MOST_KEPT):
-                memory = torch.empty(self._numel, device=self._device)
+                memory = torch.empty(self._numel, device=self._device, dtype=torch.float32)
                 buffer = _Buffer(memory, memory)
             else:
                 self._free.remove(buffer)

@@ -61,7 +61,7 @@ class GPT(nn.Module):
         self.config = config
         with torch.device("meta"):  # The modules' own initialisation would draw from the global generator.
             # Given its weights, it draws none: on the meta device that would import a whole compiler.
-            empty = torch.empty(config.vocabulary, config.dim)
+            empty = torch.empty(config.vocabulary, config.dim, dtype=torch.float32, device="meta")
             self.embed = nn.Embedding(config.vocabulary, config.dim, _weight=empty)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.dim)
@@ -111,7 +111,8 @@ class GPT(nn.Module):
             # Uniform on ±√3·std, not normal: `rand` is an integer times 2⁻²⁴, then one exact and one rounded operation,
             # while a vectorised logarithm or cosine may differ in the last bit from one CPU to the next. Clusters of
             # different hardware so build a bit-identical version 0.
-            parameter.copy_(torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(2 * math.sqrt(3) * std))
+            drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.sub_(0.5).mul_(2 * math.sqrt(3) * std))
 
 
 class Block(nn.Module):
@@ -168,8 +169,9 @@ def rope_tables(context: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
     Computed in fp64 and rounded once: fp32 angles would put errors of 7e-5 into the table by t = 2047.
     """
-    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # [head_dim / 2]
-    angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)  # [context, head_dim / 2]
+    even = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # [head_dim / 2]
+    frequency = ROPE_BASE ** (-even / head_dim)
+    angle = torch.outer(torch.arange(context, dtype=torch.float64, device="cpu"), frequency)  # [context, head_dim / 2]
     angle_TH = torch.cat((angle, angle), dim=-1)
     return angle_TH.cos().float(), angle_TH.sin().float()
 

@@ -64,7 +64,7 @@ class Moments:
         keys = _moments(described)
         if not keys or len(repr(described)) > _MOST_CHARACTERS:
             return None
-        flat = torch.empty(len(keys), own.fragment.numel)
+        flat = torch.empty(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
         digests = list[int]()
         for key, row in zip(keys, flat, strict=True):
             here = row.to(self._weights.device)
@@ -114,7 +114,7 @@ class Moments:
     def load_here(self, index: int, version: int, more: Mapping[str, Any]) -> bool:
         fragment, own, described = self._layout.fragments[index], self._weights.own[index], more["state"]
         keys = _moments(described)
-        flat = torch.zeros(len(keys), own.fragment.numel)
+        flat = torch.zeros(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
         self._files.read(index, version, self._runs(fragment, len(keys)), flat.view(-1), "optimizer")
         if [self._weights.digest(index, row) for row in flat] != list(more["digests"]):
             return False
@@ -143,7 +143,8 @@ class Moments:
                 _, group = self._groups[id(parameter)]
                 on_device = group.get("capturable") or group.get("fused")
                 device = parameter.device if on_device else torch.device("cpu")
-                self._state(parameter)[key] = torch.tensor(float(value), device=device) if kind == "tensor" else value
+                number = torch.tensor(float(value), device=device, dtype=torch.float32) if kind == "tensor" else value
+                self._state(parameter)[key] = number
 
     # --- Tensors
 

@@ -32,7 +32,7 @@ from farloop.quant.registry import CODECS, codec_named
 _TILE: Final = TILE
 """Elements, 4 MiB of fp32: bounds the buffers for what moves between ranks."""
 
-_EMPTY: Final = torch.empty(0, dtype=torch.uint8)
+_EMPTY: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -381,7 +381,7 @@ class Shards(Weights):
 
     def payload_of(self, index: int, codec: Codec, payload: Tensor | None) -> Tensor:
         assert isinstance(codec, BlockCodec)
-        own = torch.zeros(codec.payload_bytes(self.own[index].fragment), dtype=torch.uint8)
+        own = torch.zeros(codec.payload_bytes(self.own[index].fragment), dtype=torch.uint8, device="cpu")
         for places in self._tiles(index, codec):
             mine = [here for _, here in places[self._cluster.rank]]
             parts = [_EMPTY] * self._cluster.size
@@ -420,7 +420,7 @@ class Shards(Weights):
         """Returns at once: the bytes move while training goes on, in a group of their own."""
         assert isinstance(codec, BlockCodec)
         plan = self._plans[index]
-        parts = [torch.empty(0, dtype=torch.uint8)] * self._cluster.size
+        parts = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self._cluster.size
         parts[0] = payload
         sizes = [codec.payload_bytes(part.fragment) if self._cluster.leads else 0 for part in plan.parts]
         received, work = self._cluster.begin_swap(parts, sizes, self._cluster.codes)
@@ -613,7 +613,7 @@ def box_of(name: str, parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ..
     mesh, local = parameter.device_mesh, tuple(parameter.to_local().shape)
     if (coordinate := mesh.get_coordinate()) is None:  # a mesh of other ranks
         return (0,) * parameter.ndim, (0,) * parameter.ndim
-    indices = [torch.arange(extent) for extent in parameter.shape]
+    indices = [torch.arange(extent, dtype=torch.int64, device="cpu") for extent in parameter.shape]
     for size, place, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
         if isinstance(placement, _StridedShard):
             # FSDP2 over tensor parallelism: each of `split_factor` parts is cut for itself.

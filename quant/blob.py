@@ -188,7 +188,7 @@ def as_tensor(data: Bytes) -> Tensor:
     """Bytes as uint8 [len(data)], at any address. Copies only read-only bytes, which torch does not support."""
     view = memoryview(data)
     if not len(view):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
@@ -290,7 +290,7 @@ def pack_anchor(anchor: Tensor, fragment: Fragment, version: int, epoch: int) ->
 
 def unpack_anchor(data: bytes | bytearray, fragment: Fragment, version: int) -> Tensor:
     """The anchor in a blob of any epoch, fp32 [numel]. Raises BadBlob."""
-    codec, anchor = codec_named("fp32"), torch.zeros(fragment.numel)
+    codec, anchor = codec_named("fp32"), torch.zeros(fragment.numel, dtype=torch.float32, device="cpu")
     expect = Expected(codecs=(codec,), fragment=fragment, version=version, base=version, newest_epoch=_ANY_EPOCH)
     codec.decode_into(parse_blob(data, expect)[1], anchor, fragment)
     return anchor

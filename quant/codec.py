@@ -162,7 +162,7 @@ class Codec(ABC):
             ValueError: `weight` is not finite in fp32, or as `decode_into`.
         """
         self._require_operands(fragment, payload, acc=acc)
-        w = torch.tensor(finite_weight(weight), dtype=torch.float32)
+        w = torch.tensor(finite_weight(weight), dtype=torch.float32, device="cpu")
         start = 0
         for t in self._tiles(payload, fragment, seed=seed, device=acc.device):
             # Two operations, two roundings: `add_(t, alpha=weight)` may be compiled to a fused multiply-add.
@@ -206,7 +206,7 @@ def flat(numel: int) -> Fragment:
 
 def finite_weight(weight: float) -> float:
     """`weight` rounded to fp32. Raises ValueError if that is not finite."""
-    rounded = torch.tensor(weight, dtype=torch.float32).item()
+    rounded = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     if not math.isfinite(rounded):
         raise ValueError(f"a weight must be finite in fp32, not {weight}")
     return rounded

@@ -56,7 +56,7 @@ def digest_by_reference(x: Tensor, first_index: int) -> tuple[int, bool]:
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     for start in range(0, x.numel(), chunk):
         part, first = bits[start : start + chunk], first_index + start
-        total.add_(_weighted(part, torch.arange(first, first + part.numel(), device=x.device)))
+        total.add_(_weighted(part, torch.arange(first, first + part.numel(), device=x.device, dtype=torch.int64)))
         finite.logical_and_(torch.isfinite(x[start : start + chunk]).all())
     found, is_finite = torch.stack([total, finite.to(torch.int64)]).tolist()  # one wait for a device
     return found & _MASK, bool(is_finite)
@@ -76,14 +76,14 @@ def box_digest(box: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
         if run == behind:
             run, rows = run * extent, rows + first * behind
         else:
-            starts = (torch.arange(extent, device=box.device) + first) * behind
+            starts = (torch.arange(extent, device=box.device, dtype=torch.int64) + first) * behind
             rows = (starts.unsqueeze(1) + rows).view(-1)
         behind *= size
     values = box.detach().reshape(len(rows), run)
     if len(rows) == 1:
         return combine(digest(values[0, at : at + TILE].float(), int(rows) + at) for at in range(0, run, TILE))
     total = torch.zeros((), dtype=torch.int64, device=box.device)
-    count, places = max(1, _chunk(box.device) // max(1, run)), torch.arange(run, device=box.device)
+    count, places = max(1, _chunk(box.device) // max(1, run)), torch.arange(run, device=box.device, dtype=torch.int64)
     for row in range(0, len(rows), count):
         part = values[row : row + count].float()
         total.add_(_weighted(part.view(torch.int32), rows[row : row + count].unsqueeze(1) + places))

@@ -33,7 +33,8 @@ def payload_norm_sq(codec: Codec, payload: Tensor, fragment: Fragment, *, seed: 
 def tensor_norms(pieces: Iterable[Tensor], fragment: Fragment) -> list[float]:
     """The norm of each tensor of a fragment whose fp32 numbers come in pieces of any length: √ of its `norm_sq`."""
     totals = [0.0] * len(fragment.tensors)
-    begun = [torch.empty(0)] * len(fragment.tensors)  # of each tensor, the start of its next tile
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    begun = [none] * len(fragment.tensors)  # of each tensor, the start of its next tile
     start = 0
     for piece in pieces:
         end = start + piece.numel()

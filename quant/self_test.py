@@ -78,7 +78,7 @@ def _results(codec: Codec, x: Tensor, payload: Tensor) -> list[tuple[str, Tensor
     fragment, acc, residual = flat(NUMBERS), x.clone(), x.flip(0)
     found = [("decoding", codec.decode(payload, fragment))]
     codec.decode_add_(payload, acc, 1.0, fragment)
-    found += [("adding", acc), ("the digest", torch.tensor([digest(acc) - (1 << 63)]))]
+    found += [("adding", acc), ("the digest", torch.tensor([digest(acc) - (1 << 63)], dtype=torch.int64, device="cpu"))]
     if isinstance(codec, BlockCodec) or codec.traits.exact_decode:
         found.append(("encoding", codec.encode(x, fragment)))
     if isinstance(codec, BlockCodec) and codec.beta:
@@ -90,8 +90,8 @@ def _results(codec: Codec, x: Tensor, payload: Tensor) -> list[tuple[str, Tensor
 
 def _numbers() -> Tensor:
     """fp32 [NUMBERS] of many magnitudes, with a block of zeros, and zeros of both signs."""
-    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
-    x *= torch.exp2(torch.arange(NUMBERS // 256) * 2.0 - 16).repeat_interleave(256)
+    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
+    x *= torch.exp2(torch.arange(NUMBERS // 256, dtype=torch.float32, device="cpu") * 2.0 - 16).repeat_interleave(256)
     x[256:512] = 0.0
     x[1::97], x[2::97] = 0.0, -0.0
     return x

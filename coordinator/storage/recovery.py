@@ -334,7 +334,7 @@ def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tenso
                 named[tensor.name] = part
                 continue
             if tensor.name not in named:
-                named[tensor.name] = torch.empty(shapes[tensor.name])
+                named[tensor.name] = torch.empty(shapes[tensor.name], dtype=torch.float32, device="cpu")
             rows_of(named[tensor.name], tensor).copy_(part)
     return named
 

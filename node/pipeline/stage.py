@@ -29,7 +29,7 @@ def to_bytes(x: Tensor, codec: str = "") -> tuple[TensorInfo, Buffer]:
     x = x.detach()
     if codec:
         fragment = as_fragment(x.shape)
-        flat = torch.zeros(fragment.numel, device=x.device)
+        flat = torch.zeros(fragment.numel, device=x.device, dtype=torch.float32)
         flat[: x.numel()] = x.flatten()
         raw = codec_named(codec).encode(flat, fragment).cpu()
     else:

@@ -281,7 +281,7 @@ class BlockCodec(Codec):
             if self.padding_code is not None:
                 self._check_padding(codes, self.padding_code, within(padding(fragment, padded), start, length))
         if self.padding_code is None and (missing := padded - numel):
-            last = torch.empty(self.block, device=payload.device)
+            last = torch.empty(self.block, device=payload.device, dtype=torch.float32)
             self._decode_tile(*self._stored(payload, numel, padded - self.block, self.block), last, 0)
             if bool(last[-missing:].any()):
                 raise BadPayload("the tail of the last block is not zero")

@@ -195,7 +195,8 @@ def _check(payload: Tensor, first: int, stop: int, largest: int) -> None:
     for start in range(first, stop, TILE):
         magnitude = _read(payload, start, min(start + TILE, stop)) & 0x7FFF
         if int(magnitude.max()) > largest:
-            raise BadPayload(f"a number above {float(from_bf16(torch.tensor(largest, dtype=torch.int16))):g}")
+            most = from_bf16(torch.tensor(largest, dtype=torch.int16, device="cpu"))
+            raise BadPayload(f"a number above {float(most):g}")
 
 
 LOWRANK = LowrankCodec(name="lowrank", code=13, beta=1.0)

@@ -94,10 +94,10 @@ class Q4rCodec(BlockCodec):
     def _steps(self, fragment: Fragment, first: int, count: int, device: torch.device) -> Tensor:
         """Of the blocks [first, first + count)."""
         if len(self.step) == 1:
-            return torch.full((count,), self.step[0], device=device)
+            return torch.full((count,), self.step[0], device=device, dtype=torch.float32)
         if len(self.step) != len(fragment.tensors):
             raise ValueError(f"{len(self.step)} steps for {len(fragment.tensors)} tensors")
-        steps = torch.empty(count, device=device)
+        steps = torch.empty(count, device=device, dtype=torch.float32)
         for tensor, step in zip(fragment.tensors, self.step, strict=True):
             steps[max(0, tensor.offset // Q4R_BLOCK - first) :] = step
         return steps

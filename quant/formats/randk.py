@@ -81,7 +81,7 @@ class RandkCodec(SparseCodec):
             return places
         lots = words(seed, chunks.start, chunks.count * chunks.length, device).view(chunks.count, chunks.length)
         # No two keys are equal: of equal words, the earlier elements are taken.
-        key = (lots << 8) | torch.arange(chunks.length, device=device)
+        key = (lots << 8) | torch.arange(chunks.length, device=device, dtype=torch.int64)
         drawn = key.topk(self._kept(chunks.length), dim=1, largest=False, sorted=False).values & (BLOCK - 1)
         return drawn.sort(dim=1).values
 

@@ -49,7 +49,7 @@ class SignCodec(BlockCodec):
 
 def _elements(fragment: Fragment, start: int, length: int) -> Tensor:
     """How many elements of each block of [start, start + length) are not padding, fp32 [m]; at least 1."""
-    real = torch.full((length // SIGN_BLOCK,), float(SIGN_BLOCK))
+    real = torch.full((length // SIGN_BLOCK,), float(SIGN_BLOCK), dtype=torch.float32, device="cpu")
     for gap in within(padding(fragment, start + length), start, length):
         for block in range(gap.start // SIGN_BLOCK, -(-gap.stop // SIGN_BLOCK)):
             (missing,) = within([gap], block * SIGN_BLOCK, SIGN_BLOCK)

@@ -191,7 +191,7 @@ class SketchCodec(SparseCodec):
 def _places(kept: Tensor, width: int) -> Places:
     """Of elements of one tensor, int64 [n]."""
     hashes = torch.stack([words_at(seed, kept) for seed in ROW_SEEDS])  # [3, n]
-    first = torch.arange(ROWS, device=kept.device).mul_(width).unsqueeze(1)
+    first = torch.arange(ROWS, device=kept.device, dtype=torch.int64).mul_(width).unsqueeze(1)
     return Places(
         cells=first + ((hashes & 0x7FFFFFFF) * width >> 31), signs=1.0 - 2.0 * (hashes >> 31).to(torch.float64)
     )
@@ -236,7 +236,7 @@ def _order(cells: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         For each round, the elements that are alone in a cell, and the first row where they are, both int64 [members];
         and the elements that never are.
     """
-    left = torch.arange(cells.shape[1], device=cells.device)
+    left = torch.arange(cells.shape[1], device=cells.device, dtype=torch.int64)
     elements = torch.zeros(int(cells.max()) + 1 if cells.numel() else 0, dtype=torch.int64, device=cells.device)
     elements.index_add_(0, cells.view(-1), torch.ones_like(cells).view(-1))
     rounds = []

@@ -74,7 +74,7 @@ class Chunks:
 
     def places(self, index: Tensor) -> Tensor:
         """index int64 [count, k] inside each chunk → element of the fragment, same shape."""
-        first = torch.arange(self.count, device=index.device).mul_(self.length).add_(self.start)
+        first = torch.arange(self.count, device=index.device, dtype=torch.int64).mul_(self.length).add_(self.start)
         return index + first.unsqueeze(1)
 
 
@@ -113,7 +113,7 @@ class SparseCodec(Codec):
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
         """As `Codec.decode_add_`, bit for bit, with memory for the entries only."""
         self._require_operands(fragment, payload, acc=acc)
-        w = torch.tensor(finite_weight(weight), dtype=torch.float32)
+        w = torch.tensor(finite_weight(weight), dtype=torch.float32, device="cpu")
         sums = [
             (where, acc[where] + numbers.mul_(w))
             for where, numbers in self.entries(payload, fragment, seed, acc.device)

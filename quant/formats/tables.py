@@ -63,7 +63,7 @@ class TableCodec(BlockCodec):
         signed = (*self.values, *(-value for value in self.values)) if self._has_sign else self.values
         index = torch.empty(out.shape, dtype=torch.int32, device=out.device)
         packing.unpack_into(codes, index)
-        torch.mul(torch.tensor(signed, device=out.device)[index], scales, out=out)
+        torch.mul(torch.tensor(signed, device=out.device, dtype=torch.float32)[index], scales, out=out)
 
     @property
     def _has_sign(self) -> bool:

@@ -99,7 +99,7 @@ class TernaryCodec(Codec):
                 # σ about zero: about the mean, a tensor whose elements are all alike would be clipped to nothing.
                 # norm_sq adds in one order everywhere, and IEEE rounds a root, a quotient and a product alike.
                 sigma = math.sqrt(square / tensor.numel)
-                limit = int(torch.tensor(self.clip * sigma, dtype=torch.float32).view(torch.int32))
+                limit = int(torch.tensor(self.clip * sigma, dtype=torch.float32, device="cpu").view(torch.int32))
                 bits = 0
                 for start in range(span.start, span.stop, TILE):
                     if bits < limit:  # most tensors have an element above it, and a look at the first ones is enough
@@ -114,8 +114,8 @@ class TernaryCodec(Codec):
 
 def _scale_of_groups(scales: Tensor, fragment: Fragment, start: int, num_groups: int) -> Tensor:
     """The scale of each group of the tile at `start`: bf16 bits int16 [tensors] → fp32 [num_groups, 1]."""
-    offsets = torch.tensor([tensor.offset for tensor in fragment.tensors], device=scales.device)
-    groups = torch.arange(start, start + num_groups * GROUP, GROUP, device=scales.device)
+    offsets = torch.tensor([tensor.offset for tensor in fragment.tensors], device=scales.device, dtype=torch.int64)
+    groups = torch.arange(start, start + num_groups * GROUP, GROUP, device=scales.device, dtype=torch.int64)
     return from_bf16(scales)[torch.bucketize(groups, offsets, right=True) - 1].unsqueeze(1)
 
 

@@ -44,7 +44,7 @@ class Squares(Chunks):
         return rows.transpose(1, 2).reshape(self.count, CHUNK)
 
     def places(self, index: Tensor) -> Tensor:
-        square = torch.arange(self.count, device=index.device).unsqueeze(1)
+        square = torch.arange(self.count, device=index.device, dtype=torch.int64).unsqueeze(1)
         across = self.columns // SIDE
         first = self.start + (square // across) * (SIDE * self.columns) + (square % across) * SIDE
         return first + (index >> 6) * self.columns + (index & (SIDE - 1))
@@ -101,9 +101,9 @@ class TopkCodec(SparseCodec):
         """The bytes of the reference above, by compiled loops."""
         at_levels, at_zeros, at_index, at_values = self._ranges(fragment)
         count, total = self._totals(fragment)
-        levels = torch.empty(4 * count, dtype=torch.uint8)
-        index = torch.zeros(-(-total // 4) * 4, dtype=torch.int16)
-        values = torch.zeros(index.numel(), dtype=torch.uint8)
+        levels = torch.empty(4 * count, dtype=torch.uint8, device="cpu")
+        index = torch.zeros(-(-total // 4) * 4, dtype=torch.int16, device="cpu")
+        values = torch.zeros(index.numel(), dtype=torch.uint8, device="cpu")
         chunk, entry = 0, 0
         for chunks in _cut(fragment, piece=x.numel()):
             last, end = chunk + chunks.count, entry + chunks.count * self._kept(chunks.length)
@@ -218,7 +218,7 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     last = x.shape[1] - 1
     # No two keys are equal: of equal magnitudes, the earlier elements are taken.
     key = (x.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) << 12
-    key |= torch.arange(last, -1, -1, device=x.device)
+    key |= torch.arange(last, -1, -1, device=x.device, dtype=torch.int64)
     key = key.topk(k, dim=1).values  # [m, k], falling
     index, bits = last - (key & (CHUNK - 1)), key >> 12
     exponent = (bits[:, :1] >> 23).clamp_(min=1)  # [m, 1], biased; that of subnormals is 1

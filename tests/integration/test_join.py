@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import tiny_run
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from farloop.config.settings import NODE_SCHEMA
+from farloop.coordinator.storage.store import Store
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import WANTED, check_variables, link_setting, setting
@@ -192,6 +194,33 @@ def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried
     with pytest.raises(Unreachable, match=r"no session with the coordinator \S+ for 0\.1 s, after which") as caught:
         join(NOWHERE, nn.Linear(1, 1), name="a", state_dir=tmp_path, give_up_s=0.1)
     assert caught.value.retriable and caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_loop_may_have_defaults_of_its_own_for_new_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    """And the run is the one without them, bit for bit."""
+
+    def trained(folder: Path, store: Store) -> list[Tensor]:
+        with tiny_run.serving(folder, store) as coordinator:
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
+            optimizer = torch.optim.SGD((model := plain.requires_grad_()).parameters(), lr=1e-2)
+            with join(coordinator.link.endpoint, model, optimizer, name="a", state_dir=folder / "a") as node:
+                while node.running:
+                    loss = nn.functional.mse_loss(node.model(x), 2 * x)
+                    torch.autograd.backward(loss)
+                    node.step(loss=loss)
+        store.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain = tiny_run.model()
+    stores = [tiny_run.begin(tmp_path / name, tiny_run.plan(steps=8, h=2, nodes=1)) for name in ("plain", "own")]
+    expected = trained(tmp_path / "plain", stores[0])
+    torch.set_default_dtype(dtype), torch.set_default_device("meta")
+    try:
+        found = trained(tmp_path / "own", stores[1])
+    finally:
+        torch.set_default_dtype(torch.float32), torch.set_default_device(None)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12 on

@@ -285,6 +285,37 @@ def test_json_holds_no_bare_nan() -> None:
                 assert ast.unparse(words.get("allow_nan", call)) == "False", f"{place_of(path)}:{call.lineno}"
 
 
+MAKES_TENSORS = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+}
+
+
+def unnamed_defaults(path: Path) -> list[str]:
+    """Calls that make a tensor of a type, or on a device, that the user's loop may have made the default."""
+    return [
+        f"{path.relative_to(ROOT)}:{call.lineno} {ast.unparse(call)}"
+        for call in ast.walk(tree_of(path))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}
+        and not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_new_tensors_name_their_type_and_device() -> None:
+    assert [found for path in ALL for found in unnamed_defaults(path)] == []
+
+
 def test_files_are_described_and_not_too_long() -> None:
     for path in ALL:
         assert ast.get_docstring(tree_of(path)), f"{place_of(path)} has no docstring"

@@ -56,7 +56,7 @@ def cpu_kernels(key: KernelKey, *, only_encode: bool = False) -> "CpuKernels | N
     """The kernels of this key, or None if its format has none on the CPU; `only_encode` as `fast_path` has it."""
     loops = LOOPS.get(key.name) or (ENCODERS.get(key.name) if only_encode else None)
     mode = key.stochastic * STOCHASTIC + key.absolute * ABSOLUTE
-    step = torch.full((1,), math.nan if key.step is None else key.step)
+    step = torch.full((1,), math.nan if key.step is None else key.step, dtype=torch.float32, device="cpu")
     return None if loops is None else CpuKernels(loops=loops, layout=key.layout, step=step, mode=mode)
 
 
@@ -103,7 +103,7 @@ class CpuKernels(BlockKernels):
         assert (step.delta is None) == bool(step.payloads)
         numel = step.target.numel()
         loop = self.loops.outer.compiled()
-        weights = torch.tensor(step.weights, dtype=torch.float32)
+        weights = torch.tensor(step.weights, dtype=torch.float32, device="cpu")
         num_tiles = -(-numel // TILE)
         norms, found = np.empty(num_tiles), np.empty((num_tiles, FOUND), dtype=np.uint64)
 
@@ -161,7 +161,7 @@ class CpuKernels(BlockKernels):
     ) -> None:
         assert len(payloads) == len(weights)
         loop = self.loops.add.compiled()
-        rounded = torch.tensor(weights, dtype=torch.float32)
+        rounded = torch.tensor(weights, dtype=torch.float32, device="cpu")
 
         def run(places: Places, tensors: list[int], place: int, count: int) -> int:
             table = _table(places)
@@ -180,7 +180,7 @@ class CpuKernels(BlockKernels):
         on_parts(lambda first, last: loop(*how, first, last), num_blocks=whole, block=TILE)
         sums: list[float] = partials.tolist()
         if missing:
-            rest = torch.empty(numel - whole * TILE)
+            rest = torch.empty(numel - whole * TILE, dtype=torch.float32, device="cpu")
             self.decode_into(payload, rest, numel=numel, start=whole * TILE)
             sums += tile_sums(rest)
         return sums
@@ -242,7 +242,7 @@ def _on_blocks(kernel: Callable[[int, int], int], count: int) -> int:
 
 def _table(places: Places) -> Tensor:
     """Addresses of scales, then of codes, int64 [2, payloads]."""
-    return torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous()
+    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
 
 
 def _padded(part: Tensor, length: int) -> Tensor:

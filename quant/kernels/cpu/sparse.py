@@ -279,7 +279,8 @@ def largest(
 def packed_entries(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """index int16 [4·n], values uint8 [4·n] → uint8 [6·n] and uint8 [n]."""
     count = values.numel() // 4
-    places, bits2 = torch.empty(6 * count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+    places = torch.empty(6 * count, dtype=torch.uint8, device="cpu")
+    bits2 = torch.empty(count, dtype=torch.uint8, device="cpu")
     PACK.compiled()(index.data_ptr(), values.data_ptr(), places.data_ptr(), bits2.data_ptr(), 0, count)
     return places, bits2
 
@@ -329,7 +330,7 @@ DRAW = Kernel("randk", "int64(uint64, uint64, uint64, uint32, uint64, uint64, ui
 def drawn(start: int, count: int, length: int, k: int, seed: int) -> Tensor:
     """Rising places inside each of `count` blocks of `length` elements from `start` on, int64 [count, k]."""
     assert length <= _DRAWN_FROM
-    places = torch.empty(count, k, dtype=torch.int64)
+    places = torch.empty(count, k, dtype=torch.int64, device="cpu")
     loop, how = DRAW.compiled(), (start, length, k, seed & 0xFFFFFFFF, places.data_ptr())
     on_parts(lambda first, last: loop(*how, first, last), num_blocks=count, block=length)
     return places
@@ -590,14 +591,14 @@ _SAMPLE = 1 << 14
 def kept(x: Tensor, thresholds: Sequence[float], budget: int) -> Tensor:
     """As `sketch._kept` of these falling thresholds."""
     pieces = -(-x.numel() // _PIECE_LENGTH)
-    patterns = torch.tensor(thresholds, dtype=torch.float32).view(torch.int32).tolist()
+    patterns = torch.tensor(thresholds, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
     count = COUNT.compiled()
 
     def reached(fit: int) -> tuple[Tensor, Tensor]:
         """Of each piece, by the threshold before this one, and by this one."""
         high = patterns[fit - 1] if fit else int(INFINITY)
         low = patterns[fit] if fit < len(patterns) else high
-        counts = torch.empty(pieces, 2, dtype=torch.int64)
+        counts = torch.empty(pieces, 2, dtype=torch.int64, device="cpu")
         how = (x.data_ptr(), x.numel(), high, low, counts.data_ptr())
         on_parts(lambda first, last: count(*how, first, last), num_blocks=pieces, block=_PIECE_LENGTH)
         return counts[:, 0], counts[:, 1]
@@ -620,7 +621,7 @@ def kept(x: Tensor, thresholds: Sequence[float], budget: int) -> Tensor:
     left = budget - int(above.sum())
     firsts = above.cumsum(0) - above + before.clamp(max=left)
     allowed = (left - before).clamp_(min=0).minimum(between)
-    found = torch.empty(int((above + allowed).sum()), dtype=torch.int64)
+    found = torch.empty(int((above + allowed).sum()), dtype=torch.int64, device="cpu")
     high = patterns[fit - 1] if fit else int(INFINITY)
     low = patterns[fit] if fit < len(patterns) else high
     loop = COLLECT.compiled()
@@ -632,8 +633,8 @@ def kept(x: Tensor, thresholds: Sequence[float], budget: int) -> Tensor:
 def cells_of(places: Tensor, width: int, seeds: Sequence[int]) -> Tensor:
     """As `hash_cells` has them, of places int64 [n]: int32 [3, n]."""
     assert width < 2**31
-    cells = torch.empty(_ROWS, places.numel(), dtype=torch.int32)
-    rows = torch.tensor(seeds, dtype=torch.int64).to(torch.int32)
+    cells = torch.empty(_ROWS, places.numel(), dtype=torch.int32, device="cpu")
+    rows = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(torch.int32)
     loop = CELLS.compiled()
     how = (places.data_ptr(), places.numel(), width, rows.data_ptr(), cells.data_ptr())
     on_parts(lambda first, last: loop(*how, first, last), num_blocks=places.numel(), block=_ROWS)
@@ -646,10 +647,10 @@ def left_of(cells: Tensor, width: int, rounds: int, counters: Tensor | None = No
     """
     count, groups = cells.shape[1], -(-width // 64)
     assert count < 1 << int(_ROW_SHIFT)
-    elements = torch.zeros(_ROWS * groups * 64, dtype=torch.uint8)
-    alone = torch.empty(_ROWS * groups, dtype=torch.int64)
-    left, members = (torch.zeros(count + 1, dtype=torch.int32) for _ in range(2))
-    numbers = torch.zeros(count if counters is not None else 0, dtype=torch.float64)
+    elements = torch.zeros(_ROWS * groups * 64, dtype=torch.uint8, device="cpu")
+    alone = torch.empty(_ROWS * groups, dtype=torch.int64, device="cpu")
+    left, members = (torch.zeros(count + 1, dtype=torch.int32, device="cpu") for _ in range(2))
+    numbers = torch.zeros(count if counters is not None else 0, dtype=torch.float64, device="cpu")
     arrays = (elements.data_ptr(), alone.data_ptr(), left.data_ptr(), members.data_ptr())
     how = (cells.data_ptr(), count, width, rounds, *arrays, 0 if counters is None else counters.data_ptr())
     num_left = COME_APART.compiled()(*how, numbers.data_ptr())
@@ -658,7 +659,8 @@ def left_of(cells: Tensor, width: int, rounds: int, counters: Tensor | None = No
 
 def counters_of(values: Tensor, cells: Tensor, width: int, scale: float, largest: float) -> Tensor:
     """fp32 [3 · width], the sums of values fp32 [n] up to `largest`, in units of 1/scale, which is a power of two."""
-    sums, counters = torch.zeros(_ROWS * width, dtype=torch.int64), torch.empty(_ROWS * width)
+    sums = torch.zeros(_ROWS * width, dtype=torch.int64, device="cpu")
+    counters = torch.empty(_ROWS * width, dtype=torch.float32, device="cpu")
     how = (values.data_ptr(), cells.data_ptr(), values.numel(), width, scale, largest)
     ADD_UP.compiled()(*how, sums.data_ptr(), counters.data_ptr())
     return counters
@@ -667,16 +669,16 @@ def counters_of(values: Tensor, cells: Tensor, width: int, scale: float, largest
 def ones_of(bitmap: Tensor) -> Tensor:
     """Places of the bits of uint8 [n] that are 1, int64."""
     loop, num_words = LIST_ONES.compiled(), -(-bitmap.numel() // 8)
-    words = torch.zeros(8 * num_words, dtype=torch.uint8)
+    words = torch.zeros(8 * num_words, dtype=torch.uint8, device="cpu")
     words[: bitmap.numel()] = bitmap
-    places = torch.empty(loop(words.data_ptr(), num_words, 0), dtype=torch.int64)
+    places = torch.empty(loop(words.data_ptr(), num_words, 0), dtype=torch.int64, device="cpu")
     if places.numel():
         loop(words.data_ptr(), num_words, places.data_ptr())
     return places
 
 
 def bitmap_of(places: Tensor, numel: int) -> Tensor:
-    bitmap = torch.zeros(-(-numel // 8), dtype=torch.uint8)
+    bitmap = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
     SET_ONES.compiled()(bitmap.data_ptr(), places.data_ptr(), places.numel())
     return bitmap
 
