@@ -61,7 +61,7 @@ class Engine:
     def _base(self) -> None:
         self._system(BASE, PYTHON)
 
-    def _system(self, image: str, packages: str, *changes: str, hook: str = ":") -> None:
+    def _system(self, image: str, packages: str, *changes: str, hook: str = "true") -> None:
         """An image of the distribution with these packages; `hook` is run as `$1` holds its files."""
         if self.has(image):
             return
@@ -85,10 +85,10 @@ def _mounted() -> dict[str, str]:
     config = CACHE / "pip.conf"
     config.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in told.items()))
     mounted = {str(config): "/etc/pip.conf"}
-    words = " ".join(str(told.get(name, "")) for name in ("find-links", "index-url", "extra-index-url")).split()
-    for folder in (word.removeprefix("file://").removesuffix("/simple") for word in words):
-        if folder.startswith("/") and Path(folder).is_dir():
-            mounted[folder] = folder
+    for word in " ".join(map(str, told.values())).split():  # indexes, constraints, certificates
+        path = word.removeprefix("file://").removesuffix("/simple")
+        if path.startswith("/") and Path(path).exists():
+            mounted[path] = path
     if CERTIFICATES.exists():
         mounted[str(CERTIFICATES)] = str(CERTIFICATES)
     return mounted
