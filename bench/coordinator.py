@@ -57,9 +57,8 @@ def measure(
     """
     out = out / str(nodes)
     out.mkdir(parents=True)
-    write_output(
-        out / "first.safetensors", save({"weights": torch.zeros(parameters, dtype=torch.float32, device="cpu")})
-    )
+    weights = torch.zeros(parameters, dtype=torch.float32, device="cpu")
+    write_output(out / "first.safetensors", save({"weights": weights}))
     address = f"tcp://127.0.0.1:{free_port()}"
     run = {
         "name": "coordinator", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco", "h": 1, "tau": 0,

@@ -370,9 +370,7 @@ def _save_generation(config: Any, folder: Path) -> None:
     except ValueError as error:
         if config.do_sample is not None:
             why = " ".join(line.strip(" -") for line in str(error).splitlines()[1:2]) or error
-            raise ModelError(
-                f"the model's generation_config cannot be saved: {why} Set it where the model is built"
-            ) from error
+            raise ModelError(f"the generation_config cannot be saved: {why} Set it where the model is built") from error
         config.do_sample = True
         _save_generation(config, folder)
 

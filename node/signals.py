@@ -27,8 +27,7 @@ class Handlers:
         _all.add(self)
 
     def give_back(self) -> None:
-        """Those of before are back, where nobody has set others since, and if this is the main thread. More than once
-        is harmless."""
+        """Put those of before back, where nobody has set others since, if this is the main thread."""
         while self._before and threading.current_thread() is threading.main_thread():
             number, before = self._before.popitem()
             if signal.getsignal(number) in self._ours:
