@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
-from farloop.bench.codec_speed import QUICK, Bench, Where, codec_rows
+from farloop.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows
 from farloop.bench.loop import FIRST, Loop, coordinator
 from farloop.bench.machine import machine, source_commit
 from farloop.config.exit_codes import CommandError
@@ -52,7 +52,7 @@ CODECS = ("q4", "q4r", "q8", "bf16", "fp32", "e3m0", "e2m1", "nf4")
 OPS = ("encode", "decode", "add", "fused", "outer")
 
 PARTS: Final[Mapping[str, float]] = {
-    "laws": 170, "tests": 165, "copies": 60, "codecs": 70, "loop-host": 110, "loop-device": 80, "compiled": 90,
+    "laws": 160, "tests": 160, "copies": 20, "codecs": 50, "loop-host": 70, "loop-device": 70, "compiled": 90,
 }  # fmt: skip
 """The parts in their order, and the seconds that each may take."""
 
@@ -61,6 +61,11 @@ _LEAST_S = 10.0  # a part is not begun with less
 _SIGKILL: Final = 9
 _DRY_LIMIT_S = 300.0  # a CPU may be busy, and its times say nothing
 _LAWS = "tests/unit/quant/kernels/test_kernels.py"
+_PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+"""Of pytest: others that a machine happens to have may warn, and warnings are errors."""
+
+_MOVED = {"encode": 4, "decode": 4, "add": 8, "fused": 12, "outer": 28, "digest": 4, "norm": 4}
+"""Bytes of fp32 numbers that an operation reads and writes for an element, beside its payload; a copy moves 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,7 @@ class Scale:
     elements: int  # of a timed vector
 
 
-ON_CUDA = Scale(sequences=32, tokens=1024, h=60, rounds=2, elements=256 << 20)
+ON_CUDA = Scale(sequences=16, tokens=1024, h=60, rounds=1, elements=256 << 20)
 DRY_RUN = Scale(sequences=2, tokens=16, h=8, rounds=1, elements=1 << 16)
 
 
@@ -136,7 +141,9 @@ def _run(
     """One part as a process; what it prints beside JSON lines is in PART.log."""
     log = out / f"{part}.log"
     where = Path(__file__).resolve().parent.parent if command[1:3] == ["-m", "pytest"] else out
-    own = {"KERNELS": "triton", "TRITON_INTERPRET": "0"} if part == "laws" else {}
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": ",".join(filter(_has, _PLUGINS))}
+    if part == "laws":
+        own |= {"KERNELS": "triton", "TRITON_INTERPRET": "0"}
     last = ""
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -173,9 +180,13 @@ def _command(part: str, model: str, *, dry: bool) -> list[str]:
     else:  # by name: collecting every test takes longer than running these
         marked = [path for path in sorted((root / "tests/unit").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
         files, only = [str(path.relative_to(root)) for path in marked if path.name != "test_path.py"], ["-m", "gpu"]
-    several = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") and not dry else []
+    several = ["-n", str(min(10, os.cpu_count() or 1))] if _has("xdist") and not dry else []
     collected = ["--collect-only"] if dry else []
     return ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *collected, *only, *files]
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module.split(".")[0]) is not None
 
 
 # --- What a part does, in its own process
@@ -229,15 +240,22 @@ def copies(part: Part) -> None:
 
 
 def codecs(part: Part) -> None:
-    """Bytes moved a second by every operation, and as a share of a copy."""
+    """fp32 numbers a second by every operation, and all bytes that it moves a second as a share of a copy's."""
     bench = Bench(Where(device=part.device.type, threads=1), part.scale.elements, QUICK)
     dry = part.scale is DRY_RUN
+
+    def tell(row: SpeedRow, payload_bytes: int = 0) -> None:
+        moved = _MOVED[row.op] + payload_bytes / part.scale.elements
+        share = {"gb_per_s": row.gb_per_s, "of_a_copy": row.ratio_to_memcpy * moved / 8, "first_s": row.warmup_s}
+        told(f"{row.codec} {row.op}".strip(), by=row.path, **share)
+
     for name in CODECS[:2] if dry else CODECS:
-        for row in codec_rows(bench, codec_named(name), OPS[:3] if dry else OPS):
-            share = {"gb_per_s": row.gb_per_s, "of_a_copy": row.ratio_to_memcpy, "first_s": row.warmup_s}
-            told(f"{row.codec} {row.op}", by=row.path, **share)
-    for what, job in (("digest", digest), ("norm", norm_sq)):
-        told(what, gb_per_s=4e-9 * bench.x.numel() / part.best_s(lambda job=job: job(bench.x)))  # type: ignore[misc]
+        codec = codec_named(name)
+        for row in codec_rows(bench, codec, OPS[:3] if dry else OPS):
+            tell(row, codec.payload_bytes(bench.fragment))
+    path = "numba" if dry else "triton"
+    tell(bench.row("", path, "digest", lambda: digest(bench.x)))
+    tell(bench.row("", path, "norm", lambda: norm_sq(bench.x)))
 
 
 class Timed(Loop):
@@ -282,17 +300,17 @@ def _blocked_s(node: Node | None) -> float:
 
 @contextlib.contextmanager
 def _joined(part: Part, loop: Timed, anchors: Place) -> Iterator[Node]:
-    h, rounds = part.scale.h, part.scale.rounds
+    h, rounds, began = part.scale.h, part.scale.rounds, time.perf_counter()
     out = Path(tempfile.mkdtemp(dir="."))
-    with (
-        coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port,
-        join(
+    with coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port:
+        told("the coordinator listens", seconds=time.perf_counter() - began)
+        with join(
             f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", give_up_s=60.0,
             anchors=anchors, signals=False,
-        ) as node,
-    ):  # fmt: skip
-        loop.module.load_state_dict(load_file(out / FIRST))
-        yield node
+        ) as node:  # fmt: skip
+            loop.module.load_state_dict(load_file(out / FIRST))
+            told("joined", seconds=time.perf_counter() - began)
+            yield node
 
 
 def loop(part: Part, anchors: Place) -> None:
@@ -306,18 +324,22 @@ def loop(part: Part, anchors: Place) -> None:
     told("a step without farloop", ms=1e3 * plain_s, waits=statistics.median(timed.waits(h)))
     with _joined(part, timed, anchors) as node:
         largest = max(fragment.numel for fragment in node.spec.identity.layout.fragments)
-        timed.seconds(h + h // 2, node)  # buffers are made
+        for what in ("first round", "half a round"):  # buffers are made
+            began, blocked_s = time.perf_counter(), _blocked_s(node)
+            timed.seconds(h if what == "first round" else h // 2, node)
+            told(what, seconds=time.perf_counter() - began, blocked_s=_blocked_s(node) - blocked_s)
         timed.forget_peak()
-        node_s, waits = timed.seconds(h * rounds, node), timed.waits(h, node)
+        blocked_s, node_s = _blocked_s(node), timed.seconds(h * rounds, node)
         told(
             f"a step with farloop, anchors on the {anchors}",
             ms=1e3 * node_s,
             more_percent=100 * (node_s / plain_s - 1),
-            waits=statistics.median(waits),
-            most_waits=max(waits),
+            blocked_s=_blocked_s(node) - blocked_s,
             more_mb=1e-6 * (timed.peak() - plain_bytes),
             two_largest_fragments_mb=8e-6 * largest,
         )
+        waits = timed.waits(h, node)
+        told("calls of a step with farloop that wait", waits=statistics.median(waits), most_waits=max(waits))
 
 
 def compiled(part: Part) -> None:
@@ -327,6 +349,10 @@ def compiled(part: Part) -> None:
         for mode in ("default", "reduce-overhead") if part.device.type == "cuda" else ("eager",):
             how: Any = {"backend": "eager"} if mode == "eager" else {"mode": mode}
             model = torch.compile(timed.module, **how)
+            began = time.perf_counter()
+            timed.step(node, model)
+            part.wait()
+            told(f"first step, {mode}", seconds=time.perf_counter() - began)
             for _ in range(part.scale.h + part.scale.h // 2):
                 timed.step(node, model)
             with torch.no_grad():
