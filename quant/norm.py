@@ -51,10 +51,10 @@ def tensor_norms(pieces: Iterable[Tensor], fragment: Fragment) -> list[float]:
 
 
 def _add_tiles(total: float, x: Tensor) -> float:
-    fast = fast_tile_sums(x.device)
+    if (fast := fast_tile_sums(x.device)) is not None:
+        return total_of(fast(x.contiguous()), total)
     for start in range(0, x.numel(), TILE):
-        part = x[start : start + TILE]
-        total = total_of(fast(part) if fast is not None else sums_by_reference(part), total)
+        total = total_of(sums_by_reference(x[start : start + TILE]), total)
     return total
 
 

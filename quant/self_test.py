@@ -6,16 +6,18 @@ else. A trial also compiles them, which would otherwise stall the first send and
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from farloop.quant.codec import Codec, flat
-from farloop.quant.digest import digest
+from farloop.quant.digest import digest, digest_by_reference
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import by_reference, leave_to_reference
+from farloop.quant.norm import norm_sq, sums_by_reference, total_of
 
 _log = logging.getLogger(__name__)
 
@@ -23,25 +25,31 @@ NUMBERS = 4096
 
 
 def try_codecs(codecs: Iterable[Codec], device: torch.device) -> dict[str, str]:
-    """Encode, decode and add `NUMBERS` numbers with each codec on the device, and compare with the reference on a CPU.
+    """Take digest and norm of some numbers on the device; encode, decode and add `NUMBERS` numbers with each codec; and
+    compare with the reference on a CPU.
 
-    A codec whose kernels fail runs by the reference on this device from now on. Returns what was wrong with them, by
-    the codec's name.
+    What has kernels that fail runs by the reference on this device from now on. Returns what was wrong with them, by
+    the codec's name, `digest` or `norm`.
 
     Raises:
         UnsupportedHost: the reference computes something else on this device too.
     """
-    faults = dict[str, str]()
-    for codec in codecs:
-        if (fault := _fault(codec, device)) is None:
+    faults, x = dict[str, str](), torch.cat([_numbers(), _numbers()[:100]])  # a whole tile, and a part of one
+    trials: list[tuple[str, Callable[[], str]]] = [
+        ("digest", lambda: "" if digest(x.to(device)) == digest_by_reference(x, 0)[0] else "it is another number"),
+        ("norm", lambda: "" if norm_sq(x.to(device)) == total_of(sums_by_reference(x)) else "it is another number"),
+        *((codec.name, partial(_difference, codec, device)) for codec in codecs),
+    ]
+    for name, trial in trials:
+        if not (fault := _fault(trial)):
             continue
-        leave_to_reference(codec.name, device)
-        if other := _fault(codec, device):
-            raise UnsupportedHost(f"{codec.name} cannot run on {describe(device)}: {other}; without kernels: {fault}")
-        faults[codec.name] = fault
+        leave_to_reference(name, device)
+        if other := _fault(trial):
+            raise UnsupportedHost(f"{name} cannot run on {describe(device)}: {other}; without kernels: {fault}")
+        faults[name] = fault
         _log.warning(
             "%s runs in plain torch on %s, several times slower, with the same bytes: its kernels fail: %s",
-            *(codec.name, describe(device), fault),
+            *(name, describe(device), fault),
         )
     return faults
 
@@ -51,10 +59,10 @@ def describe(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
-def _fault(codec: Codec, device: torch.device) -> str | None:
-    """The first operation that fails on the device, or whose result is not the reference's on a CPU."""
+def _fault(trial: Callable[[], str]) -> str:
+    """What the trial found wrong, or raised, which may be anything; "" for nothing."""
     try:
-        return _difference(codec, device)
+        return trial()
     except Exception as error:  # noqa: BLE001 - Triton, its compiler and its driver raise what they like
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         needs_compiler = any(word in str(error) for word in ("compiler", "gcc", "Python.h"))
@@ -62,7 +70,8 @@ def _fault(codec: Codec, device: torch.device) -> str | None:
         return f"{said}{fix}"
 
 
-def _difference(codec: Codec, device: torch.device) -> str | None:
+def _difference(codec: Codec, device: torch.device) -> str:
+    """The first operation whose result on the device is not the reference's on a CPU."""
     x = _numbers()
     with by_reference(codec.name):
         payload = codec.encode(x, flat(NUMBERS))
@@ -70,7 +79,7 @@ def _difference(codec: Codec, device: torch.device) -> str | None:
     for (what, mine), (_, wanted) in zip(_results(codec, x.to(device), payload.to(device)), right, strict=True):
         if not torch.equal(mine.cpu().view(torch.uint8), wanted.view(torch.uint8)):
             return f"{what} gives other bytes"
-    return None
+    return ""
 
 
 def _results(codec: Codec, x: Tensor, payload: Tensor) -> list[tuple[str, Tensor]]:
@@ -78,7 +87,7 @@ def _results(codec: Codec, x: Tensor, payload: Tensor) -> list[tuple[str, Tensor
     fragment, acc, residual = flat(NUMBERS), x.clone(), x.flip(0)
     found = [("decoding", codec.decode(payload, fragment))]
     codec.decode_add_(payload, acc, 1.0, fragment)
-    found += [("adding", acc), ("the digest", torch.tensor([digest(acc) - (1 << 63)], dtype=torch.int64, device="cpu"))]
+    found.append(("adding", acc))
     if isinstance(codec, BlockCodec) or codec.traits.exact_decode:
         found.append(("encoding", codec.encode(x, fragment)))
     if isinstance(codec, BlockCodec) and codec.beta:

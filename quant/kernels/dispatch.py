@@ -14,11 +14,11 @@ from farloop.quant.kernels.interface import BlockKernels, KernelKey
 _log = logging.getLogger(__name__)
 
 _left_out = set[tuple[str, str]]()
-"""(format, device type) that the reference serves, although there are kernels."""
+"""(format, `norm` or `digest`; device type) that the reference serves, although there are kernels."""
 
 
 def leave_to_reference(name: str, device: torch.device) -> None:
-    """Never run the kernels of this format on such devices again."""
+    """Never run the kernels of this format, of `norm` or of `digest`, on such devices again."""
     _left_out.add((name, device.type))
 
 
@@ -62,24 +62,32 @@ def warm(names: Iterable[str]) -> float:
 
 def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | None:
     """Compiled sums of squares as `norm.py` defines them, one number a tile; None: the reference serves."""
-    if device.type != "cpu":
-        return None
-    try:
-        from farloop.quant.kernels.cpu.kernels import tile_sums
-    except ImportError:
-        return None
-    return tile_sums
+    kernels = _sums("norm", device)
+    return None if kernels is None else kernels.tile_sums
 
 
 def fast_digest(device: torch.device) -> Callable[[Tensor, int], tuple[int, bool]] | None:
     """The compiled digest of `digest.py`, and whether all numbers are finite; None: the reference serves."""
-    if device.type != "cpu":
+    kernels = _sums("digest", device)
+    return None if kernels is None else kernels.digest
+
+
+def _sums(name: str, device: torch.device) -> ModuleType | None:
+    """The module that has `tile_sums` and `digest`, unless what is called so is left out."""
+    if (name, device.type) in _left_out:
         return None
     try:
-        from farloop.quant.kernels.cpu.kernels import digest
+        if device.type == "cpu":
+            from farloop.quant.kernels.cpu import kernels
+
+            return kernels
+        if device.type == "cuda":
+            from farloop.quant.kernels.gpu import host
+
+            return host
     except ImportError:
-        return None
-    return digest
+        pass
+    return None
 
 
 def fast_sparse(*devices: torch.device) -> ModuleType | None:

@@ -1,4 +1,5 @@
-"""The four Triton kernels of every block format (encode, decode, weighted sum, outer step), and their launch.
+"""The four Triton kernels of every block format (encode, decode, weighted sum, outer step), those that sum fp32
+numbers, and their launch.
 
 A program takes R rows of 2·H elements as two tiles [R, H], the left and the right halves: 4-bit codes are packed half
 split, so no value changes lanes. A format has two device functions that know its bytes:
@@ -45,7 +46,7 @@ class Launch:
         self.kernel[(self.programs,)](**self.arguments, **OPTIONS)
 
 
-_RUNTIME = ["first_row", "scale_bytes", "seed", "step", "beta", "lr", "mu"]
+_RUNTIME = ["first_row", "first_index", "scale_bytes", "seed", "step", "beta", "lr", "mu"]
 """Arguments that differ between fragments: no kernel is compiled again for them."""
 
 
@@ -192,7 +193,7 @@ def outer_kernel(
 @triton.jit
 def _thrown(x, s, u):
     """1 with probability |x| ÷ s, twice that for x < 0: int32, 0 where s is 0."""
-    chosen = (ratio(as_float(bits(x) & MAGNITUDE), s) > u) & (s != 0)
+    chosen = ratio(as_float(bits(x) & MAGNITUDE), s) > u
     return chosen.to(tl.int32) << (x < 0).to(tl.int32)
 
 
@@ -213,3 +214,29 @@ def ternary_kernel(x, scales, codes, numel, seed, R: tl.constexpr):
     packed = _pair_of_codes(low, R) | (_pair_of_codes(high, R) << 4)
     at = row[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(codes + at, packed.to(tl.uint8), mask=inside[:, None])
+
+
+@triton.jit
+def tile_sums_kernel(x, sums, numel, TILE: tl.constexpr, LEVELS: tl.constexpr):
+    """Sums of squares as `norm.py` defines them, one for each program: halves onto halves, two numbers at a time."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    v = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float64)
+    v = v * v
+    for _ in tl.static_range(LEVELS):
+        v = tl.sum(tl.reshape(v, [2, v.shape[0] // 2]), 0)
+    tl.store(sums + tl.program_id(0) + tl.arange(0, 1), v)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def digest_kernel(x, partials, numel, first_index, TILE: tl.constexpr):
+    """partials int64 [programs, 2] ← a part of the digest of `digest.py`, and how many numbers are not finite."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    word = bits(tl.load(x + at, mask=at < numel, other=0.0))
+    z = (at + first_index).to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = (z ^ (z >> 31)) | 1
+    total = tl.sum(z * word.to(tl.uint32, bitcast=True).to(tl.uint64), 0)
+    unusable = tl.sum(((word & MAGNITUDE) >= INFINITY).to(tl.int32), 0)
+    tl.store(partials + 2 * tl.program_id(0), total.to(tl.int64, bitcast=True))
+    tl.store(partials + 2 * tl.program_id(0) + 1, unusable.to(tl.int64))

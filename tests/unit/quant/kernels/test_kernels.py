@@ -475,6 +475,21 @@ def test_threads_do_not_show_in_an_outer_step(spelling: str) -> None:
     assert all(each == told[0] for each in told)
 
 
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 9000])
+def test_norms_and_digests_are_those_of_the_reference(numel: int) -> None:
+    if TRITON:
+        from farloop.quant.kernels.gpu.host import digest, tile_sums
+    else:
+        from farloop.quant.kernels.cpu.kernels import digest, tile_sums
+    x = normal(numel, 1, 1e3) * 10.0 ** (torch.arange(numel) % 13 - 6)
+    assert tile_sums(on(x)) == sums_by_reference(x)
+    for first in (0, 7, 2**40 + 3, 2**62):
+        assert digest(on(x), first) == digest_by_reference(x, first)
+    for wrong in (math.nan, -math.inf) if numel else ():
+        x[-1] = wrong
+        assert digest(on(x), 5) == (digest_by_reference(x, 5)[0], False)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="a payload of 1 GiB for three blocks")
 def test_rows_count_beyond_31_bits() -> None:
     """Element 2³¹ + 256 and after."""

@@ -24,14 +24,15 @@ from triton.backends.compiler import GPUTarget
 
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.gpu.formats import ENCODERS, FORMATS
-from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels, throw_launch
-from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels, sum_launch, throw_launch
+from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch, digest_kernel, tile_sums_kernel
 from farloop.quant.kernels.interface import Encode, OuterStep
 from farloop.quant.registry import codec_named
 
 SM_90 = GPUTarget("cuda", 90, 32)  # H100 and H200
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int16: "*i16", torch.int64: "*i64", torch.uint8: "*u8"}
+_TYPES[torch.float64] = "*fp64"
 _ENCODERS_OF_Q4R = ("q4r:rounding=nearest", "q4r:policy=absolute")  # besides the defaults, stochastic and relative
 
 _ARITHMETIC = re.compile(r"\b((?:add|sub|mul|fma|mad|div|sqrt|rsqrt|rcp)\.[\w.]*f(?:32|64)(?:x2)?)\b")
@@ -75,6 +76,9 @@ def launches() -> dict[tuple[str, str], Launch]:
         found |= {(spelling, operation): launch for operation, launch in operations.items()}
     x, codes = torch.zeros(_NUMEL), torch.zeros(_NUMEL // 4, dtype=torch.uint8)
     found["ternary", "throw"] = throw_launch(x, torch.zeros(_NUMEL // 64), 0, codes)
+    sums, partials = torch.zeros(_NUMEL // 4096, dtype=torch.float64), torch.zeros(_NUMEL // 2048, dtype=torch.int64)
+    found["norm", "sum"] = sum_launch(tile_sums_kernel, x, sums=sums, LEVELS=12)
+    found["digest", "sum"] = sum_launch(digest_kernel, x, partials=partials, first_index=1 << 40)
     return found
 
 
@@ -137,7 +141,7 @@ def compiled(spelling: str, operation: str, options: Mapping[str, Any] = OPTIONS
         access_bits=_access_bits(ptx),
         rounding=Counter(_ARITHMETIC.findall(ptx)),
         instructions=len(code),
-        fused=sum(name.startswith("FFMA") for name in code),
+        fused=sum(name.startswith(("FFMA", "DFMA")) for name in code),
     )
 
 
@@ -169,7 +173,10 @@ def _specialised(launch: Launch) -> dict[str, Any]:
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    assert isinstance(value, int)
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def _is_aligned(value: object) -> bool:
@@ -209,12 +216,13 @@ REGISTERS = {
     "encode, odd length": 72,
     "encode, bf16 local, residual": 80,
     "throw": 72,
+    "sum": 96,
     "add 1": 80,
     "sum 16": 96,
     "outer": 96,
 }
 """More than 64 only where many operands are held at once, and nowhere so many that fewer than 20 warps run."""
-ROUNDED = {f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt")}
+ROUNDED = {f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt")} | {"add.rn.f64", "mul.rn.f64"}
 
 
 @pytest.mark.parametrize(("codec", "operation"), KERNELS, ids=[" ".join(key).replace(",", "") for key in KERNELS])
