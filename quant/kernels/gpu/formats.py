@@ -5,6 +5,7 @@ casts: rounding to bf16 is integer arithmetic, rounding to an integer an exact a
 contraction (`kernels.py`) and without fast-math.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,8 +78,8 @@ def cast_to_bf16(x):
 
 @triton.jit
 def ratio(x, s):
-    """x [R, H] ÷ s [R, 1], correctly rounded; x itself where s is 0."""
-    return tl.div_rn(x, tl.where(s == 0, 1.0, s) + tl.zeros_like(x))
+    """x [R, H] ÷ s [R, 1], correctly rounded; 0 or −0 where s is 0."""
+    return tl.div_rn(x, tl.where(s == 0, float("inf"), s) + tl.zeros_like(x))
 
 
 @triton.jit
@@ -226,6 +227,10 @@ def read_q4(payload, codes_start, row, inside_lo, inside_hi, first):
 
 
 _E3M0, _E2M1, _NF4 = (tl.constexpr(v) for v in (packing.E3M0_VALUES, packing.E2M1_VALUES, packing.NF4_VALUES))
+_NF4_BITS = tuple(int.from_bytes(struct.pack(">f", value)[:2], "big") for value in packing.NF4_VALUES)  # of bf16
+_NF4_DIGITS = tl.constexpr(tuple(sum((b >> 4 * k & 15) << 4 * i for i, b in enumerate(_NF4_BITS)) for k in range(4)))
+"""Digit k, of 4 bits, of value i as bf16 is at bit 4·i of word k."""
+
 _E2M1_LARGEST = tl.constexpr(packing.E2M1_LARGEST_SCALE)
 
 
@@ -236,20 +241,27 @@ def _table_code(x, s, VALUES: tl.constexpr, COUNT: tl.constexpr):
     compared = as_float(bits(x) & MAGNITUDE) if COUNT == 8 else x
     m = tl.zeros(x.shape, tl.int32)
     for j in tl.static_range(COUNT - 1):
-        m += (compared >= reach * ((VALUES[j] + VALUES[j + 1]) / 2)).to(tl.int32)
+        m = tl.where(compared >= reach * ((VALUES[j] + VALUES[j + 1]) / 2), j + 1, m)
     if COUNT == 8:
-        m = tl.where((x < 0) & (m > 0), m | 8, m)
+        m = tl.where(m > 0, m | ((bits(x) >> 28) & 8), 0)
     return m
 
 
 @triton.jit
 def _table_value(code, s, VALUES: tl.constexpr, COUNT: tl.constexpr):
     """The value of a code, times s, exact."""
-    v = tl.full(code.shape, VALUES[0], tl.float32)
-    for j in tl.static_range(1, COUNT):
-        v = tl.where((code & (COUNT - 1)) == j, VALUES[j], v)
     if COUNT == 8:
-        v = as_float(bits(v) | ((code << 28) & -2147483648))
+        # A sign, an exponent, and for e2m1 a bit of a fraction, as fp32 has them: a subnormal number there too.
+        FRACTION: tl.constexpr = VALUES[COUNT - 1] == 6.0
+        v = as_float(((code & 7) << (23 - FRACTION)) | ((code & 8) << 28)) * (2.0**126 if FRACTION else 2.0**120)
+    else:
+        # The upper half of fp32, a digit of 4 bits from each word: a few instructions, where 16 comparisons are many.
+        at = ((code & 15) << 2).to(tl.uint64)
+        pattern = tl.zeros(code.shape, tl.int32)
+        for k in tl.static_range(4):
+            digit = (tl.full(code.shape, _NF4_DIGITS[k], tl.uint64) >> at).to(tl.int32) & 15
+            pattern |= digit << (16 + 4 * k)
+        v = as_float(pattern)
     return v * s
 
 
@@ -355,17 +367,14 @@ def uniform(row, seed, START: tl.constexpr):
 
 @triton.jit
 def _q4r_codes(x, s, row, seed, START: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """k = clamp(round(x ÷ s), −8, 7), 0 where s is 0: as fp32 and int32 [R, 32]."""
+    """k = clamp(round(x ÷ s), −8, 7): as fp32 and int32 [R, 32]."""
     q = ratio(x, s)
     if STOCHASTIC:
         q = tl.minimum(tl.maximum(q + uniform(row, seed, START), -8.0), 7.0)
         k, code = nearest(q)
         above = k > q  # rounded up: the floor is one less
-        k = tl.where(above, k - 1.0, k)
-        code = tl.where(above, code - 1, code)
-    else:
-        k, code = nearest(tl.minimum(tl.maximum(q, -8.0), 7.0))
-    return tl.where(s == 0, 0.0, k), tl.where(s == 0, 0, code)
+        return tl.where(above, k - 1.0, k), tl.where(above, code - 1, code)
+    return nearest(tl.minimum(tl.maximum(q, -8.0), 7.0))
 
 
 @triton.jit
