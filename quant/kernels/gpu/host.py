@@ -86,6 +86,7 @@ class GpuKernels(BlockKernels):
         return Launch(
             kernel=encode_kernel,
             programs=self.programs.count(written),
+            warps=self.programs.warps if local is None and call.residual is None else 4,
             arguments={
                 "x": call.x,
                 "local": local,

@@ -26,11 +26,8 @@ from triton import language as tl
 
 from farloop.quant.kernels.gpu.formats import INFINITY, MAGNITUDE, as_float, bits, cast_to_bf16, ratio, uniform
 
-OPTIONS: Final[Mapping[str, Any]] = {
-    "num_warps": 4,
-    # A product and a sum round separately, as on CPUs. Triton's own default differs between releases.
-    "enable_fp_fusion": False,
-}
+# A product and a sum round separately, as on CPUs. Triton's own default differs between releases.
+OPTIONS: Final[Mapping[str, Any]] = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +37,11 @@ class Launch:
     kernel: Any  # a `triton.jit` function; Triton has no types
     programs: int
     arguments: Mapping[str, Any]  # by name: tensors, numbers, None, tuples of these, and the constants in capitals
+    warps: int = 4  # of a program
 
     def run(self) -> None:
         """Start it on the current device's stream; it may still be running when this returns."""
-        self.kernel[(self.programs,)](**self.arguments, **OPTIONS)
+        self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, **OPTIONS)
 
 
 _RUNTIME = ["first_row", "first_index", "scale_bytes", "seed", "step", "beta", "lr", "mu"]

@@ -129,7 +129,7 @@ def compiled(spelling: str, operation: str, options: Mapping[str, Any] = OPTIONS
     """Compile one of `launches` for an H100, specialised as a launch specialises."""
     launch = launches()[spelling, operation]
     source = triton.compiler.ASTSource(fn=launch.kernel, **_specialised(launch))
-    built = triton.compile(source, target=SM_90, options=dict(options))
+    built = triton.compile(source, target=SM_90, options={"num_warps": launch.warps, **options})
     ptx = built.asm["ptx"]
     usage, code = _machine_code(built.asm["cubin"])
     return Compiled(
@@ -213,7 +213,8 @@ WRITTEN = {"encode, bf16 local, residual": 1, "decode": 1, "add 1": 1, "sum 16":
 """Tensors of fp32, without the payload."""
 READ["add 1"] = 1
 REGISTERS = {
-    "encode, odd length": 72,
+    "encode": 96,
+    "encode, odd length": 96,
     "encode, bf16 local, residual": 80,
     "throw": 72,
     "sum": 96,
