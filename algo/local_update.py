@@ -101,12 +101,12 @@ def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, share: float, gain: float) -> None:
-    """out ← anchor − gain · share · fresh, all fp32 [n]: the start of an eager node, and the base of its next delta.
+def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, factor: float) -> None:
+    """out ← anchor − factor · fresh, all fp32 [n]: the start of an eager node, and the base of its next delta.
 
-    `fresh` is the sum of its deltas that the anchor lacks; `share` its expected weight. `out` may be `anchor`.
+    `fresh` is the sum of its deltas that the anchor lacks; `factor` its expected weight times
+    `outer_optimizers.step_gain`. `out` may be `anchor`.
     """
-    factor = gain * share
     for anchor_part, fresh_part, out_part in tiles(anchor, fresh, out):
         torch.sub(anchor_part, fresh_part * factor, out=out_part)
 

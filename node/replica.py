@@ -500,7 +500,7 @@ class Replica:
             fresh = self.zeros(index)
             for sent in own:
                 self._decode_add(index, sent, fresh)
-            eager_start_into(start.read(), fresh, fresh, share=factor, gain=1.0)
+            eager_start_into(start.read(), fresh, fresh, factor=factor)
             start = self._starts[index] = Kept(fresh)
         with self._with_the_weights(start) as there:
             self.weights.mix(index, there, mix)

@@ -145,7 +145,7 @@ def test_the_start_is_where_the_outer_step_would_have_led_with_the_fresh_part_in
         return target
 
     start = torch.empty(1000)
-    eager_start_into(target_after(merged), fresh, start, share=0.25, gain=step_gain(settings, gap))
+    eager_start_into(target_after(merged), fresh, start, factor=0.25 * step_gain(settings, gap))
     torch.testing.assert_close(start, target_after(merged + 0.25 * fresh), rtol=1e-5, atol=1e-5)
 
 
@@ -161,17 +161,17 @@ def test_without_outer_momentum_the_starts_are_those_of_the_paper() -> None:
         for node, paper in enumerate(papers):
             step_(paper, {}, eager_delta(merged, fresh[node], stale[node], 1 / 3), settings, version=version)
             start = torch.empty(1000)
-            eager_start_into(target, fresh[node], start, share=1 / 3, gain=step_gain(settings))
+            eager_start_into(target, fresh[node], start, factor=step_gain(settings) / 3)
             torch.testing.assert_close(start, paper, rtol=1e-5, atol=1e-5)
         stale = fresh
 
 
 def test_the_start_may_take_the_anchors_place_and_changes_nothing_else() -> None:
     anchor, fresh, apart = numbers(1000, seed=1), numbers(1000, seed=2), torch.empty(1000)
-    eager_start_into(anchor, fresh, apart, share=0.5, gain=1.33)
+    eager_start_into(anchor, fresh, apart, factor=0.665)
     assert torch.equal(anchor, numbers(1000, seed=1)) and torch.equal(fresh, numbers(1000, seed=2))
-    eager_start_into(anchor, fresh, anchor, share=0.5, gain=1.33)
-    assert torch.equal(anchor, apart) and torch.equal(apart, numbers(1000, seed=1) - fresh * (0.5 * 1.33))
+    eager_start_into(anchor, fresh, anchor, factor=0.665)
+    assert torch.equal(anchor, apart) and torch.equal(apart, numbers(1000, seed=1) - fresh * 0.665)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_alone_and_without_momentum_eager_starts_undo_the_delay() -> None:
         fresh = start - start * shrink
         step_(target, {}, stale, settings, version=version)
         torch.testing.assert_close(target, in_time, rtol=1e-4, atol=1e-6)
-        eager_start_into(target, fresh, start, share=1.0, gain=step_gain(settings))
+        eager_start_into(target, fresh, start, factor=step_gain(settings))
         stale, in_time = fresh, in_time * shrink
 
 
