@@ -498,10 +498,6 @@ def look_around(
     operator: OperatorLabels,
     *,
     root: Path = Path("/"),
-    devices: int = 0,
-    device_bytes: int = 0,
-    cpus: int = 0,
-    congestion: str = "",
 ) -> Inventory:
     """All of it, within the bounds of the wire. Never raises.
 
@@ -509,9 +505,6 @@ def look_around(
         environ: the process' environment, for the labels of containers.
         operator: what the settings say.
         root: where the machine's files are.
-        devices, device_bytes: accelerators, and the memory of all of them.
-        cpus: cores that this process may use.
-        congestion: the control that its connections have; the kernel's unless given.
     """
     tree = SysfsReader(root)
     labels, allowed = read_labels(tree, environ), limits(tree)
@@ -522,12 +515,10 @@ def look_around(
             site_from="operator" if operator.site else "annotation" if labels.site else "",
             address=operator.address,
             nics=nics,
-            devices=devices,
-            memory_bytes=device_bytes or allowed.memory_bytes,
-            cpus=cpus,
+            memory_bytes=allowed.memory_bytes,
             memlock_bytes=allowed.memlock_bytes,
             nofile=allowed.nofile,
-            congestion=congestion or allowed.congestion,
+            congestion=allowed.congestion,
             labels=labels.told,
             unread=tuple(tree.unread),
         )
