@@ -329,14 +329,14 @@ class Plan:
         return self.compute_s / self.streamed_round_s if self.streamed_round_s else 1.0
 
 
-def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
+def make_plan(inventory: Inventory) -> Plan:
     """The plan of an inventory. Raises ValueError: nothing can be planned, with what would have to change."""
     fabric = fabric_of(inventory)
     islands = islands_of(inventory)
     decision = ModeChoice(inventory, fabric, islands).decision()
     paths = decision.paths
     outcome = simulate(paths.routes, paths.work, fabric.message_s, keep=True)
-    layout = _layout(inventory, paths, epoch)
+    layout = _layout(inventory, paths)
     names = [node.name for node in inventory.nodes]
     sync, sync_s, compute_s = _synced(inventory, fabric, islands, paths, outcome)
     used = {node for route in paths.routes for node in route.nodes}
@@ -389,7 +389,7 @@ def _beats(inventory: Inventory, paths: Paths, outcome: Outcome) -> tuple[StepIn
     )
 
 
-def _layout(inventory: Inventory, paths: Paths, epoch: int) -> StageLayout:
+def _layout(inventory: Inventory, paths: Paths) -> StageLayout:
     names = [node.name for node in inventory.nodes]
     first, stages = 0, []
     for number, layers in enumerate(paths.work.layers):
@@ -400,7 +400,7 @@ def _layout(inventory: Inventory, paths: Paths, epoch: int) -> StageLayout:
         Path(hops=tuple(Hop(stage=s, node=names[n]) for n, s in zip(route.nodes, route.stages, strict=True)))
         for route in paths.routes
     )
-    layout = StageLayout(epoch=epoch, stages=tuple(stages), paths=ways)
+    layout = StageLayout(epoch=0, stages=tuple(stages), paths=ways)
     faults = list(layout.faults())
     assert not faults, faults
     return layout
