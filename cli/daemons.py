@@ -36,11 +36,10 @@ from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
-from farloop.monitoring.addresses import Address, parse_host_port, parse_tcp
+from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.monitoring.status import Status, dumps
 from farloop.node.library import Node
-from farloop.node.link import patience_text
 from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
 from farloop.quant.registry import warm_for
@@ -48,59 +47,6 @@ from farloop.runtime.log_queue import say, stack_of
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
 _log = logging.getLogger(__name__)
-
-FIRST_S = 5.0
-EVERY_S = 30.0
-
-
-class Waiting:
-    """Log, now and then until training starts, what the node waits for."""
-
-    def __init__(self, coordinator: str, give_up_s: float = 0.0) -> None:
-        self._address, self._give_up = parse_tcp(coordinator), patience_text(give_up_s)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
-
-    def over(self) -> None:
-        """Training has started."""
-        self._over.set()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over()
-
-    def _watch(self) -> None:
-        pause_s = FIRST_S
-        while not self._over.wait(pause_s):
-            pause_s = EVERY_S
-            failure = connect(self._address)
-            told = (self._address, why(self._address, failure), self._give_up)
-            # Nodes are often started first: a port that answers needs nobody.
-            _log.log(
-                logging.WARNING if failure else logging.INFO, "waiting coordinator=tcp://%s reason=%r give_up=%s", *told
-            )
-
-
-def why(address: Address, failure: str | None) -> str:
-    """What a plain connection to the coordinator's port showed."""
-    if failure is None:
-        return "the port answers; waiting for the coordinator to admit this node"
-    return f"cannot connect: {failure}; is the coordinator running, and its port open from here?"
-
-
-def connect(address: Address, timeout_s: float = 3.0) -> str | None:
-    """Connect and close; the error, or None."""
-    try:
-        with socket.create_connection((address.host, address.port), timeout_s):
-            return None
-    except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-
 
 STANDSTILL_S = 5.0  # an event loop that has not turned for this long is unhealthy
 END_S = 20.0  # and for this long, once it was asked to stop: the process ends without it
@@ -366,10 +312,10 @@ class LoopWatch:
             os._exit(ExitCode.HUNG)
 
     def _turn(self) -> None:
-        self.still_s = 0.0
         if self._told:
             self._told = False
-            _log.warning("loop turns again")
+            _log.warning("loop turns again after=%.0fs", self.still_s)
+        self.still_s = 0.0
 
     def _ask_to_stop(self) -> None:
         if self._asked:
@@ -450,20 +396,14 @@ def run_node(file: NodeFile) -> ExitCode:
     encrypted = str(config.key is not None).lower()
     _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
     joined = list[Node]()
-    with Waiting(config.coordinator, config.give_up) as waiting:
-
-        def on_join(node: Node) -> None:
-            waiting.over()
-            joined.append(node)
-
-        if pipeline.layout is None:
-            train(config, on_join=on_join, environ=os.environ)
-        else:
-            train_stage(config, pipeline, on_join=on_join, environ=os.environ)
+    if pipeline.layout is None:
+        train(config, on_join=joined.append, environ=os.environ)
+    else:
+        train_stage(config, pipeline, on_join=joined.append, environ=os.environ)
     if any(node.asked_to_leave for node in joined):
         _log.info("left note='the same command rejoins the run'")
         return ExitCode(config.leave_code)
-    _log.info("finished")
+    _log.info("finished note='the run is over; its model is in the state folder of the coordinator'")
     return ExitCode.DONE
 
 

@@ -26,7 +26,6 @@ import torch
 import typer
 
 from farloop.algo.spec import to_plain
-from farloop.cli.daemons import connect
 from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
@@ -433,6 +432,17 @@ def _seen(url: str) -> InventoryStatus | None:
         return fetch(url or DEFAULT_URL).get("inventory")
     except CommandError:
         return None
+
+
+def connect(address: Address, timeout_s: float = 3.0) -> str | None:
+    """Connect and close; the error, or None."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s):
+            return None
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
 
 
 def round_trip_s(address: Address, tries: int = 3) -> float | None:

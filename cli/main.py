@@ -82,7 +82,7 @@ ELSEWHERE = {
     "release": Elsewhere(
         TRAIN,
         "set:release",
-        "Continue a run that is held because a node reports newer versions than the state folder has.",
+        "Continue a run that is held because of its nodes.",
     ),
     "forget": Elsewhere(
         TRAIN,

@@ -33,20 +33,20 @@ def set_terms(
 
 
 def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
-    """Continue a run that is held because a node reports newer versions than the state folder has.
+    """Continue a run that is held because of its nodes.
 
-    The node is rejected until it withdraws the report; the run continues with the first other node. Use this if you
-    know that the node is wrong. If several nodes report it, the state folder is probably an old copy, and each must
-    be named.
+    If a node reports newer versions than the state folder has, it is rejected until it withdraws the report, and the
+    run continues with the first other node: use this if you know that the node is wrong. If several nodes report it,
+    the state folder is probably an old copy, and each must be named. If too few of the live nodes are merged, the run
+    continues as it is; it is held again if they are still not merged three rounds later.
 
     Example: farloop release --state state
     """
     from farloop.config.admin_client import asked
 
     answer = asked({"do": "release", **({"nodes": node} if node else {})}, state)
-    typer.echo(f"rejected: {answer['held']}")
-    still = answer.get("still")
-    typer.echo(f"the run is still held: {still}" if still else "the run continues")
+    typer.echo(f"released: {answer['held']}")
+    typer.echo(answer["still"] or "the run continues")
 
 
 def forget(

@@ -18,12 +18,12 @@ from farloop.coordinator.admin import Handler, over
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import MOST, AdoptionSettings
+from farloop.coordinator.decide.closing import ROUNDS
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.decide.revising import described
+from farloop.coordinator.decide.revising import changes_text, described
 from farloop.coordinator.errors import NotNow
 from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
-from farloop.monitoring.status import dumps
 from farloop.quant.codec_checks import check_codecs, check_downlink
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing
 from farloop.quant.registry import codec_named
@@ -81,25 +81,27 @@ class Requests:
         self._machine, self._durable, self._happened, self._state = machine, durable, happened, state
 
     async def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Release a hold. Returns what held the run, by node, and what still holds it.
+        """Release a hold by nodes that report newer versions, or by too few merged ones. Returns what held the run,
+        and what still holds it.
 
-        `nodes` names all nodes that hold the run; it may be left out if that is one. Raises ValueError: no node holds
-        the run (NotNow), or other nodes than the named ones; one sentence.
+        `nodes` names all nodes that hold the run; it may be left out if that is one. Raises ValueError: nothing that
+        can be released holds the run (NotNow), or other nodes than the named ones; one sentence.
         """
-        claims = self._machine.hold_claims
-        if not claims:
-            raise NotNow("no node holds the run by a report of newer versions: there is nothing to release")
+        claims, guard, alarms = self._machine.hold_claims, self._machine.guard, self._machine.alarms
+        if not claims and not guard.holds:
+            raise NotNow("; ".join(["there is nothing to release", *list(alarms.values())[:4]]))
         named = request.get("nodes") or []
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise ValueError("release needs nodes: a list of names")
         said = "; ".join(f"node {node} {claim}" for node, claim in sorted(claims.items()))
-        options = " ".join(f"--node {node}" for node in sorted(claims))
+        said = said or f"nothing of {', '.join(guard.left_out())} was merged in the last {ROUNDS} rounds"
+        command = " ".join(["farloop release", *(f"--node {node}" for node in sorted(claims))])
         if set(named) != set(claims) and (named or len(claims) > 1):
-            raise ValueError(
-                f"this is what holds the run: {said}. Where several nodes have seen more, the state folder is probably "
-                "an old copy: put the newer one back, or start once with --adopt-from-nodes. If you know that all of "
-                f"them are wrong: farloop release {options}"
+            what = (
+                "Where several nodes have seen more, the state folder is probably an old copy: put the newer one back, "
+                "or start once with --adopt-from-nodes. If you know that all of them are wrong"
             )
+            raise ValueError(f"this is what holds the run: {said}. {what if claims else 'Without --node'}: {command}")
         self._happened(ev.HoldReleased())
         _log.warning("hold released held=%r", said)
         return {"held": said, "still": self._machine.holding}
@@ -108,7 +110,7 @@ class Requests:
         """Forget the node `node`, which is not connected. Returns the names that are still known, once it is durable.
         Raises ValueError or NotNow, one sentence."""
         if self._machine.holding is not None:
-            raise NotNow(f"the run is held, and its state may be an old copy: {self._machine.holding}")
+            raise NotNow(self._machine.holding)
         name, members = request.get("node"), self._machine.members
         node = next((known for known in members if known == name), None)
         if node is None:
@@ -136,7 +138,7 @@ class Requests:
         if dry_run:
             return answer
         self._happened(ev.TermsGiven(revision=revision))
-        _log.info("terms changed revision=%d changes=%s", revision.number, dumps(answer["changes"]))
+        _log.info("terms changed revision=%d changes=%r", revision.number, changes_text(before, revision))
         while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes nobody
             await asyncio.sleep(_POLL_S)
         return answer

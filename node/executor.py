@@ -21,7 +21,7 @@ from farloop.node.cluster import Decision
 from farloop.node.control_variates import ControlVariates
 from farloop.node.encoder import Encoded, encode_anchor, encode_delta, finish, pack_at_once
 from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused
-from farloop.node.link import Traffic
+from farloop.node.link import REPEAT_S, Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
 from farloop.node.replica import OwnDelta, Replica, replica_of
@@ -139,7 +139,9 @@ class NodeExecutor:
         self._reports = Reports(
             self.machine, self.account, self.samples, state, device, fingerprint, can_evaluate=can_evaluate
         )
-        self._isolation, self._was_isolated = Isolation(name), ""
+        self._isolation = Isolation(name)
+        self._was_isolated: IsolationKind = ""
+        self._held_told_at = float("-inf")
         self._counts_time = False
         """Whether time is accounted for: from the end of the first inner step to the end of the last."""
         self._blobs: dict[BlobId, bytearray] = {}
@@ -659,9 +661,15 @@ class NodeExecutor:
         now = self._now()
         if not self._reports.is_due(now):
             return
+        if self.machine.stands_by and now - self._held_told_at >= REPEAT_S:
+            self._held_told_at = now
+            _log.warning("run held why=%r", _RECALLED)
         progress, isolated = self.progress(), self._isolated()
         if isolated != self._was_isolated:
-            _log.warning("isolated begin how=%r", SENTENCES[isolated]) if isolated else _log.info("isolated end")
+            if isolated:
+                _log.warning("isolated begin how=%r", SENTENCES[isolated])
+            else:
+                _log.info("isolated end was=%r", SENTENCES[self._was_isolated])
             self._was_isolated = isolated
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
         connected = self.machine.connected
@@ -677,6 +685,11 @@ class NodeExecutor:
         self.link.send(progress)
         self._reports.reported(now)
 
+
+_RECALLED = (
+    "the coordinator goes on from what the nodes hold (--adopt-from-nodes) and has asked this one; nothing is merged "
+    "until it has enough: its status names what it waits for"
+)
 
 _FIXES = {
     Reason.PROTOCOL_VERSION: "install the same version of farloop on both",

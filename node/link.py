@@ -208,7 +208,8 @@ UNANSWERED = (
     "it takes the connection and does not answer: it is busy, or of another version, or large packets are lost, which "
     "farloop doctor tries"
 )
-REPEAT_S = 60.0  # an outage is logged when it begins, and again this often: somebody may have to act
+UNREACHABLE = "no answer: is the coordinator running, and its port open from here?"
+REPEAT_S = 30.0  # an outage is logged when it begins, and again this often: somebody may have to act
 
 BAD_SESSIONS = 8
 """This many sessions in a row that end because one end does not understand the other, without a delta of this node
@@ -294,6 +295,7 @@ class NodeLink:
         self._away_since = self._logged_at = float("-inf")
         self._info, self._warned_at = b"", float("-inf")  # TCP_INFO at the last look; when lost packets were logged
         self._ended_by = ""  # why the last session, or attempt, ended
+        self._held_by = self._held_logged = ""  # the same where the coordinator holds the run; what was logged of it
         self._misunderstood = 0  # sessions in a row that ended because one end did not understand the other
         self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
         self._over = False  # no further session is wanted
@@ -372,7 +374,7 @@ class NodeLink:
         self._advance()
 
     def _not_dialed(self, why: str) -> None:
-        self._ended_by, self._failed = why, False
+        self._ended_by, self._held_by, self._failed = why, "", False
         self._dial_again(opened=False)
 
     def _dial_again(self, *, opened: bool) -> None:
@@ -383,7 +385,8 @@ class NodeLink:
         if self._over:
             return
         now = self._clock.now()
-        if now - self._logged_at >= REPEAT_S:
+        if now - self._logged_at >= REPEAT_S or (self._held_by and self._held_by != self._held_logged):
+            self._held_logged = self._held_by
             for_s = now - self._away_since
             told = (self._coordinator, self._ended_by, for_s, patience_text(self._give_up_s))
             _log.warning("no link coordinator=%s reason=%r for=%.0fs give_up=%s", *told)
@@ -616,8 +619,11 @@ class NodeLink:
 
     def _ended(self, session: Session, reason: Reason, detail: str) -> None:
         self._ended_by = detail or reason.sentence
+        self._held_by = self._ended_by if reason is Reason.HOLDING else ""
         self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
-        if reason is Reason.SILENT and not self._bulk and session.traffic.connections:
+        if reason is Reason.SILENT and not session.traffic.connections:
+            self._ended_by = UNREACHABLE
+        elif reason is Reason.SILENT and not self._bulk:
             info, _ = (self._connection and self._connection.kernel()) or (b"", "")
             self._ended_by += f"; {f'{LARGE_LOST}; {MTU_FIX}' if large_lost(info) or lacks_large(info) else UNANSWERED}"
         if self._over:

@@ -125,7 +125,7 @@ def _forks(claims: Claims, ledger: Ledger | None) -> Iterator[str]:
                 yield (
                     f"version {ref.version} of fragment {ref.fragment} has digest {digest:016x} for {who} and "
                     f"{ref.digest:016x} for node {node}: two runs went on from one, and which is the right one, only "
-                    "you can say; --rewind goes on from this state and gives up what all of them did since"
+                    "you can say: stop the nodes of the other and start again"
                 )
 
 
@@ -134,13 +134,14 @@ def _unlike(newest: Mapping[int, AnchorRef], ledger: Ledger, history: int) -> It
     for fragment, version in enumerate(ledger.versions):
         ref = newest.get(fragment)
         if ref is None:
-            yield f"no node holds fragment {fragment} of history {history}, and this state is of {ledger.history}"
+            said = f"no node holds fragment {fragment} of history {history}, and this state is of {ledger.history}"
+            yield f"{said}: start one that does"
         elif ref.version < version or (
             ref.version == version and ref.digest != ledger.anchor_digest(fragment, version)
         ):
             yield (
                 f"nodes follow history {history}, in which fragment {fragment} is at version {ref.version}, and this "
-                f"state is of history {ledger.history}, where it is at {version}: only --rewind goes on from here"
+                f"state is of history {ledger.history}, where it is at {version}: start a node that has seen more"
             )
 
 
@@ -206,6 +207,8 @@ def rounds_since(
 ALARM: Final = "adoption"  # the alarm that says what the run waits for, until it goes on
 
 LISTEN_S: Final = 10.0  # longer than the longest redial pause, so that nodes which the copy never met are heard, too
+_REWIND: Final = "start once with --rewind, which goes on from this state and gives up what all nodes did since"
+
 PATIENCE_S: Final = 300.0  # how long to wait for a node that the copy knows, or that left again
 
 
@@ -373,7 +376,7 @@ class Adoption:
         missing = sorted(expected.keys() - present.keys() - self._left)
         missing += sorted(node for node, c in found.claims.items() if c.hello.anchors and c.session is None)
         if found.fault:
-            return self._wait(f"you to decide: {found.fault}")
+            return self._wait(f"you to decide: {found.fault}; or {_REWIND}")
         if missing:
             why = "may hold newer versions than all others"
             return self._wait(f"{_named(missing)}, which {why}; {self._patience_s:g} s at most")
@@ -426,7 +429,7 @@ class Adoption:
             try:
                 self._decisions.record(self._record(found))
             except Unknown as unknown:
-                return self._wait(f"you to decide: {unknown}")
+                return self._wait(f"you to decide: {unknown}; start a node that does, or {_REWIND}")
             for blob in stored:  # deltas of what came next in the copy: their nodes begin anew
                 self._decisions.do(ev.Forget(blob=blob))
         for node in sessions:

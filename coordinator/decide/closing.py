@@ -150,6 +150,11 @@ class ParticipationCheck:
     def let_go(self) -> None:
         self._held.clear()
 
+    def begin_again(self) -> None:
+        """An operator has acted: live nodes have `ROUNDS` rounds more, in which the run goes on."""
+        self._merged.clear()
+        self._live_since.clear()
+
     @property
     def _floor_share(self) -> float:
         """By the newest terms: setting a quorum accepts that some nodes are left out."""
@@ -196,7 +201,9 @@ class ParticipationCheck:
             return f"{what}; the run goes on with the others"
         self._held.add(fragment.stage)
         return (
-            f"{what}; nothing is committed until they are merged or leave: farloop status says what is refused, and why"
+            f"{what}; nothing is committed until you act: farloop status says what is refused, and why; if a setting "
+            "causes it, set it right (farloop set), else start these nodes again or stop them, and it goes on by "
+            f"itself; or farloop release, after which it goes on as it is, for {ROUNDS} rounds at least"
         )
 
     def _saw(self, node: NodeId, round_index: int) -> None:
@@ -247,13 +254,14 @@ class Closing:
         terms = self._ledger.terms_at(window.terms)
         quorum = None if window.needs_steps and window.terms.final else terms.admission.quorum
         patient = self.grace.lasts(window, self._run.now)
-        why = window.why_close(quorum, terms.admission.floor, patient=patient)
+        floor = self._ledger.floor_of(window.terms)
+        why = window.why_close(quorum, floor, patient=patient)
         if why is not None and self._screened(window):
-            why = window.why_close(quorum, terms.admission.floor, patient=patient)
+            why = window.why_close(quorum, floor, patient=patient)
         short = f"floor of fragment {fragment}"
         self._alarms.pop(short, None)
         if why is None:
-            if lacking := window.short_of(terms.admission.floor):
+            if lacking := window.short_of(floor):
                 self._alarms[short] = lacking
             return
         if self._held(window):
@@ -262,7 +270,7 @@ class Closing:
             self._ahead.add(fragment)
             return
         self._ahead.discard(fragment)
-        if len(window.contributors) < terms.admission.floor:
+        if len(window.contributors) < floor:
             window.make_void(why)
         self.fix_rounds()
         window.state = "closing"

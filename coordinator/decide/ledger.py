@@ -292,6 +292,10 @@ class Ledger:
     def terms_at(self, window: WindowTerms) -> Terms:
         return self.terms_of(window.fragment, window.window, window.round)
 
+    def floor_of(self, window: WindowTerms) -> int:
+        """Fewest contributions of a window. A lower floor that was set later holds at once: it ends a hold."""
+        return min(self.terms_at(window).admission.floor, self.spec.terms.admission.floor)
+
     def terms_in(self, round_index: int) -> Terms:
         """The terms of a round."""
         return self.revisions.of_round(round_index)

@@ -150,7 +150,7 @@ class CoordinatorMachine:
 
     @property
     def holding(self) -> str | None:
-        """Why nothing is committed until a person decides; None otherwise."""
+        """Why nothing is committed until a person decides, and what can be done; None otherwise."""
         return self._run.held if self._adoption is None else self._adoption.waits
 
     @property
@@ -188,7 +188,7 @@ class CoordinatorMachine:
     def revision_for(self, given: Mapping[str, str]) -> Revision:
         """The revision to these terms. Raises ValueError or NotNow, one sentence, if the run cannot have them."""
         if self.holding is not None:
-            raise NotNow(f"the run is held, and its state may be an old copy: {self.holding}")
+            raise NotNow(self.holding)
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
         return revision_of(self.ledger, closing, self._membership.names, given)
 
@@ -228,8 +228,11 @@ class CoordinatorMachine:
             case ev.TermsGiven(revision=revision):
                 self._decisions.record(rec.TermsChanged(revision=revision))
                 self._membership.tell_revision(revision)
+                self.guard.begin_again()
+                self._closing.try_all()
             case ev.HoldReleased():
                 self._rollback.release(now, "the run was released, and goes on without it")
+                self.guard.begin_again()
             case ev.NodeForgotten(node=node):
                 self._clear_alarms(node)
                 self._membership.forget(node)

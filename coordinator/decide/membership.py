@@ -287,7 +287,7 @@ class Membership:
         return any(m.counts and m.has(fragment) for m in self.members.values())
 
     def _lacks(self, window: Window) -> bool:
-        return window.short_of(self._ledger.terms_at(window.terms).admission.floor) is not None
+        return window.short_of(self._ledger.floor_of(window.terms)) is not None
 
     def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
         member.start(plan.index, slot, now)

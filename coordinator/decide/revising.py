@@ -71,6 +71,11 @@ def described(before: Terms, revision: Revision) -> list[dict[str, object]]:
     ]
 
 
+def changes_text(before: Terms, revision: Revision) -> str:
+    """What a revision changes, for a log line."""
+    return ", ".join(f"{c.key} {_shown(c.before)} → {_shown(c.after)}" for c in changes(before, revision.terms))
+
+
 def last_change(ledger: Ledger) -> list[str]:
     """Lines that describe the newest revision; none without one."""
     if len(ledger.revisions.kept) < 2:

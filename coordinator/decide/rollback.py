@@ -58,6 +58,12 @@ _IF_NEW: Final = (
     "the nodes' state folders (state_dir in NODE.toml) too; if not, "
 )
 
+_NOBODY_ELSE: Final = (
+    "{} kept out, and no other node has come yet; it goes on with the first that has seen nothing newer: another node, "
+    "or one of these, started again with an empty state folder (state_dir in NODE.toml); or start the coordinator once "
+    "with --rewind, which takes this state for the truth"
+)
+
 IF_RIGHT: Final = (
     "if it is right, stop the coordinator and put the newer state folder back, or start once with --adopt-from-nodes"
 )
@@ -137,7 +143,6 @@ class RollbackGuard:
         """Time from which the claim of a single node holds only itself; None before the first node was let in."""
         self.held_s = 0.0  # duration of the last hold
         self._held_at = 0.0
-        self._ways_out = ""  # of the hold
         self._claims: dict[NodeId, str] = {}  # proofs of the nodes that hold the run
         self._against: set[NodeId] = set()  # nodes that contradict them
         self._kept_out_at: dict[NodeId, float] = {}  # when each node that is kept out was last heard of
@@ -158,18 +163,17 @@ class RollbackGuard:
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
             if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
                 self._held_at = now if self._run.held is None else self._held_at
-                self._run.held = f"node {node} {standing.detail}"
                 known = hello.anchors or hello.announced
-                self._ways_out = _WAYS_OUT.format(_IF_HELD if known else _IF_ONLY_MET)
+                ways_out = _WAYS_OUT.format(_IF_HELD if known else _IF_ONLY_MET)
                 if known and not any(self._ledger.versions):
-                    self._ways_out = _IF_NEW + self._ways_out
-                self._alarms[ALARM] = f"the run is held: {self._run.held}; {self._ways_out}"
+                    ways_out = _IF_NEW + ways_out
+                self._hold(f"node {node} {standing.detail}; {ways_out}")
         else:
-            self._disbelieved.discard(node)
             if self._run.held is not None and not self._claims and self._disbelieved:
                 self._end_hold(now, trusted_at=None)  # it was released, and this is the first node to go on with
+            self._disbelieved.discard(node)
         if self._run.held is not None:
-            return Refused(reason=Reason.HOLDING, detail=f"{self._run.held}; {self._ways_out}", retriable=True)
+            return Refused(reason=Reason.HOLDING, detail=self._run.held, retriable=True)
         if self._trusted_at is None:
             self._trusted_at = now + TRUSTED_AFTER_S
         self._end_alarm(node)
@@ -192,8 +196,10 @@ class RollbackGuard:
         self._claims = {}
         if self._against:
             return self._end_hold(now, trusted_at=now)
-        self._run.held = f"{_names(self._disbelieved)} kept out, and no other node has come yet"
-        self._alarms[ALARM] = f"the run is held: {self._run.held}; it goes on with the first other node"
+        self._hold(_NOBODY_ELSE.format(_names(self._disbelieved)))
+
+    def _hold(self, why: str) -> None:
+        self._run.held = self._alarms[ALARM] = f"the run is held: {why}"
 
     def _end_hold(self, now: float, *, trusted_at: float | None) -> None:
         del self._alarms[ALARM]

@@ -168,4 +168,4 @@ def look_after_stages(members: Collection[Member], ledger: Ledger, alarms: Mutab
         alarms.pop(f"stage {stage}", None)
         if not count and stage in waiting:
             which = ", ".join(str(f.index) for f in fragments if f.stage == stage)
-            alarms[f"stage {stage}"] = f"no node that trains holds it: the windows of fragments {which} wait for one"
+            alarms[f"stage {stage}"] = f"no node that trains holds it: start one; the windows of fragments {which} wait"

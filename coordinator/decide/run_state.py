@@ -29,7 +29,7 @@ class RunState:
     members: dict[NodeId, Member] = field(default_factory=dict)
     """Every node that ever greeted. Written by `Membership`."""
     alarms: dict[str, str] = field(default_factory=dict)  # each part writes under its own prefix
-    held: str | None = None  # why nothing is committed until a person decides. Written by `RollbackGuard`.
+    held: str | None = None  # why nothing is committed until a person decides, and how. Written by `RollbackGuard`.
     begun: bool = True
     """Whether the run has a commit, or took as many nodes as it needs into its first round. No window closes before."""
     stopping: bool = False  # this coordinator ends. Written by the machine.

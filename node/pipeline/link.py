@@ -199,7 +199,7 @@ class PeerLink:
             pass
         except Exception as error:  # noqa: BLE001 - the edge of the thread: who starts it is told, or the log
             if self._started.done():
-                _log.error("peer link failed", exc_info=True)
+                _log.error("peer link failed error=%r", str(error), exc_info=True)
             else:
                 self._started.set_exception(error)
         finally:

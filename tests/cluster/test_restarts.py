@@ -11,7 +11,7 @@ import loopback
 import pytest
 from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free_port, merged_since, node_of, own_run
 
-from farloop.cli.daemons import connect
+from farloop.cli.doctor import connect
 from farloop.config.exit_codes import ExitCode
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status

@@ -1,5 +1,6 @@
 """Log lines: pairs told apart, on one line or as JSON."""
 
+import ast
 import fcntl
 import json
 import logging
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,22 @@ from hypothesis import strategies as st
 
 from farloop.config.logs import JsonLines, KeyValueLines, LogLevel, pairs_of, set_up
 from farloop.runtime.log_queue import MOST_WAITING, BackgroundWriter, LogQueue, dropped_lines, say
+
+PRODUCT = [
+    "algo",
+    "bench",
+    "chaos",
+    "cli",
+    "config",
+    "coordinator",
+    "monitoring",
+    "node",
+    "plots",
+    "quant",
+    "runtime",
+    "sim",
+    "wire",
+]
 
 
 def record(message: str, *args: object, exc_info: object = None) -> logging.LogRecord:
@@ -81,6 +99,20 @@ def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
     fields = json.loads(line)
     assert {"event": "page failed", "path": "/x", "level": "warning", "at": "node.link"}.items() <= fields.items()
     assert "ValueError: broken" in fields["traceback"] and "\n" not in line
+
+
+def test_every_event_that_is_logged_has_words_or_fields() -> None:
+    """The name of an event alone, as `isolated end`, says neither why nor of what."""
+    root, bare = Path(__file__).parents[3], list[str]()
+    for path in root.glob("*/**/*.py"):
+        if path.relative_to(root).parts[0] in PRODUCT:
+            for call in ast.walk(ast.parse(path.read_text())):
+                match call:
+                    case ast.Call(func=ast.Attribute(value=ast.Name(id="_log")), args=args):
+                        text = next((arg.value for arg in args if isinstance(arg, ast.Constant)), "an expression = any")
+                        if "=" not in text and "%" not in text and len(text.split()) < 5:
+                            bare.append(f"{path.relative_to(root)}:{call.lineno} {text}")
+    assert not bare
 
 
 # --- Output that nobody reads

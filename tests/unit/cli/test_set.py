@@ -32,7 +32,7 @@ class Fake:
     async def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self.asked.append(request)
         if request["do"] == "release":
-            return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "waits"}
+            return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "held"}
         if request["do"] == "forget":
             return {"nodes": ["a", "c"]}
         if "seed" in request["given"]:
@@ -101,9 +101,9 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:
     result = farloop("release", "--state", str(tmp_path))
     assert result.exit_code == ExitCode.DONE
-    assert result.stdout == "rejected: node b has met epoch 1000, this start has 7\nthe run continues\n"
+    assert result.stdout == "released: node b has met epoch 1000, this start has 7\nthe run continues\n"
     result = farloop("release", "--state", str(tmp_path), "--node", "b", "--node", "c")
-    assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nthe run is still held: waits\n")
+    assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nheld\n")
     assert fake.asked == [{"do": "release"}, {"do": "release", "nodes": ["b", "c"]}]
 
 

@@ -444,7 +444,10 @@ def test_what_is_wanted_of_what_nodes_hold(
 @pytest.mark.parametrize(
     ("claims", "words"),
     [
-        ([claim(ref(0, 3)), claim(ref(0, 3, 7))], ("version 3 of fragment 0", "node a", "node b", "--rewind")),
+        (
+            [claim(ref(0, 3)), claim(ref(0, 3, 7))],
+            ("version 3 of fragment 0", "node a", "node b", "stop the nodes of the other"),
+        ),
         ([claim(ref(0, 3)), claim(ref(0, 2), told=(ref(0, 3, 7),))], ("node a", "node b")),
         ([claim(ref(0, 0, 7))], ("for this state",)),
         ([claim(ref(0, 2, 5), history=4)], ("no node holds fragment 1 of history 4",)),

@@ -141,6 +141,6 @@ def test_a_window_that_lacks_nothing_any_more_says_nothing(spec: RunSpec) -> Non
     run = Served(spec, "ab", floor=2)
     run.play("a sends 1; b parts SILENT; 0s")
     lacking = "window 1 is held with 1 of the 2 contributions it needs, without b (silent)"
-    assert run.alarms["floor of fragment 1"] == lacking and run.ledger.versions == [0, 0]
+    assert run.alarms["floor of fragment 1"].startswith(lacking) and run.ledger.versions == [0, 0]
     run.play("b returns; b sends 1")
     assert run.ledger.versions[1] == 1 and "floor of fragment 1" not in run.alarms

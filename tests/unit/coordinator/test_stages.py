@@ -135,7 +135,7 @@ def test_a_stage_that_nobody_holds_is_told_and_its_windows_wait(make_run: MakeRu
     run = make_run(A0, B0, A1, min_nodes=1)
     assert not run.alarms
     run.leave(A1)
-    assert run.alarms["stage 1"] == "no node that trains holds it: the windows of fragments 2 wait for one"
+    assert run.alarms["stage 1"] == "no node that trains holds it: start one; the windows of fragments 2 wait"
     for _ in range(4):
         run.round((1, (A0, B0)), (0, (A0, B0)))
     assert run.ledger.versions == [1, 2, 0], "stage 0 goes on for a round, and then waits as well"

@@ -401,6 +401,18 @@ def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) ->
     assert play.executor.settle() and play.executor.decision().samples == (0, 1, 2, 10)
 
 
+def test_a_node_that_is_asked_what_it_holds_says_every_half_minute_that_the_run_is_held(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    play.begin()
+    play.tell(dataclasses.replace(play.story.welcome(epoch=2), recalls=True))
+    for play.now in (50.0, 51.0, 79.0, 80.5):
+        play.executor.settle()
+        play.executor.report_if_due()
+    told = [record.message for record in caplog.records if "run held" in record.message]
+    assert len(told) == 2 and "--adopt-from-nodes" in told[0]
+
+
 def test_first_weights_that_are_the_runs_do_not_cross_the_link(play: Play) -> None:
     """R: they are proven by their digest; no snapshot comes."""
     play.begin()

@@ -20,9 +20,22 @@ from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.limits import THIN_CHUNK, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink
-from farloop.wire.messages import BytesByKind, Connection, Hello, Message, Observed, Offer, Probe, Role, Seen, Welcome
+from farloop.wire.messages import (
+    BytesByKind,
+    Connection,
+    Hello,
+    Leave,
+    Message,
+    Observed,
+    Offer,
+    Probe,
+    Refused,
+    Role,
+    Seen,
+    Welcome,
+)
 from farloop.wire.outgoing import LinkKnown
-from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
 from farloop.wire.session import Session, State
 
 
@@ -402,6 +415,7 @@ class Wires(VirtualHost):
         self.opened: list[int] = []
         """Lanes that were asked for, in order."""
         self.sessions = 0
+        self.refusal: Message | None = None  # the answer to a greeting, where it is no welcome
         self.told: list[object] = []
         self.heard: list[Message] = []
         """What the coordinator got."""
@@ -435,7 +449,7 @@ class Wires(VirtualHost):
             welcome = Welcome(
                 protocol=1, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(), windows=(), rounds=()
             )
-            self.other.send(welcome, self.clock.now())
+            self.other.send(self.refusal or welcome, self.clock.now())
         self.agenda.after(0.0, self._answer)
 
     def _answer(self) -> None:
@@ -496,7 +510,24 @@ def test_a_session_that_does_not_begin_because_large_packets_are_lost_says_so(
         caplog.clear()
 
 
-def test_large_packets_that_are_lost_in_a_session_are_logged_once_a_minute_and_reported(
+def test_a_coordinator_that_comes_back_held_is_told_at_once_and_every_half_minute_with_the_way_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wires = Wires(1)
+    wires.refusal = Refused(reason=Reason.HOLDING, detail="the run is held: put the newer one back", retriable=True)
+    wires.other.send(Leave(reason=Reason.COORDINATOR_STOPPING), wires.clock.now())
+    wires._answer()
+    wires.run_for(2.0)
+    told = [record.message for record in caplog.records if "no link" in record.message]
+    assert len(told) == 2 and "shutting down" in told[0] and "the run is held: put the newer one back" in told[1]
+    wires.run_for(100.0)
+    assert 4 <= caplog.text.count("the run is held: put the newer one back") <= 5
+    wires.refusal = None
+    wires.run_for(10.0)
+    assert wires.link.state is State.OPEN
+
+
+def test_large_packets_that_are_lost_in_a_session_are_logged_once_in_a_while_and_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The way may change: a VPN comes up, a route moves."""
