@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import email.utils
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -26,6 +25,7 @@ import torch
 import typer
 
 from farloop.algo.spec import to_plain
+from farloop.cli.options import version_of
 from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
@@ -293,7 +293,7 @@ def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
 def versions() -> list[Finding]:
     """Python and the libraries whose versions matter."""
     names = ("farloop", "torch", "pyzmq", "numpy")
-    libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    libraries = ", ".join(f"{name} {version_of(name)}" for name in names)
     python = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
     return [ok("python", f"{python} {platform.machine()}"), ok("libraries", libraries)]
 

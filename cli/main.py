@@ -30,6 +30,7 @@ from farloop.cli.options import (
     check_links,
     check_model,
     usage_in_one_line,
+    version_of,
 )
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
@@ -589,9 +590,7 @@ def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"farloop {version('farloop')}")
+        typer.echo(f"farloop {version_of('farloop')}")
         raise typer.Exit
 
 

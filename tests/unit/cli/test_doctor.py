@@ -1,5 +1,6 @@
 """`farloop doctor`: findings about a machine, its network and a file. Dialling is tried in the integration tests."""
 
+import importlib.metadata
 import json
 import os
 from dataclasses import replace
@@ -27,6 +28,7 @@ from farloop.cli.doctor import (
 )
 from farloop.cli.doctor import _coordinator as dial
 from farloop.cli.keys import write_pair
+from farloop.cli.options import version_of
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.addresses import parse_tcp
@@ -215,3 +217,9 @@ def test_what_the_coordinator_sees_of_a_node_is_told() -> None:
         found = as_the_coordinator_sees("oslo", {"nodes": [{**node, "reachable": reachable}], "links": links})
         told = [*told, ("ok", "oslo → bergen: 200 Mbit/s by probe, round trip 100.0 ms")]
         assert [(finding.level, finding.detail) for finding in found] == told
+
+
+def test_a_package_without_metadata_has_no_version() -> None:
+    """A tree that runs by its path, as `make gpu SITE=…` runs it, is not installed."""
+    assert version_of("torch") == importlib.metadata.version("torch")
+    assert version_of("farloop-of-a-path") == "(not installed)"
