@@ -157,10 +157,17 @@ class Awaited:
         self._coming = deque[tuple[Tensor, torch.cuda.Event]]()
 
     def next(self, value: Tensor) -> float | None:
-        """Add one, of one element. Returns the oldest of those that were not returned yet, if it is there."""
+        """Add one, of one element; what `poll` returns then."""
+        self.add(value)
+        return self.poll()
+
+    def add(self, value: Tensor) -> None:
         there = value.detach().to("cpu", non_blocking=True)
         self._coming.append((there, torch.cuda.current_stream(value.device).record_event()))
-        is_there = self._coming[0][1].query()  # type: ignore[no-untyped-call]
+
+    def poll(self) -> float | None:
+        """The oldest of those that were not returned yet, if it is there."""
+        is_there = bool(self._coming) and self._coming[0][1].query()  # type: ignore[no-untyped-call]
         return float(self._coming.popleft()[0]) if is_there else None
 
 

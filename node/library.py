@@ -17,7 +17,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +58,7 @@ from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
+from farloop.node.merges import Merges
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
@@ -72,6 +73,7 @@ from farloop.node.shards import (
     is_sharded,
     is_spread,
     reshard,
+    unaveraged,
 )
 from farloop.node.signals import Handlers
 from farloop.node.state_dir import NodeState, reserve
@@ -143,8 +145,10 @@ class Node:
         self._moments: Moments | None = None
         if files is not None and optimizer is not None and save_optimizer:
             self._moments = Moments(optimizer, self._weights, layout, files)
+        self._merges = Merges(optimizer, parameters, layout) if optimizer is not None else None
         if self._follower is not None:
             self._follower.files, self._follower.moments = files, self._moments
+            self._follower.merges = self._merges
         wraps = wrap == "ddp" and not (cluster.alone or hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
@@ -249,6 +253,8 @@ class Node:
             )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         seen = shown(loss, self._losses)
+        if self._merges is not None:
+            self._merges.before_step()
         stepped = self._inner.take(self._decision.lr)
         self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
@@ -283,6 +289,8 @@ class Node:
     def _before_optimizer_step(self) -> None:
         if self.running:
             self._inner.prepare(self._decision.lr)
+            if self._merges is not None:
+                self._merges.before_step()
         elif not self._told_of_end:
             self._told_of_end = True
             _log.warning("the trainer goes on though the run is over for this node: stop it when node.running is False")
@@ -294,6 +302,12 @@ class Node:
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        if self._merges is not None:
+            try:
+                self._merges.after_step()
+            except LoopError:
+                with self._driver.failure_told() if self._driver is not None else contextlib.nullcontext():
+                    raise
         if self._decided:
             if self._driver is not None:
                 self._driver.between_steps(tokens, loss, stepped=stepped)
@@ -394,7 +408,7 @@ class Node:
             executor.attach(self.module, self._weights, frozen)
             replica = executor.replica
             if replica is not None:
-                replica.moments = self._moments
+                replica.moments, replica.merges = self._moments, self._merges
             if evaluate is not None and replica is not None:
                 executor.evaluate = lambda: loss_of(replica.evaluate(lambda: self._evaluated(evaluate)))
         self._decide(self._driver.wait_for_start() if self._driver is not None else ())
@@ -411,8 +425,10 @@ class Node:
         self._catch_up()
         self._decision, *following = self.cluster.share_decisions(decisions)
         self._decided.extend(following)
-        if not self._weights.sharded:
-            self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
+        for index in () if self._weights.sharded else self._decision.merged:
+            follows = self._merges is not None and not self.cluster.leads  # the lead's replica has merged them
+            with self._merges.merge(index) if follows else contextlib.nullcontext():
+                self.cluster.share_weights(self.spec.identity.layout, (index,), self._parameters)
 
     def _catch_up(self) -> None:
         """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""
@@ -454,23 +470,6 @@ class Node:
             batch = f"{terms.inner.batch_sequences} sequences of {terms.inner.sequence_tokens}"
             raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
         return tokens
-
-
-@contextlib.contextmanager
-def unaveraged(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside do not average gradients over ranks: of a model in DistributedDataParallel, or sharded by
-    FSDP2; any other model never does."""
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-        return
-    # That of FSDPModule, whose import takes a good part of a node's start.
-    set_sync = getattr(model, "set_requires_gradient_sync", lambda syncs: None)
-    set_sync(False)
-    try:
-        yield
-    finally:
-        set_sync(True)
 
 
 def join(

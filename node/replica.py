@@ -27,6 +27,7 @@ from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
+from farloop.node.merges import Merges
 from farloop.node.moments import Moments
 from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, is_dtensor, tensor_digests
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
@@ -115,6 +116,7 @@ class Replica:
         self._spare: Tensor | None = None  # the memory of an anchor that such a one has replaced
         self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
         self.moments: Moments | None = None  # the optimizer's state, where it is saved too; likewise
+        self.merges: Merges | None = None  # on all ranks, where there is an optimizer
 
     def zeros(self, index: int) -> Tensor:
         """fp32 [numel of the own part] where anchors are kept: all that a replica keeps beside them begins so."""
@@ -502,7 +504,8 @@ class Replica:
                 self._decode_add(index, sent, fresh)
             eager_start_into(start.read(), fresh, fresh, factor=factor)
             start = self._starts[index] = Kept(fresh)
-        with self._with_the_weights(start) as there:
+        noted = nullcontext() if self.merges is None else self.merges.merge(index)
+        with self._with_the_weights(start) as there, noted:
             self.weights.mix(index, there, mix)
 
     def learn(self, index: int, own: Sent, update: Sent, *, outer_lr: float, lr_sum: float, alpha: float) -> None:

@@ -8,6 +8,7 @@ The bytes that are sent, the anchors and the merged weights are those of a node 
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from farloop.algo.fragments import rows_of, view
 from farloop.algo.local_update import correct_, mix_fragment_into, mix_into
@@ -546,6 +548,23 @@ def local_of(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory."""
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local
+
+
+@contextmanager
+def unaveraged(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside do not average gradients over ranks: of a model in DistributedDataParallel, or sharded by
+    FSDP2; any other model never does."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    # That of FSDPModule, whose import takes a good part of a node's start.
+    set_sync = getattr(model, "set_requires_gradient_sync", lambda syncs: None)
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)
 
 
 # --- What the ranks hold

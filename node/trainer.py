@@ -16,7 +16,7 @@ from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.library import Node, join, unaveraged
+from farloop.node.library import Node, join
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.named_model import (
     LossOf,
@@ -28,6 +28,7 @@ from farloop.node.named_model import (
     shard_blocks_,
 )
 from farloop.node.settings import NodeConfig, Where
+from farloop.node.shards import unaveraged
 from farloop.node.zmq_dealer import LinkConfig
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +40,7 @@ class Notes:
     def __init__(self) -> None:
         self.executor: Any = SimpleNamespace(machine=None, replica=None, attach=lambda *given: None)
         self.steps: list[tuple[int, float | None, bool]] = []
-        self.failed, self.drained = False, list[float]()
+        self.failed, self.told, self.drained = False, False, list[float]()
         self.asked, self.at_once = 0, 1
 
     def drain(self, timeout_s: float) -> None:
@@ -50,6 +51,11 @@ class Notes:
 
     def save_moments(self) -> None:
         """As the driver's."""
+
+    @contextmanager
+    def failure_told(self) -> Iterator[None]:
+        self.told = True
+        yield
 
     def close(self) -> None:
         """As the driver's."""
@@ -131,6 +137,25 @@ def groups(first: float | None, second: float | None, **options: Any) -> Callabl
 
 def plain(module: nn.Module) -> Optimizer:
     return SGD(module.parameters(), lr=7.0)
+
+
+def test_a_node_whose_optimizer_undoes_a_merge_ends_by_hook_and_by_step() -> None:
+    class Masters(SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.fill_(1.0)
+
+    for hook in (False, True):
+        loop = Loop(lambda module: Masters(module.parameters(), lr=0.1), hook=hook)
+        with torch.no_grad(), cast(Any, loop.node)._merges.merge(0):
+            for parameter in loop.module.parameters():
+                parameter.add_(0.5)
+        with pytest.raises(LoopError, match="Masters undoes merges"):
+            for _ in range(4):
+                for parameter in loop.module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                loop.optimizer.step() if hook else loop.node.step()
+        assert loop.notes.told
 
 
 # --- the learning rate

@@ -1,0 +1,183 @@
+"""What `node/merges.py` makes of optimizers that keep copies of the weights, and of those that keep none."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
+
+from farloop.algo.fragments import partition, trainable_tensors
+from farloop.node.errors import LoopError
+from farloop.node.merges import Merges
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Masters(SGD):
+    """Steps copies of its own, in no place that anyone looks at, and writes them into the weights."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.masters = dict[nn.Parameter, Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = self.masters.setdefault(parameter, parameter.detach().float().clone())
+                master.sub_(parameter.grad.float(), alpha=group["lr"])
+                parameter.copy_(master)
+
+
+class Lookahead(AdamW):
+    """Every sixth step goes half the way back to where it was six steps before, as Ranger's."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        weights = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not self.count:
+            self.far = [weight.detach().clone() for weight in weights]
+        super().step()
+        self.count += 1
+        if self.count % 6 == 0:
+            for far, weight in zip(self.far, weights, strict=True):
+                weight.copy_(far.lerp_(weight, 0.5))
+
+
+class Lion(Optimizer):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                momentum.lerp_(parameter.grad, 0.01)
+
+
+class Node:
+    """A model that is trained and merged without a run: the gradient's and the merge's numbers are the test's."""
+
+    def __init__(self, make: Make, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).to(dtype)
+        shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
+        self.optimizer = make(list(self.model.parameters()))
+        parameters = dict(trainable_tensors(self.model))
+        self.merges = Merges(self.optimizer, parameters, partition(shapes, pattern="whole"), **options)
+
+    def step(self, gradient: Callable[[Tensor], Tensor]) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = gradient(parameter.detach())
+        self.merges.before_step()
+        self.optimizer.step()
+        self.merges.after_step()
+
+    @torch.no_grad()
+    def merge(self, change: Callable[[Tensor], Tensor]) -> None:
+        with self.merges.merge(0):
+            for parameter in self.model.parameters():
+                parameter.add_(change(parameter))
+
+
+def noise(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda like: torch.randn_like(like) * scale
+
+
+def alike(move: float) -> Callable[[Tensor], Tensor]:
+    return lambda like: torch.full_like(like, move)
+
+
+def sgd(rate: float, **options: Any) -> Make:
+    return lambda parameters: SGD(parameters, lr=rate, **options)
+
+
+def muon(rate: float) -> Make:
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return Muon([p.requires_grad_(p.ndim == 2) for p in parameters if p.ndim == 2], lr=rate)
+
+    return make
+
+
+# --- merges that are undone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient", [noise(1.0), torch.ones_like, torch.zeros_like])
+def test_an_optimizer_that_writes_its_copies_back_is_named(
+    gradient: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    node = Node(lambda parameters: Masters(parameters, lr=1e-3), dtype=dtype)
+    node.step(gradient)
+    node.merge(noise(0.5))
+    with pytest.raises(LoopError, match=r"^Masters undoes merges: it keeps copies of the weights") as caught:
+        for _ in range(4):
+            node.step(gradient)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_that_goes_back_at_every_sixth_step_is_named_too() -> None:
+    node = Node(lambda parameters: Lookahead(parameters, lr=1e-3))
+    for _ in range(9):
+        node.step(noise(1.0))
+    node.merge(noise(0.5))
+    with pytest.raises(LoopError, match="Lookahead undoes merges"):
+        for _ in range(10):
+            node.step(noise(1.0))
+
+
+# --- merges that are kept
+
+KEEP: dict[str, Callable[[float], Make]] = {
+    "sgd": sgd,
+    "momentum": lambda rate: sgd(rate, momentum=0.9),
+    "adamw": lambda rate: lambda parameters: AdamW(parameters, lr=rate, weight_decay=0.1),
+    "rmsprop": lambda rate: lambda parameters: RMSprop(parameters, lr=rate),
+    "adagrad": lambda rate: lambda parameters: Adagrad(parameters, lr=rate),
+    "lion": lambda rate: lambda parameters: Lion(parameters, lr=rate),
+    "muon": muon,
+}
+
+
+def pull(strength: float) -> Callable[[Tensor], Tensor]:
+    """To the data's own optimum, as on a node whose data differ from the others'."""
+    return lambda weights: strength * (weights - 0.3)
+
+
+@pytest.mark.parametrize("kind", KEEP)
+@pytest.mark.parametrize(("rate", "move"), [(0.1, 1e-6), (0.1, 0.1), (1.0, 1.0), (1e-3, 1.0)])
+def test_an_optimizer_without_copies_is_never_ended(kind: str, rate: float, move: float) -> None:
+    """Whatever its steps: none, a single one, noise, a strong pull back from where the others are."""
+    gradients = {
+        "none": torch.zeros_like,
+        "noise": noise(1.0),
+        "small noise": noise(1e-4),
+        "pull": pull(1.0),
+        "strong pull": pull(1.0 / rate),
+        "clipped": lambda weights: nn.functional.normalize(pull(1.0)(weights), dim=None) * 0.1,
+        "not finite": lambda weights: pull(0.5)(weights) if torch.rand(()) < 0.5 else torch.zeros_like(weights),
+    }
+    for name, gradient in gradients.items():
+        node = Node(KEEP[kind](rate))
+        for step in range(26):
+            if step % 6 == 4 or step == 13:
+                node.merge(noise(move) if step % 2 else alike(move))
+            if step % 5 == 0 and name == "noise":
+                node.optimizer.param_groups[0]["lr"] = rate * (0.1 if step % 2 else 1.0)
+            node.step(gradient)
+
+
+def test_once_enough_merges_were_kept_nothing_is_looked_at() -> None:
+    node = Node(sgd(1e-3))
+    for _ in range(8):
+        node.merge(noise(1.0))
+        for _ in range(10):
+            node.step(noise(1.0))
+    node.merge(noise(1.0))
+    assert not node.merges._windows
