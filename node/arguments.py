@@ -39,6 +39,7 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "state_dir": ((Path, str), "a path, or None"),
     "fingerprint": ((str,), "16 hex digits in a str, or None"),
     "evaluate": ((), "a function of the module that returns its loss, or None"),
+    "on_merge": ((), "a function of the changes, a mapping, or None"),
     "http": ((str,), "'host:port', or '' for no pages"),
     "http_names": ((str,), "host names in one str, or ''"),
     "link": ((LinkConfig,), "a farloop.node.zmq_dealer.LinkConfig, or None"),
@@ -62,7 +63,7 @@ _NEEDED = frozenset(
         "hang_timeout_s",
     }
 )  # fmt: skip
-_BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
+_BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",), "on_merge": ("changes",)}
 """arguments that may be functions, and their parameters"""
 
 
@@ -96,6 +97,24 @@ def _takes(function: Callable[..., object], count: int) -> bool:
     except ValueError:  # of a built-in, which does not say
         pass
     return True
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that Accelerate's wrapper steps, which has no step hooks of its own. Any other wrapper is stepped
+    as it is: its step is not that of the optimizer inside."""
+    is_accelerate_s = type(optimizer).__module__.startswith("accelerate.")
+    return getattr(optimizer, "optimizer", optimizer) if is_accelerate_s else optimizer
+
+
+def check_hooks(optimizer: object) -> None:
+    """Raises LoopError: with `join(hook=True)` this cannot be used."""
+    if not isinstance(optimizer, Optimizer):
+        raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
+    if not (hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")):
+        raise LoopError(
+            f"join(hook=True): {type(optimizer).__name__} has no step hooks, as it does not call Optimizer.__init__: "
+            "let it, or join with the optimizer inside it, and have the trainer step that"
+        )
 
 
 def a_kind(value: object) -> str:

@@ -41,6 +41,7 @@ from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import (
     a_kind,
     bare,
+    check_hooks,
     check_parameters,
     check_seconds,
     check_types,
@@ -50,6 +51,7 @@ from farloop.node.arguments import (
     number_of,
     setting,
     shown,
+    unwrapped,
 )
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Awaited, device_of
@@ -58,7 +60,7 @@ from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
-from farloop.node.merges import Merges
+from farloop.node.merges import Merges, OnMerge
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
@@ -123,6 +125,7 @@ class Node:
         spread: bool = False,
         files: AnchorFiles | None = None,
         save_optimizer: bool = False,
+        on_merge: OnMerge | None = None,
         watch: HangWatch | None = None,
     ) -> None:
         """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
@@ -145,7 +148,7 @@ class Node:
         self._moments: Moments | None = None
         if files is not None and optimizer is not None and save_optimizer:
             self._moments = Moments(optimizer, self._weights, layout, files)
-        self._merges = Merges(optimizer, parameters, layout) if optimizer is not None else None
+        self._merges = Merges(optimizer, parameters, layout, on_merge) if optimizer is not None else None
         if self._follower is not None:
             self._follower.files, self._follower.moments = files, self._moments
             self._follower.merges = self._merges
@@ -426,8 +429,8 @@ class Node:
         self._decision, *following = self.cluster.share_decisions(decisions)
         self._decided.extend(following)
         for index in () if self._weights.sharded else self._decision.merged:
-            follows = self._merges is not None and not self.cluster.leads  # the lead's replica has merged them
-            with self._merges.merge(index) if follows else contextlib.nullcontext():
+            merges = None if self.cluster.leads else self._merges  # the lead's replica has merged them
+            with contextlib.nullcontext() if merges is None else merges.merge(index):
                 self.cluster.share_weights(self.spec.identity.layout, (index,), self._parameters)
 
     def _catch_up(self) -> None:
@@ -500,6 +503,7 @@ def join(
     anchors: Where = "auto",
     save_every_rounds: int = SAVE_EVERY_ROUNDS,
     save_optimizer: bool = False,
+    on_merge: OnMerge | None = None,
     signals: bool = True,
     hang_timeout_s: float = 600.0,
 ) -> Node:
@@ -557,6 +561,8 @@ def join(
             beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
         save_optimizer: save the optimizer's state beside each of these copies: tensors of a parameter's shape and
             type, and counters (8 bytes a parameter more with AdamW). Without it a restarted node begins with none.
+        on_merge: called after every merge, on every rank, to move copies of the weights outside of the optimizer's
+            state: with the change of each merged parameter, fp32, in its shape (of a sharded one that of its shard).
         signals: the first SIGTERM to any rank ends the node in order, as `Node.drain_on` does it, where `join` is
             called in the main thread.
         hang_timeout_s: of several ranks, one that all others have waited for this long, and for ten steps, ends all of
@@ -586,8 +592,7 @@ def join(
         model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
     while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
         model = model.module
-    if isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inside  # Accelerate's wrapper has no step hooks of its own
+    optimizer = unwrapped(optimizer)
     check_types(locals())
     mine = {id(optimizer), *(map(id, model.parameters()) if isinstance(model, nn.Module) else ())}
     for other in _live:
@@ -598,8 +603,8 @@ def join(
             check_seconds("join", seconds, argument)
     if save_every_rounds < 0:
         raise ValueError(f"join(save_every_rounds={save_every_rounds}): 0 or more are wanted, 0 for never")
-    if hook and not isinstance(optimizer, Optimizer):
-        raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
+    if hook:
+        check_hooks(optimizer)
     if hook and scaler is not None:
         raise LoopError("join(hook=True) takes no scaler=: the trainer scales and steps")
     if fingerprint is not None:
@@ -682,6 +687,7 @@ def join(
                 spread=spread,
                 files=files,
                 save_optimizer=save_optimizer,
+                on_merge=on_merge,
                 watch=watch,
             )
         node.endpoint, node._reserved = endpoint, reserved

@@ -1,12 +1,14 @@
 """What the inner optimizer makes of a merge: one that keeps copies of the weights writes them back, and undoes it.
 
-After a merge the weights are looked at for some steps, at a few elements and on their device. One step that goes back
-by the merge's own change, far longer than the steps around it and not for a gradient's sake, undoes the merge.
+Copies in its state are moved as the weights are. After a merge the weights are looked at for some steps, at a few
+elements and on their device. One step that goes back by the merge's own change, far longer than the steps around it
+and not for a gradient's sake, undoes the merge.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -30,6 +32,11 @@ _LONGER, _FAR_LONGER = 3.0, 10.0  # than the other steps: likely, which has to b
 _KEPT, _OPEN, _LIKELY, _CERTAIN = -1.0, 0.0, 1.0, 2.0
 
 
+_COPIES: Final = frozenset({"slow_buffer", "slow_params", "slow_param", "x0", "p0"})
+"""Keys of the state under which known optimizers keep weights of an earlier step."""
+
+OnMerge = Callable[[Mapping[nn.Parameter, Tensor]], object]
+
 _Pick = Callable[[Tensor], Tensor]
 
 
@@ -38,10 +45,10 @@ class _Window:
 
     def __init__(self, pieces: Sequence[tuple[nn.Parameter, _Pick]]) -> None:
         """`pieces`: parameters, and what picks the elements of one, or of its gradient."""
-        self._pieces, self._begun = pieces, torch.empty(0)
+        self._pieces = pieces
         self._moves, self._gradients, self._rates = list[Tensor](), list[Tensor](), list[float]()
         self.before = self._weights()
-        self._change = self.before
+        self._change = self._begun = self.before
 
     def _weights(self) -> Tensor:
         return torch.cat([pick(parameter.detach()) for parameter, pick in self._pieces])
@@ -66,17 +73,20 @@ class _Window:
         """One of the four, fp64 [], on the device of the weights; a likely one at the `last` look alone.
 
         T: steps, E: elements, R: rows, those of all pieces and of each that tells by itself."""
-        sizes = [pick(parameter.detach()).numel() for parameter, pick in self._pieces]
-        of_pieces = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        alone = [of_pieces == piece for piece, size in enumerate(sizes) if size >= _OWN_ELEMENTS]
-        rows_ER = torch.stack([of_pieces >= 0, *alone], dim=1).to(self.before)
+        ends = list(accumulate(pick(parameter.detach()).numel() for parameter, pick in self._pieces))
+        rows_ER = torch.zeros(len(self.before), 1 + len(ends), dtype=torch.float64, device=self.before.device)
+        rows_ER[:, 0] = 1.0
+        for row, (start, end) in enumerate(pairwise([0, *ends]), start=1):
+            rows_ER[start:end, row] = float(end - start >= _OWN_ELEMENTS)
         moves_TE, gradients_TE = torch.stack(self._moves), torch.stack(self._gradients)
         change_R = (self._change.square() @ rows_ER).sqrt()
         length_TR, slope_TR = (moves_TE.square() @ rows_ER).sqrt(), (gradients_TE.square() @ rows_ER).sqrt()
         along_TR = (moves_TE * -self._change) @ rows_ER  # the way back
         back_TR, cosine_TR = along_TR / change_R.square(), along_TR / (change_R * length_TR)
         # At another rate a step has another length, and that may be the schedule's doing.
-        rates_T1 = torch.tensor(self._rates, dtype=torch.float64)[:, None].clamp(min=1e-30).to(length_TR.device)
+        rates_T1 = (
+            torch.tensor(self._rates, dtype=torch.float64, device="cpu")[:, None].clamp(min=1e-30).to(length_TR.device)
+        )
         length_TR /= rates_T1
         most_1R = back_TR.argmax(dim=0, keepdim=True)
         others_TR = torch.ones_like(back_TR).scatter(0, most_1R, 0.0) > 0
@@ -99,8 +109,16 @@ class _Window:
 class Merges:
     """Of one process."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
-        """`parameters`: by the layout's names."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
+        on_merge: OnMerge | None = None,
+    ) -> None:
+        """`parameters`: by the layout's names. `on_merge`: as `join` takes it."""
+        self._parts, self._on_merge = [*_held_by(optimizer)], on_merge
+        self._is_copy: dict[str, bool] = {}  # by key of the state, once that is known
         self._optimizer, self._parameters, self._layout = optimizer, parameters, layout
         self._windows: dict[int, _Window] = {}
         self._verdicts, self._kept, self._likely = Awaited(), 0, 0
@@ -108,17 +126,54 @@ class Merges:
     @contextmanager
     def merge(self, index: int) -> Iterator[None]:
         """Inside, the fragment's local weights are merged."""
-        if self._kept >= _ENOUGH:
-            yield
-            return
         if (before := self._windows.pop(index, None)) is not None and before.steps >= _FIRST_LOOK:
             self._judge(before, last=True)
-        pieces = self._pieces(index)
+        pieces = self._pieces(index) if self._kept < _ENOUGH else []
         window = _Window(pieces) if pieces else None
-        yield
+        with self.move(index, self._on_merge):
+            yield
         if window is not None:
             window.merged()
             self._windows[index] = window
+
+    @contextmanager
+    def move(self, index: int, told: OnMerge | None = None) -> Iterator[None]:
+        """Inside, the fragment's local weights change by something else than the optimizer's step: what it has of them
+        in its state changes alike."""
+        names = dict.fromkeys(slot.name for slot in self._layout.fragments[index].tensors)
+        here = [self._parameters[name] for name in names if not self._parameters[name].is_meta]
+        copies = self._copies(here)
+        before = {p: local_of(p.detach()).clone() for p in (here if told is not None else dict(copies))}
+        yield
+        changes = {p: local_of(p.detach()).float() - weights.float() for p, weights in before.items()}
+        for parameter, copy in copies:
+            local_of(copy).add_(changes[parameter])
+        if told is not None:
+            told(changes)
+
+    def _copies(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+        """What the state has of the weights, by parameter. Devices are waited for until all keys of it are known."""
+        found: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+        for part in self._parts:
+            averages = any("train_mode" in group for group in part.param_groups) or hasattr(part, "train_mode")
+            for parameter in parameters:
+                for key, value in part.state.get(parameter, {}).items():
+                    if self._is_copy.get(key, True) and _is_like(value, parameter):
+                        found.setdefault(key, []).append((parameter, value))
+            if averages and "z" in found:  # schedule-free's, which the weights are drawn to
+                self._is_copy["z"] = True
+        for key, pairs in found.items():
+            if key in self._is_copy or key in _COPIES:
+                continue
+            alike = all(_are_equal(local_of(value), local_of(parameter.detach())) for parameter, value in pairs)
+            varied = any(
+                bool((local := local_of(parameter.detach())).ne(local.flatten()[:1]).any()) for parameter, _ in pairs
+            )
+            if varied or not alike:
+                self._is_copy[key] = alike
+            elif not any(bool(local_of(parameter.detach()).any()) for parameter, _ in pairs):
+                pairs.clear()  # zeros are no copies of zeros
+        return [pair for key, pairs in found.items() if self._is_copy.get(key, True) for pair in pairs]
 
     def before_step(self) -> None:
         """The optimizer steps next."""
@@ -152,7 +207,7 @@ class Merges:
             kind = type(self._optimizer).__name__
             raise LoopError(
                 f"{kind} undoes merges: it keeps copies of the weights, and its step put back those from before a "
-                "merge. Take an optimizer that keeps none, as AdamW (docs/step.md)"
+                "merge. Change them in join(on_merge=…), or take an optimizer that keeps none, as AdamW (docs/step.md)"
             )
 
     def _pieces(self, index: int) -> list[tuple[nn.Parameter, _Pick]]:
@@ -165,7 +220,9 @@ class Merges:
             if part.is_meta or not part.numel():
                 continue
             # An odd stride, so that a matrix is not looked at in one column alone.
-            places = torch.arange(min(part.numel(), _ELEMENTS), device=part.device) * (part.numel() // _ELEMENTS | 1)
+            places = torch.arange(min(part.numel(), _ELEMENTS), dtype=torch.int64, device=part.device) * (
+                part.numel() // _ELEMENTS | 1
+            )
             found.append((parameter, partial(_picked, slot, torch.unravel_index(places % part.numel(), part.shape))))
         return found
 
@@ -174,3 +231,24 @@ def _picked(slot: TensorSlot, places: tuple[Tensor, ...], tensor: Tensor) -> Ten
     """fp64; of a shard, whose rows are others, any elements are."""
     part = local_of(tensor) if is_dtensor(tensor) else rows_of(tensor, slot)
     return part[places].flatten().double()
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """It, and the optimizers that it holds: wrappers and containers keep states of their own."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, Optimizer):
+                yield from _held_by(part)
+
+
+def _is_like(value: object, parameter: nn.Parameter) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+        return False
+    plain = type(value) in (Tensor, nn.Parameter) and not is_dtensor(parameter)
+    return plain or getattr(value, "placements", 0) == getattr(parameter, "placements", 1)
+
+
+def _are_equal(copy: Tensor, weights: Tensor) -> bool:
+    """One is the other as cast to its type."""
+    return torch.equal(copy.to(weights), weights) or torch.equal(copy, weights.to(copy))

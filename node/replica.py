@@ -537,7 +537,8 @@ class Replica:
 
     @torch.no_grad()
     def _correct(self, index: int, lr: float) -> None:
-        with self._with_the_weights(self.drifts[index]) as drift:
+        noted = nullcontext() if self.merges is None else self.merges.move(index)
+        with self._with_the_weights(self.drifts[index]) as drift, noted:
             self.weights.correct(index, drift, lr)
 
     def forget_drift(self, index: int) -> None:

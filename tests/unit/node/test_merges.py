@@ -1,6 +1,7 @@
 """What `node/merges.py` makes of optimizers that keep copies of the weights, and of those that keep none."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +131,110 @@ def test_one_that_goes_back_at_every_sixth_step_is_named_too() -> None:
     with pytest.raises(LoopError, match="Lookahead undoes merges"):
         for _ in range(10):
             node.step(noise(1.0))
+
+
+# --- copies that are shifted
+
+
+class Inside(Masters):
+    """As masters, but in the state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.masters[parameter] = self.state[parameter].setdefault("master", parameter.detach().float().clone())
+        super().step()
+
+
+class ScheduleFree(Optimizer):
+    """SGDScheduleFree of schedulefree 1.4 in train mode: the weights are 0.9 x + 0.1 z, and x is the mean of all z."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "train_mode": True, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                x = parameter.lerp(z, 1 - 1 / 0.9)
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.copy_(z.lerp(x.lerp_(z, 1 / group["k"]), 0.9))
+
+
+class Far(Lookahead):
+    """As Lookahead, with what it goes back to in the state."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.count:
+            self.far = [self.state[parameter]["slow_buffer"] for parameter in self.param_groups[0]["params"]]
+        super().step()
+        for parameter, far in zip(self.param_groups[0]["params"], self.far, strict=True):
+            self.state[parameter]["slow_buffer"] = far
+
+
+class Around(Optimizer):
+    """Holds another optimizer, and has no state of its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Inside, ScheduleFree, partial(Far, weight_decay=0.0), lambda parameters, lr: Around(Inside(parameters, lr=lr))],
+    ids=["masters", "schedule-free", "lookahead", "wrapped"],
+)
+def test_what_the_state_has_of_the_weights_moves_with_them(make: Callable[..., Optimizer]) -> None:
+    """A merge that moves everything by 2 leaves training as it was, 2 further on: the gradients are the same."""
+    merged, alone = (Node(lambda parameters: make(parameters, lr=0.125)) for _ in range(2))
+    for step in range(14):
+        for node in (merged, alone):
+            node.step(lambda weights, step=step: torch.full_like(weights, 0.25 * (step % 3)))
+        if step == 5:
+            merged.merge(alike(2.0))
+    for one, other in zip(merged.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other + 2.0, rtol=0, atol=1e-4)
+
+
+def test_masters_of_16_bit_weights_move_though_the_weights_are_rounded() -> None:
+    node = Node(lambda parameters: Inside(parameters, lr=2**-12), dtype=torch.bfloat16)
+    node.step(torch.ones_like)
+    before = [node.optimizer.state[p]["master"].clone() for p in node.model.parameters()]
+    node.merge(alike(2.0))
+    for parameter, master in zip(node.model.parameters(), before, strict=True):
+        moved = node.optimizer.state[parameter]["master"]
+        torch.testing.assert_close(moved, master + 2.0, rtol=0, atol=2**-6)
+        assert not torch.equal(moved, moved.bfloat16().float()), "what the weights cannot hold is kept"
+
+
+def test_moments_are_no_copies() -> None:
+    node = Node(lambda parameters: AdamW(parameters, lr=0.1))
+    node.step(torch.zeros_like)
+    node.step(noise(1.0))
+    before = {key: value.clone() for state in node.optimizer.state.values() for key, value in state.items()}
+    node.merge(noise(1.0))
+    assert all(torch.equal(s[k], before[k]) for s in [[*node.optimizer.state.values()][-1]] for k in before)
+
+
+def test_copies_elsewhere_move_by_what_on_merge_is_given() -> None:
+    told = list[dict[nn.Parameter, Tensor]]()
+    node = Node(lambda parameters: Masters(parameters, lr=0.125), on_merge=lambda changes: told.append(dict(changes)))
+    node.step(torch.ones_like)
+    before = [parameter.detach().clone() for parameter in node.model.parameters()]
+    node.merge(alike(2.0))
+    assert isinstance(node.optimizer, Masters)
+    for parameter, change in told[0].items():
+        node.optimizer.masters[parameter].add_(change)
+    for _ in range(10):
+        node.step(torch.zeros_like)
+    for parameter, was in zip(node.model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), was + 2.0)
 
 
 # --- merges that are kept

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import RunSpec
-from farloop.node.arguments import bare, check_parameters
+from farloop.node.arguments import bare, check_hooks, check_parameters, unwrapped
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
@@ -156,6 +156,25 @@ def test_a_node_whose_optimizer_undoes_a_merge_ends_by_hook_and_by_step() -> Non
                     parameter.grad = torch.zeros_like(parameter)
                 loop.optimizer.step() if hook else loop.node.step()
         assert loop.notes.told
+
+
+def test_a_wrapping_optimizer_is_stepped_as_given_and_one_without_hooks_is_refused() -> None:
+    inner = SGD(two_layers().parameters(), lr=0.1)
+
+    class Around(Optimizer):
+        def __init__(self) -> None:
+            self.optimizer, self.param_groups = inner, inner.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+
+    around = Around()
+    assert unwrapped(around) is around
+    assert unwrapped(type("AcceleratedOptimizer", (Around,), {"__module__": "accelerate.optimizer"})()) is inner
+    check_hooks(inner)
+    with pytest.raises(LoopError, match=r"^join\(hook=True\): Around has no step hooks, as it does not call") as caught:
+        check_hooks(around)
+    assert "\n" not in str(caught.value)
 
 
 # --- the learning rate
