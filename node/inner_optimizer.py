@@ -156,6 +156,17 @@ class InnerStep:
         if self._optimizer is not None and self._rate == "run":
             self._set_rates(self._optimizer, rate)
 
+    def is_dry(self) -> bool:
+        """Whether the next step only makes an empty state: torch's checkpoint library takes one at a rate of 0 with
+        gradients of zeros, to know the state's shapes."""
+        if self._optimizer is None or any(self._optimizer.state.values()):
+            return False
+        rates = [group.get("lr") for group in groups_of(self._optimizer)]  # torch puts 0 on the CPU in their place
+        if any(not isinstance(lr, float | int | Tensor) or _is_elsewhere(lr) or float(lr) != 0.0 for lr in rates):
+            return False
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        return bool(gradients) and not any(bool(local_of(gradient).any()) for gradient in gradients)
+
     def take(self, rate: float) -> bool:
         """Step, at the run's `rate` unless the loop has its own; False where the step was skipped, or one before that
         the device skipped by itself.
@@ -344,6 +355,10 @@ def _rates_of(groups: Sequence[Mapping[str, Any]], noted: Sequence[float]) -> li
     queued there."""
     rates = [(group["lr"], rate) for group, rate in zip(groups, noted, strict=False)]
     return [rate if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr) for lr, rate in rates]
+
+
+def _is_elsewhere(rate: object) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
 def _rate_at_join(group: Mapping[str, Any]) -> float:

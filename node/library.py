@@ -171,7 +171,7 @@ class Node:
         self._noted: tuple[int | None, float | None] = None, None
         self._losses = Awaited()
         self._steps_to_place = 2 if anchors == "auto" and self._weights.apart else 0
-        self._notes = 0  # since the optimizer's last step
+        self._notes, self._dry = 0, False  # since the optimizer's last step; whether that was none
         self._decision = Decision(running=False, lr=0.0)
         self._decided = deque[Decision]()  # of the steps after the next one
         self._left = self._told_of_end = False
@@ -290,6 +290,9 @@ class Node:
         )
 
     def _before_optimizer_step(self) -> None:
+        self._dry = self._inner.is_dry()
+        if self._dry:
+            return
         if self.running:
             self._inner.prepare(self._decision.lr)
             if self._merges is not None:
@@ -299,6 +302,8 @@ class Node:
             _log.warning("the trainer goes on though the run is over for this node: stop it when node.running is False")
 
     def _after_optimizer_step(self) -> None:
+        if self._dry:
+            return
         self._notes = 0
         if self.running:
             tokens, loss = self._noted

@@ -14,6 +14,7 @@ import torch
 from node_story import identity
 from plain_runs import plain_spec, plain_terms
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
@@ -175,6 +176,16 @@ def test_a_wrapping_optimizer_is_stepped_as_given_and_one_without_hooks_is_refus
     with pytest.raises(LoopError, match=r"^join\(hook=True\): Around has no step hooks, as it does not call") as caught:
         check_hooks(around)
     assert "\n" not in str(caught.value)
+
+
+def test_the_dry_step_of_torch_s_checkpoint_library_is_none() -> None:
+    loop = Loop(lambda module: AdamW(module.parameters(), lr=0.1), hook=True)
+    get_optimizer_state_dict(loop.module, loop.optimizer)
+    assert loop.optimizer.state and loop.weights == ONES and not loop.notes.steps
+    for parameter in loop.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    loop.optimizer.step()
+    assert len(loop.notes.steps) == 1, "a step without gradients, at a rate, is one"
 
 
 # --- the learning rate
