@@ -172,7 +172,7 @@ class WatchedRun:
         self.nodes["porto"].kill()
         run.until("it goes on without porto", lambda status: not node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
         self.bring_back("porto")
-        time.sleep(max(0.0, began + seconds * 0.6 - time.monotonic()))
+        time.sleep(max(5.0, began + seconds * 0.6 - time.monotonic()))  # its new incarnation is scraped
         self.coordinator.kill()
         self.coordinator = run.start_coordinator()
         time.sleep(max(0.0, began + seconds - time.monotonic()))
