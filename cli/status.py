@@ -48,11 +48,8 @@ def fetch(url: str, option: str = "--url") -> Status:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         over = end_of(STATE)
-        fix = (
-            f"{over}: farloop status --state {STATE}"
-            if over
-            else "give the address that it says at its start: {option}"
-        )
+        here = f"give the address that it says at its start: {option}"
+        fix = f"{over}: farloop status --state {STATE}" if over else here
         raise CommandError(f"no coordinator at {page}: {what.lower()}; {fix}", ExitCode.UNREACHABLE) from None
     except ValueError:
         raise CommandError(f"{page} is not a farloop coordinator's status") from None

@@ -94,6 +94,8 @@ def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeyp
     assert saved(state) == told
     assert found(path)["state"].detail.startswith(f"run {told['run']['name']} is finished: {state}")
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match=r"give the address that it says at its start: --url$"):
+        fetch("127.0.0.1:1")
     state.rename("state")
     with pytest.raises(CommandError, match=r"no coordinator at .* is finished: farloop status --state state"):
         fetch("127.0.0.1:1")
