@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from rich import box
 from rich.table import Table
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from farloop.algo.spec import RunSpec
 from farloop.bench.machine import machine, source_commit
-from farloop.coordinator.observe.event_log import files, parsed
+from farloop.coordinator.observe.event_log import BYTE_KINDS, Totals, files, parsed
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import left_with_the_last
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
@@ -21,15 +21,6 @@ from farloop.monitoring.units import count_text, duration_text, factor_text, los
 _log = logging.getLogger(__name__)
 
 # --- metrics.jsonl
-
-BYTE_KINDS: tuple[Literal["delta", "update", "snapshot", "probe", "control"], ...] = (
-    "delta",
-    "update",
-    "snapshot",
-    "probe",
-    "control",
-)
-_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *BYTE_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +68,7 @@ def read_history(path: Path) -> History:
 
     Damaged lines are counted as unreadable. A file that cannot be read is left out, with a warning.
     """
-    history, totals = History(), _Totals()
+    history, totals = History(), Totals()
     for part in files(path):
         try:
             with part.open(encoding="utf-8", errors="replace") as lines:
@@ -89,7 +80,7 @@ def read_history(path: Path) -> History:
     return history
 
 
-def _take(line: str, history: History, totals: "_Totals") -> None:
+def _take(line: str, history: History, totals: Totals) -> None:
     try:
         if (event := parsed(line)) is None:
             raise ValueError("no event")
@@ -98,64 +89,40 @@ def _take(line: str, history: History, totals: "_Totals") -> None:
         history.unreadable += 1
 
 
-class _Totals:
-    """Counters per node that never go back: a node that starts again counts from 0, the sum goes on."""
-
-    def __init__(self) -> None:
-        self._finished: dict[tuple[str, str], int] = {}
-        self._latest: dict[tuple[str, str], int] = {}
-
-    def update(self, node: str, event: dict[str, Any]) -> None:
-        """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
-        told = {**event, **event["bytes_by_kind"]}
-        values = {(node, counter): int(told[counter]) for counter in _COUNTERS}
-        restarted = any(value < self._latest.get(key, 0) for key, value in values.items())
-        for key, value in values.items():
-            if restarted:
-                self._finished[key] = self._finished.get(key, 0) + self._latest.get(key, 0)
-            self._latest[key] = value
-
-    def sum(self, counter: str, of: str | None = None) -> int:
-        """Over all nodes, or of one."""
-        both = (self._finished, self._latest)
-        found = ((node, value) for counts in both for (node, name), value in counts.items() if name == counter)
-        return sum(value for node, value in found if of in (None, node))
-
-
-def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
+def _progress(event: dict[str, Any], history: History, totals: Totals) -> None:
     node = str(event["node"])
     totals.update(node, event)
-    history.steps[node] = (totals.sum("inner_steps", node), totals.sum("lost_steps", node))
+    history.steps[node] = (totals.of[node]["inner_steps"], totals.of[node]["lost_steps"])
     if event["loss"] is not None:
-        history.losses.setdefault(node, []).append((totals.sum("tokens"), float(event["loss"])))
+        history.losses.setdefault(node, []).append((totals.all["tokens"], float(event["loss"])))
     history.traffic.append(
         Traffic(
             t=float(event["t"]),
-            bytes_up=totals.sum("bytes_up"),
-            bytes_down=totals.sum("bytes_down"),
-            by_kind=cast(BytesStatus, {kind: totals.sum(kind) for kind in BYTE_KINDS}),
-            inner_steps=totals.sum("inner_steps"),
+            bytes_up=totals.all["bytes_up"],
+            bytes_down=totals.all["bytes_down"],
+            by_kind=cast(BytesStatus, {kind: totals.all[kind] for kind in BYTE_KINDS}),
+            inner_steps=totals.all["inner_steps"],
         )
     )
 
 
-def _evaluation(event: dict[str, Any], history: History, totals: _Totals) -> None:
+def _evaluation(event: dict[str, Any], history: History, totals: Totals) -> None:
     if event["loss"] is not None:
-        history.evaluations.append((int(event["tokens"]), float(event["loss"])))
+        history.evaluations.append((totals.all["tokens"], float(event["loss"])))
 
 
-def _commit(event: dict[str, Any], history: History, totals: _Totals) -> None:
+def _commit(event: dict[str, Any], history: History, totals: Totals) -> None:
     for node, reason in event["drops"]:
         text = f"{node}: delta for window {event['version']} of fragment {event['fragment']} dropped: {reason}"
         history.occurrences.append(Occurrence(t=float(event["t"]), text=text))
 
 
-def _node(event: dict[str, Any], history: History, totals: _Totals) -> None:
+def _node(event: dict[str, Any], history: History, totals: Totals) -> None:
     reason = f": {event['reason']}" if event.get("reason") else ""
     history.occurrences.append(Occurrence(t=float(event["t"]), text=f"{event['name']} {event['state']}{reason}"))
 
 
-def _ignore(event: dict[str, Any], history: History, totals: _Totals) -> None:
+def _ignore(event: dict[str, Any], history: History, totals: Totals) -> None:
     """Events of a newer version are no error."""
 
 
@@ -249,7 +216,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def bytes_text(moved: BytesStatus) -> str:
     """All bytes by kind, in words."""
-    return ", ".join(f"{size_text(moved[kind])} of {kind if kind == 'control' else f'{kind}s'}" for kind in BYTE_KINDS)
+    counts = cast(dict[str, int], moved)
+    return ", ".join(f"{size_text(counts[kind])} of {kind if kind == 'control' else f'{kind}s'}" for kind in BYTE_KINDS)
 
 
 def equality_text(summary: Summary) -> str:

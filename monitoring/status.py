@@ -272,6 +272,7 @@ class Status(TypedDict):
     digests: list[str]  # digests of the anchors of these versions, 16 hex digits each
     outer_steps: int
     commits: int
+    totals: dict[Literal["tokens", "bytes_up", "bytes_down"], int]  # of all starts of all nodes, forgotten ones too
     nodes: list[NodeStatus]
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]
@@ -322,7 +323,6 @@ class EvaluationEvent(TypedDict):
     t: float
     loss: float | None  # None where it is no finite number
     position: float
-    tokens: int  # tokens trained on so far, summed over nodes
 
 
 class NodeEvent(TypedDict):
@@ -414,13 +414,19 @@ class DecisionEvent(TypedDict):
     journal_s: NotRequired[float]
 
 
-def finished_run(folder: Path) -> RunStatus | None:
-    """The run of the status in a state folder, if it is finished; None otherwise, also where no status can be read."""
+def saved_status(folder: Path) -> Status | None:
+    """The status in a state folder; None where none can be read."""
     try:
-        run = json.loads((folder / STATUS_FILE).read_bytes())["run"]
-        return cast(RunStatus, run) if run["state"] == "finished" else None
-    except (OSError, ValueError, KeyError, TypeError):
+        status = json.loads((folder / STATUS_FILE).read_bytes())
+        return cast(Status, status) if "totals" in status else None
+    except (OSError, ValueError, TypeError):
         return None
+
+
+def finished_run(folder: Path) -> RunStatus | None:
+    """The run of the status in a state folder, if it is finished; None otherwise."""
+    status = saved_status(folder)
+    return status["run"] if status and status["run"]["state"] == "finished" else None
 
 
 # --- JSON

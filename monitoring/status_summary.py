@@ -141,7 +141,7 @@ def view_of(status: Status) -> RunView:
     run, nodes = status["run"], status["nodes"]
     live = [node for node in nodes if node["connected"]]
     losses = [node["loss"] for node in live if node["loss"] is not None]
-    up, down = sum(node["bytes_up"] for node in nodes), sum(node["bytes_down"] for node in nodes)
+    up, down = status["totals"]["bytes_up"], status["totals"]["bytes_down"]
     position = min(status["position"], run["steps"])
     return RunView(
         status=status,
@@ -155,7 +155,7 @@ def view_of(status: Status) -> RunView:
         anomalies=tuple(anomaly_lines(status)),
         losses=tuple(score["loss"] for score in status["evaluations"]),
         live=len(live),
-        tokens=count_text(sum(node["tokens"] for node in nodes)),
+        tokens=count_text(status["totals"]["tokens"]),
         speed=speed_text(sum(node["tokens_per_s"] for node in live)),
         training_loss=sum(losses) / len(losses) if losses else None,
         outer_steps=f"{status['outer_steps']:,}",

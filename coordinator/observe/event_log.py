@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.monitoring.status import DecisionEvent, EventStatus, MetricsEvent, dumps
+from farloop.monitoring.status import BytesStatus, DecisionEvent, EventStatus, MetricsEvent, Status, dumps
 from farloop.monitoring.status_summary import named
 from farloop.runtime.log_queue import FLUSH_S, BackgroundWriter
 from farloop.wire import messages as msg
@@ -325,3 +325,37 @@ def _parts(path: Path) -> dict[int, Path]:
     except FileNotFoundError:
         return {}
     return {int(match[1]): path.with_name(other) for other in names if (match := name.fullmatch(other))}
+
+
+# --- What all starts of all nodes have done
+
+BYTE_KINDS = tuple(BytesStatus.__annotations__)
+_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *BYTE_KINDS)
+
+
+class Totals:
+    """Counters that never go back: a node that starts again counts from 0, the sums go on; one that is forgotten stays
+    in them."""
+
+    def __init__(self) -> None:
+        self.all, self.of = Counter[str](), defaultdict[str, Counter[str]](Counter)
+        self._latest: dict[str, dict[str, int]] = {}
+
+    def resume(self, status: Status) -> None:
+        """Go on from the saved status of an earlier start; nodes may have gone on meanwhile."""
+        self.all.update(status["totals"])
+        self._latest = {node["name"]: _counters(node) for node in status["nodes"]}
+
+    def update(self, node: str, told: Mapping[str, Any]) -> None:
+        """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
+        values, before = _counters(told), self._latest.get(node, {})
+        if any(values[counter] < count for counter, count in before.items()):
+            before = {}
+        self._latest[node] = values
+        for sums in (self.all, self.of[node]):
+            sums.update({counter: count - before.get(counter, 0) for counter, count in values.items()})
+
+
+def _counters(told: Mapping[str, Any]) -> dict[str, int]:
+    found = {**told, **told["bytes_by_kind"]}
+    return {counter: int(found[counter]) for counter in _COUNTERS}

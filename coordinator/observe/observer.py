@@ -24,7 +24,7 @@ from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
-from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, last_time
+from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.store import Store
@@ -33,6 +33,7 @@ from farloop.monitoring.status import (
     InventoryStatus,
     NodeStatus,
     PartStatus,
+    ProgressEvent,
     Status,
     WatchStatus,
     WindowStatus,
@@ -40,6 +41,7 @@ from farloop.monitoring.status import (
     finished_run,
     finite_or_none,
     not_finite,
+    saved_status,
 )
 from farloop.monitoring.status_summary import doing, named, standing
 from farloop.wire import messages as msg
@@ -73,7 +75,9 @@ class Observer(executor.Observer):
         self._training_since: float | None = None
         self._finished_at: float | None = None
         self._began_finished = store.ledger.finished
-        self._timeline = MetricsLog(metrics_file)
+        self._timeline, self._totals = MetricsLog(metrics_file), Totals()
+        if (status := saved_status(metrics_file.parent)) is not None:
+            self._totals.resume(status)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._state = ""  # the run's state in the last status
@@ -298,6 +302,7 @@ class Observer(executor.Observer):
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
             "outer_steps": max(ledger.versions),
             "commits": sum(ledger.versions),
+            "totals": {key: self._totals.all[key] for key in ("tokens", "bytes_up", "bytes_down")},
             "nodes": [self._node(member, now, quarantine, plan) for member in members],
             "windows": self._windows(machine),
             "evaluations": [
@@ -386,29 +391,28 @@ class Observer(executor.Observer):
         known = {evaluation.versions for evaluation in machine.ledger.evaluations}  # old ones are thinned out
         self._evaluated_at = {versions: t for versions, t in self._evaluated_at.items() if versions in known}
         self._evaluated_at[evaluation.versions] = self.t
-        tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
-        self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
+        self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position})
         self._metrics.scored(loss)
         _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
         sent, received = progress.sent, progress.received
-        self._timeline.write(
-            {
-                "event": "progress",
-                "t": self.t,
-                "node": node,
-                "position": progress.position,
-                "inner_steps": progress.inner_steps,
-                "tokens": progress.tokens,
-                "loss": finite_or_none(progress.loss),
-                "bytes_up": sent.total,
-                "bytes_down": received.total,
-                "bytes_state": (sent + received).state,
-                "bytes_by_kind": to_plain(sent + received),
-                "lost_steps": progress.lost_steps,
-            }
-        )
+        event: ProgressEvent = {
+            "event": "progress",
+            "t": self.t,
+            "node": node,
+            "position": progress.position,
+            "inner_steps": progress.inner_steps,
+            "tokens": progress.tokens,
+            "loss": finite_or_none(progress.loss),
+            "bytes_up": sent.total,
+            "bytes_down": received.total,
+            "bytes_state": (sent + received).state,
+            "bytes_by_kind": to_plain(sent + received),
+            "lost_steps": progress.lost_steps,
+        }
+        self._timeline.write(event)
+        self._totals.update(node, event)
         metrics = self._metrics
         if progress.loss is not None:
             metrics.node_loss.labels(node).set(progress.loss)

@@ -88,7 +88,9 @@ def status(**changes: Any) -> Status:
         ],
         "samples": {"granted": 20_480, "trained": 19_900, "returned": 120, "uncertain": 40},
     }  # fmt: skip
-    return cast(Status, known | changes)
+    told = known | changes
+    totals = {key: sum(node[key] for node in told["nodes"]) for key in ("tokens", "bytes_up", "bytes_down")}
+    return cast(Status, {"totals": totals} | told)
 
 
 def waiting() -> Status:

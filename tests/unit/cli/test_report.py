@@ -70,6 +70,13 @@ def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Pat
     assert not summary_of(tmp_path, events, second=["ab"])["digests_equal"]
 
 
+def test_losses_stand_at_the_tokens_of_all_starts_of_all_nodes(tmp_path: Path) -> None:
+    scored = {"event": "evaluation", "t": 2.0, "loss": 4.0, "position": 9}
+    events = [progress("a", steps=10), progress("b", steps=20), scored, progress("a", steps=4, loss=3.0), scored]
+    history = read_history(written(tmp_path / "metrics.jsonl", events))
+    assert (history.evaluations, history.losses) == ([(300, 4.0), (340, 4.0)], {"a": [(340, 3.0)]})
+
+
 def test_the_reduction_is_fp32_data_parallel_over_all_bytes(tmp_path: Path) -> None:
     """Both ways through the star: 8 bytes a parameter for every inner step of every node."""
     kinds = {"delta": 900, "update": 2800, "snapshot": 100_000, "probe": 20_000, "control": 300}
@@ -108,7 +115,7 @@ def test_q4_both_ways_divides_the_bytes_by_64_h_over_8_and_a_half(
 
 
 def metrics(folder: Path, tail: str = "") -> Path:
-    events = [{"event": "evaluation", "t": 0.0, "loss": 5.5, "position": 0, "tokens": 0}]
+    events = [{"event": "evaluation", "t": 0.0, "loss": 5.5, "position": 0}]
     for second in range(1, 40):
         loss, sent = 5.5 - second * 0.08, second * 9000
         events += [progress(node, second, second * 5, loss, sent) for node in ("paris", "tokyo")]
@@ -116,7 +123,7 @@ def metrics(folder: Path, tail: str = "") -> Path:
         {"event": "node", "t": 12.0, "name": "tokyo", "state": "away", "reason": "the <link> was cut"},
         {"event": "commit", "t": 13.0, "fragment": 1, "version": 4, "round": 4, "merged": ["paris"],
          "drops": [["tokyo", "the window had closed"]], "update_bytes": 100, "norm": 0.1},
-        {"event": "evaluation", "t": 39.0, "loss": 2.5, "position": 195, "tokens": 3900},
+        {"event": "evaluation", "t": 39.0, "loss": 2.5, "position": 195},
         {"event": "something of a later version", "t": 39.0},
     ]  # fmt: skip
     return written(folder / "metrics.jsonl", events, tail)

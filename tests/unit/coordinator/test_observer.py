@@ -363,7 +363,7 @@ def test_an_evaluation_that_the_machine_believes_is_told_with_what_it_took_to_ge
     scene.now += 8.0
     scene.deliver(A)
     scene.evaluate(2.75)
-    assert scene.lines()[-1] == {"event": "evaluation", "t": 8.0, "loss": 2.75, "position": 20.0, "tokens": 6000}
+    assert scene.lines()[-1] == {"event": "evaluation", "t": 8.0, "loss": 2.75, "position": 20.0}
     assert scene.status()["evaluations"] == [{"loss": 2.75, "position": 20.0, "outer_steps": 1, "seconds": 8.0}]
     assert scene.value("farloop_validation_loss_nats") == 2.75
 
@@ -422,6 +422,33 @@ def test_a_start_after_the_end_keeps_the_status_of_the_one_that_ended_the_run(
     path.write_text('{"run": {"state": "training"}}')  # the one that ended the run was killed before it told
     again.observer.save_status(path)
     assert path.read_bytes() == again.observer.status_json
+
+
+def test_totals_go_on_when_a_node_starts_again_is_forgotten_or_another_coordinator_takes_over(
+    scene: Scene, reopen: Callable[[], Scene]
+) -> None:
+    def told(scene: Scene) -> tuple[int, int, int]:
+        totals = scene.refresh()["totals"]
+        return totals["tokens"], totals["bytes_up"], totals["bytes_down"]
+
+    scene.start()
+    scene.say(A, PROGRESS)
+    scene.join(B)
+    scene.say(B, PROGRESS)
+    assert told(scene) == (12_000, 1400, 3400)
+    scene.join(A, incarnation=2)
+    assert told(scene) == (12_000, 1400, 3400)
+    again = dataclasses.replace(PROGRESS, inner_steps=1, tokens=500, sent=msg.BytesByKind(control=10))
+    scene.say(A, again)
+    assert told(scene) == (12_500, 1410, 5100)
+    del scene.machine.members[B]
+    assert told(scene) == (12_500, 1410, 5100)
+    scene.observer.save_status(scene.file.with_name("status.json"))
+    later = reopen()
+    assert told(later) == (12_500, 1410, 5100)
+    later.join(A, incarnation=2)
+    later.say(A, dataclasses.replace(again, tokens=700))
+    assert told(later) == (12_700, 1410, 5100)
 
 
 def test_the_time_of_a_resumed_run_goes_on_behind_a_torn_line(scene: Scene, reopen: Callable[[], Scene]) -> None:
