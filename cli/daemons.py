@@ -20,6 +20,7 @@ import uvloop
 
 from farloop.algo.spec import Identity, RunSpec
 from farloop.algo.terms import Terms
+from farloop.cli.interrupts import end_at_once, on_signals
 from farloop.config.exit_codes import CommandError, ExitCode, say_error
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
@@ -85,6 +86,7 @@ def run_coordinator(
         CommandError: the directory holds another run, or the port is taken.
         StorageError, KeyFileError, EndpointError: one line each.
     """
+    on_signals(end_at_once)  # until it serves: nothing is held that a crash would lose
     descriptors.raise_limit(spare=descriptors.SPARE)
     plan = planned(file)
     trim_heap()
@@ -387,12 +389,11 @@ def run_node(file: NodeFile) -> ExitCode:
 
     Raises:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each.
-        KeyboardInterrupt: a signal before training, or the second one.
     """
     descriptors.raise_limit()
     keep_freed_blocks()
     config, pipeline = file.node, file.pipeline
-    _interrupt_on_signals()
+    on_signals(end_at_once)
     encrypted = str(config.key is not None).lower()
     _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
     joined = list[Node]()
@@ -405,9 +406,3 @@ def run_node(file: NodeFile) -> ExitCode:
         return ExitCode(config.leave_code)
     _log.info("finished note='the run is over; its model is in the state folder of the coordinator'")
     return ExitCode.DONE
-
-
-def _interrupt_on_signals() -> None:
-    """Both signals raise KeyboardInterrupt."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)

@@ -17,6 +17,7 @@ import typer.core
 import typer.main
 from rich.console import Console
 
+from farloop.cli.interrupts import interrupt, on_signals, take_signals
 from farloop.cli.options import (
     STATE,
     AsJson,
@@ -604,17 +605,22 @@ def front_door(
 
 
 def main() -> None:
+    take_signals()
     # Read when torch is loaded. New memory in pages of 2 MiB costs a quarter of that in pages of 4 KiB, and the buffers
     # of a commit are new each time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     print_anywhere()
     end_with_torchrun(os.environ)  # a rank; torch, which takes seconds to load, is not loaded yet
+    on_signals(interrupt)
     try:
         app(prog_name="farloop")
     except SystemExit as end:
-        if rank_of(os.environ) is None:
-            raise
-        end_rank(end.code if isinstance(end.code, int) else ExitCode.DONE)
+        code = end.code if isinstance(end.code, int) else ExitCode.DONE
+        if rank_of(os.environ) is not None:
+            end_rank(code)
+        sys.stdout.flush()
+        on_signals(lambda *_: os._exit(code))  # it stands
+        raise
 
 
 if __name__ == "__main__":

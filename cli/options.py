@@ -1,8 +1,6 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
-import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,20 +89,7 @@ class Commands(typer.Typer):
     def command(self, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
         """As typer's, with the error edge around the function."""
         register = super().command(name, **more)
-        return lambda function: register(ended_in_one_line()(sigterm_interrupts()(function)))
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that what the command has started is ended too."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield  # only the main thread has signals
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return lambda function: register(ended_in_one_line()(function))
 
 
 def version_of(package: str) -> str:

@@ -1,10 +1,12 @@
 """The end of a run, for those that come after it: nodes, commands, and a coordinator on the finished state."""
 
 import json
+import re
 import signal
+import time
 
 import pytest
-from loopback import NewRun, Run, assert_one_line
+from loopback import DEADLINE_S, FARLOOP, POLL_S, NewRun, Run, assert_one_line
 
 from farloop.config.admin_client import change_terms
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -70,3 +72,35 @@ def test_a_node_gives_up_at_its_start_and_later_and_ends_as_told_after_a_signal(
     coordinator.kill()
     assert run.until_ended(a) == ExitCode.UNREACHABLE
     assert_one_line(a, "for 5 s, after which this node gives up")
+
+
+def test_signals_while_a_command_is_loaded_or_waits_end_it_at_once_with_130(new_run: NewRun) -> None:
+    run = small(new_run)
+    words = {
+        "coordinator": ["coordinator", str(run.write_toml())],
+        "node": ["node", str(run.node_toml("a", "", {}))],
+        "status": ["status", "--url", "127.0.0.1:1"],
+    }
+    moments = [
+        ("status", r"\| farloop.cli\n"),
+        ("status", r"rich.console\n"),
+        ("coordinator", r"\| +numpy\n"),
+        ("coordinator", r"torch.optim\n"),
+        ("node", r"torch._C\n"),
+        ("node", r"\| +zmq\n"),
+        ("node", "event=joining"),
+    ]
+    begun = [
+        (run.start(f"{who}-{number}", "-X", "importtime", *FARLOOP, *words[who]), moment, number)
+        for number, (who, moment) in enumerate(moments)
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    for daemon, moment, number in begun:
+        while daemon.running and not re.search(moment, daemon.said) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        daemon.signal((signal.SIGTERM, signal.SIGINT)[number % 2])
+    for daemon, _, number in begun:
+        if daemon.running:
+            daemon.signal((signal.SIGTERM, signal.SIGINT)[number % 2])
+        assert run.until_ended(daemon) == ExitCode.INTERRUPTED, daemon.said
+        assert "Traceback" not in daemon.said and daemon.said.endswith("farloop: interrupted\n"), daemon.said

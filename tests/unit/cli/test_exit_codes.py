@@ -1,14 +1,14 @@
 """Errors become one line and a number."""
 
 import re
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 
 from farloop.cli import agent, ranks
-from farloop.cli.options import sigterm_interrupts
 from farloop.config.exit_codes import (
     EPILOG,
     CommandError,
@@ -105,11 +105,63 @@ def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
     assert end.value.exit_code == code and re.fullmatch(line, capsys.readouterr().err)
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does_and_is_as_before_afterwards() -> None:
-    with pytest.raises(typer.Exit) as end, ended_in_one_line(), sigterm_interrupts():
+LOADS = """
+import signal
+try:
+    signal.raise_signal(signal.SIGTERM)
+    __import__("time").sleep(60)
+except BaseException as error:
+    print("native code lost", repr(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "ends", "code", "printed"),
+    [
+        ("import loads", "", ExitCode.INTERRUPTED, ""),
+        ("signal.raise_signal(signal.SIGINT); time.sleep(60)", "", ExitCode.INTERRUPTED, "cleaned\n"),
+        ("signal.raise_signal(signal.SIGTERM); time.sleep(60)", "cleans", ExitCode.INTERRUPTED, ""),
+        ("raise CommandError('full', ExitCode.STORAGE)", "exits", ExitCode.STORAGE, "cleaned\n"),
+        ("raise CommandError('full', ExitCode.STORAGE)", "torn down", ExitCode.STORAGE, "cleaned\n"),
+    ],
+)
+def test_a_signal_at_any_moment_ends_a_command_with_its_code_and_no_traceback(
+    tmp_path: Path, inside: str, ends: str, code: ExitCode, printed: str
+) -> None:
+    """`ends`: where a second signal finds it."""
+    (tmp_path / "loads.py").write_text(LOADS)
+    (tmp_path / "command.py").write_text(f"""
+import atexit, signal, sys, time
+from farloop.cli import main
+from farloop.cli.options import Commands
+from farloop.config.exit_codes import CommandError, ExitCode
+
+def signalled(at):
+    if at == {ends!r}:
         signal.raise_signal(signal.SIGTERM)
-    assert end.value.exit_code == ExitCode.INTERRUPTED
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        time.sleep(0.5)
+
+class Last:
+    def __del__(self, signalled=signalled):
+        signalled("torn down")
+
+sys.modules["last"] = Last()
+main.app = Commands("A command.")
+
+@main.app.command()
+def works():
+    try:
+        {inside}
+    finally:
+        signalled("cleans")
+        print("cleaned", flush=True)
+
+atexit.register(signalled, "exits")
+main.main()
+""")
+    ended = subprocess.run([sys.executable, "command.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
+    assert ended.stderr == ("farloop: interrupted\n" if code == ExitCode.INTERRUPTED else "farloop: error: full\n")
 
 
 @pytest.mark.parametrize(
