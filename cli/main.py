@@ -379,7 +379,7 @@ def node(
         from farloop.cli.agent import launch
 
         logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
-        sets = [word for flag in given for word in ("--set", flag)]
+        sets = [word for flag in [*(flags or []), *given.values()] for word in ("--set", flag)]
         code = launch(["node", str(file), *sets, *logs], settings.node)
     raise typer.Exit(code)
 
