@@ -406,6 +406,7 @@ class Device(TorchFunctionMode):
             for (device, dtype), (lists, places) in by_device(*given).items()
         })  # fmt: skip
         self._patch(dispatch, "_gpu", self._kernels)
+        self._patch(dispatch, "_left_out", dispatch._left_out | {("norm", "cuda"), ("digest", "cuda")})
         self._patch(ternary, "fast_throw", lambda *devices: None)
         run = threading.Thread.run
 
