@@ -62,6 +62,7 @@ def test_top_help_and_version_import_no_command(tmp_path: Path) -> None:
             [sys.executable, "-c", script, word], capture_output=True, text=True, timeout=60, check=True
         )
         assert set(done.stdout.splitlines()[-1].split()) == {
+            "farloop.cli.interrupts",
             "farloop.cli.main",
             "farloop.cli.options",
             "farloop.cli.ranks",

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Self
 
@@ -203,14 +203,18 @@ def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
     return Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
 
 
-def write_earlier(shelf: Shelf, store: Store, old_s: float) -> None:
-    class Earlier(datetime):
+def clock_at(time: datetime) -> type[datetime]:
+    class Stopped(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> Self:
-            return super().now(tz) - timedelta(seconds=old_s)
+            return cls.fromtimestamp(time.timestamp(), tz)
 
+    return Stopped
+
+
+def write_at(time: datetime, shelf: Shelf, store: Store) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farloop.coordinator.storage.copies.datetime", Earlier)
+        patch.setattr("farloop.coordinator.storage.copies.datetime", clock_at(time))
         write_copy(shelf, store.cut())
 
 
@@ -221,9 +225,10 @@ def test_the_first_copy_follows_a_start_by_what_the_store_holds(
     store: Store, monkeypatch: pytest.MonkeyPatch, old_s: float | None, first_s: float
 ) -> None:
     """Else a machine that restarts more often than `copy_every_s` would never make one."""
-    shelf, pauses = Shelf(), list[float]()
+    shelf, pauses, now = Shelf(), list[float](), datetime.now(UTC)
     if old_s is not None:
-        write_earlier(shelf, store, old_s)
+        write_at(now - timedelta(seconds=old_s), shelf, store)
+    monkeypatch.setattr("farloop.coordinator.storage.copies.datetime", clock_at(now))
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -245,7 +250,7 @@ def test_the_first_copy_follows_a_start_by_what_the_store_holds(
 
 def test_the_lag_is_the_age_of_what_the_store_holds(store: Store) -> None:
     shelf = Shelf()
-    write_earlier(shelf, store, 7200.0)
+    write_at(datetime.now(UTC) - timedelta(seconds=7200), shelf, store)
 
     async def play() -> Copying:
         made = copying(store, shelf, {})
