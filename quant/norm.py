@@ -9,8 +9,7 @@ from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path, fast_tile_sums
-
-NORM_TILE = 4096  # elements of one partial sum; a power of two that divides `TILE`
+from farloop.quant.kernels.interface import NORM_TILE
 
 
 def norm_sq(x: Tensor) -> float:

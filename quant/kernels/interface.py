@@ -13,6 +13,8 @@ from torch import Tensor
 
 from farloop.quant.packing import Layout
 
+NORM_TILE = 4096  # elements of one sum of squares of `norm.py`; a power of two that divides `algo.spec.TILE`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKey:
@@ -80,7 +82,7 @@ class Found:
     """What an outer step's pass finds out besides: of the unscaled delta, and of the new tensors."""
 
     tile_sums: list[float]
-    """Sums of squares of the delta, one for each 4096 elements, as `norm.py` defines them."""
+    """Sums of squares of the delta, one for each `NORM_TILE` elements, as `norm.py` defines them."""
     anchor_digest: int
     target_digest: int
     momentum_digest: int  # 0 without a momentum
@@ -111,8 +113,8 @@ class BlockKernels(ABC):
         return None
 
     def tile_sums(self, payload: Tensor, numel: int) -> list[float] | None:
-        """Sums of squares of what a payload decodes to, one for each 4096 elements, as `norm.py` defines them; None:
-        decode it, and sum that."""
+        """Sums of squares of what a payload decodes to, one for each `NORM_TILE` elements, as `norm.py` defines them;
+        None: decode it, and sum that."""
         return None
 
     @abstractmethod

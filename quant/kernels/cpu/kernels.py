@@ -24,7 +24,6 @@ from farloop.quant.kernels.cpu.loops import (
     LOCAL_FP16,
     LOCAL_FP32,
     NO_LOCAL,
-    NORM_TILE,
     OVERWRITE,
     BlockLoops,
     digest_of,
@@ -43,7 +42,7 @@ from farloop.quant.kernels.cpu.primitives import (
     stack_doubles,
     warm_up,
 )
-from farloop.quant.kernels.interface import BlockKernels, Encode, Found, KernelKey, OuterStep
+from farloop.quant.kernels.interface import NORM_TILE, BlockKernels, Encode, Found, KernelKey, OuterStep
 from farloop.quant.packing import Layout
 
 _LOCAL_KINDS = {torch.float32: LOCAL_FP32, torch.bfloat16: LOCAL_BF16, torch.float16: LOCAL_FP16}

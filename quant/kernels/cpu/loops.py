@@ -36,6 +36,7 @@ from farloop.quant.kernels.cpu.primitives import (
     stack_tile,
     stack_words,
 )
+from farloop.quant.kernels.interface import NORM_TILE
 from farloop.quant.packing import Layout
 
 BLOCK = 256  # Elements that go through the buffer at a time. The blocks of every format divide it.
@@ -88,7 +89,6 @@ class BlockLoops:
         yield from (self.encode, self.add, self.apply, self.norm, self.outer)
 
 
-NORM_TILE = 4096  # elements of one sum of squares
 _HALF_TILE, _WIDTH = np.uint64(NORM_TILE // 2), np.uint64(NORM_TILE // 16)
 _0, _ONE, _2, _3, _4, _5, _6, _7 = (np.uint64(k) for k in range(8))
 

@@ -23,7 +23,7 @@ from farloop.quant.kernels.gpu.kernels import (
     ternary_kernel,
     tile_sums_kernel,
 )
-from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
+from farloop.quant.kernels.interface import NORM_TILE, BlockKernels, Encode, KernelKey, OuterStep
 from farloop.quant.packing import Layout, mixed_seed
 
 PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, which add in the same order
@@ -31,7 +31,6 @@ PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, whic
 _ALIGN = 16  # bytes: a load of 128 bits needs it of an address
 _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this
 _NONE_BAD = 2**63 - 1
-_TILE = 4096  # elements of a sum in `norm.py`
 _GROUPS = 32  # of `ternary`, in a program: 2048 elements, as the programs of the block formats have
 
 
@@ -250,15 +249,15 @@ def throw_launch(x: Tensor, scales: Tensor, seed: int, codes: Tensor) -> Launch:
 
 def tile_sums(x: Tensor) -> list[float]:
     """Sums of squares of x fp32 [n] in fp64, one for each tile of 4096; the last tile is filled up with zeros."""
-    sums = torch.empty(-(-x.numel() // _TILE), dtype=torch.float64, device=x.device)
+    sums = torch.empty(-(-x.numel() // NORM_TILE), dtype=torch.float64, device=x.device)
     if x.numel():
-        _run(sum_launch(tile_sums_kernel, x, sums=sums, LEVELS=_TILE.bit_length() - 1), x.device)
+        _run(sum_launch(tile_sums_kernel, x, sums=sums, LEVELS=NORM_TILE.bit_length() - 1), x.device)
     return list(sums.tolist())
 
 
 def digest(x: Tensor, first_index: int) -> tuple[int, bool]:
     """The digest of x fp32 [n], whose first element has this index, and whether all of x is finite."""
-    partials = torch.empty((-(-x.numel() // _TILE), 2), dtype=torch.int64, device=x.device)
+    partials = torch.empty((-(-x.numel() // NORM_TILE), 2), dtype=torch.int64, device=x.device)
     if x.numel():
         _run(sum_launch(digest_kernel, x, partials=partials, first_index=first_index), x.device)
     total, unusable = partials.sum(0).tolist()  # int64 sums wrap
@@ -270,8 +269,8 @@ def sum_launch(kernel: Any, x: Tensor, **arguments: object) -> Launch:
     _require(x, torch.float32, x.numel(), "x", x.device)
     return Launch(
         kernel=kernel,
-        programs=-(-x.numel() // _TILE),
-        arguments={"x": x, "numel": x.numel(), "TILE": _TILE, **arguments},
+        programs=-(-x.numel() // NORM_TILE),
+        arguments={"x": x, "numel": x.numel(), "TILE": NORM_TILE, **arguments},
     )
 
 
