@@ -296,7 +296,9 @@ def send(
                 for up in (True, False):
                     for system, carry in systems.items():
                         time.sleep(pause_s)
-                        took_s = seconds(partial(carry, num_bytes, up=up)) - half_s
+                        there_and_back_s = seconds(partial(carry, num_bytes, up=up))
+                        half_s = min(half_s, there_and_back_s / 2)  # no exchange is quicker than a round trip
+                        took_s = there_and_back_s - half_s
                         if n:
                             shares.setdefault(f"{system} {'up' if up else 'down'}", []).append(at_rate_s / took_s)
             told = [
