@@ -448,7 +448,6 @@ def tune(
             [Tried(settings=trial.settings, loss=losses.get(plan.key(trial.spec))) for trial in some],
         )
         for label, some in trials.items()
-        if some
     )
 
 

@@ -4,27 +4,37 @@ import dataclasses
 import itertools
 import math
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import RunSpec
-from farloop.bench.quality import CPU, RATE, SEED_OFFSET, Knob, QualityPlan, Trial, Tuned, Variant, settings_to_try
+from farloop.bench.quality import (
+    CPU,
+    RATE,
+    SEED_OFFSET,
+    Knob,
+    QualityPlan,
+    Trial,
+    Variant,
+    settings_text,
+    settings_to_try,
+)
 from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.config.settings import OTHER_NAMES, RUN_SCHEMA, run_settings
-from farloop.config.sources import ConfigError, load_tables
+from farloop.config.sources import WANTED, ConfigError, load_tables
+from farloop.monitoring.status import dumps
 from farloop.monitoring.units import nearest
-from farloop.node.data import Corpus, load_corpus
+from farloop.node.data import load_corpus
 from farloop.node.settings import PRESETS
-from farloop.quant.registry import CODECS
 
 # --- how variants, settings and knobs are spelled
 
@@ -39,42 +49,30 @@ _SINGLE = {
     "outer_momentum": 0.0,
 }
 
-SAME_FOR_ALL = frozenset({"name", "seed", "init", "model", "sequence_tokens", "evaluation_sequences"})
-"""Settings that decide the first weights, the samples and what is evaluated: runs that differ in them are no pairs."""
+SAME_FOR_ALL = frozenset(
+    {"name", "seed", "init", "model", "sequence_tokens", "evaluation_sequences", "steps", "batch_sequences"}
+)
+"""Settings that decide the first weights, the samples, what is evaluated, or the tokens: runs that differ in them are
+no pairs."""
 
 
-def parse_variant(spelled: str, *, fixed: Collection[str] = SAME_FOR_ALL) -> dict[str, Any]:
-    """`streaming nodes=4 codec=q4`, `q4r:step=0.7/q4 h=15`: fields of `RunConfig`.
+def parse_variant(spelled: str) -> dict[str, Any]:
+    """`streaming nodes=4 codec=q4`, `diloco h=15`: fields of `RunConfig`.
 
-    A variant is a method or `single`, a pair of codecs as UP/DOWN, settings as KEY=VALUE, or several of these. `fixed`
-    are settings that a variant may not have. Raises CommandError.
+    A variant is a method or `single`, settings as KEY=VALUE, or both. Raises CommandError.
     """
     origin, words = repr(spelled), spelled.split()
     if not words:
-        raise CommandError("an empty variant; name a method as streaming, codecs as q4/q4, settings as h=15, or all")
-    settings = [word for word in words if "=" in word and not _is_pair(word)]
-    pairs = [word for word in words if _is_pair(word)]
-    names = [word for word in words if word not in settings and word not in pairs]
+        raise CommandError("an empty variant; name a method as streaming, settings as h=15, or both")
+    settings = [word for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
     if len(names) > 1:
         raise CommandError(f"{origin}: one method is wanted, not {' and '.join(names)}")
-    if len(pairs) > 1:
-        raise CommandError(f"{origin}: one pair of codecs is wanted, as q4/q4: up, then down")
     fields = _method_fields(names[0], origin) if names else {}
-    for pair in pairs:
-        up, _, down = pair.partition("/")
-        if not up or not down or "/" in down:
-            raise CommandError(f"{origin}: one pair of codecs is wanted, as q4/q4: up, then down")
-        fields |= {"codec_up": up, "codec_down": down}
     fields |= run_settings(settings, origin=origin)
-    if wrong := sorted(fixed & fields.keys()):
+    if wrong := sorted(SAME_FOR_ALL & fields.keys()):
         raise CommandError(f"{origin}: {wrong[0]} is the same for all variants; {_how_for_all(wrong[0])}")
     return fields
-
-
-def _is_pair(word: str) -> bool:
-    """UP/DOWN, and not the path of a KEY=VALUE: a codec has a colon before its first equals sign."""
-    before = word.partition("=")[0]
-    return "/" in word and ("/" in before or ":" in before or "=" not in word)
 
 
 def _method_fields(word: str, origin: str) -> dict[str, Any]:
@@ -82,11 +80,8 @@ def _method_fields(word: str, origin: str) -> dict[str, Any]:
         return dict(_SINGLE)
     if word in METHODS:
         return {"method": word}
-    if word.partition(":")[0] in CODECS:
-        raise CommandError(f"{origin}: codecs are spelled UP/DOWN, as {word}/{word}, or codec={word} for both ways")
     raise CommandError(
-        f"{origin}: {word!r} is neither a method nor UP/DOWN, as q4/q4, nor KEY=VALUE, as h=15; "
-        f"{nearest(word, [SINGLE, *METHODS])}"
+        f"{origin}: {word!r} is neither a method nor KEY=VALUE, as h=15; {nearest(word, [SINGLE, *METHODS])}"
     )
 
 
@@ -173,28 +168,46 @@ class Grid:
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Grid))
 
 
+class _File(BaseModel):
+    """A grid's TOML file: `Grid`, its settings and what is tuned as tables. What is left out has the grid's default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = ""
+    steps: PositiveInt = 1
+    global_batch: PositiveInt = 1
+    seeds: PositiveInt = 1
+    set: dict[str, Any] = {}
+    tune: dict[str, list[float]] = {}
+    variant: list[dict[str, Any]] = []
+    """Several at once where a value is a list: every combination."""
+
+
 def load_grid(path: Path) -> Grid:
     """The grid of a TOML file: keys of `Grid`, tables [set] and [tune], and a [[variant]] each, or several at once,
     where a value is a list. Raises ConfigError.
     """
-    tables = load_tables(path)[1]
-    hints = {**get_type_hints(Grid), "set": dict, "tune": dict, "variant": list}
-    fields: dict[str, Any] = {}
-    for key, value in tables.items():
-        if key not in hints or key in ("variants", "settings"):
-            known = sorted(hints.keys() - {"variants", "settings"})
-            raise ConfigError(f"{path}: {key}: there is no such key; {nearest(key, known)}")
-        match key:
-            case "set":
-                words = _table(path, "[set]", value)
-                fields["settings"] = tuple(f"{name}={_text(path, name, one)}" for name, one in words.items())
-            case "tune":
-                fields["tune"] = tuple(_knob(path, name, one) for name, one in _table(path, "[tune]", value).items())
-            case "variant":
-                fields["variants"] = _variants(path, value)
-            case _:
-                fields[key] = _plain(path, key, hints[key], value)
-    return Grid(**fields)
+    try:
+        file = _File.model_validate(load_tables(path)[1])
+    except ValidationError as error:
+        found = error.errors()[0]
+        place = ".".join(map(str, found["loc"]))
+        if found["type"] == "extra_forbidden":
+            raise ConfigError(f"{path}: {place}: there is no such key; {nearest(place, _File.model_fields)}") from None
+        kind = WANTED.get(found["type"].partition("_")[0])
+        what = f"{kind} is wanted" if kind else found["msg"][:1].lower() + found["msg"][1:]
+        raise ConfigError(f"{path}: {place}: {what}, not {found['input']!r}") from None
+    variants = tuple(
+        _spelled(dict(zip(table, values, strict=True)))
+        for table in file.variant
+        for values in itertools.product(*(value if isinstance(value, list) else [value] for value in table.values()))
+    )
+    return Grid(
+        variants=variants or DEFAULT_VARIANTS,
+        settings=tuple(f"{name}={_text(value)}" for name, value in file.set.items()),
+        tune=tuple(f"{name}={','.join(map(_text, values))}" for name, values in file.tune.items()),
+        **file.model_dump(include={"model", "steps", "global_batch", "seeds"}, exclude_unset=True),
+    )
 
 
 def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None]) -> Grid:
@@ -208,71 +221,26 @@ def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, l
     fields: dict[str, Any] = {name: value for name, value in given.items() if name in _FIELDS}
     settings = [f"{name}={value}" for name, value in given.items() if name not in _FIELDS]
     variants = lists.get("variants") or []
-    fields["variants"] = with_baseline((*(() if path is None and variants else grid.variants), *variants))
+    fields["variants"] = baseline_first((*(() if path is None and variants else grid.variants), *variants))
     fields["settings"] = (*grid.settings, *settings, *(lists.get("settings") or []))
     fields["tune"] = (*grid.tune, *(lists.get("tune") or []))
     return dataclasses.replace(grid, **fields)
 
 
-def _plain(path: Path, key: str, kind: Any, value: Any) -> Any:
-    try:
-        found = TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        wanted = "text in quotes" if kind is str else "a whole number"
-        raise ConfigError(f"{path}: {key}: {wanted} is wanted, not {value!r}") from None
-    if kind is int and found < 1:
-        raise ConfigError(f"{path}: {key}: the least is 1, not {found}")
-    return found
+def _spelled(fields: dict[str, Any]) -> str:
+    """A variant as a command line has it."""
+    method = [str(fields.pop("method"))] if "method" in fields else []
+    return " ".join([*method, *(f"{name}={_text(value)}" for name, value in fields.items())])
 
 
-def _table(path: Path, name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a table is wanted: {name}")
-    return value
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
 
 
-def _knob(path: Path, name: str, values: Any) -> str:
-    if not isinstance(values, list) or not values:
-        raise ConfigError(f"{path}: [tune] {name}: a list of numbers is wanted, as [0.2, 0.4, 0.6]")
-    return f"{name}={','.join(_text(path, name, value) for value in values)}"
-
-
-def _variants(path: Path, tables: Any) -> tuple[str, ...]:
-    """Every [[variant]] as it would be spelled; of lists every combination."""
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{path}: a list of tables is wanted: [[variant]]")
-    spelled = []
-    for table in tables:
-        choices = [[(name, one) for one in (v if isinstance(v, list) else [v])] for name, v in table.items()]
-        for combination in itertools.product(*choices):
-            method = [_text(path, name, value) for name, value in combination if name == "method"]
-            rest = [f"{name}={_text(path, name, value)}" for name, value in combination if name != "method"]
-            spelled.append(" ".join([*method, *rest]))
-    return tuple(spelled)
-
-
-def _text(path: Path, name: str, value: Any) -> str:
-    """As a command line would have it."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int():
-            return str(value)
-        case float():
-            return f"{value:.15g}"  # 0.004, and not 4e-3 or 0.0040000000000000001
-        case str() if value and not any(map(str.isspace, value)):
-            return value
-        case _:
-            raise ConfigError(f"{path}: {name}: a number or a text without spaces is wanted, not {value!r}")
-
-
-def with_baseline(variants: tuple[str, ...]) -> tuple[str, ...]:
-    """Data parallel first: the first one that is there; else `single`, the same training without a link, if that is
-    there; else data parallel of two nodes."""
+def baseline_first(variants: tuple[str, ...]) -> tuple[str, ...]:
+    """Data parallel first, if it is there; else `single`, the same training without a link; else as they are."""
     tidy = tuple(" ".join(spelled.split()) for spelled in variants)
-    found = _first(BASELINE, tidy) or _first("single", tidy)
-    if found is None:
-        return (f"{BASELINE} nodes=2", *tidy)
+    found = _first(BASELINE, tidy) or _first(SINGLE, tidy) or tidy[0]
     return (found, *(spelled for spelled in tidy if spelled is not found))
 
 
@@ -309,11 +277,6 @@ def command_of(grid: Grid, *, options: Sequence[str]) -> str:
 
 EVALUATIONS = 15  # points of a loss curve
 
-QUIET: Mapping[str, Any] = {"evaluation_sequences": 2048, "lr": 1e-3, "min_lr": 1e-5}
-"""Where settings are not given: what keeps chance small. A pair of runs (nano, 4 nodes, 600 steps, fp32 beside q4) then
-differs by 0.03 %, one standard deviation over 5 seeds. A peak of 2e-3 makes that 0.2 %, one of 3e-3 0.2 to 0.6 %, for
-there training amplifies every difference; and 256 sequences alone add 0.14 %."""
-
 METHODS_BASE: Mapping[str, Any] = {"evaluation_sequences": 2048, "lr": 4e-3}
 """Of a grid: a peak at which data parallel does about its best in 400 steps, or every method would look as good."""
 
@@ -321,63 +284,13 @@ LAST_SHARE = 0.05
 """Of the peak, where a grid's learning rate starts and ends unless min_lr is given (arXiv 2503.09799), so that the same
 schedule is tuned whatever the peak."""
 
-_FIXED_IN_GRID = SAME_FOR_ALL | {"steps", "batch_sequences"}  # what makes the tokens of all variants equal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """The text that all runs of a plan are trained on."""
-
-    data: DataConfig
-    corpus: Corpus
-
-    @classmethod
-    def of(cls, data: DataConfig) -> "_Source":
-        return cls(data=data, corpus=load_corpus(data.path, max_bytes=data.max_bytes))
-
-    def spec(self, config: RunConfig) -> RunSpec:
-        return plan_run(config, self.data, self.corpus).spec
-
-    def plan(self, variants: Iterable[Variant], out: Path, device: str) -> QualityPlan:
-        try:
-            return QualityPlan(
-                variants=tuple(variants),
-                folder=out / "runs",
-                data=self.data.path,
-                max_bytes=self.data.max_bytes,
-                device=device,
-            )
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-
-
-def plan_quality(
-    variants: Iterable[str], base: Mapping[str, Any], *, seeds: int, data: DataConfig, out: Path, device: str = CPU
-) -> QualityPlan:
-    """The runs that are asked for; `base` are fields of `RunConfig` for all variants.
-
-    Raises:
-        CommandError: a word or a setting cannot be used.
-        CorpusError: there is no text.
-    """
-    source = _Source.of(data)
-    columns = []
-    for spelled in variants:
-        label = " ".join(spelled.split())
-        overrides = parse_variant(label)
-        with _about(label):
-            config = _config({**QUIET, **base}, overrides)
-            specs = tuple(source.spec(seeded) for seeded in _seeded(config, seeds))
-        columns.append(Variant(label=label, specs=specs))
-    return source.plan(columns, out, device)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridPlan:
     """A grid's runs, and those before them."""
 
     plan: QualityPlan
-    trials: Mapping[str, tuple[Trial, ...]]  # by the variant's label; none where nothing is tuned
+    trials: Mapping[str, Sequence[Trial]]  # by the variant's label; none where nothing is tuned
 
 
 def plan_grid(
@@ -394,46 +307,44 @@ def plan_grid(
         CommandError: a word or a setting cannot be used.
         CorpusError: there is no text.
     """
-    source, knobs = _Source.of(data), parse_knobs(grid.tune)
-    base = {**METHODS_BASE, **run_settings(grid.settings, origin="--set")}
-    if wrong := sorted({"steps", "batch_sequences", "model"} & run_settings(grid.settings, origin="--set").keys()):
+    corpus, knobs = load_corpus(data.path, max_bytes=data.max_bytes), parse_knobs(grid.tune)
+    settings = run_settings(grid.settings, origin="--set")
+    if wrong := sorted(_OPTIONS.keys() & settings.keys()):
         raise CommandError(f"--set {wrong[0]}: say {_OPTIONS[wrong[0]]} instead; every variant trains the same tokens")
     if grid.model not in PRESETS:
         raise CommandError(f"--model: there is no {grid.model!r}; {nearest(grid.model, PRESETS)}")
     if grid.seeds > SEED_OFFSET:
         raise CommandError(f"--seeds {grid.seeds}: at most {SEED_OFFSET}, for then comes the seed of the tuning")
-    base |= {"model": grid.model, "steps": grid.steps}
-    columns, trials = [], {}
+    base = {**METHODS_BASE, **settings, "model": grid.model, "steps": grid.steps}
+
+    def spec(config: RunConfig, further: int) -> RunSpec:
+        return plan_run(dataclasses.replace(config, seed=config.seed + further), data, corpus).spec
+
+    columns, trials = list[Variant](), dict[str, list[Trial]]()
     for label in grid.variants:
-        overrides = {**parse_variant(label, fixed=_FIXED_IN_GRID), **(picked or {}).get(label, {})}
+        overrides = {**parse_variant(label), **(picked or {}).get(label, {})}
         with _about(label):
-            config = _grid_config(grid, base, overrides, label)
-            columns.append(
-                Variant(label=label, specs=tuple(source.spec(seeded) for seeded in _seeded(config, grid.seeds)))
-            )
-            if picked is None:
-                trials[label] = tuple(_trials(grid, base, overrides, label, knobs, source))
-    return GridPlan(plan=source.plan(columns, out, device), trials=trials)
-
-
-def picked_of(tuned: Iterable[Tuned]) -> dict[str, Mapping[str, float]]:
-    """What the searches took, as `plan_grid` wants it."""
-    return {one.label: one.picked for one in tuned}
+            config = _config(grid, base, overrides, label)
+            columns.append(Variant(label=label, specs=tuple(spec(config, number) for number in range(grid.seeds))))
+            points = _points(config, overrides, knobs) if picked is None else ()
+            tried = [(point, _config(grid, base, {**overrides, **point}, label)) for point in points]
+        for point, tuned in tried:
+            with _about(f"{label}, {settings_text(point)}"):
+                trials.setdefault(label, []).append(Trial(settings=point, spec=spec(tuned, SEED_OFFSET)))
+    try:
+        plan = QualityPlan(
+            variants=tuple(columns), folder=out / "runs", data=data.path, max_bytes=data.max_bytes, device=device
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return GridPlan(plan=plan, trials=trials)
 
 
 _OPTIONS = {"steps": "--steps", "batch_sequences": "--global-batch", "model": "--model"}
 
 
-def _trials(
-    grid: Grid,
-    base: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    label: str,
-    knobs: tuple[Knob, ...],
-    source: _Source,
-) -> Iterator[Trial]:
-    """The points of a variant's search. What it spells is not tuned, nor what its method does not have."""
-    config = _grid_config(grid, base, overrides, label)
+def _points(config: RunConfig, overrides: Mapping[str, Any], knobs: tuple[Knob, ...]) -> tuple[dict[str, float], ...]:
+    """Of a variant's search. What it spells is not tuned, nor what its method does not have."""
     method = METHODS[config.method]
     without = {
         knob.name
@@ -442,33 +353,23 @@ def _trials(
         or knob.name in method.fixed
         or (knob.name.startswith("outer_") and (method.outer == "adamw" or config.nodes == 1))
     }
-    spelled_rate = RATE in overrides
-    for settings in settings_to_try(knobs, without=without, rate=None if spelled_rate else config.lr):
-        point = _grid_config(grid, base, {**overrides, **settings}, label)
-        seeded = dataclasses.replace(point, seed=point.seed + SEED_OFFSET)
-        with _about(" ".join(f"{name}={value:g}" for name, value in settings.items())):
-            yield Trial(settings=settings, spec=source.spec(seeded))
+    return settings_to_try(knobs, without=without, rate=None if RATE in overrides else config.lr)
 
 
-def _grid_config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, Any], label: str) -> RunConfig:
-    config = _config(base, overrides)
-    if not {"min_lr"} & (base.keys() | overrides.keys()):
-        config = dataclasses.replace(config, min_lr=LAST_SHARE * config.lr)
-    if config.nodes < 1:
-        raise ValueError(f"nodes is {config.nodes}; the least is 1")
-    return dataclasses.replace(config, batch_sequences=share_of(grid, config.nodes, label))
-
-
-def _config(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> RunConfig:
+def _config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, Any], label: str) -> RunConfig:
     """A variant's settings. What its method fixes it takes from the method, not from the base."""
     method = method_named(RunConfig(**{**base, **overrides}).method)
     config = RunConfig(**{**{key: value for key, value in base.items() if key not in method.fixed}, **overrides})
-    every = config.evaluate_every_rounds or max(1, config.steps // ((config.h or method.h) * EVALUATIONS))
-    return dataclasses.replace(config, name="quality", evaluate_every_rounds=every)
-
-
-def _seeded(config: RunConfig, seeds: int) -> list[RunConfig]:
-    return [dataclasses.replace(config, seed=config.seed + number) for number in range(seeds)]
+    if config.nodes < 1:
+        raise ValueError(f"nodes is {config.nodes}; the least is 1")
+    rounds = config.steps // (config.h or method.h)
+    return dataclasses.replace(
+        config,
+        name="quality",
+        min_lr=config.min_lr if "min_lr" in {*base, *overrides} else LAST_SHARE * config.lr,
+        evaluate_every_rounds=config.evaluate_every_rounds or max(1, rounds // EVALUATIONS),
+        batch_sequences=share_of(grid, config.nodes, label),
+    )
 
 
 @contextmanager

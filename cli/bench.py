@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import shlex
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from farloop.bench.codecs import CodecReport, Plan, Watch
-    from farloop.bench.comparison import Report
     from farloop.bench.coordinator import Row as NodesRow
     from farloop.bench.loop import Row as LoopRow
     from farloop.bench.pipeline import Processes
-    from farloop.bench.quality_spec import Grid
     from farloop.bench.routing import Findings
     from farloop.bench.sync import Emulated, Row
 
@@ -40,10 +36,6 @@ _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 <<
 
 QUICK_ELEMENTS = 16 << 20
 
-_PAIRS: dict[str, Any] = {"seeds": 5, "nodes": 4, "model": "nano", "steps": 600, "h": 30}
-"""Defaults of a comparison of pairs."""
-
-_WITHIN_OF_GRID, _WITHIN_OF_PAIRS = 1.0, 0.5  # %; default of --within
 _WIDE = 140  # columns of the quality table in a file or pipe
 
 
@@ -570,15 +562,6 @@ def _sizes(text: str, least: int = 12, most: int = 100_000) -> list[int]:
 
 @bench_app.command()
 def quality(
-    pairs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PAIR",
-            show_default=False,
-            help="Instead of a grid: UP/DOWN codecs, KEY=VALUE settings of a run, or both, e.g. 'q4/q4 h=15'. "
-            "The first is the baseline.",
-        ),
-    ] = None,
     variants: Annotated[
         list[str] | None,
         typer.Option(
@@ -594,29 +577,26 @@ def quality(
         typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, show_default="3; pairs: 5", help="Runs per variant; an interval needs two.")
+        int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, show_default="pairs: 4", help="Nodes of variants that do not set it.")
+        int | None, typer.Option(min=1, show_default="2", help="Nodes of variants that do not set it.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(show_default="micro; pairs: nano", help="nano, micro, tiny, small or base.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, show_default="400; pairs: 600", help="Inner steps of each node.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small or base.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="400", help="Inner steps of each node.")] = None,
     h: Annotated[
         int | None, typer.Option("--h", min=1, show_default="30", help="Inner steps between two sends of a fragment.")
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, show_default="16", help="For a grid: sequences per step, shared by the nodes.")
+        int | None, typer.Option(min=1, show_default="16", help="Sequences per step, shared by the nodes.")
     ] = None,
-    tune: Annotated[
+    tuning: Annotated[
         list[str] | None,
         typer.Option(
+            "--tune",
             metavar="KEY=V,V,…",
             show_default=False,
-            help="For a grid: values to try for every variant first, e.g. outer_lr=0.2,0.4,0.6; repeatable.",
+            help="Values to try for every variant first, e.g. outer_lr=0.2,0.4,0.6; repeatable.",
         ),
     ] = None,
     settings: Annotated[
@@ -628,10 +608,7 @@ def quality(
             help="A setting for all variants, e.g. min_lr=1e-5; repeatable.",
         ),
     ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(min=0.0, show_default="1; pairs: 0.5", help="Largest difference, in %, that counts as equal."),
-    ] = None,
+    within: Annotated[float, typer.Option(min=0.0, help="Largest difference, in %, that counts as equal.")] = 1.0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")
     ] = None,
@@ -647,9 +624,9 @@ def quality(
 ) -> None:
     """Compare the validation loss of methods or settings at equal tokens.
 
-    Every variant of a grid trains the same tokens: the same number of steps, each
-    with one batch shared by its nodes. The baseline is data-parallel, or single if
-    data-parallel is not among the variants. Runs of one seed start from the same
+    Every variant trains the same tokens: the same number of steps, each with one
+    batch shared by its nodes. The baseline is data-parallel if it is among the
+    variants, else single, else the first. Runs of one seed start from the same
     weights and see the same samples in the same steps; the cost of a variant is the
     mean of its paired differences from the baseline. If their 95 % interval lies
     within the bound, a larger effect is ruled out; if it crosses the bound, use more
@@ -666,34 +643,56 @@ def quality(
 
     Example: farloop bench quality --tune outer_lr=0.2,0.4,0.6,0.8,1 --seeds 3
 
-    Example: farloop bench quality fp32/fp32 q4/q4 "q4/q4 h=60" --seeds 5
+    Example: farloop bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
     """
-    given = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h}
-    named = {name: value for name, value in given.items() if value is not None}
-    check_model(model or _PAIRS["model"])
-    from farloop.bench.comparison import markdown, table, tuning_lines
-    from farloop.bench.quality import RunFailed
-    from farloop.bench.quality_spec import asked_for, check_device
+    check_model(model or "micro")
+    from farloop.bench.comparison import markdown, report, table, tuning_lines, watched
+    from farloop.bench.quality import CPU, RunFailed, Tuned, plan_of, run_all, tune
+    from farloop.bench.quality_spec import asked_for, check_device, command_of, plan_grid
+    from farloop.bench.training import CURVE_SEQUENCES
     from farloop.cli.progress import progress_console
     from farloop.config.run_config import DataConfig
+    from farloop.plots.quality import plot_differences, plot_methods
 
     check_device(device)
     make_output_folder(out)
-    texts = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
-    where: dict[str, Any] = {"data": texts, "out": out, "device": device}
-    console = progress_console(json=as_json)
-    running: dict[str, Any] = {"jobs": jobs or os.cpu_count() or 1, "within": within, "console": console}
+    flags = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h, "global_batch": global_batch}
+    asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings})
+    text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
+    console, jobs, tuned = progress_console(json=as_json), jobs or os.cpu_count() or 1, tuple[Tuned, ...]()
+    planned = plan_grid(asked, data=text, out=out, device=device)
+    plan = planned.plan
     try:
-        if pairs:
-            _only_for_grids(variant=variants, grid=grid, global_batch=global_batch, tune=tune)
-            found = _compare_pairs(pairs, {**_PAIRS, **named}, settings or [], where, **running)
-        else:
-            lists = {"variants": variants, "tune": tune, "settings": settings}
-            found = _compare_grid(asked_for(grid, {**named, "global_batch": global_batch}, lists), where, **running)
+        if (searches := plan_of(planned.trials, plan)) is not None:
+            console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
+            with watched(searches, console) as watch:
+                tuned = tune(searches, planned.trials, jobs=jobs, watch=watch)
+            picked = {one.label: one.picked for one in tuned}
+            plan = plan_grid(asked, data=text, out=out, device=device, picked=picked).plan
+        with watched(plan, console) as watch:
+            results = run_all(plan, jobs=jobs, watch=watch)
     except RunFailed as error:
         raise CommandError(str(error), ExitCode(error.exit_code)) from error
+    words = ["--data", str(data)] if data else []
+    words += ["--data-bytes", str(data_bytes)] if data_bytes else []
+    words += ["--device", device] if device != CPU else []
+    parameters = plan.variants[0].specs[0].identity.layout.num_parameters
+    command = command_of(asked, options=words)
+    found = report(plan, results, parameters=parameters, tuned=tuned, within_percent=within, command=command)
     write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
     write_output(out / "quality.md", markdown(found))
+    over = "1 seed" if asked.seeds == 1 else f"mean ± standard deviation of {asked.seeds} seeds"
+    title = f"{len(results)} ways to train {count_text(parameters)} parameters on equal tokens"
+    caption = f"{asked.steps} steps of {asked.global_batch} sequences; {over}; commit {found.commit or 'unknown'}"
+    for kind in ("svg", "png"):
+        plot_methods(
+            out / f"quality.{kind}",
+            results,
+            title=title,
+            caption=f"{caption}; curves on {CURVE_SEQUENCES} sequences, the table on all",
+        )
+        if len(found.variants) > 1 and asked.seeds > 1:
+            plot_differences(out / f"differences.{kind}", found.variants, within_percent=within, caption=caption)
     if as_json:
         return typer.echo((out / "quality.json").read_text())
     if not console.is_terminal:
@@ -703,96 +702,3 @@ def quality(
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"figure   {out / 'quality.svg'}\nfigures  {out / 'quality.json'}", soft_wrap=True)
     console.print(f"again    {found.command}", markup=False, soft_wrap=True)
-
-
-def _compare_pairs(
-    spelled: Sequence[str],
-    given: Mapping[str, Any],
-    settings: Sequence[str],
-    where: Mapping[str, Any],
-    *,
-    jobs: int,
-    within: float | None,
-    console: "Console",
-) -> "Report":
-    """Train variants, each with a batch of its own, and compare them with the first; draw the result.
-
-    Args:
-        where: data, out folder and device.
-
-    Raises:
-        CommandError: a variant or setting is invalid.
-        RunFailed: a run broke.
-    """
-    from farloop.bench.comparison import report, watched
-    from farloop.bench.quality import run_all
-    from farloop.bench.quality_spec import plan_quality
-    from farloop.config.settings import run_settings
-    from farloop.plots.quality import plot
-
-    words = [f"{name}={value}" for name, value in given.items() if name != "seeds"]
-    plan = plan_quality(spelled, run_settings([*words, *settings], origin="--set"), seeds=given["seeds"], **where)
-    with watched(plan, console) as watch:
-        results = run_all(plan, jobs=jobs, watch=watch)
-    found = report(
-        plan,
-        results,
-        within_percent=_WITHIN_OF_PAIRS if within is None else within,
-        command=shlex.join(["farloop", *sys.argv[1:]]),
-    )
-    caption = f"{given['model']}, {given['nodes']} nodes, {given['steps']} steps, H {given['h']}"
-    caption += "".join(f", {word}" for word in settings)
-    for kind in ("svg", "png"):
-        file = where["out"] / f"quality.{kind}"
-        plot(file, found.variants, results, within_percent=found.within_percent, caption=caption)
-    return found
-
-
-def _compare_grid(
-    grid: "Grid", where: Mapping[str, Any], *, jobs: int, within: float | None, console: "Console"
-) -> "Report":
-    """Tune, then compare methods with data parallel at equal tokens, and draw the result. As `_compare_pairs`."""
-    from farloop.bench.comparison import report, watched
-    from farloop.bench.quality import CPU, Tuned, plan_of, run_all, tune
-    from farloop.bench.quality_spec import command_of, picked_of, plan_grid
-    from farloop.bench.training import CURVE_SEQUENCES
-    from farloop.config.run_config import DataConfig
-    from farloop.plots.quality import plot_methods
-
-    planned = plan_grid(grid, **where)
-    plan, tuned = planned.plan, tuple[Tuned, ...]()
-    if (searches := plan_of(planned.trials, plan)) is not None:
-        console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
-        with watched(searches, console) as watch:
-            tuned = tune(searches, planned.trials, jobs=jobs, watch=watch)
-        plan = plan_grid(grid, **where, picked=picked_of(tuned)).plan
-    with watched(plan, console) as watch:
-        results = run_all(plan, jobs=jobs, watch=watch)
-    parameters = plan.variants[0].specs[0].identity.layout.num_parameters
-    data, device = where["data"], where["device"]
-    words = ["--data", str(data.path)] if data.path else []
-    words += ["--data-bytes", str(data.max_bytes)] if data.max_bytes != DataConfig().max_bytes else []
-    words += ["--device", device] if device != CPU else []
-    found = report(
-        plan,
-        results,
-        parameters=parameters,
-        tuned=tuned,
-        within_percent=_WITHIN_OF_GRID if within is None else within,
-        command=command_of(grid, options=words),
-    )
-    seeds = "1 seed" if grid.seeds == 1 else f"mean ± standard deviation of {grid.seeds} seeds"
-    title = f"{len(results)} ways to train {count_text(parameters)} parameters on equal tokens"
-    caption = f"{grid.steps} steps of {grid.global_batch} sequences; {seeds}"
-    caption += f"; curves on {CURVE_SEQUENCES} sequences, the table on all"
-    caption += f"; commit {found.commit}" if found.commit else ""
-    for kind in ("svg", "png"):
-        plot_methods(where["out"] / f"quality.{kind}", results, title=title, caption=caption)
-    return found
-
-
-def _only_for_grids(**options: object) -> None:
-    for name, value in options.items():
-        if value:
-            flag = name.replace("_", "-")
-            raise CommandError(f"--{flag} is for a grid, not for pairs; leave it out, or name every pair by --variant")

@@ -25,65 +25,29 @@ _BEGINNING = 0.1  # share of a run that may be above the plot: there all fall al
 _ROW_IN = 0.62  # height of a variant
 
 
-def plot(
-    path: Path,
-    comparisons: Sequence[Comparison],
-    results: Mapping[str, Sequence[RunResult]],
-    *,
-    within_percent: float,
-    caption: str,
-) -> None:
-    """Write the figure of what `compare` found in `results`; the first comparison is the baseline's."""
-    height = 3.6 + _ROW_IN * max(0, len(comparisons) - 4)
-    with figure(path, 11.0, height, note=caption) as drawn:
-        left, right = drawn.subplots(1, 2, width_ratios=(1.15, 1.0))
-        _differences(left, comparisons, within_percent)
-        _curves(right, results)
-
-
-def _differences(axes: Axes, comparisons: Sequence[Comparison], within_percent: float) -> None:
-    """A row per variant: its seeds as faint dots, their mean with its interval."""
+def plot_differences(path: Path, comparisons: Sequence[Comparison], *, within_percent: float, caption: str) -> None:
+    """Write the figure of what `compare` found: a row per variant but the first, the baseline: its seeds as faint dots,
+    their mean with its interval."""
     baseline, *others = comparisons
-    axes.axvspan(-within_percent, within_percent, color=GOOD, alpha=0.08, linewidth=0)
-    axes.axvline(0.0, color=MUTED, linewidth=1.0)
-    for row, found in enumerate(others):
-        color, seeds = color_of(row), found.differences_percent
-        axes.plot(seeds, [row + 0.16] * len(seeds), linestyle="", marker="o", markersize=4, color=color, alpha=0.35)
-        if found.low_percent is not None and found.high_percent is not None:
-            axes.plot([found.low_percent, found.high_percent], [row, row], color=color, linewidth=2.4)
-        axes.plot([found.mean_percent], [row], marker="o", markersize=8, color=color)
-        back = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
-        beside(axes, difference_text(found), (found.mean_percent, row), (0, 9), ha="center", color=color, bbox=back)
-    rows(axes, len(others), [found.label for found in others], above=0.6)
-    reach = max(
-        [1.25 * within_percent]
-        + [1.1 * abs(x) for c in others for x in (*c.differences_percent, c.low_percent or 0.0, c.high_percent or 0.0)]
-    )
-    axes.set_xlim(-reach, reach)
-    ticks(axes.xaxis, None, lambda value: f"{value:+g}" if value else "0")
-    axes.set_xlabel("paired difference in final validation loss, mean and 95 % interval, %")
-    axes.set_title(f"cost against {baseline.label}, {len(baseline.losses)} seeds")
-
-
-def _curves(axes: Axes, results: Mapping[str, Sequence[RunResult]]) -> None:
-    """Every run as a faint line, the mean of a variant's as a full one, without the first steep fall."""
-    highest = []
-    for number, (label, runs) in enumerate(results.items()):
-        color = color_of(number - 1) if number else MUTED
-        for run in runs:
-            axes.plot(*zip(*run.curve, strict=True), color=color, linewidth=0.7, alpha=0.3)
-        course = course_of(label, runs)
-        steps = [position for position, _ in runs[0].curve][: len(course.loss)]
-        axes.plot(steps, course.loss, color=color, linewidth=1.8, label=label)
-        highest += [loss for step, loss in zip(steps, course.loss, strict=True) if step >= 0.15 * steps[-1]][:1]
-    lowest = min(loss for runs in results.values() for run in runs for _, loss in run.curve)
-    room = 0.06 * (max(highest) - lowest) or 0.1
-    axes.set_ylim(lowest - room, max(highest) + room)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.set_xlabel("inner steps of each node")
-    axes.set_title("validation loss, nats per byte")
-    axes.legend(loc="upper right", labelcolor="linecolor")
+    with figure(path, 6.5, 3.6 + _ROW_IN * max(0, len(others) - 3), note=caption) as drawn:
+        axes = drawn.subplots()
+        axes.axvspan(-within_percent, within_percent, color=GOOD, alpha=0.08, linewidth=0)
+        axes.axvline(0.0, color=MUTED, linewidth=1.0)
+        for row, found in enumerate(others):
+            color, seeds = color_of(row), found.differences_percent
+            axes.plot(seeds, [row + 0.16] * len(seeds), linestyle="", marker="o", markersize=4, color=color, alpha=0.35)
+            if found.low_percent is not None and found.high_percent is not None:
+                axes.plot([found.low_percent, found.high_percent], [row, row], color=color, linewidth=2.4)
+            axes.plot([found.mean_percent], [row], marker="o", markersize=8, color=color)
+            back = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+            beside(axes, difference_text(found), (found.mean_percent, row), (0, 9), ha="center", color=color, bbox=back)
+        rows(axes, len(others), [found.label for found in others], above=0.6)
+        ends = [x for c in others for x in (*c.differences_percent, c.low_percent or 0.0, c.high_percent or 0.0)]
+        reach = max([1.25 * within_percent, *(1.1 * abs(x) for x in ends)])
+        axes.set_xlim(-reach, reach)
+        ticks(axes.xaxis, None, lambda value: f"{value:+g}" if value else "0")
+        axes.set_xlabel("paired difference in final validation loss, mean and 95 % interval, %")
+        axes.set_title(f"cost against {baseline.label}, {len(baseline.losses)} seeds")
 
 
 # --- methods at equal tokens

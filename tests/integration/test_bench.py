@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from farloop.bench import gpu
 from farloop.bench.processes import run_together
@@ -16,39 +16,15 @@ from farloop.cli.main import app
 pytestmark = pytest.mark.integration
 
 
-def bench(out: Path, *words: str) -> Result:
-    smallest = ["--model", "nano", "--nodes", "2", "--steps", "4", "--h", "2", "--set", "batch_sequences=1"]
-    smallest += ["--set", "sequence_tokens=16", "--set", "evaluation_sequences=4", "--set", "method=diloco"]
-    words = ("bench", "quality", *words, *smallest, "--seeds", "2", "--jobs", "2", "--out", str(out))
-    return CliRunner().invoke(app, words, env={"COLUMNS": "140", "NO_COLOR": "1"}, prog_name="farloop")
-
-
-def test_variants_are_trained_compared_drawn_and_kept(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    words = ("fp32/fp32", "q4/q4", "--data", str(text))
-    first = bench(tmp_path / "out", *words)
-    assert first.exit_code == 0, first.output
-    for line in ("fp32/fp32, seed 0: loss", "q4/q4, seed 1: loss", "baseline", "in ±0.5 %"):
-        assert line in first.stdout
-    found = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert [len(variant["losses"]) for variant in found["variants"]] == [2, 2]
-    assert "q4/q4" in (tmp_path / "out" / "quality.svg").read_text()
-
-    again = bench(tmp_path / "out", *words, "--json")
-    assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout)["variants"] == found["variants"]
-    assert again.stderr.count("kept from earlier") == 4
-
-
 def test_a_bad_spelling_ends_in_one_line(tmp_path: Path) -> None:
-    result = bench(tmp_path, "fp32/fp32", "q4")
+    words = ["bench", "quality", "--variant", "dilco", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, words, prog_name="farloop")
     assert result.exit_code == 2
-    assert result.stderr.startswith("farloop: error: 'q4': codecs are spelled UP/DOWN, as q4/q4")
+    assert result.stderr.startswith("farloop: error: 'dilco': 'dilco' is neither a method nor KEY=VALUE")
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_methods_are_tuned_and_trained_on_equal_tokens(tmp_path: Path) -> None:
+def test_methods_are_tuned_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(2000)))
     grid = tmp_path / "grid.toml"
@@ -83,15 +59,15 @@ def test_methods_are_tuned_and_trained_on_equal_tokens(tmp_path: Path) -> None:
     assert diloco["fewer_bytes"] > 10
     assert [len(one["tried"]) for one in found["tuned"]] == [2, 2, 2]
     assert [list(one["picked"]) for one in found["tuned"]] == [["lr"], ["lr"], ["outer_lr"]]
-    for name in ("quality.md", "quality.svg", "quality.png"):
+    for name in ("quality.md", "quality.svg", "quality.png", "differences.svg"):
         assert (tmp_path / "out" / name).stat().st_size > 0
     assert "--variant 'single h=2'" in found["command"]
 
-
-def test_an_option_of_grids_is_refused_for_pairs(tmp_path: Path) -> None:
-    result = bench(tmp_path, "fp32/fp32", "q4/q4", "--tune", "outer_lr=1")
-    assert result.exit_code == 2
-    assert "--tune is for a grid, not for pairs" in result.stderr
+    again = CliRunner().invoke(app, words[:-1], env={"COLUMNS": "140", "NO_COLOR": "1"}, prog_name="farloop")
+    assert again.exit_code == 0 and again.stdout.count("kept from earlier") == 12, again.output
+    for line in ("diloco h=2, seed 1: loss", "baseline", "in ±1 %"):
+        assert line in again.stdout
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["variants"] == found["variants"]
 
 
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from farloop.algo.spec import RunSpec
 from farloop.bench.comparison import Comparison, Report, compare, half_width, markdown, report, table, tuning_lines
 from farloop.bench.machine import machine
 from farloop.bench.quality import QualityPlan, RunResult, Tried, Tuned, Variant
-from farloop.plots.quality import course_of, plot, plot_methods
+from farloop.plots.quality import course_of, plot_differences, plot_methods
 
 SpecOf = Callable[..., RunSpec]
 
@@ -145,7 +145,7 @@ LADDER = {label: (result(1.0),) for label in ("data-parallel nodes=2", *(f"strea
 @pytest.mark.parametrize("results", [RESULTS, ONE_SEED, {"q4/q4": RESULTS["q4/q4"]}, {"single": SINGLE}, LADDER])
 def test_a_figure_names_every_variant(tmp_path: Path, results: dict[str, tuple[RunResult, ...]], suffix: str) -> None:
     pairs, methods = tmp_path / "new" / f"pairs.{suffix}", tmp_path / "new" / f"methods.{suffix}"
-    plot(pairs, compare(results), results, within_percent=0.5, caption="nano, 2 nodes")
+    plot_differences(pairs, compare(results), within_percent=0.5, caption="nano, 2 nodes")
     plot_methods(methods, {**results, "single": SINGLE}, title="twelve ways", caption="of a test")
     for path, words in ((pairs, ["nano, 2 nodes"]), (methods, ["twelve ways", "of a test", "one node, no link"])):
         if suffix == "svg":

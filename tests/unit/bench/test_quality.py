@@ -342,7 +342,7 @@ def test_a_search_takes_its_best_and_survives_a_run_that_breaks(
     spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = (0.4, 0.8, 1.0)
-    trials = {"a": [Trial(settings={"outer_lr": v}, spec=spec_of(outer_lr=v, seed=1000)) for v in values], "b": []}
+    trials = {"a": [Trial(settings={"outer_lr": v}, spec=spec_of(outer_lr=v, seed=1000)) for v in values]}
     plan = QualityPlan(variants=(Variant(label="a", specs=(spec_of(),)),), folder=tmp_path)
     searches = plan_of(trials, plan)
     assert searches is not None
