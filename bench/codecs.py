@@ -39,6 +39,7 @@ from farloop.quant.registry import spelling_of
 OPS = ("encode", "decode", "add", "sum8", "fused", "outer")
 
 ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}  # 256 MiB and 1 GiB of fp32: far more than any cache
+QUICK_ELEMENTS = 16 << 20
 MEMORY_ELEMENTS = 32 << 20  # a fragment of 128 MiB: what an interpreter does besides does not show
 
 BRIEF = 8 << 20

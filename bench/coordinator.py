@@ -18,10 +18,9 @@ from farloop.bench.processes import free_port, run_together
 from farloop.bench.sync_trace import Marks, cpu_per_round
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
-from farloop.coordinator.net.sessions import RateLimits
+from farloop.monitoring.units import size_text
 
 WARM_UP = 2  # rounds that are not counted
-MOST_NODES = RateLimits().sessions_of_an_address  # they have no keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +94,21 @@ def measure(
         cpu_s_per_commit_and_node=cpu_per_round(marks, WARM_UP + 1) / nodes,
         peak_bytes=peaks["coordinator"],
     )
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A table of what `measure` found."""
+    lines = [
+        f"{'nodes':>5}  {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
+    ]
+    for row in rows:
+        told_s, held_s = ((row.told_s_p50, row.told_s_p99), (row.held_s_p50, row.held_s_p99))
+        times = "  ".join(f"{1e3 * p50:6.0f}, {1e3 * p99:5.0f} ms" for p50, p99 in (told_s, held_s))
+        lines.append(
+            f"{row.nodes:5}  {row.round_s_median:6.2f} s  {row.gb_per_s:6.3f}  {times}  "
+            f"{1e3 * row.cpu_s_per_commit_and_node:7.2f} ms  {size_text(row.peak_bytes)}"
+        )
+    return "\n".join(lines)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

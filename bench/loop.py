@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from farloop.bench.processes import free_port, started
+from farloop.bench.processes import Emulated, free_port, started
 from farloop.config.exit_codes import CommandError, code_of, write_output
 from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
@@ -30,8 +30,6 @@ FIRST: Final = "first.safetensors"
 SEQUENCES: Final = 4
 TOKENS: Final = 128  # of a sequence
 _PATIENCE_S = 300.0  # for a coordinator's first snapshots
-
-PortOf = Callable[[int], contextlib.AbstractContextManager[int]]
 
 
 class Loop:
@@ -175,19 +173,19 @@ def measure(
     turns: int,
     out: Path,
     environ: Mapping[str, str],
-    port_of: PortOf,
+    link: Emulated | None,
     say: Callable[[str], None],
 ) -> list[Row]:
     """Turns of H steps without farloop and with it, after two rounds that do not count; one thread computes.
 
-    `port_of`: where the node finds the coordinator's port. Raises CommandError: a process failed.
+    `link`: from the node to the coordinator. Raises CommandError: a process failed.
     """
     spent()
     torch.set_num_threads(1)
     loop = Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)
     with (
         coordinator(loop, out, h, (turns + 3) * h, environ) as port,
-        port_of(port) as at,
+        link.ports(port, 1) if link else contextlib.nullcontext([port]) as (at,),
         join(
             f"tcp://127.0.0.1:{at}",
             loop.module,

@@ -6,7 +6,7 @@ Both have loaded the same code, and both peaks count from when the model and its
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import load_run
 from farloop.config.sources import dump_toml
+from farloop.monitoring.units import size_text
 from farloop.node.library import join
 from farloop.node.model import build
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
@@ -45,25 +46,31 @@ _RUN: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Peak resident memory of one process."""
+    """Peak resident memory of one process; of a rank of a loop, what farloop adds to it."""
 
     who: str
     parameters: int
     predicted_bytes: int
     measured_bytes: int
+    loop_bytes: int = 0  # of a rank: the peak of the loop without farloop
 
     @property
     def ratio(self) -> float:
         """Measured over predicted."""
         return self.measured_bytes / self.predicted_bytes
 
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Measured, the process itself included."""
-        return self.measured_bytes / self.parameters
+
+def text(peaks: Sequence[Peak]) -> str:
+    """A line for each."""
+    return "\n".join(
+        f"{peak.who:<12} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
+        f"({peak.measured_bytes / peak.parameters:.1f} B a parameter): {peak.ratio:.2f}"
+        + (f"; the loop alone {size_text(peak.loop_bytes)}" if peak.loop_bytes else "")
+        for peak in peaks
+    )
 
 
-def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Peak]:
+def measure(model: str, out: Path, environ: Mapping[str, str]) -> list[Peak]:
     """Peaks of the coordinator and of the node of a short run. Files and logs are in `out`; `environ` is theirs.
 
     Raises CommandError: a process failed, or took too long, or this is not Linux.
@@ -90,10 +97,7 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Pe
     commands = {who: ["-m", "farloop.cli.main", who, file] for who, file in words.items()}
     peaks = run_together(commands, out, {**environ, "CUDA_VISIBLE_DEVICES": ""})
     parameters = spec.identity.layout.num_parameters
-    coordinator, trained = (
-        Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told
-    )
-    return coordinator, trained
+    return [Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told]
 
 
 # --- The ranks of a loop
@@ -102,24 +106,9 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> tuple[Peak, Pe
 _STEPS = 16  # two rounds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPeak:
-    """What farloop adds to one rank of a loop whose model is sharded over `ranks`, whole if it is one."""
-
-    ranks: int
-    rank: int
-    loop_bytes: int  # peak of the loop without farloop
-    added_bytes: int
-    predicted_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted."""
-        return self.added_bytes / self.predicted_bytes
-
-
-def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str]) -> list[RankPeak]:
-    """Of every rank of a built-in model's loop; files and logs are in `out`. Linux alone tells such peaks.
+def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str]) -> list[Peak]:
+    """What farloop adds to every rank of a built-in model's loop, which is sharded over `ranks`, whole if it is one;
+    files and logs are in `out`. Linux alone tells such peaks.
 
     Raises CommandError: a process failed, or took too long.
     """
@@ -145,11 +134,11 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
         run_together({**daemon, **words}, out, {**environ, **together}, of_ranks=True)
         peaks[way] = [int((out / name).read_text()) for name in names]
     return [
-        RankPeak(
-            ranks=ranks,
-            rank=rank,
+        Peak(
+            who=f"rank {rank} of {ranks}",
+            parameters=spec.identity.layout.num_parameters,
             loop_bytes=alone,
-            added_bytes=peaks["node"][rank] - alone,
+            measured_bytes=peaks["node"][rank] - alone,
             predicted_bytes=told + (0 if rank else memory.node_host["payloads in flight"]),
         )
         for rank, alone in enumerate(peaks["loop"])

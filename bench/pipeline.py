@@ -248,6 +248,10 @@ class Processes:
     steps: tuple[Step, ...]
     learning: Learning
 
+    @property
+    def lines(self) -> list[str]:
+        return [*(step.line for step in self.steps), *self.learning.lines]
+
 
 STEPS = (
     ("full pipelines", FULL),

@@ -407,3 +407,47 @@ class Findings:
         """Mean round while the link was slow and unknown, over that after the plan was made anew."""
         slowed = self.slow_link.round_s[self.slow_link.slow_from : self.slow_link.replanned_at]
         return statistics.fmean(slowed) / statistics.fmean(self.slow_link.round_s[self.slow_link.replanned_at :])
+
+
+def measure(sizes: Sequence[int], say: Callable[[str], None]) -> Findings:
+    """All experiments; plans for these numbers of nodes."""
+    rows, star = modes()
+    timed = []
+    for row in planning(sizes):
+        say(f"{row.nodes} nodes planned in {row.plan_s:.2f} s")
+        timed.append(row)
+    return Findings(
+        modes=rows,
+        h_star=star,
+        small=small_paths(),
+        planning=tuple(timed),
+        relaying=relaying(),
+        slow_link=slow_link(),
+    )
+
+
+def text(findings: Findings) -> str:
+    """What was found, in lines."""
+    small, relays, slow = findings.small, findings.relaying, findings.slow_link
+    chosen = ", ".join(f"{row.chosen} at H = {row.h}" for row in findings.modes)
+    lines = [
+        f" modes     {chosen}; H* = {findings.h_star:.2f}",
+        f" paths     {', '.join('-'.join(path) for path in small.paths)}: {small.step_ms:.1f} ms; "
+        f"full pipelines {small.full_ms:.1f}, random {small.random_ms:.1f}",
+    ]
+    lines += [
+        f" planning  {row.nodes} nodes in {row.plan_s:.2f} s ({row.cpu_s:.2f} s of CPU, {row.peak_mb:.0f} MB), "
+        f"step {row.step_s:.1f} s, random {row.random_s:.1f} s, again {'the same' if row.same_again else 'ANOTHER'}"
+        for row in findings.planning
+    ]
+    lines.append(
+        f" relays    star {relays.star_simulated_s:.2f} s ({relays.star_s:.2f} predicted), "
+        f"relays {relays.relay_simulated_s:.2f} s ({relays.relay_s:.2f} predicted): "
+        f"{relays.star_simulated_s / relays.relay_simulated_s:.1f} times"
+    )
+    lines.append(
+        f" slow link from round {slow.slow_from}, named in round {slow.found_at}: {slow.found}; "
+        f"{slow.before} → {slow.after}, rounds {findings.recovered:.1f} times as fast as before the new plan; "
+        f"paths {slow.path_old_s:.1f} → {slow.path_new_s:.1f} s"
+    )
+    return "\n".join(lines)

@@ -7,30 +7,19 @@ from the moment at which the last node has taken its step until the last node ha
 import importlib.util
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import save
 
-from farloop.bench.processes import free_port, run_together
+from farloop.bench.processes import Emulated, free_port, run_together
 from farloop.bench.sync_nodes import PEERS, weights
 from farloop.bench.sync_trace import Marks, Trace, trace_of
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
 from farloop.monitoring.units import size_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emulated:
-    """A link that each node has to the coordinator."""
-
-    name: str
-    bytes_per_s: float
-    ports: Callable[[int, int], AbstractContextManager[Sequence[int]]]
-    """For a port and a number of nodes: ports of this machine from which each reaches it over a link of its own."""
-
 
 WARM_UP = 2  # rounds that are not counted
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,17 +13,13 @@ import typer
 from farloop.cli.options import AsJson, Commands, TextData, check_codecs, check_links, check_model, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import ascii_number, count_text, is_digits, size_text
+from farloop.monitoring.units import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from farloop.bench.codecs import CodecReport, Plan, Watch
-    from farloop.bench.coordinator import Row as NodesRow
-    from farloop.bench.loop import Row as LoopRow
-    from farloop.bench.pipeline import Processes
-    from farloop.bench.routing import Findings
-    from farloop.bench.sync import Emulated, Row
+    from farloop.bench.codecs import Watch
+    from farloop.bench.processes import Emulated
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
@@ -31,10 +27,6 @@ NewFolder = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/COMMAND-TIME"),
 ]
-
-_UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-
-QUICK_ELEMENTS = 16 << 20
 
 _WIDE = 140  # columns of the quality table in a file or pipe
 
@@ -45,14 +37,16 @@ def codecs(
         list[str] | None, typer.Option(show_default="all", help="A codec, e.g. q4r:step=0.7; repeatable.")
     ] = None,
     threads: Annotated[
-        str, typer.Option(help="Numbers of CPU threads, e.g. 1,2.", show_default="1, 2, 4, … all cores")
-    ] = "",
+        list[int] | None,
+        typer.Option(min=1, help="A number of CPU threads; repeatable.", show_default="1, 2, 4, … all cores"),
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="cpu or cuda; repeatable.", show_default="all available")
     ] = None,
     elements: Annotated[
-        str, typer.Option(help="Elements of a timed vector, e.g. 64Mi.", show_default="64Mi; GPU: 256Mi")
-    ] = "",
+        float | None,
+        typer.Option(min=1, max=1e12, help="Elements of a timed vector, e.g. 64e6.", show_default="64 Mi; GPU: 256 Mi"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A sixth of the time: fewer repetitions, smaller vectors, a shorter run.")
     ] = False,
@@ -82,57 +76,27 @@ def codecs(
 
     Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
-    parse_threads(threads)
     check_codecs(codec or [])
-    from farloop.bench.codecs import run
-    from farloop.cli.progress import progress_console
-
-    console = progress_console(json=as_json)
-    plan = plan_codecs(
-        codec or [], threads, device or [], elements, quick=quick, speed=speed, quality=quality, peers=peers, out=out
-    )
-    make_output_folder(out)
-    with _watched(console) as watch:
-        report = run(plan, watch=watch)
-    files = write_report(report, out)
-    if as_json:
-        typer.echo(dumps(report.plain(), indent=1))
-    else:
-        _show(report, files, console)
-
-
-def plan_codecs(
-    spelled: Sequence[str],
-    threads: str,
-    devices: Sequence[str],
-    elements: str,
-    *,
-    quick: bool,
-    speed: bool,
-    quality: bool,
-    peers: bool,
-    out: Path,
-) -> "Plan":
-    """The measurements to run. Raises CommandError for an invalid option."""
+    if not (speed or quality):
+        raise CommandError("without speed and quality nothing is left to measure")
     from farloop.bench.codec_peers import PEERS
     from farloop.bench.codec_quality import DISTRIBUTIONS
     from farloop.bench.codec_speed import QUICK, STEADY
-    from farloop.bench.codecs import LONG, MEMORY_ELEMENTS, SHORT, Plan, places
+    from farloop.bench.codec_tables import report_tables
+    from farloop.bench.codecs import LONG, MEMORY_ELEMENTS, QUICK_ELEMENTS, SHORT, Plan, places, run
     from farloop.bench.quality_spec import check_device
+    from farloop.cli.progress import progress_console
+    from farloop.plots.codecs import plot_quality, plot_speed
     from farloop.quant.registry import CODECS, codec_named
 
-    if not (speed or quality):
-        raise CommandError("without speed and quality nothing is left to measure")
-    for name in devices:
+    for name in device or []:
         check_device(name)
-    try:
-        chosen = tuple(codec_named(name) for name in spelled)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    return Plan(
-        codecs=chosen or tuple(CODECS.values()),
-        places=places(parse_threads(threads), devices) if speed else (),
-        elements=parse_count(elements) if elements else (QUICK_ELEMENTS if quick else None),
+    make_output_folder(out)
+    console = progress_console(json=as_json)
+    plan = Plan(
+        codecs=tuple(map(codec_named, codec or CODECS)),
+        places=places(threads, device) if speed else (),
+        elements=int(elements) if elements else QUICK_ELEMENTS if quick else None,
         pace=QUICK if quick else STEADY,
         samples=tuple(DISTRIBUTIONS) if quality else (),
         outer=(SHORT if quick else LONG) if quality else None,
@@ -140,39 +104,19 @@ def plan_codecs(
         folder=out,
         peers=PEERS if peers else (),
     )
-
-
-def parse_threads(text: str) -> tuple[int, ...]:
-    """`1,2` as (1, 2); nothing for nothing. Raises CommandError."""
-    words = [word.strip() for word in text.split(",")] if text else []
-    if not all(is_digits(word) and int(word) > 0 for word in words):
-        raise CommandError(f"--threads is a list of whole numbers above 0, as 1,2, not {text!r}")
-    return tuple(int(word) for word in words)
-
-
-def parse_count(text: str) -> int:
-    """`64Mi`, `1e6` or `4096` as a whole number above 0. Raises CommandError."""
-    number = text.rstrip("kKMGi")
-    try:
-        count = float(ascii_number(number)) * _UNITS.get(text[len(number) :], 1 if number == text else 0)
-    except ValueError:
-        count = 0.0
-    if not 1 <= count < 1 << 40 or count != int(count):
-        raise CommandError(f"--elements is a number of elements, as 64Mi or 1e6, not {text!r}")
-    return int(count)
-
-
-def write_report(report: "CodecReport", out: Path) -> list[Path]:
-    """codecs.json and the plots of what was measured, each as SVG and PNG."""
-    from farloop.plots.codecs import plot_quality, plot_speed
-
-    files = [out / "codecs.json"]
-    write_output(files[0], dumps(report.plain(), indent=1))
+    with _watched(console) as watch:
+        report = run(plan, watch=watch)
+    files, found = [out / "codecs.json"], dumps(report.plain(), indent=1)
+    write_output(files[0], found)
     for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
         for kind in ("svg", "png") if wanted else ():
             files.append(out / f"codecs-{name}.{kind}")
             plot(files[-1], report)
-    return files
+    if as_json:
+        return typer.echo(found)
+    for table in report_tables(report):
+        console.print(table)
+    console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -199,14 +143,6 @@ def _watched(console: "Console") -> Iterator["Watch"]:
         yield Watch(stage=stage, part=part)
 
 
-def _show(report: "CodecReport", files: Sequence[Path], console: "Console") -> None:
-    from farloop.bench.codec_tables import report_tables
-
-    for table in report_tables(report):
-        console.print(table)
-    console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
-
-
 @bench_app.command()
 def memory(
     model: Annotated[str, typer.Option(help="A built-in model, or hf:FOLDER.")] = "base",
@@ -214,7 +150,7 @@ def memory(
         list[int] | None,
         typer.Option(min=1, max=64, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for settings, state and logs.")] = Path("out/memory"),
+    out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the peak memory of a coordinator and of a node, and compare it with the prediction.
@@ -229,34 +165,14 @@ def memory(
     Example: farloop bench memory --ranks 1 --ranks 2
     """
     check_model(model)
-    from farloop.bench.machine import machine, source_commit
-    from farloop.bench.memory import measure, measure_ranks
+    from farloop.bench.memory import measure, measure_ranks, text
 
-    make_output_folder(out)
-    if (out / "state").exists():
-        raise CommandError(f"--out: {out} holds a run already; name another folder")
+    out = _empty_folder(out, "memory").resolve()
     if ranks:
-        rows = [row for count in ranks for row in measure_ranks(model, count, out.resolve() / str(count), os.environ)]
-        if as_json:
-            listed = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]
-            typer.echo(dumps({"machine": machine(), "commit": source_commit(), "ranks": listed}, indent=1))
-            return
-        for row in rows:
-            typer.echo(
-                f"rank {row.rank} of {row.ranks}  the loop {size_text(row.loop_bytes)}, added "
-                f"{size_text(row.added_bytes)}, predicted {size_text(row.predicted_bytes)}: {row.ratio:.2f}"
-            )
-        return
-    peaks = measure(model, out.resolve(), os.environ)
-    if as_json:
-        told = {peak.who: {**dataclasses.asdict(peak), "ratio": peak.ratio} for peak in peaks}
-        typer.echo(dumps({"machine": machine(), "commit": source_commit(), **told}, indent=1))
-        return
-    for peak in peaks:
-        typer.echo(
-            f"{peak.who:<12} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
-            f"({peak.bytes_per_parameter:.1f} B a parameter): {peak.ratio:.2f}"
-        )
+        rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count), os.environ)]
+    else:
+        rows = measure(model, out, os.environ)
+    _tell({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -306,20 +222,10 @@ def loop(
     from farloop.bench.loop import measure, text
     from farloop.node.settings import PRESETS
 
+    out = _empty_folder(out, "loop").resolve()
     emulated = _emulated(link) if link else None
-
-    @contextmanager
-    def port_of(port: int) -> Iterator[int]:
-        with emulated.ports(port, 1) if emulated else nullcontext([port]) as (at,):
-            yield at
-
-    out = _empty_folder(out, "loop")
-    rows = measure(
-        PRESETS[model], h, turns, out.resolve(), os.environ, port_of, lambda what: typer.echo(what, err=True)
-    )
-    if as_json:
-        return _echo_rows(rows)
-    typer.echo(text(rows))
+    rows = measure(PRESETS[model], h, turns, out, os.environ, emulated, lambda what: typer.echo(what, err=True))
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -360,14 +266,15 @@ def sync(
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
     rows = measure(what, codecs, out.resolve(), links=links, trace=trace)
-    if as_json:
-        return _echo_rows(rows)
-    typer.echo(text(rows))
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
 def coordinator(
-    nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes.")] = "2,8,32,128",
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=512, show_default="2, 8, 32, 128", help="A number of nodes; repeatable."),
+    ] = None,
     parameters: Annotated[float, typer.Option(min=256, max=1e11, help="Of the model, e.g. 1e6.")] = 1e6,
     codec: Annotated[str, typer.Option(help="Codec of both directions.")] = "q4",
     rounds: Annotated[
@@ -389,31 +296,23 @@ def coordinator(
     steps of some seconds neither is short of it, and the difference of two lengths is what a second
     of a round costs: heartbeats, reports and the status.
 
-    Example: farloop bench coordinator --nodes 16,64 --parameters 25e6
+    Example: farloop bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
     check_codecs([codec])
-    from farloop.bench.coordinator import MOST_NODES, measure
+    from farloop.bench.coordinator import measure, text
 
-    counts = _sizes(nodes, least=1, most=MOST_NODES)
-    out, processes = _empty_folder(out, "coordinator"), processes or os.cpu_count() or 1
-    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out.resolve(), os.environ) for n in counts]
-    if as_json:
-        return _echo_rows(rows)
-    typer.echo(
-        f"{'nodes':>5}  {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
-    )
-    for row in rows:
-        told_s, held_s = ((row.told_s_p50, row.told_s_p99), (row.held_s_p50, row.held_s_p99))
-        times = "  ".join(f"{1e3 * p50:6.0f}, {1e3 * p99:5.0f} ms" for p50, p99 in (told_s, held_s))
-        typer.echo(
-            f"{row.nodes:5}  {row.round_s_median:6.2f} s  {row.gb_per_s:6.3f}  {times}  "
-            f"{1e3 * row.cpu_s_per_commit_and_node:7.2f} ms  {size_text(row.peak_bytes)}"
-        )
+    out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
+    counts = dict.fromkeys(nodes or (2, 8, 32, 128))
+    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out, os.environ) for n in counts]
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
 def routing(
-    nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes to plan for.")] = "20,64,256,512",
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=12, show_default="20, 64, 256, 512", help="A number of nodes to plan for; repeatable."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(
         "out/routing"
     ),
@@ -431,83 +330,33 @@ def routing(
     distances, to compare step times with the prediction and losses with those of one
     process. Step times are valid only on an idle machine.
 
-    Example: farloop bench routing --nodes 20,256
+    Example: farloop bench routing --nodes 20 --nodes 256
     """
-    from farloop.bench import routing as bench
     from farloop.bench.machine import source_commit
+    from farloop.bench.pipeline import processes
+    from farloop.bench.routing import measure, text
     from farloop.cli.progress import progress_console
     from farloop.plots.planner import plot
 
-    sizes = _sizes(nodes)
     make_output_folder(out)
     console = progress_console(json=as_json)
-    rows, star = bench.modes()
-    timed = []
-    for row in bench.planning(sizes):
-        console.print(f" {row.nodes} nodes planned in {row.plan_s:.2f} s", style="dim")
-        timed.append(row)
-    findings = bench.Findings(
-        modes=rows,
-        h_star=star,
-        small=bench.small_paths(),
-        planning=tuple(timed),
-        relaying=bench.relaying(),
-        slow_link=bench.slow_link(),
-    )
+
+    def say(line: str) -> None:
+        console.print(f" {line}", style="dim", soft_wrap=True)
+
+    findings = measure(list(dict.fromkeys(nodes or (20, 64, 256, 512))), say)
     found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
-    made = _processes(console) if run_processes else None
-    if made is not None:
+    made, what, shown = None, "Planning measured", text(findings)
+    if run_processes:
+        say("pipelines of four and eight processes; step times are valid only on an idle machine")
+        made, what = processes(say), "Planning, and steps and losses of processes, measured"
         found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
+        shown += "".join(f"\n processes {line}" for line in made.lines)
     write_output(out / "routing.json", dumps(found, indent=1) + "\n")
-    what = "Planning measured, all other seconds predicted or simulated."
-    if made is not None:
-        what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
-    caption = f"farloop bench routing, commit {found['commit']}. {what}"
+    caption = f"farloop bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."
     for kind in (".svg", ".png"):
         plot(out / f"routing{kind}", findings, caption, made)
-    if as_json:
-        typer.echo(dumps(found, indent=1))
-    else:
-        for line in [*lines(findings), *(_measured(made) if made is not None else ())]:
-            typer.echo(line)
-        typer.echo(f" {out}/routing.json, .svg and .png")
-
-
-def _processes(console: "Console") -> "Processes":
-    from farloop.bench.pipeline import processes
-
-    console.print(" pipelines of four and eight processes; step times are valid only on an idle machine", style="dim")
-    return processes(lambda line: console.print(f" {line}", style="dim", soft_wrap=True))
-
-
-def _measured(made: "Processes") -> list[str]:
-    return [f" steps     {step.line}" for step in made.steps] + [f" learning  {line}" for line in made.learning.lines]
-
-
-def lines(findings: "Findings") -> list[str]:
-    small, relays, slow = findings.small, findings.relaying, findings.slow_link
-    chosen = ", ".join(f"{row.chosen} at H = {row.h}" for row in findings.modes)
-    text = [
-        f" modes     {chosen}; H* = {findings.h_star:.2f}",
-        f" paths     {', '.join('-'.join(path) for path in small.paths)}: {small.step_ms:.1f} ms; "
-        f"full pipelines {small.full_ms:.1f}, random {small.random_ms:.1f}",
-    ]
-    text += [
-        f" planning  {row.nodes} nodes in {row.plan_s:.2f} s ({row.cpu_s:.2f} s of CPU, {row.peak_mb:.0f} MB), "
-        f"step {row.step_s:.1f} s, random {row.random_s:.1f} s, again {'the same' if row.same_again else 'ANOTHER'}"
-        for row in findings.planning
-    ]
-    text.append(
-        f" relays    star {relays.star_simulated_s:.2f} s ({relays.star_s:.2f} predicted), "
-        f"relays {relays.relay_simulated_s:.2f} s ({relays.relay_s:.2f} predicted): "
-        f"{relays.star_simulated_s / relays.relay_simulated_s:.1f} times"
-    )
-    text.append(
-        f" slow link from round {slow.slow_from}, named in round {slow.found_at}: {slow.found}; "
-        f"{slow.before} → {slow.after}, rounds {findings.recovered:.1f} times as fast as before the new plan; "
-        f"paths {slow.path_old_s:.1f} → {slow.path_new_s:.1f} s"
-    )
-    return text
+    typer.echo(dumps(found, indent=1) if as_json else f"{shown}\n {out}/routing.json, .svg and .png")
 
 
 def _one_of(option: str, name: str, known: Iterable[str]) -> str:
@@ -528,7 +377,7 @@ def _empty_folder(out: Path | None, command: str) -> Path:
 
 def _emulated(name: str) -> "Emulated":
     """A link as `--link` names it."""
-    from farloop.bench.sync import Emulated
+    from farloop.bench.processes import Emulated
     from farloop.chaos.relay import Link, Relay, RelayThread
 
     parsed = Link.parse(name)
@@ -542,22 +391,11 @@ def _emulated(name: str) -> "Emulated":
     return Emulated(name=name, bytes_per_s=parsed.bytes_per_s, ports=ports)
 
 
-def _echo_rows(rows: Sequence["Row | NodesRow | LoopRow"]) -> None:
-    """As JSON, with the machine and the commit that they were measured on."""
+def _tell(found: Mapping[str, Any], text: str, as_json: bool) -> None:
+    """Print the text; or as JSON what was found, with the machine and the commit that it was measured on."""
     from farloop.bench.machine import machine, source_commit
 
-    told = {"machine": machine(), "commit": source_commit(), "rows": [dataclasses.asdict(row) for row in rows]}
-    typer.echo(dumps(told, indent=1))
-
-
-def _sizes(text: str, least: int = 12, most: int = 100_000) -> list[int]:
-    words: list[Any] = text.replace(",", " ").split()
-    if not words or not all(is_digits(word) and least <= int(word) <= most for word in words):
-        raise CommandError(f"--nodes is a list of numbers from {least} to {most}, as 20,256, not {text!r}")
-    sizes = [int(word) for word in words]
-    if twice := [size for size in sizes if sizes.count(size) > 1]:
-        raise CommandError(f"--nodes names {twice[0]} twice: name each number once")
-    return sizes
+    typer.echo(dumps({"machine": machine(), "commit": source_commit(), **found}, indent=1) if as_json else text)
 
 
 @bench_app.command()
