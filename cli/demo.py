@@ -181,7 +181,7 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
     with torch.no_grad():
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)
-    summary = summarise(status, plan.out / "state" / "metrics.jsonl", planned.spec, loss_start=start, loss_end=end)
+    summary = summarise(status, planned.spec, loss_start=start, loss_end=end)
     if plan.run.method != BASELINE:
         _add_baseline(summary, plan)
     write_output(plan.out / "summary.json", dumps(summary, indent=1))

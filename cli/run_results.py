@@ -1,7 +1,6 @@
 """Results of a finished run: curves read back from metrics.jsonl, and the final status summed up."""
 
 import logging
-import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from farloop.algo.spec import RunSpec
 from farloop.bench.machine import machine, source_commit
 from farloop.coordinator.observe.event_log import BYTE_KINDS, Totals, files, parsed
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
-from farloop.monitoring.status_summary import left_with_the_last
+from farloop.monitoring.status_summary import data_parallel_bytes, left_with_the_last, merged_steps, reduction
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 _log = logging.getLogger(__name__)
@@ -30,13 +29,8 @@ class Traffic:
     t: float  # seconds since the run's start
     bytes_up: int
     bytes_down: int
-    by_kind: BytesStatus  # bytes of both directions
+    bytes_state: int  # of these: snapshots and probes
     inner_steps: int
-
-    @property
-    def bytes_state(self) -> int:
-        """Snapshots and probes."""
-        return self.by_kind["snapshot"] + self.by_kind["probe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +50,6 @@ class History:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(tokens of all nodes so far, validation loss)."""
     traffic: list[Traffic] = field(default_factory=list)
-    steps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Per node, over all of its starts: inner steps, and those of them, per fragment, that no commit contains."""
     occurrences: list[Occurrence] = field(default_factory=list)
     unreadable: int = 0
     """Lines that are not events: a killed run may end in half a line."""
@@ -92,7 +84,6 @@ def _take(line: str, history: History, totals: Totals) -> None:
 def _progress(event: dict[str, Any], history: History, totals: Totals) -> None:
     node = str(event["node"])
     totals.update(node, event)
-    history.steps[node] = (totals.of[node]["inner_steps"], totals.of[node]["lost_steps"])
     if event["loss"] is not None:
         history.losses.setdefault(node, []).append((totals.all["tokens"], float(event["loss"])))
     history.traffic.append(
@@ -100,7 +91,7 @@ def _progress(event: dict[str, Any], history: History, totals: Totals) -> None:
             t=float(event["t"]),
             bytes_up=totals.all["bytes_up"],
             bytes_down=totals.all["bytes_down"],
-            by_kind=cast(BytesStatus, {kind: totals.all[kind] for kind in BYTE_KINDS}),
+            bytes_state=totals.all["snapshot"] + totals.all["probe"],
             inner_steps=totals.all["inner_steps"],
         )
     )
@@ -171,7 +162,7 @@ class Summary(TypedDict):
     bytes_up: int
     bytes_down: int
     bytes_data_parallel_fp32: int
-    """8 · parameters · merged steps: fp32 gradients up and their mean down, every step of every node."""
+    """Of the merged steps: fp32 gradients up and their mean down, every step of every node."""
     bytes_total: int  # `bytes_up` + `bytes_down`: all bytes of the run, of all kinds
     bytes_by_kind: BytesStatus  # both directions; their sum is `bytes_total`
     bytes_state: int  # of `bytes_total`: snapshots and probes
@@ -246,33 +237,28 @@ def _style(label: str, summary: Summary) -> str:
     return "bold" if label in ("validation loss", "reduction", "compute share") else ""
 
 
-def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float, loss_end: float) -> Summary:
+def summarise(status: Status, spec: RunSpec, *, loss_start: float, loss_end: float) -> Summary:
     """The figures of a finished run. Byte counts are sums over nodes and over their starts."""
-    run, terms = status["run"], spec.terms
-    history = read_history(metrics)
-    last = history.traffic[-1]
-    total = last.bytes_up + last.bytes_down
-    merged = merged_steps(history, fragments=run["fragments"], steps=run["steps"])
-    data_parallel = 8 * run["parameters"] * merged
+    run, totals = status["run"], status["totals"]
     nodes = status["nodes"]
     summary: Summary = {
         "val_loss_start": loss_start,
         "val_loss_end": loss_end,
-        "tokens": last.inner_steps * terms.inner.batch_sequences * terms.inner.sequence_tokens,
-        "inner_steps": last.inner_steps,
-        "merged_steps": merged,
+        "tokens": totals["tokens"],
+        "inner_steps": sum(steps["inner_steps"] for steps in totals["nodes"].values()),
+        "merged_steps": merged_steps(status),
         "outer_steps": status["outer_steps"],
         "nodes": len(nodes),
         "method": run["method"],
         "codec_up": run["codec_up"],
         "codec_down": run["codec_down"],
-        "bytes_up": last.bytes_up,
-        "bytes_down": last.bytes_down,
-        "bytes_data_parallel_fp32": data_parallel,
-        "bytes_total": total,
-        "bytes_by_kind": last.by_kind,
-        "bytes_state": last.bytes_state,
-        "reduction": data_parallel / total,
+        "bytes_up": totals["bytes_up"],
+        "bytes_down": totals["bytes_down"],
+        "bytes_data_parallel_fp32": data_parallel_bytes(status),
+        "bytes_total": totals["bytes_up"] + totals["bytes_down"],
+        "bytes_by_kind": totals["bytes_by_kind"],
+        "bytes_state": totals["bytes_by_kind"]["snapshot"] + totals["bytes_by_kind"]["probe"],
+        "reduction": reduction(status),
         "digests_equal": all(left_with_the_last(node, status) for node in nodes),
         "compute_share": sum(node["compute_share"] for node in nodes) / len(nodes),
         "wall_s": run["started_s"],
@@ -288,12 +274,6 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
     if commit := source_commit():
         summary["commit"] = commit
     return summary
-
-
-def merged_steps(history: History, *, fragments: int, steps: int) -> int:
-    """Inner steps that data parallel would have needed: without what nodes report as lost, and what a node did beyond
-    the run's `steps` as a part of the run was repeated. A killed node reports no loss: up to a round stays counted."""
-    return sum(min(inner - math.ceil(lost / fragments), steps) for inner, lost in history.steps.values())
 
 
 def _node_summary(node: NodeStatus, run_s: float) -> NodeSummary:

@@ -262,6 +262,24 @@ class UplinkStatus(TypedDict):
     held_s: float  # time in which blobs waited for it, since this coordinator process started
 
 
+class StepsStatus(TypedDict):
+    """What a node did in all of its starts."""
+
+    inner_steps: int
+    lost_steps: int  # per fragment: those that no commit contains
+    parameters: int  # that it holds
+
+
+class TotalsStatus(TypedDict):
+    """Of all starts of all nodes, forgotten ones too: what the figures of a run are computed from."""
+
+    tokens: int
+    bytes_up: int
+    bytes_down: int
+    bytes_by_kind: BytesStatus  # both directions; their sum is `bytes_up` + `bytes_down`
+    nodes: dict[str, StepsStatus]
+
+
 class Status(TypedDict):
     """The JSON at `/status`."""
 
@@ -272,7 +290,7 @@ class Status(TypedDict):
     digests: list[str]  # digests of the anchors of these versions, 16 hex digits each
     outer_steps: int
     commits: int
-    totals: dict[Literal["tokens", "bytes_up", "bytes_down"], int]  # of all starts of all nodes, forgotten ones too
+    totals: TotalsStatus
     nodes: list[NodeStatus]
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from farloop.monitoring.status import AnomalyStatus, EventStatus, NodeStatus, Status, WindowStatus
+from farloop.monitoring.status import AnomalyStatus, EventStatus, NodeStatus, Status, StepsStatus, WindowStatus
 from farloop.monitoring.units import (
     NOTHING,
     count_text,
@@ -227,17 +227,32 @@ def event_view(event: EventStatus) -> EventView:
     )
 
 
+def merged_steps(status: Status) -> int:
+    """Inner steps of all nodes that data parallel would have needed: without what nodes report as lost, and what a node
+    did beyond the run's steps as a part of the run was repeated. A killed node reports no loss: up to a round of its
+    steps stays counted.
+    """
+    return sum(_merged(steps, status) for steps in status["totals"]["nodes"].values())
+
+
+def _merged(steps: StepsStatus, status: Status) -> int:
+    lost = math.ceil(steps["lost_steps"] / status["run"]["fragments"])
+    return max(0, min(steps["inner_steps"] - lost, status["run"]["steps"]))
+
+
+def data_parallel_bytes(status: Status) -> int:
+    """What fp32 data parallel would have sent for the merged steps of the parameters that each node holds."""
+    nodes = status["totals"]["nodes"].values()
+    return DATA_PARALLEL_BYTES * sum(steps["parameters"] * _merged(steps, status) for steps in nodes)
+
+
 def reduction(status: Status) -> float:
-    """Bytes of fp32 data parallel for the inner steps that were not lost, over all bytes on the links.
+    """Bytes of fp32 data parallel over all bytes on the links.
 
     0 before the first commit: until then steps count whose delta has not been sent.
     """
-    sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
-    held = ((node["part"]["parameters"] if "part" in node else status["run"]["parameters"]) for node in status["nodes"])
-    fragments = status["run"]["fragments"]
-    steps = (max(0.0, node["inner_steps"] - node["lost_steps"] / fragments) for node in status["nodes"])
-    work = sum(count * done for count, done in zip(held, steps, strict=True))
-    return DATA_PARALLEL_BYTES * work / sent if sent and status["commits"] else 0.0
+    sent = status["totals"]["bytes_up"] + status["totals"]["bytes_down"]
+    return data_parallel_bytes(status) / sent if sent and status["commits"] else 0.0
 
 
 def part_text(node: NodeStatus) -> str:

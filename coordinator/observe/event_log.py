@@ -9,14 +9,14 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.monitoring.status import BytesStatus, DecisionEvent, EventStatus, MetricsEvent, Status, dumps
+from farloop.monitoring.status import BytesStatus, DecisionEvent, EventStatus, MetricsEvent, Status, TotalsStatus, dumps
 from farloop.monitoring.status_summary import named
 from farloop.runtime.log_queue import FLUSH_S, BackgroundWriter
 from farloop.wire import messages as msg
@@ -337,13 +337,21 @@ class Totals:
     """Counters that never go back: a node that starts again counts from 0, the sums go on; one that is forgotten stays
     in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int = 0) -> None:
+        """`parameters` of the model: a node that does not hold a part of it holds it all."""
         self.all, self.of = Counter[str](), defaultdict[str, Counter[str]](Counter)
         self._latest: dict[str, dict[str, int]] = {}
+        self._parameters = defaultdict[str, int](lambda: parameters)
 
     def resume(self, status: Status) -> None:
         """Go on from the saved status of an earlier start; nodes may have gone on meanwhile."""
-        self.all.update(status["totals"])
+        totals = status["totals"]
+        self.all.update(tokens=totals["tokens"], bytes_up=totals["bytes_up"], bytes_down=totals["bytes_down"])
+        self.all.update(totals["bytes_by_kind"])
+        for node, steps in totals["nodes"].items():
+            for sums in (self.all, self.of[node]):
+                sums.update(inner_steps=steps["inner_steps"], lost_steps=steps["lost_steps"])
+            self._parameters[node] = steps["parameters"]
         self._latest = {node["name"]: _counters(node) for node in status["nodes"]}
 
     def update(self, node: str, told: Mapping[str, Any]) -> None:
@@ -354,6 +362,24 @@ class Totals:
         self._latest[node] = values
         for sums in (self.all, self.of[node]):
             sums.update({counter: count - before.get(counter, 0) for counter, count in values.items()})
+
+    def status(self, parts: Mapping[str, int]) -> TotalsStatus:
+        """The totals as the status has them; `parts`: the parameters of each node that holds a part of the model."""
+        self._parameters.update(parts)
+        return {
+            "tokens": self.all["tokens"],
+            "bytes_up": self.all["bytes_up"],
+            "bytes_down": self.all["bytes_down"],
+            "bytes_by_kind": cast(BytesStatus, {kind: self.all[kind] for kind in BYTE_KINDS}),
+            "nodes": {
+                node: {
+                    "inner_steps": sums["inner_steps"],
+                    "lost_steps": sums["lost_steps"],
+                    "parameters": self._parameters[node],
+                }
+                for node, sums in self.of.items()
+            },
+        }
 
 
 def _counters(told: Mapping[str, Any]) -> dict[str, int]:

@@ -75,9 +75,7 @@ class Observer(executor.Observer):
         self._training_since: float | None = None
         self._finished_at: float | None = None
         self._began_finished = store.ledger.finished
-        self._timeline, self._totals = MetricsLog(metrics_file), Totals()
-        if (status := saved_status(metrics_file.parent)) is not None:
-            self._totals.resume(status)
+        self._timeline = MetricsLog(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._state = ""  # the run's state in the last status
@@ -90,6 +88,9 @@ class Observer(executor.Observer):
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
+        self._totals = Totals(self._num_parameters)
+        if (status := saved_status(metrics_file.parent)) is not None:
+            self._totals.resume(status)
         if store.ledger.evaluations:
             metrics.scored(store.ledger.evaluations[-1].loss)
         metrics.describe(identity.name, terms, metrics_file.parent)
@@ -275,6 +276,7 @@ class Observer(executor.Observer):
             state = "holding"
         members = sorted(machine.members.values(), key=lambda m: m.name)
         quarantine, plan = machine.in_quarantine, self._store.ledger.rounds[self._store.ledger.current_round]
+        nodes = [self._node(member, now, quarantine, plan) for member in members]
         told: Status = {
             "run": {
                 "name": identity.name,
@@ -302,8 +304,8 @@ class Observer(executor.Observer):
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
             "outer_steps": max(ledger.versions),
             "commits": sum(ledger.versions),
-            "totals": {key: self._totals.all[key] for key in ("tokens", "bytes_up", "bytes_down")},
-            "nodes": [self._node(member, now, quarantine, plan) for member in members],
+            "totals": self._totals.status({n["name"]: n["part"]["parameters"] for n in nodes if "part" in n}),
+            "nodes": nodes,
             "windows": self._windows(machine),
             "evaluations": [
                 {

@@ -3,7 +3,8 @@
 import math
 from typing import Any, cast
 
-from farloop.monitoring.status import EvaluationStatus, EventStatus, NodeStatus, Status, WindowStatus
+from farloop.coordinator.observe.event_log import Totals
+from farloop.monitoring.status import EvaluationStatus, EventStatus, NodeStatus, Status, TotalsStatus, WindowStatus
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e\"'&"
 """A name that would be a picture, a script, an order to a terminal, and turned round."""
@@ -89,8 +90,15 @@ def status(**changes: Any) -> Status:
         "samples": {"granted": 20_480, "trained": 19_900, "returned": 120, "uncertain": 40},
     }  # fmt: skip
     told = known | changes
-    totals = {key: sum(node[key] for node in told["nodes"]) for key in ("tokens", "bytes_up", "bytes_down")}
-    return cast(Status, {"totals": totals} | told)
+    return cast(Status, {"totals": totals_of(told["nodes"], told["run"]["parameters"])} | told)
+
+
+def totals_of(nodes: list[NodeStatus], parameters: int) -> TotalsStatus:
+    """Of nodes that started once."""
+    totals = Totals(parameters)
+    for one in nodes:
+        totals.update(one["name"], one)
+    return totals.status({one["name"]: one["part"]["parameters"] for one in nodes if "part" in one})
 
 
 def waiting() -> Status:

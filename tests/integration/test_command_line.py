@@ -45,8 +45,8 @@ STATUS = {
             "steps": 100, "h": 30, "tau": 5, "mix": 0.5, "fragments": 1, "parameters": 1000, "state": "waiting",
             "epoch": 1, "started_s": 0.0, "uptime_s": 1.0, "nodes": 2},
     "position": 0.0, "round": 0, "versions": [0], "digests": ["0" * 16], "outer_steps": 0, "commits": 0, "nodes": [],
-    "totals": {"tokens": 0, "bytes_up": 0, "bytes_down": 0}, "windows": [], "evaluations": [], "alarms": [],
-    "recent": [],
+    "totals": {"tokens": 0, "bytes_up": 0, "bytes_down": 0, "bytes_by_kind": {}, "nodes": {}},
+    "windows": [], "evaluations": [], "alarms": [], "recent": [],
 }  # fmt: skip
 
 

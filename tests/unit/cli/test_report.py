@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import statuses
 from html_page import Page
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_runs import plain_spec
 from rich.console import Console
 
 from farloop.cli.report import MAX_POINTS, SERIES, loss_figure, traffic_figure, write_report
 from farloop.cli.run_results import History, Summary, Traffic, read_history, summarise, summary_table
-from farloop.monitoring.status import BytesStatus, Status
+from farloop.coordinator.observe.event_log import Totals
+from farloop.monitoring.status import Status
+from farloop.monitoring.status_summary import view_of
+from farloop.monitoring.units import size_text
 from farloop.quant.blob import blob_bytes
 from farloop.quant.codec import flat
 from farloop.quant.registry import codec_named
@@ -36,7 +42,7 @@ def written(path: Path, events: list[dict[str, Any]], tail: str = "") -> Path:
 # --- the summary
 
 
-def summary_of(folder: Path, events: list[dict[str, Any]], *, h: int = 10, second: list[str] = DIGESTS) -> Summary:
+def summary_of(events: list[dict[str, Any]], *, h: int = 10, second: list[str] = DIGESTS) -> Summary:
     known = {
         "device": "cpu", "state": "finished", "reason": "", "inner_steps": 0, "tokens": 0, "loss": None,
         "tokens_per_s": 0.0, "blocked_s": 0.0, "lost_steps": 0, "bytes_up": 0, "bytes_down": 0, "bytes_state": 0,
@@ -49,12 +55,15 @@ def summary_of(folder: Path, events: list[dict[str, Any]], *, h: int = 10, secon
         "fragments": 3, "method": "diloco", "codec_up": "q4", "codec_down": "q4", "parameters": PARAMETERS,
         "started_s": 60.0, "h": h, "steps": 1000,
     }  # fmt: skip
-    status = cast(Status, {"run": run, "nodes": nodes, "outer_steps": 3, "digests": DIGESTS})
+    totals = Totals(PARAMETERS)
+    for event in events:
+        totals.update(event["node"], event)
+    status = {"run": run, "nodes": nodes, "outer_steps": 3, "commits": 9, "digests": DIGESTS}
     spec = plain_spec(method="diloco", steps=100, h=h, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
-    return summarise(status, written(folder / "metrics.jsonl", events), spec, loss_start=5.0, loss_end=2.0)
+    return summarise(cast(Status, status | {"totals": totals.status({})}), spec, loss_start=5.0, loss_end=2.0)
 
 
-def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Path) -> None:
+def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts() -> None:
     kinds = {"probe": 0, "control": 0}
     events = [
         progress(node, steps=steps)
@@ -62,12 +71,12 @@ def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Pat
         | {"bytes_by_kind": {"delta": up, "update": 2 * up, "snapshot": state, **kinds}}
         for node, steps, up, state in (("a", 10, 100, 5), ("b", 20, 300, 6), ("a", 4, 10, 7))
     ]
-    came = summary_of(tmp_path, events)
+    came = summary_of(events)
     assert (came["bytes_up"], came["bytes_down"], came["bytes_state"], came["bytes_total"]) == (410, 838, 18, 1248)
     assert came["bytes_by_kind"] == {"delta": 410, "update": 820, "snapshot": 18, "probe": 0, "control": 0}
-    assert (came["inner_steps"], came["tokens"]) == (34, 34 * 4 * 128)
+    assert (came["inner_steps"], came["tokens"]) == (34, 34 * 10)
     assert came["digests_equal"] and came["compute_share"] == pytest.approx(0.8), "the mean of the nodes"
-    assert not summary_of(tmp_path, events, second=["ab"])["digests_equal"]
+    assert not summary_of(events, second=["ab"])["digests_equal"]
 
 
 def test_losses_stand_at_the_tokens_of_all_starts_of_all_nodes(tmp_path: Path) -> None:
@@ -77,21 +86,20 @@ def test_losses_stand_at_the_tokens_of_all_starts_of_all_nodes(tmp_path: Path) -
     assert (history.evaluations, history.losses) == ([(300, 4.0), (340, 4.0)], {"a": [(340, 3.0)]})
 
 
-def test_the_reduction_is_fp32_data_parallel_over_all_bytes(tmp_path: Path) -> None:
+def test_the_reduction_is_fp32_data_parallel_over_all_bytes() -> None:
     """Both ways through the star: 8 bytes a parameter for every inner step of every node."""
     kinds = {"delta": 900, "update": 2800, "snapshot": 100_000, "probe": 20_000, "control": 300}
     moved = {"bytes_up": 20_900, "bytes_down": 103_100, "bytes_state": 120_000, "bytes_by_kind": kinds}
-    came = summary_of(tmp_path, [progress(node, steps=30) | moved for node in "ab"])
+    came = summary_of([progress(node, steps=30) | moved for node in "ab"])
     assert came["bytes_by_kind"] == {kind: 2 * count for kind, count in kinds.items()}
     assert came["bytes_total"] == sum(came["bytes_by_kind"].values()) == came["bytes_up"] + came["bytes_down"]
     assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * 60
     assert came["reduction"] == 8 * PARAMETERS * 60 / came["bytes_total"]
 
 
-def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction(tmp_path: Path) -> None:
+def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction() -> None:
     """A step that three fragments lost, and those that a node did after the run was wound back."""
     came = summary_of(
-        tmp_path,
         [
             progress("a", steps=90, sent=1) | {"lost_steps": 30},
             progress("b", steps=950, sent=1),
@@ -102,13 +110,38 @@ def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction(tmp_p
     assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * came["merged_steps"]
 
 
-@pytest.mark.parametrize(("h", "least", "most"), [(30, 225.0, 226.0), (54, 400.0, 407.0), (107, 800.0, 806.0)])
-def test_q4_both_ways_divides_the_bytes_by_64_h_over_8_and_a_half(
-    h: int, least: float, most: float, tmp_path: Path
+STEPS = st.integers(0, 3000)
+
+
+@given(
+    inner=st.lists(STEPS, min_size=1, max_size=4), lost=STEPS, part=st.none() | st.integers(1, PARAMETERS),
+    steps=st.integers(1, 2000), fragments=st.integers(1, 5), moved=st.integers(0, 1 << 40), commits=st.integers(0, 2),
+)  # fmt: skip
+def test_status_and_summary_have_the_same_figures(
+    inner: list[int], lost: int, part: int | None, steps: int, fragments: int, moved: int, commits: int
 ) -> None:
+    """Also where nodes repeat steps, lose some, and hold a part of the model."""
+    nodes = [statuses.node(f"n{k}", inner_steps=done, bytes_up=moved, bytes_down=7) for k, done in enumerate(inner)]
+    nodes[0]["lost_steps"] = lost
+    if part is not None:
+        nodes[0]["part"] = {"stages": [0], "fragments": [0], "parameters": part}
+    run = {"steps": steps, "fragments": fragments, "parameters": PARAMETERS}
+    told = statuses.status(nodes=nodes, commits=commits, run=run)
+    came = summarise(told, plain_spec(method="diloco", steps=100, h=10), loss_start=5.0, loss_end=2.0)
+    view = view_of(told)
+    assert (view.reduction, view.total) == (came["reduction"], size_text(came["bytes_total"]))
+    merged = [min(done, steps) for done in inner]
+    merged[0] = max(0, min(inner[0] - -(-lost // fragments), steps))
+    assert came["merged_steps"] == sum(merged)
+    first = PARAMETERS if part is None else part
+    assert came["bytes_data_parallel_fp32"] == 8 * (first * merged[0] + PARAMETERS * sum(merged[1:]))
+
+
+@pytest.mark.parametrize(("h", "least", "most"), [(30, 225.0, 226.0), (54, 400.0, 407.0), (107, 800.0, 806.0)])
+def test_q4_both_ways_divides_the_bytes_by_64_h_over_8_and_a_half(h: int, least: float, most: float) -> None:
     """The arithmetic behind the promise: one blob each way a round, headers included."""
     sent = 5 * blob_bytes(codec_named("q4"), flat(PARAMETERS))
-    assert least < summary_of(tmp_path, [progress("a", steps=5 * h, sent=sent)], h=h)["reduction"] < most
+    assert least < summary_of([progress("a", steps=5 * h, sent=sent)], h=h)["reduction"] < most
 
 
 # --- the report
@@ -242,8 +275,7 @@ def test_curves_share_the_axis_of_all_tokens_and_counters_of_a_restarted_node_co
 
 
 def moved(t: int, count: int) -> Traffic:
-    kinds: BytesStatus = {"delta": count, "update": count, "snapshot": 0, "probe": 0, "control": 0}
-    return Traffic(t=t, bytes_up=count, bytes_down=count, by_kind=kinds, inner_steps=t)
+    return Traffic(t=t, bytes_up=count, bytes_down=count, bytes_state=0, inner_steps=t)
 
 
 def test_long_runs_and_many_nodes_stay_small_and_named() -> None:

@@ -429,7 +429,9 @@ def test_totals_go_on_when_a_node_starts_again_is_forgotten_or_another_coordinat
 ) -> None:
     def told(scene: Scene) -> tuple[int, int, int]:
         totals = scene.refresh()["totals"]
-        return totals["tokens"], totals["bytes_up"], totals["bytes_down"]
+        moved = totals["bytes_up"], totals["bytes_down"]
+        assert sum(totals["bytes_by_kind"].values()) == sum(moved)
+        return totals["tokens"], *moved
 
     scene.start()
     scene.say(A, PROGRESS)
@@ -449,6 +451,8 @@ def test_totals_go_on_when_a_node_starts_again_is_forgotten_or_another_coordinat
     later.join(A, incarnation=2)
     later.say(A, dataclasses.replace(again, tokens=700))
     assert told(later) == (12_700, 1410, 5100)
+    steps = {name: node["inner_steps"] for name, node in later.refresh()["totals"]["nodes"].items()}
+    assert steps == {A: PROGRESS.inner_steps + 1, B: PROGRESS.inner_steps}
 
 
 def test_the_time_of_a_resumed_run_goes_on_behind_a_torn_line(scene: Scene, reopen: Callable[[], Scene]) -> None:
