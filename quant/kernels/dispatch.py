@@ -52,12 +52,8 @@ def warm(names: Iterable[str]) -> float:
 
     Call it before training begins: otherwise the first call of a kernel stalls for that time.
     """
-    try:
-        from farloop.quant.kernels.cpu import kernels
-    except ImportError:
-        _log.warning("numba is not installed: codecs run in plain torch, several times slower")
-        return 0.0
-    return kernels.warm(names)
+    kernels = _kernels_of("cpu")
+    return 0.0 if kernels is None else kernels.warm(names)
 
 
 def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | None:
@@ -74,30 +70,15 @@ def fast_digest(device: torch.device) -> Callable[[Tensor, int], tuple[int, bool
 
 def _sums(name: str, device: torch.device) -> ModuleType | None:
     """The module that has `tile_sums` and `digest`, unless what is called so is left out."""
-    if (name, device.type) in _left_out:
-        return None
-    try:
-        if device.type == "cpu":
-            from farloop.quant.kernels.cpu import kernels
-
-            return kernels
-        if device.type == "cuda":
-            from farloop.quant.kernels.gpu import host
-
-            return host
-    except ImportError:
-        pass
-    return None
+    return None if (name, device.type) in _left_out else _kernels_of(device.type)
 
 
 def fast_sparse(*devices: torch.device) -> ModuleType | None:
     """The functions of `kernels/cpu/sparse.py` if all operands are on the CPU; None: the reference serves."""
-    if any(device.type != "cpu" for device in devices):
+    if any(device.type != "cpu" for device in devices) or _kernels_of("cpu") is None:
         return None
-    try:
-        from farloop.quant.kernels.cpu import sparse
-    except ImportError:
-        return None
+    from farloop.quant.kernels.cpu import sparse
+
     return sparse
 
 
@@ -105,27 +86,36 @@ def fast_throw(*devices: torch.device) -> Callable[[Tensor, Tensor, int, Tensor]
     """`throw` of `kernels/gpu/host.py`, for `ternary`, if all operands are on one GPU; None: the reference serves."""
     if devices[0].type != "cuda" or any(device != devices[0] for device in devices) or ("ternary", "cuda") in _left_out:
         return None
-    try:
-        from farloop.quant.kernels.gpu.host import throw
-    except ImportError:
-        return None
-    return throw
+    kernels = _kernels_of("cuda")
+    return None if kernels is None else kernels.throw
 
 
 @cache
 def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
-    try:
-        from farloop.quant.kernels.cpu.kernels import cpu_kernels
-    except ImportError:
-        return None
-    return cpu_kernels(key, only_encode=only_encode)
+    kernels = _kernels_of("cpu")
+    return None if kernels is None else kernels.cpu_kernels(key, only_encode=only_encode)
 
 
 @cache
 def _gpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
+    kernels = _kernels_of("cuda")
+    return None if kernels is None else kernels.gpu_kernels(key, only_encode=only_encode)
+
+
+@cache
+def _kernels_of(device_type: str) -> ModuleType | None:
+    """The kernels of such devices; None where there are none, or, as the log says once, they cannot be imported."""
     try:
-        from farloop.quant.kernels.gpu.host import gpu_kernels
-    except ImportError:
-        _log.warning("triton is not installed: codecs run in plain torch on the GPU, several times slower")
-        return None
-    return gpu_kernels(key, only_encode=only_encode)
+        if device_type == "cpu":
+            from farloop.quant.kernels.cpu import kernels
+
+            return kernels
+        if device_type == "cuda":
+            from farloop.quant.kernels.gpu import host
+
+            return host
+    except ImportError as error:
+        _log.warning(
+            "%s is not installed: codecs run in plain torch, several times slower device=%s", error.name, device_type
+        )
+    return None

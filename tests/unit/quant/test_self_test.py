@@ -1,7 +1,9 @@
 """A codec is tried on a device before training: kernels that fail there, or write other bytes, are left out."""
 
 import logging
+import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from farloop.cli.doctor import gpu_kernels
 from farloop.quant import self_test
 from farloop.quant.errors import UnsupportedHost
-from farloop.quant.kernels import dispatch
+from farloop.quant.kernels import dispatch, gpu
 from farloop.quant.kernels.interface import BlockKernels, KernelKey
 from farloop.quant.registry import CODECS, codec_named
 from farloop.quant.self_test import try_codecs
@@ -53,6 +55,18 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(dispatch, "_cpu", found)
 
     yield replace
+
+
+def test_kernels_that_cannot_be_imported_are_said_once_and_the_reference_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(gpu, "host", raising=False)
+    monkeypatch.setitem(sys.modules, "farloop.quant.kernels.gpu.host", None)
+    monkeypatch.setattr(dispatch, "_kernels_of", cache(dispatch._kernels_of.__wrapped__))
+    device = torch.device("cuda")
+    assert dispatch.fast_throw(device) is dispatch.fast_digest(device) is dispatch.fast_tile_sums(device) is None
+    (said,) = caplog.messages
+    assert "farloop.quant.kernels.gpu.host is not installed: codecs run in plain torch" in said
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
