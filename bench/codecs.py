@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 
 from farloop.bench.codec_peers import PEERS, Peer, Peers, PeerState, peer_quality
@@ -31,7 +29,7 @@ from farloop.bench.codec_speed import (
     reference_rows,
     settled,
 )
-from farloop.bench.machine import cpu_model, source_commit, text_of
+from farloop.bench.machine import machine, source_commit, text_of
 from farloop.bench.training import Settings, cpu_threads, default_threads, outer_gradients
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of
@@ -49,8 +47,6 @@ BRIEF_S = 5.0  # codecs are timed for so long, in the order of the list; what is
 
 LONG, SHORT = Settings(), Settings(model="nano", nodes=2, rounds=3)
 """Runs that outer gradients are taken from: under a minute, and a few seconds."""
-
-FORMAT = 1  # of the JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +77,9 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Where it was measured, and on what."""
-
-    cpu: str
-    cores: int
-    cache_bytes: int
-    """Of the last level; 0 where the system does not say."""
-    gpu: str | None
-    python: str
-    torch: str
-    numba: str
-    numpy: str
-    load: float | None
-    """Processes that wanted the CPU in the minute before: more than a few, and the numbers are others' too."""
-    commit: str | None
-    date: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodecReport:
     """All that was found."""
 
-    format: int
     memcpy_gb_per_s: float  # the fastest copy on the CPU, any number of threads; without a CPU in the plan, on the GPU
     elements: dict[str, int]  # by device: of a vector that was timed
     speed: tuple[SpeedRow, ...]
@@ -111,7 +87,13 @@ class CodecReport:
     memory: tuple[MemoryRow, ...]  # peaks, beside what they may be; none where the system does not tell
     peers: tuple[PeerState, ...]
     outer: str | None  # the run that the outer gradients are from
-    machine: Machine
+    cache_bytes: int  # of the CPU's last level; 0 where the system does not say
+    gpu: str | None
+    numba: str
+    load: float | None
+    """Processes that wanted the CPU in the minute before: more than a few, and the numbers are others' too."""
+    machine: str
+    commit: str | None
 
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -119,7 +101,7 @@ class CodecReport:
     @property
     def fits_cache(self) -> bool:
         """Whether what was timed on the CPU may have come out of the cache: then it says nothing of memory."""
-        return 4 * self.elements.get("cpu", 1 << 60) < 2 * self.machine.cache_bytes
+        return 4 * self.elements.get("cpu", 1 << 60) < 2 * self.cache_bytes
 
 
 def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
@@ -129,7 +111,7 @@ def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
         CorpusError: there is no text to take outer gradients from.
     """
     watch, began = watch or Watch(), time.monotonic()
-    machine = describe_machine()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     peers = Peers(plan.peers)
     quality = tuple(_quality(plan, peers, watch))
     speed = tuple(_speed(plan, peers, watch, began))
@@ -137,7 +119,6 @@ def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
     copies = [row for row in speed if row.op == "copy"]
     on_cpu = [row for row in copies if row.device == "cpu"] or copies
     return CodecReport(
-        format=FORMAT,
         memcpy_gb_per_s=max((row.gb_per_s for row in on_cpu), default=0.0),
         elements={where.device: _elements(plan, where) for where in plan.places},
         speed=speed,
@@ -145,7 +126,12 @@ def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
         memory=memory,
         peers=peers.states,
         outer=plan.outer.describe() if plan.outer else None,
-        machine=machine,
+        cache_bytes=_last_cache_bytes(Path("/sys/devices/system/cpu/cpu0/cache")),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        numba=numba.__version__,
+        load=load,
+        machine=machine(),
+        commit=source_commit(),
     )
 
 
@@ -225,22 +211,6 @@ def places(threads: Sequence[int] | None = None, devices: Sequence[str] | None =
     wanted = devices or (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
     on_cpu = [Where(device="cpu", threads=count) for count in threads or default_threads(cores)]
     return (*(on_cpu if "cpu" in wanted else ()), *([Where(device="cuda", threads=cores)] if "cuda" in wanted else ()))
-
-
-def describe_machine() -> Machine:
-    return Machine(
-        cpu=cpu_model(),
-        cores=os.cpu_count() or 1,
-        cache_bytes=_last_cache_bytes(Path("/sys/devices/system/cpu/cpu0/cache")),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        numba=numba.__version__,
-        numpy=np.__version__,
-        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        commit=source_commit(),
-        date=time.strftime("%Y-%m-%d"),
-    )
 
 
 def _last_cache_bytes(folder: Path) -> int:

@@ -7,13 +7,9 @@ trains with and without skipped stages.
 """
 
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +19,7 @@ from safetensors.torch import load_file
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches, seed_of
+from farloop.bench.processes import free_ports, run_together
 from farloop.bench.routing import small_instance
 from farloop.monitoring.status import dumps
 from farloop.node.model import GPT, build
@@ -30,7 +27,6 @@ from farloop.node.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
 
 Delays = Mapping[tuple[str, str], float]  # seconds between two nodes, in this order
-PATIENCE_S = 300.0  # for a whole experiment
 MICROBATCHES, LEARNING_RATE = 6, 3e-3  # of a step of the model that learns
 CHAINS = ("024", "135")  # the best disjoint paths of three of the four stages in it: 15.75 units each
 
@@ -154,12 +150,12 @@ def run_nodes(
 ) -> dict[str, Told]:
     """What every node of the layout tells at its end, each in a process of its own on loopback.
 
-    Raises RuntimeError with its log where one of them fails.
+    Raises CommandError: one of them failed.
     """
     names = [name for stage in layout.stages for name in stage.replicas]
-    addresses = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(names, _free_ports(len(names)), strict=True)}
+    addresses = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}
     (folder / "layout.json").write_text(layout_json(layout, addresses))
-    processes = {}
+    commands = {}
     for name in names:
         settings = NodeSettings(
             name=name,
@@ -173,26 +169,9 @@ def run_nodes(
             out=str(folder / f"{name}.json"),
         )
         (folder / f"{name}-settings.json").write_text(dumps(asdict(settings)))
-        with (folder / f"{name}.log").open("w") as log:
-            command = [sys.executable, "-m", "farloop.bench.pipeline_node", str(folder / f"{name}-settings.json")]
-            processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        for name, process in processes.items():
-            if process.wait(PATIENCE_S) != 0:
-                raise RuntimeError(f"node {name} failed: {(folder / f'{name}.log').read_text()[-2000:]}")
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        commands[name] = ["-m", "farloop.bench.pipeline_node", f"{name}-settings.json"]
+    run_together(commands, folder)
     return {name: Told(**json.loads((folder / f"{name}.json").read_text())) for name in names}
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 # --- the experiments of `farloop bench routing --processes`
@@ -265,7 +244,7 @@ def processes(
 ) -> Processes:
     """Run all of them: 36 processes, at most eight at a time, some minutes with these numbers.
 
-    Raises RuntimeError with its log where a process fails.
+    Raises CommandError: a process failed.
     """
     made = []
     for name, paths in STEPS:

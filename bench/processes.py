@@ -27,9 +27,10 @@ class Emulated:
 
 @contextmanager
 def started(
-    name: str, words: Sequence[str], out: Path, environ: Mapping[str, str]
+    name: str, words: Sequence[str], out: Path, environ: Mapping[str, str] | None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Python with these arguments, in `out`; its log is NAME.log. It is killed at the end of the context."""
+    """Python with these arguments, in `out`; its log is NAME.log. It is killed at the end of the context. Without
+    `environ` it has that of this process."""
     with (out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, *words], cwd=out, stdout=log, stderr=log, env=environ)
     try:
@@ -41,7 +42,11 @@ def started(
 
 
 def run_together(
-    commands: Mapping[str, Sequence[str]], out: Path, environ: Mapping[str, str], *, of_ranks: bool = False
+    commands: Mapping[str, Sequence[str]],
+    out: Path,
+    environ: Mapping[str, str] | None = None,
+    *,
+    of_ranks: bool = False,
 ) -> dict[str, int]:
     """Run all to their ends, each as `started` does; the largest resident memory of each, in bytes, 0 where the system
     does not tell. It is what was last seen while they ran: what the kernel tells of a process that has ended includes
@@ -57,7 +62,8 @@ def run_together(
         for name, words in commands.items():
             rank = name.rpartition("-")[2]
             own = {"RANK": rank, "LOCAL_RANK": rank} if of_ranks and rank.isdigit() else {}
-            running[name] = stack.enter_context(started(name, words, out, {**environ, **own}))
+            given = None if environ is None else {**environ, **own}
+            running[name] = stack.enter_context(started(name, words, out, given))
         while len(peaks) < len(running):
             for name in running.keys() - peaks.keys():
                 seen[name] = max(seen[name], status_bytes("VmHWM", str(running[name].pid)))
@@ -65,7 +71,8 @@ def run_together(
                     continue
                 if code:
                     log = out / f"{name}.log"
-                    raise CommandError(f"{name} ended with exit code {code}: see {log}", code_of(code))
+                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                    raise CommandError(f"{name} ended with exit code {code}: {last}: see {log}", code_of(code))
                 peaks[name] = seen[name]
             if time.monotonic() > deadline:
                 raise CommandError(f"not finished after {PATIENCE_S:g} s: see the logs in {out}")
@@ -75,9 +82,16 @@ def run_together(
 
 def free_port() -> int:
     """Of this machine's loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones of this machine's loopback."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def status_bytes(field: str, process: str = "self") -> int:

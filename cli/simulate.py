@@ -229,7 +229,7 @@ def curve_json(curve: Curve) -> dict[str, Any]:
     return {
         "method": training.method,
         "model": training.model,
-        "params": _whole(training.params),
+        "params": int(training.params) if training.params.is_integer() else training.params,
         "layers": training.layers,
         "step_s": training.step_s,
         "h": training.h,
@@ -242,10 +242,6 @@ def curve_json(curve: Curve) -> dict[str, Any]:
         "required_gbit_s": {f"{target:g}": value for target, value in curve.required_gbit_s.items()},
         "utilization": {f"{gbit_s:.12g}": value for gbit_s, value in curve.utilization.items()},
     }
-
-
-def _whole(value: float) -> float:
-    return int(value) if value.is_integer() else value
 
 
 def _show(curves: Sequence[Curve], plot: Path | None) -> None:

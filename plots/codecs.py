@@ -131,9 +131,9 @@ def _within(box: Box, frame: Box) -> bool:
 
 def plot_speed(path: Path, report: CodecReport) -> None:
     """Bars for every codec, as a share of a copy's speed; one panel for one thread, for all, and for the GPU."""
-    places, bars, machine = _panels(report), _bars(report), report.machine
+    places, bars = _panels(report), _bars(report)
     size = ", ".join(f"{count >> 20} Mi elements" for count in sorted(set(report.elements.values())))
-    note = f"GB/s of fp32 next to the bars. {size}. {machine.gpu or machine.cpu}, torch {machine.torch}."
+    note = f"GB/s of fp32 next to the bars. {size}. {report.machine}{f', {report.gpu}' if report.gpu else ''}."
     with figure(path, 1.8 + 4.9 * len(places), 1.6 + 0.13 * bars[-1][2], note=note) as drawn:
         all_axes = drawn.subplots(1, len(places), squeeze=False, sharey=True)[0]
         for axes, where in zip(all_axes, places, strict=True):
