@@ -4,9 +4,7 @@ The rounds come from the function that the coordinator plans with. The model is 
 whether rounds are long enough for its fragments.
 """
 
-import dataclasses
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.options import AsJson, Plot, check_figure, table
+from farloop.cli.options import AsJson, Plot, SetFlags, check_figure, table
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
 
@@ -29,19 +27,6 @@ if TYPE_CHECKING:
 ROWS = 16  # most rows of the table; of more rounds, evenly spaced ones are shown
 MOST_ROUNDS = 1_000_000  # all of them are in memory at once
 _BAR = 24  # characters of the longest bar
-
-_FLAGS = {
-    "lr.shape": "--schedule",
-    "lr.peak": "--peak-lr",
-    "lr.minimum": "--min-lr",
-    "lr.warmup_steps": "--warmup",
-    "h_rule": "--rule",
-    "h_alpha": "--alpha",
-    "h_init": "--h-init",
-    "h_max": "--h-max",
-    "h_switch": "--h-switch",
-}
-"""Options of this command for names in error messages of `algo.validation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,85 +69,22 @@ class Preview:
 
 def schedule(
     file: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", show_default=False, help="The run; options override it.")
+        Path | None, typer.Argument(metavar="RUN.toml", show_default=False, help="The run; --set overrides it.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Inner steps of each node.", show_default="600")] = None,
-    warmup: Annotated[
-        int | None, typer.Option(help="Steps from --min-lr to --peak-lr.", show_default="steps/10, at most 100")
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--schedule",
-            help="Learning rate after the warm-up: cosine, linear, step, wsd, infinite or constant.",
-            show_default="cosine",
-        ),
-    ] = None,
-    peak_lr: Annotated[
-        float | None, typer.Option("--peak-lr", help="Peak learning rate η.", show_default="2e-3")
-    ] = None,
-    min_lr: Annotated[
-        float | None, typer.Option("--min-lr", help="η at the start and the end.", show_default="2e-4")
-    ] = None,
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="constant; H grows with 1/η: linear (α/η), qsr (α/η)², cubic (α/η)³; or post-local.",
-            show_default="constant",
-        ),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="α of linear, qsr and cubic. With peak-lr·√h-base, qsr has --h-base steps at the peak.",
-            show_default=False,
-        ),
-    ] = None,
-    h_base: Annotated[
-        int | None, typer.Option("--h-base", help="Shortest H; the H of constant.", show_default="30")
-    ] = None,
-    h_init: Annotated[
-        int | None,
-        typer.Option("--h-init", help="H during the warm-up.", show_default="--h-base; post-local: 1 until --h-switch"),
-    ] = None,
-    h_max: Annotated[int | None, typer.Option("--h-max", help="Longest H.", show_default="unbounded")] = None,
-    h_switch: Annotated[
-        int | None, typer.Option("--h-switch", help="Step from which post-local uses --h-base.", show_default=False)
-    ] = None,
-    flags: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="run.KEY=VALUE", show_default=False, help="Any other setting of the run; repeatable."
-        ),
-    ] = None,
+    flags: SetFlags = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.
 
-    H(s) = max(h-base, ⌊(α/η)^power⌋), with η at the first step of round s (QSR: arXiv
+    H(s) = max(h, ⌊(h_alpha/η)^power⌋), with η at the first step of round s (QSR: arXiv
     2310.14423). The last round ends with the run. A re-warm (--set
     run.rewarms=600:1e-3) starts a new, short round.
 
-    Example: farloop schedule --steps 2000 --peak-lr 2e-3 --rule qsr --alpha 0.011 --h-base 30
+    Example: farloop schedule --set run.steps=2000 --set run.h_rule=qsr --set run.h_alpha=0.011
     """
     check_figure(plot)
-    given: dict[str, Any] = {
-        "steps": steps,
-        "warmup_steps": warmup,
-        "schedule": shape,
-        "lr": peak_lr,
-        "min_lr": min_lr,
-        "h_rule": rule,
-        "h_alpha": alpha,
-        "h": h_base,
-        "h_init": h_init,
-        "h_max": h_max,
-        "h_switch": h_switch,
-    }
-    config = dataclasses.replace(
-        config_of(file, flags or []), **{key: value for key, value in given.items() if value is not None}
-    )
+    config = config_of(file, flags or [])
     shown, notes = preview(config)
     if plot is not None:
         from farloop.plots.simulation import draw_schedule
@@ -192,28 +114,23 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
     from farloop.algo.spec import Fragment, Layout
     from farloop.algo.validation import check
     from farloop.config.run_config import terms_of
+    from farloop.config.settings import in_keys
 
     one_slot = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
     try:
         terms, notes = terms_of(config, method_named(config.method))
         check(terms, one_slot)
     except ValueError as error:
-        raise CommandError(_with_flags(str(error))) from error
+        raise CommandError(in_keys(str(error))) from error
     least = min(terms.schedule.h, initial_h(terms))
     if (rounds_at_most := terms.schedule.steps // least) > MOST_ROUNDS:
         raise CommandError(
-            f"--steps {terms.schedule.steps} with rounds of {least} can have {rounds_at_most:,} rounds; "
+            f"steps = {terms.schedule.steps} with rounds of {least} can have {rounds_at_most:,} rounds; "
             f"the most is {MOST_ROUNDS:,}"
         )
     rounds = first_rounds(terms, terms.schedule.steps)
     rates = tuple(learning_rate(terms, plan.start) for plan in rounds)
     return Preview(terms=terms, rounds=rounds, learning_rates=rates), [*notes, *_correction(terms, rounds)]
-
-
-def _with_flags(sentence: str) -> str:
-    for term, flag in _FLAGS.items():
-        sentence = re.sub(rf"\b{re.escape(term)}\b", flag, sentence)
-    return re.sub(r"\bh (is|=) ", r"--h-base \1 ", sentence)
 
 
 def _correction(terms: "Terms", rounds: "tuple[RoundPlan, ...]") -> list[str]:

@@ -498,11 +498,17 @@ def check_at_once(file: RunFile | NodeFile) -> None:
         raise about_run(settings, str(error)) from error
 
 
-def about_run(settings: Settings, sentence: str) -> ConfigError:
-    """An error of `algo.validation`, with the key that it begins with."""
+def in_keys(sentence: str) -> str:
+    """A sentence of `algo.validation` with the keys of the file in place of the names of terms."""
     sentence = sentence.removeprefix("[run] ")
     for term, key in _TERM_KEYS.items():
         sentence = sentence.replace(term, key)
+    return sentence
+
+
+def about_run(settings: Settings, sentence: str) -> ConfigError:
+    """An error of `algo.validation`, with the key that it begins with."""
+    sentence = in_keys(sentence)
     key = re.split(r"[^\w]", sentence, maxsplit=1)[0]
     if ("run", key) not in settings.by_name:
         return ConfigError(f"{settings.path}: [run]: {sentence}")

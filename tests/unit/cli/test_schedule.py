@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from command_line import error_line, farloop, found
 
-RULE = ["--rule", "qsr", "--alpha"]
-QSR = ["--steps", "1000", "--warmup", "50", "--peak-lr", "0.008", "--min-lr", "1e-6", "--h-base", "4", *RULE, "0.0175"]
+
+def setting(**values: object) -> list[str]:
+    return [word for name, value in values.items() for word in ("--set", f"run.{name}={value}")]
+
+
+QSR = setting(steps=1000, warmup_steps=50, lr=0.008, min_lr=1e-6, h=4, h_rule="qsr", h_alpha=0.0175)
 
 
 def plain(*words: str) -> Any:
@@ -23,35 +27,35 @@ def test_the_rounds_cover_the_run_and_follow_the_learning_rate_at_their_start() 
     assert made["starts"] == [sum(rounds[:index]) for index in range(len(rounds))]
     for start, length, rate in list(zip(made["starts"], rounds, made["learning_rates"], strict=True))[:-1]:
         assert length == (4 if start < 50 else max(4, math.floor((0.0175 / rate) ** 2)))
-    bounded = plain(*QSR, "--h-max", "50", "--h-init", "5")
+    bounded = plain(*QSR, *setting(h_max=50, h_init=5))
     assert bounded["rounds"][:10] == [5] * 10 and bounded["longest_round"] == 50
-    constant = plain("--steps", "100", "--h-base", "30")
+    constant = plain(*setting(steps=100, h=30))
     assert (constant["rounds"], constant["rule"], constant["alpha"]) == ([30, 30, 30, 10], "constant", None)
 
 
 @pytest.mark.parametrize(
-    ("words", "share"),
-    [(["--min-lr", "0"], 3 / 8), (["--min-lr", "0.0008"], 0.404), (["--schedule", "linear", "--min-lr", "0"], 1 / 3)],
+    ("settings", "share"),
+    [({"min_lr": 0}, 3 / 8), ({"min_lr": 0.0008}, 0.404), ({"schedule": "linear", "min_lr": 0}, 1 / 3)],
 )
-def test_a_cosine_and_a_line_save_the_share_that_is_known(words: list[str], share: float) -> None:
+def test_a_cosine_and_a_line_save_the_share_that_is_known(settings: dict[str, Any], share: float) -> None:
     """Where (α/η_max)² = H_base, the syncs beside a constant H are the mean of (η/η_max)²."""
-    run = ["--steps", "40000", "--warmup", "0", "--peak-lr", "0.008", *words]
+    run = setting(steps=40000, warmup_steps=0, lr=0.008, h_rule="qsr", **settings)
     for h, root, error in ((4, 2, 0.01 + 1 / 8), (100, 10, 0.05)):
-        made = plain(*run, "--h-base", str(h), *RULE, str(0.008 * root))
+        made = plain(*run, *setting(h=h, h_alpha=0.008 * root))
         assert made["syncs"] / (40_000 / h) == pytest.approx(share, rel=error)
 
 
-def test_a_run_file_is_previewed_and_options_override_it(tmp_path: Path) -> None:
+def test_a_run_file_is_previewed_and_settings_override_it(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     run = "[run]\nmethod = 'streaming'\nsteps = 900\nh = 20\nh_rule = 'qsr'\nh_alpha = 0.009\n"
     path.write_text(f"{run}[coordinator]\nstate_dir = 's'\n")
     made = plain(str(path))
     assert (made["steps"], made["h_base"], made["rule"]) == (900, 20, "qsr") and made["syncs"] < 45
-    assert plain(str(path), "--rule", "linear", "--alpha", "0.04")["rule"] == "linear"
+    assert plain(str(path), *setting(h_rule="linear", h_alpha=0.04))["rule"] == "linear"
     assert plain(str(path), "--set", "run.steps=400")["steps"] == 400
     assert list(tmp_path.iterdir()) == [path], "nothing is started"
-    drops = ["--schedule", "step", "--set", "run.drops=200,400", *RULE, "0.011"]
-    assert sorted(set(plain("--steps", "600", *drops)["learning_rates"][4:])) == pytest.approx([2e-4, 2e-3])
+    drops = setting(schedule="step", drops="200,400", h_rule="qsr", h_alpha=0.011)
+    assert sorted(set(plain(*drops)["learning_rates"][4:])) == pytest.approx([2e-4, 2e-3])
     again = plain(*QSR, "--set", "run.rewarms=500:0.008")
     assert again["rounds"][again["starts"].index(500)] == 4
 
@@ -68,27 +72,33 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--rule qsr", "--alpha is missing; --rule = qsr needs one above 0; 0.011 gives rounds of --h-base = 30"),
-        ("--rule qsr --alpha -1", "--alpha is -1.0; --rule = qsr needs one above 0"),
-        ("--alpha 0.01", "--alpha is 0.01, but --rule is constant"),
-        ("--rule qsr --alpha 0.01 --schedule constant", "--rule is qsr: rounds grow as the learning"),
-        ("--rule qsr --alpha 0.01 --h-max 20", "--h-max is 20, below the 30 steps"),
-        ("--h-init 3", "--h-init is 3, but with --rule = constant every round has --h-base = 30"),
-        ("--rule qrs", "--rule: there is no 'qrs'; did you mean qsr"),
-        ("--schedule cosin", "--schedule: there is no 'cosin'; did you mean cosine"),
-        ("--schedule step", "drops is empty; --schedule = step falls there, as at 200,400"),
-        ("--steps 0", "steps and h are at least 1"),
-        ("--warmup 700", "--warmup is 700; the run has 600 steps"),
-        ("--min-lr 1", "--min-lr = 1.0 is above --peak-lr; at most 0.002"),
+        ("h_rule=qsr", "h_alpha is missing; h_rule = qsr needs one above 0; 0.011 gives rounds of h = 30"),
+        ("h_rule=qsr h_alpha=-1", "h_alpha is -1.0; h_rule = qsr needs one above 0"),
+        ("h_alpha=0.01", "h_alpha is 0.01, but h_rule is constant"),
+        ("h_rule=qsr h_alpha=0.01 schedule=constant", "h_rule is qsr: rounds grow as the learning"),
+        ("h_rule=qsr h_alpha=0.01 h_max=20", "h_max is 20, below the 30 steps"),
+        ("h_init=3", "h_init is 3, but with h_rule = constant every round has h = 30"),
+        ("h_rule=qrs", "h_rule: there is no 'qrs'; did you mean qsr"),
+        ("schedule=cosin", "schedule: there is no 'cosin'; did you mean cosine"),
+        ("schedule=step", "drops is empty; schedule = step falls there, as at 200,400"),
+        ("steps=0", "steps and h are at least 1"),
+        ("warmup_steps=700", "warmup_steps is 700; the run has 600 steps"),
+        ("min_lr=1", "min_lr = 1.0 is above lr; at most 0.002"),
+        ("stepps=3", "did you mean steps?"),
+        ("method=data-parallel h_rule=qsr h_alpha=0.01", "data-parallel runs with h_rule = constant only"),
+        ("h_rule=qsr h_alpha=0.01 steps=100000000000", "the most is"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line_and_end_with_2(words: str, line: str) -> None:
+    assert line in error_line("schedule", *(word for one in words.split() for word in ("--set", f"run.{one}")))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
         ("--plot x.gif", "--plot is a file named .svg, .png or .pdf"),
-        ("--set run.stepps=3", "did you mean steps?"),
-        ("--set run.method=data-parallel --rule qsr --alpha 0.01", "data-parallel runs with --rule = constant only"),
         ("nowhere.toml", "nowhere.toml: cannot be read"),
     ],
 )
-def test_a_run_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
+def test_a_file_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
     assert line in error_line("schedule", *words.split())
-
-
-def test_more_rounds_than_fit_in_memory_are_refused() -> None:
-    assert "the most is 1,000,000" in error_line("schedule", "--steps", "100000000000")
