@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,24 +57,12 @@ def train(
     def evaluate(module: nn.Module) -> float:
         return evaluation[0].loss(module, EVALUATION_BATCH, trained[0].loss)
 
-    node = join(
-        config.coordinator,
+    node = joined(
+        config,
         model_of,
-        name=config.name,
-        key=config.key,
-        server_key=config.server_key,
-        state_dir=config.state_dir,
-        fingerprint=config.fingerprint,
+        environ or {},
         evaluate=evaluate,
-        http=config.http,
-        http_names=config.http_names,
-        link=link_of(config, environ or {}),
-        give_up_s=config.give_up,
-        tau=config.tau,
-        adapt_tau=config.adapt_tau,
         anchors=cast(Where, config.anchors),
-        save_every_rounds=config.save_every_rounds,
-        save_optimizer=config.save_optimizer,
         hang_timeout_s=config.hang_timeout,
     )
     with node:
@@ -82,6 +70,31 @@ def train(
         node.drain_on(signal.SIGINT)
         on_join(node)
         _loop(node, corpora, trained[0].loss, config.microbatch)
+
+
+def joined(
+    config: NodeConfig, model: Callable[[RunSpec], nn.Module], environ: Mapping[str, str], **options: Any
+) -> Node:
+    """Join the run with the settings that every trainer of the daemon has, and `options` of `join`. `environ`: as
+    `train` has it."""
+    return join(
+        config.coordinator,
+        model,
+        name=config.name,
+        key=config.key,
+        server_key=config.server_key,
+        state_dir=config.state_dir,
+        fingerprint=config.fingerprint,
+        http=config.http,
+        http_names=config.http_names,
+        link=link_of(config, environ),
+        give_up_s=config.give_up,
+        tau=config.tau,
+        adapt_tau=config.adapt_tau,
+        save_every_rounds=config.save_every_rounds,
+        save_optimizer=config.save_optimizer,
+        **options,
+    )
 
 
 def corpora_of(config: NodeConfig) -> list[Corpus]:

@@ -17,7 +17,7 @@ from farloop.algo.spec import RunSpec
 from farloop.algo.stages import StageLayout
 from farloop.node.data import Corpus, Mixture
 from farloop.node.errors import DataError, LayoutError
-from farloop.node.library import Node, join
+from farloop.node.library import Node
 from farloop.node.link import LOOK_S
 from farloop.node.model import GPT, build, from_json
 from farloop.node.pipeline.executor import Executor
@@ -25,7 +25,7 @@ from farloop.node.pipeline.layout import Settings, read_layout
 from farloop.node.pipeline.link import PeerConfig
 from farloop.node.pipeline.stage import StageJobs, StagePart
 from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
-from farloop.node.trainer import check_data, corpora_of, link_of, mixed_precision
+from farloop.node.trainer import check_data, corpora_of, joined, mixed_precision
 from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
@@ -57,24 +57,7 @@ def train_stage(
             _check_batch(spec, pipeline)
         return StagePart(_whole(spec, layout), layout.stages[number], source=is_source)
 
-    node = join(
-        config.coordinator,
-        part_of,
-        name=config.name,
-        key=config.key,
-        server_key=config.server_key,
-        state_dir=config.state_dir,
-        fingerprint=config.fingerprint,
-        http=config.http,
-        http_names=config.http_names,
-        link=link_of(config, environ or {}),
-        give_up_s=config.give_up,
-        tau=config.tau,
-        adapt_tau=config.adapt_tau,
-        holds=(number,),
-        save_every_rounds=config.save_every_rounds,
-        save_optimizer=config.save_optimizer,
-    )
+    node = joined(config, part_of, environ or {}, holds=(number,))
     with node:
         node.drain_on(signal.SIGINT)
         on_join(node)
