@@ -165,9 +165,6 @@ class Grid:
     tune: tuple[str, ...] = ()  # KEY=VALUE,VALUE,…: what is tried for every variant before the runs that count
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Grid))
-
-
 class _File(BaseModel):
     """A grid's TOML file: `Grid`, its settings and what is tuned as tables. What is left out has the grid's default."""
 
@@ -213,18 +210,18 @@ def load_grid(path: Path) -> Grid:
 def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None]) -> Grid:
     """The grid of a file, or the default one, with a command line's options on top. Raises CommandError.
 
-    `flags`: fields of `Grid`, and settings of a run for all variants; None where not given. `lists`: fields of `Grid`
-    that may be given several times; they are added to the file's.
+    `flags`: fields of `Grid`; None where not given. `lists`: fields of `Grid` that may be given several times; they are
+    added to the file's.
     """
     grid = Grid() if path is None else load_grid(path)
-    given = {name: value for name, value in flags.items() if value is not None}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if name in _FIELDS}
-    settings = [f"{name}={value}" for name, value in given.items() if name not in _FIELDS]
     variants = lists.get("variants") or []
-    fields["variants"] = baseline_first((*(() if path is None and variants else grid.variants), *variants))
-    fields["settings"] = (*grid.settings, *settings, *(lists.get("settings") or []))
-    fields["tune"] = (*grid.tune, *(lists.get("tune") or []))
-    return dataclasses.replace(grid, **fields)
+    return dataclasses.replace(
+        grid,
+        **{name: value for name, value in flags.items() if value is not None},
+        variants=baseline_first((*(() if path is None and variants else grid.variants), *variants)),
+        settings=(*grid.settings, *(lists.get("settings") or [])),
+        tune=(*grid.tune, *(lists.get("tune") or [])),
+    )
 
 
 def _spelled(fields: dict[str, Any]) -> str:

@@ -417,14 +417,8 @@ def quality(
     seeds: Annotated[
         int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, show_default="2", help="Nodes of variants that do not set it.")
-    ] = None,
     model: Annotated[str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small or base.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, show_default="400", help="Inner steps of each node.")] = None,
-    h: Annotated[
-        int | None, typer.Option("--h", min=1, show_default="30", help="Inner steps between two sends of a fragment.")
-    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, show_default="16", help="Sequences per step, shared by the nodes.")
     ] = None,
@@ -443,7 +437,7 @@ def quality(
             "--set",
             metavar="KEY=VALUE",
             show_default=False,
-            help="A setting for all variants, e.g. min_lr=1e-5; repeatable.",
+            help="A setting for all variants, e.g. nodes=4 or min_lr=1e-5; repeatable.",
         ),
     ] = None,
     within: Annotated[float, typer.Option(min=0.0, help="Largest difference, in %, that counts as equal.")] = 1.0,
@@ -494,7 +488,7 @@ def quality(
 
     check_device(device)
     make_output_folder(out)
-    flags = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h, "global_batch": global_batch}
+    flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
     asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings})
     text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
     console, jobs, tuned = progress_console(json=as_json), jobs or os.cpu_count() or 1, tuple[Tuned, ...]()

@@ -163,9 +163,9 @@ def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
 def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text("steps = 30\nseeds = 2\n[set]\nlr = 1e-3\n[[variant]]\nmethod = 'diloco'\n")
-    lists: dict[str, list[str] | None] = {"variants": ["streaming"], "tune": ["outer_lr=1"], "settings": ["clip=2"]}
-    grid = asked_for(path, {"steps": 60, "seeds": None, "h": 15, "nodes": None}, lists)
-    assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15", "clip=2"))
+    lists: dict[str, list[str] | None] = {"variants": ["streaming"], "tune": ["outer_lr=1"], "settings": ["h=15"]}
+    grid = asked_for(path, {"steps": 60, "seeds": None}, lists)
+    assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15"))
     assert grid.variants == ("diloco", "streaming") and grid.tune == ("outer_lr=1",)
     assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
 
