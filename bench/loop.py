@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from farloop.bench.processes import Emulated, free_port, started
+from farloop.bench.processes import emulated, free_port, started
 from farloop.config.exit_codes import CommandError, code_of, write_output
 from farloop.config.sources import dump_toml
 from farloop.node.library import Node, join
@@ -173,19 +173,19 @@ def measure(
     turns: int,
     out: Path,
     environ: Mapping[str, str],
-    link: Emulated | None,
+    link: str,
     say: Callable[[str], None],
 ) -> list[Row]:
     """Turns of H steps without farloop and with it, after two rounds that do not count; one thread computes.
 
-    `link`: from the node to the coordinator. Raises CommandError: a process failed.
+    `link`: from the node to the coordinator, as RATE/RTT; none if empty. Raises CommandError: a process failed.
     """
     spent()
     torch.set_num_threads(1)
     loop = Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)
     with (
         coordinator(loop, out, h, (turns + 3) * h, environ) as port,
-        link.ports(port, 1) if link else contextlib.nullcontext([port]) as (at,),
+        emulated(link, port, 1) as (at,),
         join(
             f"tcp://127.0.0.1:{at}",
             loop.module,

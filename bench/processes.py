@@ -4,25 +4,27 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.config.exit_codes import CommandError, code_of
 
 PATIENCE_S = 1800.0  # for all processes of one measurement
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emulated:
-    """A link that each node has to the coordinator."""
-
-    name: str
-    bytes_per_s: float
-    ports: Callable[[int, int], AbstractContextManager[Sequence[int]]]
-    """For a port and a number of nodes: ports of this machine from which each reaches it over a link of its own."""
+@contextmanager
+def emulated(link: str, port: int, count: int) -> Iterator[Sequence[int]]:
+    """Ports of this machine from which each of `count` nodes reaches `port` over a link of its own, given as RATE/RTT;
+    if that is empty, the port itself."""
+    if not link:
+        yield [port] * count
+        return
+    relays = [Relay(target_host="127.0.0.1", target_port=port, link=Link.parse(link)) for _ in range(count)]
+    with RelayThread(*relays):
+        yield [relay.port for relay in relays]
 
 
 @contextmanager

@@ -8,15 +8,15 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import save
 
-from farloop.bench.processes import Emulated, free_port, run_together
+from farloop.bench.processes import emulated, free_port, run_together
 from farloop.bench.sync_nodes import PEERS, weights
 from farloop.bench.sync_trace import Marks, Trace, trace_of
+from farloop.chaos.relay import Link
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
 from farloop.monitoring.units import size_text
@@ -59,7 +59,7 @@ class Measured:
 
 
 def measure(
-    what: Measured, codecs: Sequence[str], out: Path, *, links: Sequence[Emulated | None] = (None,), trace: bool = False
+    what: Measured, codecs: Sequence[str], out: Path, *, links: Sequence[str] = ("",), trace: bool = False
 ) -> list[Row]:
     """gloo, farloop with each codec over each link, other systems that are installed, and gloo again: the row of gloo
     has the rounds of both, because a machine's speed changes. Links are emulated for farloop alone.
@@ -115,7 +115,7 @@ def _peer(system: str, what: Measured, out: Path) -> _Ran:
     return _run(out, what.environ, {}, words)
 
 
-def _farloop(what: Measured, codec: str, out: Path, link: Emulated | None, *, trace: bool) -> Row:
+def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -> Row:
     out.mkdir(parents=True)
     first = {f"weights.{k}": w for k, w in enumerate(weights(what.parameters))}
     write_output(out / "first.safetensors", save(first))
@@ -128,7 +128,7 @@ def _farloop(what: Measured, codec: str, out: Path, link: Emulated | None, *, tr
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
     names = [f"node-{k}" for k in range(what.nodes)]
     run_coordinator = ["farloop.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
-    with link.ports(port, what.nodes) if link else nullcontext([port] * what.nodes) as ports:
+    with emulated(link, port, what.nodes) as ports:
         ran = _run(
             out,
             what.environ,
@@ -141,8 +141,8 @@ def _farloop(what: Measured, codec: str, out: Path, link: Emulated | None, *, tr
     kinds = [node["bytes_by_kind"] for node in json.loads((out / "state" / "status.json").read_text())["nodes"]]
     sent = sum(count for kind in kinds for name, count in kind.items() if name != "snapshot")
     row = _row("farloop", codec, what, ran, sent // steps)
-    if link is not None:
-        row = replace(row, link=link.name, s_floor=row.bytes_per_round / what.nodes / link.bytes_per_s)
+    if link:
+        row = replace(row, link=link, s_floor=row.bytes_per_round / what.nodes / Link.parse(link).bytes_per_s)
     if not trace:
         return row
     marks = {name: Marks.read(out / f"{name}.marks.json") for name in ["coordinator", *names]}

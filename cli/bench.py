@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from farloop.bench.codecs import Watch
-    from farloop.bench.processes import Emulated
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
@@ -223,8 +222,7 @@ def loop(
     from farloop.node.settings import PRESETS
 
     out = _empty_folder(out, "loop").resolve()
-    emulated = _emulated(link) if link else None
-    rows = measure(PRESETS[model], h, turns, out, os.environ, emulated, lambda what: typer.echo(what, err=True))
+    rows = measure(PRESETS[model], h, turns, out, os.environ, link, lambda what: typer.echo(what, err=True))
     _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
@@ -260,12 +258,11 @@ def sync(
     check_links(*(link or []))
     from farloop.bench.sync import Measured, measure, text
 
-    links = [None, *map(_emulated, link or [])]
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
-    rows = measure(what, codecs, out.resolve(), links=links, trace=trace)
+    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace)
     _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
@@ -373,22 +370,6 @@ def _empty_folder(out: Path | None, command: str) -> Path:
         raise CommandError(f"--out: {out} is not empty; name another folder")
     make_output_folder(out)
     return out
-
-
-def _emulated(name: str) -> "Emulated":
-    """A link as `--link` names it."""
-    from farloop.bench.processes import Emulated
-    from farloop.chaos.relay import Link, Relay, RelayThread
-
-    parsed = Link.parse(name)
-
-    @contextmanager
-    def ports(port: int, count: int) -> Iterator[list[int]]:
-        relays = [Relay(target_host="127.0.0.1", target_port=port, link=parsed) for _ in range(count)]
-        with RelayThread(*relays):
-            yield [relay.port for relay in relays]
-
-    return Emulated(name=name, bytes_per_s=parsed.bytes_per_s, ports=ports)
 
 
 def _tell(found: Mapping[str, Any], text: str, as_json: bool) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    "cli": 8,
-    "plots": 7,
-    "bench": 6,
+    "cli": 9,
+    "plots": 8,
+    "bench": 7,
     "chaos": 6,
     "config": 5,
     "sim": 4,
