@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -161,8 +161,7 @@ class InnerStep:
         gradients of zeros, to know the state's shapes."""
         if self._optimizer is None or any(self._optimizer.state.values()):
             return False
-        rates = [group.get("lr") for group in groups_of(self._optimizer)]  # torch puts 0 on the CPU in their place
-        if any(not isinstance(lr, float | int | Tensor) or _is_elsewhere(lr) or float(lr) != 0.0 for lr in rates):
+        if any(rates_of(groups_of(self._optimizer), repeat(1.0))):  # torch puts 0 on the CPU in their place
             return False
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         return bool(gradients) and not any(bool(local_of(gradient).any()) for gradient in gradients)
@@ -230,7 +229,7 @@ class InnerStep:
 
     def _set_rates(self, optimizer: Optimizer, rate: float) -> None:
         groups = groups_of(optimizer)
-        found = _rates_of(groups, self._rates)
+        found = rates_of(groups, self._rates)
         # A constant schedule puts the rates at join back after every step: nothing is lost.
         if not self._scheduler_seen and found not in (self._rates, self._at_join):
             self._scheduler_seen = True
@@ -245,7 +244,7 @@ class InnerStep:
                 group["lr"].fill_(rate * ratio)
             else:
                 group["lr"] = rate * ratio
-        self._rates = _rates_of(groups, [rate * ratio for ratio in self._ratios])
+        self._rates = rates_of(groups, [rate * ratio for ratio in self._ratios])
 
     def _check_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -350,15 +349,13 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer]
 
 
-def _rates_of(groups: Sequence[Mapping[str, Any]], noted: Sequence[float]) -> list[float]:
-    """The groups' rates, of those that are `noted`. One on a device is not looked at: that would wait for all that is
-    queued there."""
-    rates = [(group["lr"], rate) for group, rate in zip(groups, noted, strict=False)]
-    return [rate if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr) for lr, rate in rates]
-
-
-def _is_elsewhere(rate: object) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+def rates_of(groups: Sequence[Mapping[str, Any]], noted: Iterable[float]) -> list[float]:
+    """The groups' rates; where there is none, that which is `noted`, and for one on a device too: to look at that would
+    wait for all that is queued there."""
+    rates = [(group.get("lr"), rate) for group, rate in zip(groups, noted, strict=False)]
+    return [
+        rate if lr is None or (isinstance(lr, Tensor) and lr.device.type != "cpu") else float(lr) for lr, rate in rates
+    ]
 
 
 def _rate_at_join(group: Mapping[str, Any]) -> float:

@@ -19,18 +19,17 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, TensorSlot
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.inner_optimizer import groups_of
+from farloop.node.inner_optimizer import groups_of, rates_of
 from farloop.node.shards import is_dtensor, local_of
 
 _STEPS: Final = 10  # that are looked at after a merge: some optimizers go back at every fifth or sixth step alone
-_FIRST_LOOK: Final = 4  # steps after which most of those that undo a merge are known
+_FEWEST: Final = 4  # where the next merge comes earlier: a step is told by the others
 _TENSORS, _ELEMENTS = 16, 32  # of a fragment, at most, and of each of these tensors
-_OWN_ELEMENTS: Final = 16  # so many of a tensor tell by themselves; fewer only with the fragment's others
+_OWN_ELEMENTS: Final = 16  # a tensor with fewer is looked at with the others alone: by chance, few may point anywhere
 _ENOUGH: Final = 8  # merges that were kept: from then on nothing is looked at
-_BACK, _TOO_FAR, _ALONG = 0.3, 1.3, 0.9  # of the change, least and most; cosine of the step and the way back
-_LONGER, _FAR_LONGER = 3.0, 10.0  # than the other steps: likely, which has to be seen twice; certain
-_KEPT, _OPEN, _LIKELY, _CERTAIN = -1.0, 0.0, 1.0, 2.0
-
+_BACK, _TOO_FAR, _ALONG = 0.3, 1.3, 0.9  # of the change, as slow weights go half; cosine of the step and the way back
+_LONGER: Final = 3.0  # than any other step, or it is one of them
+_CERTAIN: Final = 9.0  # product of that over merges: one step like no other, or two in a row
 
 _COPIES: Final = frozenset({"slow_buffer", "slow_params", "slow_param", "x0", "p0"})
 """Keys of the state under which known optimizers keep weights of an earlier step."""
@@ -46,9 +45,8 @@ class _Window:
     def __init__(self, pieces: Sequence[tuple[nn.Parameter, _Pick]]) -> None:
         """`pieces`: parameters, and what picks the elements of one, or of its gradient."""
         self._pieces = pieces
-        self._moves, self._gradients, self._rates = list[Tensor](), list[Tensor](), list[float]()
-        self.before = self._weights()
-        self._change = self._begun = self.before
+        self._moves, self._pulls = list[Tensor](), list[Tensor]()  # of the steps, and their gradients times the rate
+        self._change = self._begun = self._before = self._weights()
 
     def _weights(self) -> Tensor:
         return torch.cat([pick(parameter.detach()) for parameter, pick in self._pieces])
@@ -58,52 +56,48 @@ class _Window:
         return len(self._moves)
 
     def merged(self) -> None:
-        self._change = self._weights() - self.before
+        self._change = self._weights() - self._before
 
     def begin(self) -> None:
         self._begun = self._weights()
 
     def end(self, rate: float) -> None:
         self._moves.append(self._weights() - self._begun)
-        gradients = [(p, p.grad, pick) for p, pick in self._pieces]
-        self._gradients.append(torch.cat([pick(p.detach() * 0.0 if g is None else g) for p, g, pick in gradients]))
-        self._rates.append(rate)
+        gradients = [pick(p.detach() * 0.0 if p.grad is None else p.grad) for p, pick in self._pieces]
+        self._pulls.append(torch.cat(gradients) * rate)
 
-    def verdict(self, *, last: bool) -> Tensor:
-        """One of the four, fp64 [], on the device of the weights; a likely one at the `last` look alone.
+    def verdict(self) -> Tensor:
+        """How many times as long as the others the step was that undid the merge, fp64 [1] on the device of the
+        weights; 0 where none did, and -1 where none can have: the longest is short against the merge."""
+        moves, pulls = torch.stack(self._moves), torch.stack(self._pulls)
+        ends = [*accumulate(pick(parameter.detach()).numel() for parameter, pick in self._pieces)]
+        parts = [slice(a, b) for a, b in pairwise([0, *ends]) if b - a >= _OWN_ELEMENTS]
+        undone = [_undone(moves[:, part], pulls[:, part], self._change[part]) for part in [slice(None), *parts]]
+        longest, merge = moves.square().sum(1).amax(), self._change.square().sum()
+        kept = (longest * _LONGER**2 < merge).double() * float(self.steps == _STEPS)
+        most = torch.stack(undone).amax()
+        return torch.where(most > 0.0, most, -kept).reshape(1)
 
-        T: steps, E: elements, R: rows, those of all pieces and of each that tells by itself."""
-        ends = list(accumulate(pick(parameter.detach()).numel() for parameter, pick in self._pieces))
-        rows_ER = torch.zeros(len(self.before), 1 + len(ends), dtype=torch.float64, device=self.before.device)
-        rows_ER[:, 0] = 1.0
-        for row, (start, end) in enumerate(pairwise([0, *ends]), start=1):
-            rows_ER[start:end, row] = float(end - start >= _OWN_ELEMENTS)
-        moves_TE, gradients_TE = torch.stack(self._moves), torch.stack(self._gradients)
-        change_R = (self._change.square() @ rows_ER).sqrt()
-        length_TR, slope_TR = (moves_TE.square() @ rows_ER).sqrt(), (gradients_TE.square() @ rows_ER).sqrt()
-        along_TR = (moves_TE * -self._change) @ rows_ER  # the way back
-        back_TR, cosine_TR = along_TR / change_R.square(), along_TR / (change_R * length_TR)
-        # At another rate a step has another length, and that may be the schedule's doing.
-        rates_T1 = (
-            torch.tensor(self._rates, dtype=torch.float64, device="cpu")[:, None].clamp(min=1e-30).to(length_TR.device)
-        )
-        length_TR /= rates_T1
-        most_1R = back_TR.argmax(dim=0, keepdim=True)
-        others_TR = torch.ones_like(back_TR).scatter(0, most_1R, 0.0) > 0
-        length_R, slope_R = length_TR.gather(0, most_1R)[0], slope_TR.gather(0, most_1R)[0]
-        longest_R = torch.where(others_TR, length_TR, 0.0).amax(0)
-        # As far for its gradient as other steps went for theirs: then the gradient may be the reason.
-        known_TR = others_TR & (slope_TR > 0)
-        reach_R = torch.where(known_TR, length_TR / slope_TR, 0.0).amax(0)
-        explained_R = (slope_R > 0) & ((known_TR.sum(0) < 2) | ~(length_R > _LONGER * reach_R * slope_R))
-        most_R, cosine_R = back_TR.amax(0), cosine_TR.gather(0, most_1R)[0]
-        gone_R = (most_R > _BACK) & (most_R < _TOO_FAR) & (cosine_R > _ALONG) & ~explained_R
-        likely, certain = (gone_R & (length_R > by * longest_R) for by in (_LONGER, _FAR_LONGER))
-        kept = (moves_TE.square().sum(1).amax().sqrt() * _LONGER < change_R[0]) & (self.steps == _STEPS)
-        verdict = torch.where(
-            certain.any(), _CERTAIN, torch.where(likely.any() & last, _LIKELY, torch.where(kept, _KEPT, _OPEN))
-        )
-        return verdict.double()
+
+def _undone(moves_TE: Tensor, pulls_TE: Tensor, change_E: Tensor) -> Tensor:
+    """How many times as long as any other the step is that goes back by the change, fp64 []; 0 unless there is one.
+
+    Both by itself and for its gradient: a pull to the data's own optimum is none, nor is a higher rate. T: steps, E:
+    elements."""
+    merge, length_T, pull_T = change_E.norm(), moves_TE.norm(dim=1), pulls_TE.norm(dim=1)
+    along_T = -(moves_TE @ change_E) / merge
+    is_back_T = along_T == along_T.amax()
+    back, cosine = along_T.amax() / merge, along_T.amax() / _of(length_T, is_back_T)
+    for_pull_T = torch.where(pull_T > 0.0, length_T / pull_T, torch.inf)
+    longer = _of(length_T, is_back_T) / _of(length_T, ~is_back_T)
+    longer_for_pull = _of(for_pull_T, is_back_T) / _of(for_pull_T, ~is_back_T)
+    longer_for_pull = torch.where(_of(pull_T, is_back_T) > 0.0, longer_for_pull, torch.inf)
+    is_back = (back > _BACK) & (back < _TOO_FAR) & (cosine > _ALONG)
+    return torch.where(is_back, torch.minimum(longer, longer_for_pull), 0.0)
+
+
+def _of(numbers: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, numbers, 0.0).amax()
 
 
 class Merges:
@@ -121,13 +115,13 @@ class Merges:
         self._is_copy: dict[str, bool] = {}  # by key of the state, once that is known
         self._optimizer, self._parameters, self._layout = optimizer, parameters, layout
         self._windows: dict[int, _Window] = {}
-        self._verdicts, self._kept, self._likely = Awaited(), 0, 0
+        self._verdicts, self._kept, self._evidence = Awaited(), 0, 1.0
 
     @contextmanager
     def merge(self, index: int) -> Iterator[None]:
         """Inside, the fragment's local weights are merged."""
-        if (before := self._windows.pop(index, None)) is not None and before.steps >= _FIRST_LOOK:
-            self._judge(before, last=True)
+        if (before := self._windows.pop(index, None)) is not None and before.steps >= _FEWEST:
+            self._judge(before)
         pieces = self._pieces(index) if self._kept < _ENOUGH else []
         window = _Window(pieces) if pieces else None
         with self.move(index, self._on_merge):
@@ -182,28 +176,27 @@ class Merges:
 
     def after_step(self) -> None:
         """It has stepped. Raises LoopError: it undoes merges."""
-        rates = [group.get("lr", 1.0) for group in groups_of(self._optimizer)] if self._windows else []
-        rate = next((float(lr) for lr in rates if not isinstance(lr, Tensor) or lr.device.type == "cpu"), 1.0)
+        rate = rates_of(groups_of(self._optimizer)[:1], [1.0])[0]
         for index, window in [*self._windows.items()]:
             window.end(rate)
-            if window.steps in (_FIRST_LOOK, _STEPS):
-                self._judge(window, last=window.steps == _STEPS)
             if window.steps == _STEPS:
-                del self._windows[index]
+                self._judge(self._windows.pop(index))
         if (seen := self._verdicts.poll()) is not None:
             self._hear(seen)
 
-    def _judge(self, window: _Window, *, last: bool) -> None:
-        verdict = window.verdict(last=last)
+    def _judge(self, window: _Window) -> None:
+        verdict = window.verdict()
         if verdict.device.type == "cpu":
             self._hear(float(verdict))
         else:
             self._verdicts.add(verdict)
 
     def _hear(self, verdict: float) -> None:
-        self._kept += verdict == _KEPT
-        self._likely = self._likely + 1 if verdict == _LIKELY else 0 if verdict == _KEPT else self._likely
-        if verdict == _CERTAIN or self._likely == 2:
+        if verdict < 0.0:
+            self._kept, self._evidence = self._kept + 1, 1.0
+        elif verdict >= _LONGER:
+            self._evidence *= verdict
+        if self._evidence >= _CERTAIN:
             kind = type(self._optimizer).__name__
             raise LoopError(
                 f"{kind} undoes merges: it keeps copies of the weights, and its step put back those from before a "
@@ -220,10 +213,9 @@ class Merges:
             if part.is_meta or not part.numel():
                 continue
             # An odd stride, so that a matrix is not looked at in one column alone.
-            places = torch.arange(min(part.numel(), _ELEMENTS), dtype=torch.int64, device=part.device) * (
-                part.numel() // _ELEMENTS | 1
-            )
-            found.append((parameter, partial(_picked, slot, torch.unravel_index(places % part.numel(), part.shape))))
+            places = torch.arange(min(part.numel(), _ELEMENTS), dtype=torch.int64, device=part.device)
+            places = places * (part.numel() // _ELEMENTS | 1) % part.numel()
+            found.append((parameter, partial(_picked, slot, _at(places, part.shape))))
         return found
 
 
@@ -231,6 +223,15 @@ def _picked(slot: TensorSlot, places: tuple[Tensor, ...], tensor: Tensor) -> Ten
     """fp64; of a shard, whose rows are others, any elements are."""
     part = local_of(tensor) if is_dtensor(tensor) else rows_of(tensor, slot)
     return part[places].flatten().double()
+
+
+def _at(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """The index of flat places: a weight need not be contiguous, and is not copied for a few elements."""
+    index = list[Tensor]()
+    for size in reversed(shape):
+        index.insert(0, places % size)
+        places = places // size
+    return tuple(index)
 
 
 def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:

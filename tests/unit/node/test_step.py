@@ -152,7 +152,7 @@ def test_a_node_whose_optimizer_undoes_a_merge_ends_by_hook_and_by_step() -> Non
             for parameter in loop.module.parameters():
                 parameter.add_(0.5)
         with pytest.raises(LoopError, match="Masters undoes merges"):
-            for _ in range(4):
+            for _ in range(10):
                 for parameter in loop.module.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 loop.optimizer.step() if hook else loop.node.step()
