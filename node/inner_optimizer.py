@@ -7,7 +7,7 @@ exchanged.
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Literal
 
@@ -339,6 +339,15 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     if isinstance(parts, list | tuple) and parts and all(isinstance(part, Optimizer) for part in parts):
         return [group for part in parts for group in groups_of(part)]
     return optimizer.param_groups
+
+
+def held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """It, and the optimizers that it holds: wrappers and containers keep states of their own."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, Optimizer):
+                yield from held_by(part)
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -148,7 +148,7 @@ class Node:
         self._moments: Moments | None = None
         if files is not None and optimizer is not None and save_optimizer:
             self._moments = Moments(optimizer, self._weights, layout, files)
-        self._merges = Merges(optimizer, parameters, layout, on_merge) if optimizer is not None else None
+        self._merges = Merges(optimizer, parameters, layout, on_merge)
         if self._follower is not None:
             self._follower.files, self._follower.moments = files, self._moments
             self._follower.merges = self._merges
@@ -256,8 +256,7 @@ class Node:
             )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         seen = shown(loss, self._losses)
-        if self._merges is not None:
-            self._merges.before_step()
+        self._merges.before_step()
         stepped = self._inner.take(self._decision.lr)
         self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
@@ -295,8 +294,7 @@ class Node:
             return
         if self.running:
             self._inner.prepare(self._decision.lr)
-            if self._merges is not None:
-                self._merges.before_step()
+            self._merges.before_step()
         elif not self._told_of_end:
             self._told_of_end = True
             _log.warning("the trainer goes on though the run is over for this node: stop it when node.running is False")
@@ -310,12 +308,8 @@ class Node:
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
-        if self._merges is not None:
-            try:
-                self._merges.after_step()
-            except LoopError:
-                with self._driver.failure_told() if self._driver is not None else contextlib.nullcontext():
-                    raise
+        with self._driver.failure_told() if self._driver is not None else contextlib.nullcontext():
+            self._merges.after_step()
         if self._decided:
             if self._driver is not None:
                 self._driver.between_steps(tokens, loss, stepped=stepped)
@@ -323,6 +317,7 @@ class Node:
         else:
             self._enter(EXCHANGING)
             self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else ())
+        self._merges.resume()
         if self._watch is not None:
             self._watch.stepped()
         self._steps_to_place -= 1
@@ -379,6 +374,7 @@ class Node:
     def abandon(self) -> None:
         """Stop all threads without a message, as after an error."""
         self._left = True
+        self._merges.resume()
         _live.discard(self)
         self._handlers.give_back()
         if self._watch is not None:
@@ -422,6 +418,7 @@ class Node:
         self._decide(self._driver.wait_for_start() if self._driver is not None else ())
         if self._moments is not None and not self._weights.sharded:
             self._moments.share(self.cluster)
+        self._merges.resume()
         if self._hook and self._optimizer is not None:
             self._hooks = [
                 self._optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
@@ -434,8 +431,8 @@ class Node:
         self._decision, *following = self.cluster.share_decisions(decisions)
         self._decided.extend(following)
         for index in () if self._weights.sharded else self._decision.merged:
-            merges = None if self.cluster.leads else self._merges  # the lead's replica has merged them
-            with contextlib.nullcontext() if merges is None else merges.merge(index):
+            # The lead's replica has merged them.
+            with contextlib.nullcontext() if self.cluster.leads else self._merges.merge(index):
                 self.cluster.share_weights(self.spec.identity.layout, (index,), self._parameters)
 
     def _catch_up(self) -> None:
@@ -449,7 +446,8 @@ class Node:
     def _evaluated(self, evaluate: Callable[[nn.Module], float]) -> float:
         self._enter(EVALUATING)
         modes = [(part, part.training) for part in self.module.modules()]
-        loss = evaluate(self.module)
+        with self._merges.set_aside():
+            loss = evaluate(self.module)
         for part, training in modes:  # a forgotten train() would turn dropout off for the rest of the run
             part.training = training
         self._enter(EXCHANGING)

@@ -5,11 +5,12 @@ elements and on their device. One step that goes back by the merge's own change,
 and not for a gradient's sake, undoes the merge.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, TensorSlot
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.inner_optimizer import groups_of, rates_of
+from farloop.node.inner_optimizer import groups_of, held_by, rates_of
 from farloop.node.shards import is_dtensor, local_of
 
 _STEPS: Final = 10  # that are looked at after a merge: some optimizers go back at every fifth or sixth step alone
@@ -105,24 +106,52 @@ class Merges:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         parameters: Mapping[str, nn.Parameter],
         layout: Layout,
         on_merge: OnMerge | None = None,
     ) -> None:
         """`parameters`: by the layout's names. `on_merge`: as `join` takes it."""
-        self._parts, self._on_merge = [*_held_by(optimizer)], on_merge
+        self._parts, self._on_merge = [] if optimizer is None else [*held_by(optimizer)], on_merge
+        self._averaging = [part for part in self._parts if hasattr(part, "eval") and hasattr(part, "train")]
+        self._shown = list[Any]()  # of these, those that `resume` has train
         self._is_copy: dict[str, bool] = {}  # by key of the state, once that is known
-        self._optimizer, self._parameters, self._layout = optimizer, parameters, layout
+        self._parameters, self._layout = parameters, layout
         self._windows: dict[int, _Window] = {}
         self._verdicts, self._kept, self._evidence = Awaited(), 0, 1.0
+
+    def show(self) -> None:
+        """Have the weights be the average that a schedule-free optimizer is for, until `resume`. It trains others."""
+        for part in self._averaging:
+            if _trains(part):
+                part.eval()
+                self._shown.append(part)
+
+    def resume(self) -> None:
+        while self._shown:
+            self._shown.pop().train()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """After `show`. Inside, the weights are not those that the optimizer steps: its eval() and train() change none
+        without a state."""
+        states = [(part, part.state) for part in self._averaging]
+        for part, _ in states:
+            part.state = defaultdict(dict)
+        try:
+            yield
+        finally:
+            for part, state in states:
+                part.eval()
+                part.state = state
 
     @contextmanager
     def merge(self, index: int) -> Iterator[None]:
         """Inside, the fragment's local weights are merged."""
+        self.show()
         if (before := self._windows.pop(index, None)) is not None and before.steps >= _FEWEST:
             self._judge(before)
-        pieces = self._pieces(index) if self._kept < _ENOUGH else []
+        pieces = self._pieces(index) if self._parts and self._kept < _ENOUGH else []
         window = _Window(pieces) if pieces else None
         with self.move(index, self._on_merge):
             yield
@@ -149,12 +178,11 @@ class Merges:
         """What the state has of the weights, by parameter. Devices are waited for until all keys of it are known."""
         found: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
         for part in self._parts:
-            averages = any("train_mode" in group for group in part.param_groups) or hasattr(part, "train_mode")
             for parameter in parameters:
                 for key, value in part.state.get(parameter, {}).items():
                     if self._is_copy.get(key, True) and _is_like(value, parameter):
                         found.setdefault(key, []).append((parameter, value))
-            if averages and "z" in found:  # schedule-free's, which the weights are drawn to
+            if part in self._averaging and "z" in found:  # schedule-free's, which the weights are drawn to
                 self._is_copy["z"] = True
         for key, pairs in found.items():
             if key in self._is_copy or key in _COPIES:
@@ -176,7 +204,7 @@ class Merges:
 
     def after_step(self) -> None:
         """It has stepped. Raises LoopError: it undoes merges."""
-        rate = rates_of(groups_of(self._optimizer)[:1], [1.0])[0]
+        rate = rates_of(groups_of(self._parts[0])[:1], [1.0])[0] if self._windows else 1.0
         for index, window in [*self._windows.items()]:
             window.end(rate)
             if window.steps == _STEPS:
@@ -197,7 +225,7 @@ class Merges:
         elif verdict >= _LONGER:
             self._evidence *= verdict
         if self._evidence >= _CERTAIN:
-            kind = type(self._optimizer).__name__
+            kind = type(self._parts[0]).__name__
             raise LoopError(
                 f"{kind} undoes merges: it keeps copies of the weights, and its step put back those from before a "
                 "merge. Change them in join(on_merge=…), or take an optimizer that keeps none, as AdamW (docs/step.md)"
@@ -234,13 +262,9 @@ def _at(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     return tuple(index)
 
 
-def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """It, and the optimizers that it holds: wrappers and containers keep states of their own."""
-    yield optimizer
-    for value in vars(optimizer).values():
-        for part in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(part, Optimizer):
-                yield from _held_by(part)
+def _trains(part: Any) -> bool:
+    """Whether a schedule-free optimizer is between its train() and its eval()."""
+    return any(group.get("train_mode") for group in part.param_groups) or bool(getattr(part, "train_mode", False))
 
 
 def _is_like(value: object, parameter: nn.Parameter) -> bool:

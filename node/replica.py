@@ -116,7 +116,7 @@ class Replica:
         self._spare: Tensor | None = None  # the memory of an anchor that such a one has replaced
         self.files: AnchorFiles | None = None  # where anchors are saved, if anywhere; on all ranks or none
         self.moments: Moments | None = None  # the optimizer's state, where it is saved too; likewise
-        self.merges: Merges | None = None  # on all ranks, where there is an optimizer
+        self.merges = Merges(None, self.parameters, layout)  # what hears of merges; the optimizer's, where there is one
 
     def zeros(self, index: int) -> Tensor:
         """fp32 [numel of the own part] where anchors are kept: all that a replica keeps beside them begins so."""
@@ -210,6 +210,7 @@ class Replica:
     def take(self, index: int) -> Tensor:
         """The own part of the fragment's current delta, fp32 where the weights are, in a buffer that `give_back`
         reuses. Where the model is sharded, all ranks call it."""
+        self.merges.show()
         part, kept, buffers = self.own[index], self._start(index), self.buffers
         sources = self.weights.sources(index, gradients=self.gradients)
         if self.gradients:
@@ -250,6 +251,7 @@ class Replica:
         fragment, start = self.layout.fragments[index], self._start(index).read()
         if self.weights.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
+        self.merges.show()
         sources = self.weights.sources(index, gradients=self.gradients)
         tensors = [(slot, rows_of(sources[slot.name], slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
@@ -467,6 +469,7 @@ class Replica:
 
     @torch.no_grad()
     def _first(self, index: int, wanted: int) -> bool:
+        self.merges.show()
         anchor = self.anchors[index].write()
         flatten_into(self.own[index], self.weights.sources(index, gradients=False), anchor)
         canonicalise_(anchor)
@@ -504,8 +507,7 @@ class Replica:
                 self._decode_add(index, sent, fresh)
             eager_start_into(start.read(), fresh, fresh, factor=factor)
             start = self._starts[index] = Kept(fresh)
-        noted = nullcontext() if self.merges is None else self.merges.merge(index)
-        with self._with_the_weights(start) as there, noted:
+        with self._with_the_weights(start) as there, self.merges.merge(index):
             self.weights.mix(index, there, mix)
 
     def learn(self, index: int, own: Sent, update: Sent, *, outer_lr: float, lr_sum: float, alpha: float) -> None:
@@ -537,8 +539,7 @@ class Replica:
 
     @torch.no_grad()
     def _correct(self, index: int, lr: float) -> None:
-        noted = nullcontext() if self.merges is None else self.merges.move(index)
-        with self._with_the_weights(self.drifts[index]) as drift, noted:
+        with self._with_the_weights(self.drifts[index]) as drift, self.merges.move(index):
             self.weights.correct(index, drift, lr)
 
     def forget_drift(self, index: int) -> None:
@@ -562,6 +563,7 @@ class Replica:
 
     @torch.no_grad()
     def _show(self) -> None:
+        self.merges.show()
         if self._can_exchange:
             return self._exchange_()
         self.weights.keep()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.node.errors import LoopError
 from farloop.node.merges import Merges
+from farloop.node.replica import Replica
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -71,7 +72,8 @@ class Node:
         shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
         self.optimizer = make(list(self.model.parameters()))
         parameters = dict(trainable_tensors(self.model))
-        self.merges = Merges(self.optimizer, parameters, partition(shapes, pattern="whole"), **options)
+        self.layout = partition(shapes, pattern="whole")
+        self.merges = Merges(self.optimizer, parameters, self.layout, **options)
 
     def step(self, gradient: Callable[[Tensor], Tensor]) -> None:
         for parameter in self.model.parameters():
@@ -85,6 +87,7 @@ class Node:
         with self.merges.merge(0):
             for parameter in self.model.parameters():
                 parameter.add_(change(parameter))
+        self.merges.resume()
 
 
 def noise(scale: float) -> Callable[[Tensor], Tensor]:
@@ -147,20 +150,41 @@ class Inside(Masters):
 
 
 class ScheduleFree(Optimizer):
-    """SGDScheduleFree of schedulefree 1.4 in train mode: the weights are 0.9 x + 0.1 z, and x is the mean of all z."""
+    """SGDScheduleFree of schedulefree 1.4: in train mode the weights are 0.9 x + 0.1 z, else x, the mean of all z."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "train_mode": True, "k": 0})
+        super().__init__(parameters, {"lr": lr, "train_mode": False, "k": 0})
+        self.train()
+
+    def _mode(self, train: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["train_mode"] != train else ():
+                if "z" in self.state[parameter]:
+                    parameter.data.lerp_(self.state[parameter]["z"], weight)
+            group["train_mode"] = train
+
+    def train(self) -> None:
+        self._mode(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._mode(False, 1 - 1 / 0.9)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            assert group["train_mode"], "Optimizer was not in train mode when step is called"
             group["k"] += 1
             for parameter in group["params"]:
                 z = self.state[parameter].setdefault("z", parameter.detach().clone())
                 x = parameter.lerp(z, 1 - 1 / 0.9)
                 z.sub_(parameter.grad, alpha=group["lr"])
                 parameter.copy_(z.lerp(x.lerp_(z, 1 / group["k"]), 0.9))
+
+
+def schedulefree(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    optimizer: Any = pytest.importorskip("schedulefree").SGDScheduleFree(parameters, lr=lr)
+    optimizer.train()
+    return optimizer
 
 
 class Far(Lookahead):
@@ -200,6 +224,37 @@ def test_what_the_state_has_of_the_weights_moves_with_them(make: Callable[..., O
             merged.merge(alike(2.0))
     for one, other in zip(merged.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(one, other + 2.0, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [ScheduleFree, schedulefree])
+def test_two_schedule_free_nodes_exchange_and_evaluate_the_average(make: Callable[..., Optimizer]) -> None:
+    """With a loss of 1/2 |w - t|^2, two nodes that are averaged are one process with the mean of both t: what they have
+    together is its average x, not what it takes gradients of."""
+    targets, alone = (0.3, 0.5), Node(lambda parameters: make(parameters, lr=0.2))
+    nodes = [Node(lambda parameters: make(parameters, lr=0.2)) for _ in targets]
+    replicas = [Replica(node.model, node.layout, gradients=False) for node in nodes]
+    for node, replica in zip(nodes, replicas, strict=True):
+        replica.merges = node.merges
+        replica.anchors[0].write().sub_(replica.take(0))
+        node.merges.resume()
+    for _ in range(3):
+        for _ in range(5):
+            alone.step(lambda weights: weights - 0.4)
+            for node, target in zip(nodes, targets, strict=True):
+                node.step(lambda weights, target=target: weights - target)
+        deltas = [replica.take(0).clone() for replica in replicas]
+        for node, replica in zip(nodes, replicas, strict=True):
+            replica.anchors[0].write().sub_((deltas[0] + deltas[1]) / 2)
+            replica.merge(0, 0.0)
+            with replica.anchors_in_place(), node.merges.set_aside():
+                shown = [parameter.detach().clone() for parameter in node.model.parameters()]
+                cast(Any, node.optimizer).eval()  # as a loop's own evaluation does
+                cast(Any, node.optimizer).train()
+                assert all(map(torch.equal, shown, node.model.parameters()))
+            node.merges.resume()
+    cast(Any, alone.optimizer).eval()
+    for weights, right in zip(shown, alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weights, right.detach(), rtol=0, atol=1e-6)
 
 
 def test_masters_of_16_bit_weights_move_though_the_weights_are_rounded() -> None:
