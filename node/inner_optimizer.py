@@ -346,16 +346,13 @@ def held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
     yield optimizer
     for value in vars(optimizer).values():
         for part in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(part, Optimizer):
+            if isinstance(part, Optimizer) and part is not optimizer:
                 yield from held_by(part)
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that have a state: itself, or those that it holds."""
-    parts = getattr(optimizer, "optimizers", None) or getattr(optimizer, "parts", None)
-    if isinstance(parts, list | tuple) and parts and all(isinstance(part, Optimizer) for part in parts):
-        return [each for part in parts for each in parts_of(part)]
-    return [optimizer]
+    """The optimizers that step: itself, or those that it holds."""
+    return [part for part in held_by(optimizer) if len([*held_by(part)]) == 1]
 
 
 def rates_of(groups: Sequence[Mapping[str, Any]], noted: Iterable[float]) -> list[float]:

@@ -145,10 +145,10 @@ class Node:
         if sharded and not cluster.leads:
             self._follower = replica_of(module, spec, holds, self._weights)
         self._files = files
+        self._merges = Merges(optimizer, parameters, layout, on_merge)
         self._moments: Moments | None = None
         if files is not None and optimizer is not None and save_optimizer:
-            self._moments = Moments(optimizer, self._weights, layout, files)
-        self._merges = Merges(optimizer, parameters, layout, on_merge)
+            self._moments = Moments(optimizer, self._weights, layout, files, self._merges)
         if self._follower is not None:
             self._follower.files, self._follower.moments = files, self._moments
             self._follower.merges = self._merges
@@ -562,8 +562,9 @@ def join(
             steps leave the room. On CPUs it is the same.
         save_every_rounds: rounds between two whole copies of an anchor in `state_dir`, with the updates in between
             beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
-        save_optimizer: save the optimizer's state beside each of these copies: tensors of a parameter's shape and
-            type, and counters (8 bytes a parameter more with AdamW). Without it a restarted node begins with none.
+        save_optimizer: save the optimizer's state beside each of these copies: plain tensors of a parameter's shape and
+            type, and counters (8 bytes a parameter more with AdamW); of one that holds another, the other's. What
+            cannot be saved is named once. Without it a restarted node begins with none.
         on_merge: called after every merge, on every rank, to move copies of the weights outside of the optimizer's
             state: with the change of each merged parameter, fp32, in its shape (of a sharded one that of its shard).
         signals: the first SIGTERM to any rank ends the node in order, as `Node.drain_on` does it, where `join` is

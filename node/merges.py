@@ -165,7 +165,7 @@ class Merges:
         in its state changes alike."""
         names = dict.fromkeys(slot.name for slot in self._layout.fragments[index].tensors)
         here = [self._parameters[name] for name in names if not self._parameters[name].is_meta]
-        copies = self._copies(here)
+        copies = self.copies(here)
         before = {p: local_of(p.detach()).clone() for p in (here if told is not None else dict(copies))}
         yield
         changes = {p: local_of(p.detach()).float() - weights.float() for p, weights in before.items()}
@@ -174,7 +174,7 @@ class Merges:
         if told is not None:
             told(changes)
 
-    def _copies(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    def copies(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
         """What the state has of the weights, by parameter. Devices are waited for until all keys of it are known."""
         found: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
         for part in self._parts:

@@ -1,4 +1,5 @@
-"""The inner optimizer's state on a node's disk: what it has of each parameter, in the parameter's shape, and counters.
+"""The inner optimizer's state on a node's disk: what it has of each parameter, in the parameter's shape, and counters,
+those of its groups too. Copies of the weights are saved as differences from them: a node goes on from an anchor.
 
 A file has these tensors of a fragment one after the other, in the order of the fragment, as fp32. So it is written and
 read like an anchor: by any number of ranks, each its own elements, and checked by digests over all of them.
@@ -13,33 +14,46 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.fragments import flatten_into
 from farloop.algo.spec import Fragment, Layout
 from farloop.node.anchor_files import AnchorFiles, Head, Runs
 from farloop.node.cluster import Cluster
-from farloop.node.inner_optimizer import parts_of
-from farloop.node.shards import Weights
+from farloop.node.inner_optimizer import held_by, parts_of
+from farloop.node.merges import Merges
+from farloop.node.shards import Weights, local_of
 
 _log = logging.getLogger(__name__)
 
 _MOST_CHARACTERS: Final = 3000  # of the description in a file's head
 
 Described = dict[str, list[Any]]
-"""By key of the state: whether each tensor of the fragment has that (1 or 0); what it is (moment, tensor, number); the
-largest value of a counter."""
+"""By key of the state: whether each tensor of the fragment has that (1 or 0); what it is (moment, copy, tensor, number,
+group, odd); the largest value of a counter. A number of a group has the group's place before its key."""
 
 
 class Moments:
     """The state of one process's optimizer. What is done by all ranks has `_here` in its name."""
 
-    def __init__(self, optimizer: Optimizer, weights: Weights, layout: Layout, files: AnchorFiles) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        weights: Weights,
+        layout: Layout,
+        files: AnchorFiles,
+        merges: Merges | None = None,
+    ) -> None:
+        """`merges`: the node's, which knows what is a copy of the weights."""
         self._weights, self._layout, self._files = weights, layout, files
+        self._merges = merges or Merges(optimizer, weights.parameters, layout)
+        self._optimizer, self._parts = optimizer, parts_of(optimizer)
+        groups = [(part, place) for part in self._parts for place in range(len(part.param_groups))]
+        self._at_join = [_numbers_of(part.param_groups[place]) for part, place in groups]
         self._groups = {
-            id(parameter): (part, group)
-            for part in parts_of(optimizer)
-            for group in part.param_groups
-            for parameter in group["params"]
+            id(parameter): (number, part, place)
+            for number, (part, place) in enumerate(groups)
+            for parameter in part.param_groups[place]["params"]
         }
         self._loaded: list[Head] = []
         self._odd = ""  # a part of the state that cannot be saved, once it was met
@@ -62,7 +76,10 @@ class Moments:
         fragment, own = self._layout.fragments[index], self._weights.own[index]
         described = _merged(self._weights.gather(self._described(fragment)))
         keys = _moments(described)
-        if not keys or len(repr(described)) > _MOST_CHARACTERS:
+        if len(repr(described)) > _MOST_CHARACTERS:
+            self._tell(f"it has too many parts for the {len(fragment.tensors)} tensors of a fragment")
+            return None
+        if not keys or any(kind == "odd" for _, kind, _ in described.values()):
             return None
         flat = torch.empty(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
         digests = list[int]()
@@ -70,6 +87,8 @@ class Moments:
             here = row.to(self._weights.device)
             tensors = self._tensors(fragment, key, {})
             flatten_into(own.fragment, self._beside(tensors).sources(index, gradients=False), here)
+            if described[key][1] == "copy":
+                here -= self._flat(index)
             digests.append(self._weights.digest(index, here))
             row.copy_(here)
         numbers = flat.view(-1)
@@ -77,24 +96,43 @@ class Moments:
         return described, digests
 
     def _described(self, fragment: Fragment) -> Described:
-        """What this rank has; nothing at all if a part of it cannot be saved."""
+        """What this rank has; one that is odd if a part of it cannot be saved."""
+        self._merges.show()
         described: Described = {}
-        for place, slot in enumerate(fragment.tensors):
-            parameter = self._weights.parameters[slot.name]
-            for key, value in self._state(parameter).items():
-                kind, counted = _kind(key, value, parameter)
+        parameters = [self._weights.parameters[slot.name] for slot in fragment.tensors]
+        copies = {id(copy) for _, copy in self._merges.copies([p for p in parameters if not p.is_meta])}
+        odd = self._beside_parts()
+        for place, (slot, parameter) in enumerate(zip(fragment.tensors, parameters, strict=True)):
+            found = {key: (value, *_kind(key, value, parameter)) for key, value in self._state(parameter).items()}
+            if found:
+                number, part, at = self._groups[id(parameter)]
+                numbers, before = _numbers_of(part.param_groups[at]), self._at_join[number]
+                changed = {key: value for key, value in numbers.items() if value != before.get(key)}
+                found |= {f"{number} {key}": (value, "group", value) for key, value in changed.items()}
+            for key, (value, kind, counted) in found.items():
                 if kind == "odd":
-                    self._tell(f"{slot.name}: {key}")
-                    return {}
-                if kind:
-                    has, _, most = described.setdefault(key, [[0] * len(fragment.tensors), kind, counted])
+                    odd = odd or f"'{slot.name}: {key}' is no plain tensor of the parameter's shape and type"
+                elif kind:
+                    kind = "copy" if id(value) in copies else kind
+                    has, _, most = described.setdefault(key, [[0] * len(parameters), kind, counted])
                     has[place], described[key][2] = 1, max(most, counted)
-        return described
+        if odd:
+            self._tell(odd)
+        return {"": [[0] * len(parameters), "odd", 0]} if odd else described
+
+    def _beside_parts(self) -> str:
+        """What is not saved of an optimizer that holds others."""
+        kind, states = type(self._optimizer).__name__, [id(part.state) for part in self._parts]
+        for holder in held_by(self._optimizer):
+            if any(holder.state.values()) and id(holder.state) not in states:
+                return f"{type(holder).__name__} keeps a part of it, beside the optimizer that it holds"
+        stepped = (id(parameter) for group in self._optimizer.param_groups for parameter in group["params"])
+        return "" if all(map(self._groups.__contains__, stepped)) else f"{kind} keeps it on several ranks"
 
     def _tell(self, odd: str) -> None:
         if not self._odd:
             self._odd = odd
-            _log.warning("the optimizer's state is not saved: %r is no tensor of the parameter's shape and type", odd)
+            _log.warning("the optimizer's state is not saved: %s", odd)
 
     # --- Loading
 
@@ -112,6 +150,7 @@ class Moments:
 
     @torch.no_grad()
     def load_here(self, index: int, version: int, more: Mapping[str, Any]) -> bool:
+        self._merges.show()
         fragment, own, described = self._layout.fragments[index], self._weights.own[index], more["state"]
         keys = _moments(described)
         flat = torch.zeros(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
@@ -120,7 +159,8 @@ class Moments:
             return False
         for key, row in zip(keys, flat, strict=True):
             tensors = self._tensors(fragment, key, described)
-            self._beside(tensors).mix(index, row.to(self._weights.device), 0.0)
+            there = row.to(self._weights.device)
+            self._beside(tensors).mix(index, there + self._flat(index) if described[key][1] == "copy" else there, 0.0)
         self._count(fragment, described)
         return True
 
@@ -138,9 +178,15 @@ class Moments:
         for key, (has, kind, value) in described.items():
             for slot, there in zip(fragment.tensors, has, strict=True):
                 parameter = self._weights.parameters[slot.name]
-                if kind == "moment" or not there or id(parameter) not in self._groups:
+                if kind in ("moment", "copy") or not there or id(parameter) not in self._groups:
                     continue
-                _, group = self._groups[id(parameter)]
+                _, part, at = self._groups[id(parameter)]
+                group = part.param_groups[at]
+                if kind == "group":
+                    _, _, name = key.partition(" ")
+                    was = group.get(name)
+                    group[name] = torch.full_like(was, value) if isinstance(was, Tensor) else value
+                    continue
                 on_device = group.get("capturable") or group.get("fused")
                 device = parameter.device if on_device else torch.device("cpu")
                 number = torch.tensor(float(value), device=device, dtype=torch.float32) if kind == "tensor" else value
@@ -153,8 +199,15 @@ class Moments:
         found = self._groups.get(id(parameter))
         if found is None:
             return {}
-        state: dict[str, Any] = found[0].state[parameter]
+        state: dict[str, Any] = found[1].state[parameter]
         return state
+
+    def _flat(self, index: int) -> Tensor:
+        """The own part of the fragment's weights, fp32."""
+        own = self._weights.own[index].fragment
+        flat = torch.zeros(own.numel, dtype=torch.float32, device=self._weights.device)
+        flatten_into(own, self._weights.sources(index, gradients=False), flat)
+        return flat
 
     def _tensors(self, fragment: Fragment, key: str, create: Described) -> dict[str, Tensor]:
         """What the optimizer has under this key, by parameter; zeros that nobody keeps where it has nothing. Where
@@ -193,7 +246,7 @@ def _kind(key: str, value: object, parameter: Tensor) -> tuple[str, float]:
         return "", 0
     if isinstance(value, int | float):
         return "number", value
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(local_of(value)):
         return "odd", 0
     if value.ndim == 0 and (parameter.ndim > 0 or key == "step"):
         return "tensor", float(value)
@@ -203,7 +256,13 @@ def _kind(key: str, value: object, parameter: Tensor) -> tuple[str, float]:
 
 
 def _moments(described: Described) -> list[str]:
-    return sorted(key for key, (_, kind, _) in described.items() if kind == "moment")
+    return sorted(key for key, (_, kind, _) in described.items() if kind in ("moment", "copy"))
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, int | float]:
+    """Without the rate, which is the run's or the loop's. What changes after join is a counter."""
+    numbers = {k: float(v) if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in group.items()}
+    return {key: v for key, v in numbers.items() if type(v) in (int, float) and key not in ("lr", "initial_lr")}
 
 
 def _merged(of_ranks: list[Described]) -> Described:
@@ -211,6 +270,6 @@ def _merged(of_ranks: list[Described]) -> Described:
     merged: Described = {}
     for described in of_ranks:
         for key, (has, kind, value) in described.items():
-            before, _, most = merged.get(key, [[0] * len(has), kind, value])
-            merged[key] = [[a | b for a, b in zip(before, has, strict=True)], kind, max(most, value)]
+            before, same, most = merged.get(key, [[0] * len(has), kind, value])
+            merged[key] = [[a | b for a, b in zip(before, has, strict=True)], min(kind, same), max(most, value)]
     return merged

@@ -533,6 +533,8 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
         for parameter in model.parameters():
             parameter.grad = parameter.detach() * 0.5 if parameter.requires_grad else None
         optimizer.step()
+    for parameter, state in optimizer.state.items():
+        state["p0"] = parameter.detach().clone()  # a copy of the weights
     return optimizer
 
 
@@ -595,6 +597,7 @@ def shared_state(folder: Path) -> bool:
     """Whether ranks that hold the model whole have the state that the lead alone has read."""
     rank = one_rank("plain", torch.float32)
     wanted, layout = stepped(rank.whole), rank.layout
+    rank.model.load_state_dict(rank.whole.state_dict())
     optimizer = torch.optim.AdamW([p for p in rank.model.parameters() if p.requires_grad], lr=1e-3)
     kept = Moments(wanted, rank.theirs.weights, layout, AnchorFiles(folder / str(rank.cluster.rank)))
     files = AnchorFiles(folder / str(rank.cluster.rank))
