@@ -170,7 +170,7 @@ class Merges:
         yield
         changes = {p: local_of(p.detach()).float() - weights.float() for p, weights in before.items()}
         for parameter, copy in copies:
-            local_of(copy).add_(changes[parameter])
+            (there := local_of(copy)).add_(changes[parameter].reshape(there.shape))
         if told is not None:
             told(changes)
 
@@ -268,12 +268,14 @@ def _trains(part: Any) -> bool:
 
 
 def _is_like(value: object, parameter: nn.Parameter) -> bool:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
-    plain = type(value) in (Tensor, nn.Parameter) and not is_dtensor(parameter)
-    return plain or getattr(value, "placements", 0) == getattr(parameter, "placements", 1)
+    if is_dtensor(parameter):
+        return value.shape == parameter.shape and getattr(value, "placements", 0) == getattr(parameter, "placements", 1)
+    return type(value) in (Tensor, nn.Parameter) and value.shape in (parameter.shape, (parameter.numel(),))
 
 
 def _are_equal(copy: Tensor, weights: Tensor) -> bool:
-    """One is the other as cast to its type."""
+    """One is the other as cast to its type; it may be flat."""
+    weights = weights.reshape(copy.shape)
     return torch.equal(copy.to(weights), weights) or torch.equal(copy, weights.to(copy))

@@ -126,6 +126,8 @@ class Moments:
         for holder in held_by(self._optimizer):
             if any(holder.state.values()) and id(holder.state) not in states:
                 return f"{type(holder).__name__} keeps a part of it, beside the optimizer that it holds"
+        for key in (key for part in self._parts for key in part.state if not isinstance(key, Tensor)):
+            return f"{kind} keeps {key!r} in it, which belongs to no parameter"
         stepped = (id(parameter) for group in self._optimizer.param_groups for parameter in group["params"])
         return "" if all(map(self._groups.__contains__, stepped)) else f"{kind} keeps it on several ranks"
 

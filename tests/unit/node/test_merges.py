@@ -6,32 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from schedule_free import ScheduleFree, schedulefree
+from optimizers import Inside, Make, Masters, Node, ScheduleFree, alike, noise, schedulefree
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
-from farloop.algo.fragments import partition, trainable_tensors
 from farloop.node.errors import LoopError
-from farloop.node.merges import Merges
 from farloop.node.replica import Replica
-
-Make = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-class Masters(SGD):
-    """Steps copies of its own, in no place that anyone looks at, and writes them into the weights."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
-        super().__init__(parameters, **options)
-        self.masters = dict[nn.Parameter, Tensor]()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                master = self.masters.setdefault(parameter, parameter.detach().float().clone())
-                master.sub_(parameter.grad.float(), alpha=group["lr"])
-                parameter.copy_(master)
 
 
 class Lookahead(AdamW):
@@ -62,41 +42,6 @@ class Lion(Optimizer):
                 momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
                 parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
                 momentum.lerp_(parameter.grad, 0.01)
-
-
-class Node:
-    """A model that is trained and merged without a run: the gradient's and the merge's numbers are the test's."""
-
-    def __init__(self, make: Make, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).to(dtype)
-        shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
-        self.optimizer = make(list(self.model.parameters()))
-        parameters = dict(trainable_tensors(self.model))
-        self.layout = partition(shapes, pattern="whole")
-        self.merges = Merges(self.optimizer, parameters, self.layout, **options)
-
-    def step(self, gradient: Callable[[Tensor], Tensor]) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = gradient(parameter.detach())
-        self.merges.before_step()
-        self.optimizer.step()
-        self.merges.after_step()
-
-    @torch.no_grad()
-    def merge(self, change: Callable[[Tensor], Tensor]) -> None:
-        with self.merges.merge(0):
-            for parameter in self.model.parameters():
-                parameter.add_(change(parameter))
-        self.merges.resume()
-
-
-def noise(scale: float) -> Callable[[Tensor], Tensor]:
-    return lambda like: torch.randn_like(like) * scale
-
-
-def alike(move: float) -> Callable[[Tensor], Tensor]:
-    return lambda like: torch.full_like(like, move)
 
 
 def sgd(rate: float, **options: Any) -> Make:
@@ -138,16 +83,6 @@ def test_one_that_goes_back_at_every_sixth_step_is_named_too() -> None:
 
 
 # --- copies that are shifted
-
-
-class Inside(Masters):
-    """As masters, but in the state."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.masters[parameter] = self.state[parameter].setdefault("master", parameter.detach().float().clone())
-        super().step()
 
 
 class Far(Lookahead):

@@ -7,47 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from node_story import at_once
-from schedule_free import ScheduleFree, schedulefree
+from optimizers import Process, ScheduleFree, schedulefree
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
-from farloop.algo.fragments import partition, trainable_tensors
-from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.inner_optimizer import Together
-from farloop.node.merges import Merges
-from farloop.node.moments import Moments
-from farloop.node.shards import Weights
-
-HEAD = Head(run="run", history=0, fragment=0, version=7, digest=0, size=0)
-
-
-class Process:
-    """One start of a node: a model, its optimizer, and its folder."""
-
-    def __init__(self, folder: Path, make: Callable[[nn.Module], Optimizer]) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(5, 70), nn.Linear(70, 3))
-        shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
-        layout = partition(shapes, pattern="whole")
-        weights = Weights(layout, dict(trainable_tensors(self.model)))
-        self.optimizer, self.files = make(self.model), AnchorFiles(folder, at_once)
-        self.merges = Merges(self.optimizer, weights.parameters, layout)
-        self.moments = Moments(self.optimizer, weights, layout, self.files, self.merges)
-
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = parameter.detach() * 2.0
-        self.optimizer.step()
-
-    def save(self) -> bool:
-        head = self.moments.save(HEAD)
-        self.merges.resume()
-        if head is not None and self.files.ended():
-            self.files.finish(HEAD)  # what is found is that of a run with anchors
-            self.files.finish(head)
-        return head is not None
 
 
 def adamw(model: nn.Module) -> Optimizer:
