@@ -8,8 +8,6 @@ and not for a gradient's sake, undoes the merge.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
@@ -28,55 +26,52 @@ _FEWEST: Final = 4  # where the next merge comes earlier: a step is told by the 
 _TENSORS, _ELEMENTS = 16, 32  # of a fragment, at most, and of each of these tensors
 _OWN_ELEMENTS: Final = 16  # a tensor with fewer is looked at with the others alone: by chance, few may point anywhere
 _ENOUGH: Final = 8  # merges that were kept: from then on nothing is looked at
-_BACK, _TOO_FAR, _ALONG = 0.3, 1.3, 0.9  # of the change, as slow weights go half; cosine of the step and the way back
-_LONGER: Final = 3.0  # than any other step, or it is one of them
-_CERTAIN: Final = 9.0  # product of that over merges: one step like no other, or two in a row
+_BACK, _TOO_FAR = 0.3, 1.3  # of the change: masters go all of the way back, slow weights half of it
+_ALONG: Final = 0.9  # cosine of the step and the way back: of 16 elements, by chance once in a million times
+_LONGER: Final = 3.0  # than any other step: those of most optimizers differ by less
+_CERTAIN: Final = _LONGER**2  # product of that over merges: one step like no other, or two in a row
 
 _COPIES: Final = frozenset({"slow_buffer", "slow_params", "slow_param", "x0", "p0"})
 """Keys of the state under which known optimizers keep weights of an earlier step."""
 
 OnMerge = Callable[[Mapping[nn.Parameter, Tensor]], object]
 
-_Pick = Callable[[Tensor], Tensor]
-
 
 class _Window:
     """A few elements of a fragment around a merge, and around the steps that follow: fp64 [elements] each."""
 
-    def __init__(self, pieces: Sequence[tuple[nn.Parameter, _Pick]]) -> None:
-        """`pieces`: parameters, and what picks the elements of one, or of its gradient."""
+    def __init__(self, pieces: Sequence[tuple[nn.Parameter, TensorSlot]]) -> None:
         self._pieces = pieces
+        self._sizes = [_elements(parameter, slot).numel() for parameter, slot in pieces]
         self._moves, self._pulls = list[Tensor](), list[Tensor]()  # of the steps, and their gradients times the rate
-        self._change = self._begun = self._before = self._weights()
+        self._change = self._begun = self._weights()
 
     def _weights(self) -> Tensor:
-        return torch.cat([pick(parameter.detach()) for parameter, pick in self._pieces])
+        return torch.cat([_elements(parameter, slot) for parameter, slot in self._pieces])
 
     @property
     def steps(self) -> int:
         return len(self._moves)
 
     def merged(self) -> None:
-        self._change = self._weights() - self._before
+        self._change = self._weights() - self._begun
 
     def begin(self) -> None:
         self._begun = self._weights()
 
     def end(self, rate: float) -> None:
         self._moves.append(self._weights() - self._begun)
-        gradients = [pick(p.detach() * 0.0 if p.grad is None else p.grad) for p, pick in self._pieces]
-        self._pulls.append(torch.cat(gradients) * rate)
+        pulls = [_elements(p, slot) * 0.0 if p.grad is None else _elements(p.grad, slot) for p, slot in self._pieces]
+        self._pulls.append(torch.cat(pulls) * rate)
 
     def verdict(self) -> Tensor:
         """How many times as long as the others the step was that undid the merge, fp64 [1] on the device of the
         weights; 0 where none did, and -1 where none can have: the longest is short against the merge."""
         moves, pulls = torch.stack(self._moves), torch.stack(self._pulls)
-        ends = [*accumulate(pick(parameter.detach()).numel() for parameter, pick in self._pieces)]
-        parts = [slice(a, b) for a, b in pairwise([0, *ends]) if b - a >= _OWN_ELEMENTS]
-        undone = [_undone(moves[:, part], pulls[:, part], self._change[part]) for part in [slice(None), *parts]]
-        longest, merge = moves.square().sum(1).amax(), self._change.square().sum()
-        kept = (longest * _LONGER**2 < merge).double() * float(self.steps == _STEPS)
-        most = torch.stack(undone).amax()
+        parts = moves.split(self._sizes, 1), pulls.split(self._sizes, 1), self._change.split(self._sizes)
+        large = [of for *of, size in zip(*parts, self._sizes, strict=True) if size >= _OWN_ELEMENTS]
+        most = torch.stack([_undone(*of) for of in [(moves, pulls, self._change), *large]]).amax()
+        kept = (moves.norm(dim=1).amax() * _LONGER < self._change.norm()).double() * float(self.steps == _STEPS)
         return torch.where(most > 0.0, most, -kept).reshape(1)
 
 
@@ -115,7 +110,8 @@ class Merges:
         self._parts, self._on_merge = [] if optimizer is None else [*held_by(optimizer)], on_merge
         self._averaging = [part for part in self._parts if hasattr(part, "eval") and hasattr(part, "train")]
         self._shown = list[Any]()  # of these, those that `resume` has train
-        self._is_copy: dict[str, bool] = {}  # by key of the state, once that is known
+        self._is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
+        """By key of the state, once that is known. Schedule-free weights are drawn to z."""
         self._parameters, self._layout = parameters, layout
         self._windows: dict[int, _Window] = {}
         self._verdicts, self._kept, self._evidence = Awaited(), 0, 1.0
@@ -176,26 +172,19 @@ class Merges:
 
     def copies(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
         """What the state has of the weights, by parameter. Devices are waited for until all keys of it are known."""
-        found: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
-        for part in self._parts:
-            for parameter in parameters:
-                for key, value in part.state.get(parameter, {}).items():
-                    if self._is_copy.get(key, True) and _is_like(value, parameter):
-                        found.setdefault(key, []).append((parameter, value))
-            if part in self._averaging and "z" in found:  # schedule-free's, which the weights are drawn to
-                self._is_copy["z"] = True
-        for key, pairs in found.items():
-            if key in self._is_copy or key in _COPIES:
-                continue
-            alike = all(_are_equal(local_of(value), local_of(parameter.detach())) for parameter, value in pairs)
-            varied = any(
-                bool((local := local_of(parameter.detach())).ne(local.flatten()[:1]).any()) for parameter, _ in pairs
-            )
-            if varied or not alike:
-                self._is_copy[key] = alike
-            elif not any(bool(local_of(parameter.detach()).any()) for parameter, _ in pairs):
-                pairs.clear()  # zeros are no copies of zeros
-        return [pair for key, pairs in found.items() if self._is_copy.get(key, True) for pair in pairs]
+        found = defaultdict[str, list[tuple[nn.Parameter, Tensor]]](list)
+        for state, parameter in ((part.state.get(p, {}), p) for part in self._parts for p in parameters):
+            for key, value in state.items():
+                if self._is_copy.get(key, True) and _is_like(value, parameter):
+                    found[key].append((parameter, value))
+        for key in found.keys() - self._is_copy.keys():
+            weights = [local_of(parameter.detach()) for parameter, _ in found[key]]
+            alike = all(_are_equal(local_of(copy), of) for (_, copy), of in zip(found[key], weights, strict=True))
+            if not alike or any(bool(of.ne(of.flatten()[:1]).any()) for of in weights):
+                self._is_copy[key] = alike  # else these weights are all the same, and tell nothing of others
+            if not alike or not any(bool(of.any()) for of in weights):
+                del found[key]  # zeros are no copies of zeros
+        return [pair for pairs in found.values() for pair in pairs]
 
     def before_step(self) -> None:
         """The optimizer steps next."""
@@ -231,35 +220,18 @@ class Merges:
                 "merge. Change them in join(on_merge=…), or take an optimizer that keeps none, as AdamW (docs/step.md)"
             )
 
-    def _pieces(self, index: int) -> list[tuple[nn.Parameter, _Pick]]:
-        """Of some of the fragment's tensors: the parameter, and what picks a few elements of it or of its gradient."""
-        found = list[tuple[nn.Parameter, _Pick]]()
+    def _pieces(self, index: int) -> list[tuple[nn.Parameter, TensorSlot]]:
+        """Some of the fragment's tensors that are here."""
         slots = self._layout.fragments[index].tensors
-        for slot in slots[:: -(-len(slots) // _TENSORS)]:
-            parameter = self._parameters[slot.name]
-            part = local_of(parameter.detach()) if is_dtensor(parameter) else rows_of(parameter.detach(), slot)
-            if part.is_meta or not part.numel():
-                continue
-            # An odd stride, so that a matrix is not looked at in one column alone.
-            places = torch.arange(min(part.numel(), _ELEMENTS), dtype=torch.int64, device=part.device)
-            places = places * (part.numel() // _ELEMENTS | 1) % part.numel()
-            found.append((parameter, partial(_picked, slot, _at(places, part.shape))))
-        return found
+        some = [(self._parameters[slot.name], slot) for slot in slots[:: -(-len(slots) // _TENSORS)]]
+        return [(p, slot) for p, slot in some if not p.is_meta and _elements(p, slot).numel()]
 
 
-def _picked(slot: TensorSlot, places: tuple[Tensor, ...], tensor: Tensor) -> Tensor:
-    """fp64; of a shard, whose rows are others, any elements are."""
-    part = local_of(tensor) if is_dtensor(tensor) else rows_of(tensor, slot)
-    return part[places].flatten().double()
-
-
-def _at(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """The index of flat places: a weight need not be contiguous, and is not copied for a few elements."""
-    index = list[Tensor]()
-    for size in reversed(shape):
-        index.insert(0, places % size)
-        places = places // size
-    return tuple(index)
+def _elements(tensor: Tensor, slot: TensorSlot) -> Tensor:
+    """A few of a parameter or its gradient, fp64; of a shard, whose rows are others, any. An odd stride, so that not
+    one column of a matrix stands for all."""
+    part = local_of(tensor.detach()) if is_dtensor(tensor) else rows_of(tensor.detach(), slot)
+    return part.reshape(-1)[:: part.numel() // _ELEMENTS | 1][:_ELEMENTS].double()
 
 
 def _trains(part: Any) -> bool:
