@@ -68,7 +68,7 @@ class _Window:
         """How many times as long as the others the step was that undid the merge, fp64 [1] on the device of the
         weights; 0 where none did, and -1 where none can have: the longest is short against the merge."""
         moves, pulls = torch.stack(self._moves), torch.stack(self._pulls)
-        parts = moves.split(self._sizes, 1), pulls.split(self._sizes, 1), self._change.split(self._sizes)
+        parts = (torch.split(numbers, self._sizes, -1) for numbers in (moves, pulls, self._change))
         large = [of for *of, size in zip(*parts, self._sizes, strict=True) if size >= _OWN_ELEMENTS]
         most = torch.stack([_undone(*of) for of in [(moves, pulls, self._change), *large]]).amax()
         kept = (moves.norm(dim=1).amax() * _LONGER < self._change.norm()).double() * float(self.steps == _STEPS)

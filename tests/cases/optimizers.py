@@ -89,9 +89,9 @@ def schedulefree(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 class Node:
     """A model that is trained and merged without a run: the gradient's and the merge's numbers are the test's."""
 
-    def __init__(self, make: Make, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(self, make: Make, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).to(dtype)
+        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).to(dtype).to(device)
         shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
         self.optimizer = make(list(self.model.parameters()))
         parameters = dict(trainable_tensors(self.model))

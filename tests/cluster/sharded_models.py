@@ -1,6 +1,6 @@
 """What ranks do in these tests: a model with every awkward shape, sharded in every way, against one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Node
+from farloop.node.merges import Merges
 from farloop.node.model import build
 from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
 from farloop.node.settings import PRESETS
-from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, reshard, whole
+from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, local_of, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
@@ -536,6 +537,31 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     for parameter, state in optimizer.state.items():
         state["p0"] = parameter.detach().clone()  # a copy of the weights
     return optimizer
+
+
+def moved_copies(way: str) -> float:
+    """How far copies in the state, and those moved by on_merge, are from the weights after a merge by about 1."""
+    rank, far = one_rank(way, torch.float32), 0.0
+    optimizer = stepped(rank.model)
+    beside = {p: local_of(p.detach()).clone() for p in optimizer.state}
+    for parameter, state in optimizer.state.items():
+        state["master"] = parameter.detach().clone()
+
+    def told(changes: Mapping[nn.Parameter, Tensor]) -> None:
+        for parameter, change in changes.items():
+            beside[parameter].add_(change)
+
+    rank.ours.merges = Merges(optimizer, rank.ours.parameters, rank.layout, told)
+    for index, fragment in enumerate(rank.layout.fragments):
+        anchor = noise(fragment.numel, index, 1.0)
+        zero_padding_(fragment, anchor)
+        _lead(rank, rank.ours.install, index, 7, bytearray(pack_anchor(anchor, fragment, 7, EPOCH)), EPOCH)
+        _lead(rank, rank.ours.merge, index, 0.0)
+    for parameter, state in optimizer.state.items():
+        for copy in (state["master"], state["p0"], beside[parameter]):
+            off = (local_of(copy) - local_of(parameter.detach())).abs()
+            far = max(far, float(off.max()) if off.numel() else 0.0)
+    return far
 
 
 def saved(way: str, folder: Path) -> tuple[dict[int, int], list[Any]]:

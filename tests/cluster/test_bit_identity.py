@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import ranks
-from sharded_models import mixed_precision, muon_steps, rounds
+from sharded_models import mixed_precision, moved_copies, muon_steps, rounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -68,3 +68,8 @@ def test_muon_of_a_sharded_model_orthogonalises_whole_matrices(way: str) -> None
     """In bf16, whose sums depend on the parts; those of each part alone would be 0.3 away."""
     for distance, sharded in ranks(2, muon_steps, way=way):
         assert distance < 0.02 and sharded == 2
+
+
+@pytest.mark.parametrize("way", ["rows", "both"])
+def test_copies_of_shards_move_with_them(way: str) -> None:
+    assert max(ranks(4 if way == "both" else 2, moved_copies, way=way)) < 1e-6

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from optimizers import Inside, Make, Masters, Node, ScheduleFree, alike, noise, schedulefree
+from pretend_cuda import Device
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
@@ -80,6 +81,22 @@ def test_one_that_goes_back_at_every_sixth_step_is_named_too() -> None:
     with pytest.raises(LoopError, match="Lookahead undoes merges"):
         for _ in range(10):
             node.step(noise(1.0))
+
+
+@pytest.mark.parametrize("order", ["lazy", "random"])
+def test_on_a_device_it_is_told_at_a_later_step_and_nothing_waits(order: str) -> None:
+    with Device(order) as cuda:
+        node = Node(lambda parameters: Masters(parameters, lr=1e-3), device="cuda")
+        node.step(noise(1.0))
+        node.merge(noise(0.5))
+        cuda.waits.clear()
+        for _ in range(9):
+            node.step(noise(1.0))
+        assert not cuda.waits and not cuda.races
+        with pytest.raises(LoopError, match="Masters undoes merges"):
+            for _ in range(3):
+                node.step(noise(1.0))
+                torch.cuda.synchronize()
 
 
 # --- copies that are shifted
