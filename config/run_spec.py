@@ -24,7 +24,15 @@ from farloop.monitoring.units import is_digits
 from farloop.node.data import Corpus, EvaluationSet, check_tokenizers, data_name, load_corpus, load_mixture, num_samples
 from farloop.node.errors import CorpusError, ModelError
 from farloop.node.model import build, config_json
-from farloop.node.named_model import config_text, factory_weights, has_weights, hf_model, hf_weights, model_folder
+from farloop.node.named_model import (
+    config_text,
+    factory_weights,
+    has_weights,
+    hf_model,
+    hf_weights,
+    model_folder,
+    taken,
+)
 from farloop.node.settings import HF, OWN, PRESETS, VOCABULARY, check_model_name, is_factory
 from farloop.node.trainer import evaluation_name
 from farloop.quant.codec_checks import check_codecs
@@ -180,7 +188,7 @@ def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) 
     try:
         check_model_name(config.model)
         if config.model.startswith(HF):
-            return _weights_of_hf(config, text := config_text(config.model), vocabulary, weights=weights), text
+            return _weights_of_hf(config, config_text(config.model), vocabulary, weights=weights)
         if config.init is not None:
             return _weights(config.init, _tensors_in(config.init)), OWN
         if is_factory(config.model):
@@ -199,24 +207,23 @@ def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) 
     return {name: parameter.detach() for name, parameter in trainable_tensors(module)}, config_json(size)
 
 
-def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bool) -> Mapping[str, Tensor]:
-    """Weights of version 0 of the model in an identity's text. Raises ModelError or ValueError."""
+def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bool) -> tuple[Mapping[str, Tensor], str]:
+    """As `hf_weights`, of the model in an identity's text. Raises ModelError or ValueError."""
     named = hf_model(text)
     named.check(vocabulary, config.sequence_tokens)
     if not weights:
-        return dict(trainable_tensors(named.module))  # on the meta device: names and shapes
+        return dict(trainable_tensors(named.module)), text  # on the meta device: names and shapes
     if config.init is None:
         folder = model_folder(config.model)
         return hf_weights(text, folder if has_weights(folder) else None, config.seed)
     if config.init.is_dir() and has_weights(config.init):
         return hf_weights(text, config.init, config.seed)
-    held = _tensors_in(config.init)
-    wanted = {name: tuple(parameter.shape) for name, parameter in trainable_tensors(named.module)}
-    for name, shape in wanted.items():
+    held, text = taken(text, _tensors_in(config.init), f"[run] init: {config.init}")
+    for name, shape in ((name, tuple(parameter.shape)) for name, parameter in trainable_tensors(named.module)):
         if name not in held or tuple(held[name].shape) != shape:
             found = f"has shape {tuple(held[name].shape)}" if name in held else "is missing"
             raise ValueError(f"[run] init: {config.init}: the model's {name!r} of shape {shape} {found}")
-    return _weights(config.init, {name: held[name] for name in wanted})
+    return _weights(config.init, held), text
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:

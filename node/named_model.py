@@ -1,11 +1,13 @@
 """Models by name: an architecture of Hugging Face by its config.json, or a user's own code by `package.module:factory`.
 
 Either side of a run builds the module itself. A run that names `hf:FOLDER` carries the text of the folder's config.json
-(without what would load code, or other weights): nodes need neither the folder nor the hub. A factory is Python code,
+(without what would load code, or other weights) and the values of saved tensors that are not trained, as the biases of
+routers: nodes need neither the folder nor the hub. A factory is Python code,
 so each machine names it in its own settings, and the run says no more than that the model is its nodes' own. Weights
 come from the run in both cases: the coordinator reads or draws those of version 0.
 """
 
+import base64
 import difflib
 import importlib
 import inspect
@@ -23,7 +25,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -47,6 +49,11 @@ _DROPPED: Final = frozenset(
 )
 """Keys of a config.json that name code, kernels or number formats, or change with the version that wrote it."""
 
+_FIXED: Final = "tensors_not_trained"
+"""Key of an identity's text: frozen parameters and saved buffers that a new model has otherwise, as the base64 of a
+safetensors file."""
+_MOST_FIXED: Final = 256 << 10  # bytes: a spec is one message
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
@@ -56,6 +63,7 @@ class NamedModel:
     loss: LossOf
     vocabulary: int | None  # different tokens that it reads; None if unknown
     context: int | None  # longest sequence, in tokens; None if unknown
+    config: Any = None  # of a model hf:…, that of transformers
 
     def check(self, tokens: int, sequence_tokens: int) -> None:
         """Raises ModelError: the data have `tokens` different tokens, or longer sequences than the model reads."""
@@ -151,6 +159,7 @@ def _config(text: str) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     values = _portable(json.loads(text.removeprefix(HF)))
+    values.pop(_FIXED, None)
     kind, known = values["model_type"], transformers.CONFIG_MAPPING
     if kind not in known:
         close = difflib.get_close_matches(kind, list(known.keys()), n=1)
@@ -168,11 +177,11 @@ def _config(text: str) -> Any:
     return config
 
 
-def _made(config: Any) -> nn.Module:
-    """A module with fp32 parameters. Raises ModelError."""
+def _made(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A new module, in this number type where the architecture names no other. Raises ModelError."""
     transformers = _imported("transformers")
     try:
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError) as error:
         raise ModelError(
             f"the {config.model_type} model of this config.json cannot be built: {_one_line(error)}"
@@ -181,31 +190,45 @@ def _made(config: Any) -> nn.Module:
 
 
 def hf_model(text: str) -> NamedModel:
-    """The model of an identity's text, with buffers, and parameters without memory (`materialise_`).
+    """The model of an identity's text, with what is not trained, and parameters without memory (`materialise_`).
 
     Raises ModelError.
     """
     config = _config(text)
     with _parameters_on_meta():
         module = _made(config)
+    materialise_(module, torch.device("cpu"), frozen=True)
+    if kept := json.loads(text.removeprefix(HF)).get(_FIXED):
+        here = _not_trained(module)
+        for name, value in load(base64.b64decode(kept)).items():
+            if name not in here or here[name].shape != value.shape:
+                raise ModelError(f"the run has a {name!r} that is not trained, and this version of transformers not")
+            here[name].data.copy_(value)
     read: Any = module
     return NamedModel(
         module=module,
         loss=causal_lm_loss,
         vocabulary=int(read.get_input_embeddings().weight.shape[0]),
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
+        config=config,
     )
 
 
-def hf_weights(text: str, folder: Path | None, seed: int) -> dict[str, Tensor]:
-    """Weights of version 0 by name, fp32; tied ones once. From a folder's safetensors files, or drawn from the seed.
+def _not_trained(module: nn.Module) -> dict[str, Tensor]:
+    """Its frozen parameters and saved buffers, by name."""
+    return {name: t for name, t in module.state_dict(keep_vars=True).items() if not t.requires_grad}
+
+
+def hf_weights(text: str, folder: Path | None, seed: int) -> tuple[dict[str, Tensor], str]:
+    """Weights of version 0 by name, fp32, tied ones once, and the text with the values of what is not trained. From a
+    folder's safetensors files, or drawn from the seed.
 
     Raises ModelError: the folder's weights are not those of the model.
     """
     config = _config(text)
     if folder is None:
         with _drawn(seed):
-            return _named(_made(config))
+            return taken(text, _made(config).state_dict(), "")
     transformers = _imported("transformers")
     try:
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -224,15 +247,40 @@ def hf_weights(text: str, folder: Path | None, seed: int) -> dict[str, Tensor]:
         if names:
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
             raise ModelError(f"the weights in {folder} {problem} {first!r}, and {len(names) - 1} more")
-    if more := sorted(map(str, report["unexpected_keys"])):
-        _log.warning("the weights in %s have %d tensors that the model has not, as %r", folder, len(more), more[0])
-    weights = _named(module)
+    weights, text = taken(text, module.state_dict() | dict.fromkeys(report["unexpected_keys"]), f"{folder}")
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as kept:
             for name in weights.keys() & set(kept.keys()):
                 if "F" not in (dtype := kept.get_slice(name).get_dtype()):
                     raise ModelError(f"{file} has {name!r} as {dtype}: weights in floating point are wanted")
-    return weights
+    return weights, text
+
+
+def taken(text: str, held: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], str]:
+    """Of tensors by their names in the model: those that are trained, and the text with the values of the others.
+
+    Raises ModelError: the model has not all of them, or those that are not trained are too large for a run's text.
+    """
+    module = hf_model(text).module
+    if more := sorted(held.keys() - module.state_dict().keys()):
+        names = ", ".join(map(repr, more[:8])) + (f" and {len(more) - 8} others" if len(more) > 8 else "")
+        raise ModelError(f"{where} has {len(more)} tensors that the model has not: {names}: take them out")
+    fixed = dict[str, Tensor]()
+    for name in (new := _not_trained(module)).keys() & held.keys():
+        fixed[name] = held[name].detach().to(new[name].dtype, copy=True).contiguous()
+        if fixed[name].shape != new[name].shape:
+            raise ModelError(f"{where} has {name!r} of another shape than the model's {tuple(new[name].shape)}")
+        if torch.equal(fixed[name], new[name]):
+            del fixed[name]
+    if len(data := save(fixed)) > _MOST_FIXED:
+        raise ModelError(
+            f"{where} has {len(data)} bytes in tensors that are not trained, as {min(fixed)!r}: a run carries at most "
+            f"{_MOST_FIXED}. Build the model in a function of your own, as package.module:factory"
+        )
+    if fixed:
+        values = json.loads(text.removeprefix(HF)) | {_FIXED: base64.b64encode(data).decode()}
+        text = HF + json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return {name: held[name].detach() for name, _ in trainable_tensors(module) if name in held}, text
 
 
 def _one_line(error: Exception) -> str:
@@ -299,8 +347,12 @@ def model_of_run(identity_model: str, seed: int, own: str = "") -> NamedModel:
     """
     if own in PRESETS:
         return _built_in(PRESETS[own], seed)
+    if own and is_factory(own):
+        return factory_model(own)
     if own:
-        return factory_model(own) if is_factory(own) else hf_model(config_text(own))
+        named, folder = hf_model(text := config_text(own)), model_folder(own)
+        held = has_weights(folder) and _not_trained(named.module)
+        return hf_model(hf_weights(text, folder, seed)[1]) if held else named
     if identity_model.startswith(HF):
         return hf_model(identity_model)
     if identity_model == OWN:
@@ -348,16 +400,31 @@ def save_weights(
     writer: Any = named.module if named is not None else None
     if writer is not None:
         fill_(writer, weights)
-    if not hasattr(writer, "save_pretrained"):
+    if named is None or not hasattr(writer, "save_pretrained"):
         _write_plain(weights, folder, dtype, identity.model)
         return
-    writer.to(dtype)
+    _cast_(writer, dtype, named.config)
     config: Any = getattr(writer, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = True
     if hasattr(type(writer), "can_generate") and writer.can_generate():
         _save_generation(writer.generation_config, folder)
     writer.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def _cast_(module: Any, dtype: torch.dtype, config: Any) -> None:
+    """To a number type, but for what the architecture keeps in fp32, as `from_pretrained(dtype=…)` has it.
+    `config`: of a model hf:…."""
+    kept, made = "", dict[str, Tensor]()
+    if hasattr(module, "_get_dtype_plan"):
+        kept = "|".join(name.replace("*", ".*") for name in module._get_dtype_plan(dtype))
+    if config is not None:
+        with _parameters_on_meta():
+            made = _made(config, dtype).state_dict()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point():
+            stays = kept and re.search(kept, name)
+            tensor.data = tensor.data.to(torch.float32 if stays else made[name].dtype if name in made else dtype)
 
 
 def _save_generation(config: Any, folder: Path) -> None:
@@ -425,12 +492,12 @@ def _built_in(config: Any, seed: int) -> NamedModel:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made inside have no memory; buffers, which no run holds, are computed."""
+    """Parameters of modules that are made inside have no memory, but those that are frozen; buffers are computed."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        if parameter is not None and not parameter.is_meta and parameter.requires_grad:
+            parameter = nn.Parameter(parameter.to("meta"))
         register(module, name, parameter)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
@@ -440,18 +507,20 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def materialise_(module: nn.Module, device: torch.device) -> None:
-    """Give memory to the parameters that have none, zeros, and move the others there; tied parameters stay tied."""
+def materialise_(module: nn.Module, device: torch.device, *, frozen: bool = False) -> None:
+    """Give memory to the parameters that have none, zeros, and move the others there; tied parameters stay tied.
+    `frozen`: to the frozen ones alone."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter.is_meta and not (frozen and parameter.requires_grad):
                 zeros = made.get(id(parameter))
                 if zeros is None:
                     data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
                     zeros = made[id(parameter)] = parameter, nn.Parameter(data, parameter.requires_grad)
                 part._parameters[name] = zeros[1]
-    module.to(device)
+    if not frozen:
+        module.to(device)
 
 
 class _PortableNormal(TorchDispatchMode):  # type: ignore[no-untyped-call]

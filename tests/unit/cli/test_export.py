@@ -78,6 +78,42 @@ def test_transformers_loads_a_model_of_hugging_face_with_the_run_s_weights(llama
         assert torch.equal(parameter, anchors[name].bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "stay"),
+    [
+        (
+            "ernie4_5_moe",
+            {"moe_num_experts": 4, "moe_layer_start_index": 1},
+            {"gate.weight", "e_score_correction_bias"},
+        ),
+        ("lfm2_moe", {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv"] * 2}, {"expert_bias"}),
+    ],
+)
+def test_what_an_architecture_keeps_in_fp32_and_does_not_train_is_written_as_the_folder_has_it(
+    tmp_path: Path, kind: str, settings: dict[str, object], stay: set[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[kind](**SIZES, moe_intermediate_size=16, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    fixed = {name: t for name, t in model.state_dict(keep_vars=True).items() if not t.requires_grad}
+    for tensor in fixed.values():
+        tensor.data.copy_(torch.linspace(0.3, 1.7, tensor.numel()).view(tensor.shape))
+    model.save_pretrained(tmp_path / "model")
+    state_of(tmp_path / "state", f"hf:{tmp_path / 'model'}")
+    for dtype in ("float32", "bfloat16"):
+        found("export", str(tmp_path / dtype), "--state", str(tmp_path / "state"), "--dtype", dtype)
+        held = loaded(tmp_path / dtype, dtype=getattr(torch, dtype)).state_dict()
+        assert fixed and all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
+    written = load_file(tmp_path / "bfloat16" / "model.safetensors")
+    loaded(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(tmp_path / "right")
+    right = load_file(tmp_path / "right" / "model.safetensors")
+    assert {name: t.dtype for name, t in written.items()} == {name: t.dtype for name, t in right.items()}
+    assert all(torch.equal(written[name], tensor) for name, tensor in right.items())
+    assert {name for name, t in right.items() if t.dtype == torch.float32} == {
+        name for name in right if name.endswith(tuple(stay))
+    }
+
+
 def test_a_built_in_model_is_one_file(tmp_path: Path) -> None:
     store = state_of(tmp_path / "state", "nano")
     told = found("export", str(tmp_path / "out"), "--state", str(tmp_path / "state"))
