@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, Pattern, TensorSlot
 
@@ -57,6 +59,22 @@ def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             address = parameter.data_ptr() or id(parameter)
             found.setdefault((address, parameter.numel()), (plain_name(name), parameter))
     return list(found.values())
+
+
+@contextmanager
+def kept_ties(module: nn.Module) -> Iterator[None]:
+    """Parameters and buffers that cover the same memory still do so after the block, which may give them other memory:
+    that of the first trainable one then."""
+    groups: dict[tuple[int, int], list[Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_traceable_wrapper_subclass(tensor) and (address := tensor.data_ptr()):
+            groups.setdefault((address, tensor.numel()), []).append(tensor)
+    yield
+    for tied in groups.values():
+        first, *others = sorted(tied, key=lambda tensor: not tensor.requires_grad)
+        for other in others:
+            if other.data_ptr() != first.data_ptr():
+                other.data = first.data.as_strided(other.shape, other.stride())
 
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing

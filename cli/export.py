@@ -114,7 +114,7 @@ def evaluate(
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.node.data import EvaluationSet, load_corpus
     from farloop.node.errors import ModelError
-    from farloop.node.named_model import fill_, model_of_run
+    from farloop.node.named_model import fill_, materialise_, model_of_run
     from farloop.node.trainer import EVALUATION_BATCH, evaluation_name, evaluation_sequences
 
     ledger, weights = newest_model(state)
@@ -127,7 +127,8 @@ def evaluate(
         named = model_of_run(identity.model, 0, model)
         named.check(corpus.vocabulary, terms.inner.sequence_tokens)
         fill_(named.module, weights)
-        loss = chosen.loss(named.module.to(torch.device(device)), EVALUATION_BATCH, named.loss)
+        materialise_(named.module, torch.device(device))
+        loss = chosen.loss(named.module, EVALUATION_BATCH, named.loss)
     except ModelError as error:
         raise CommandError(str(error)) from error
     except (RuntimeError, AssertionError) as error:  # torch's, for a device that is not there or too small

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from farloop.algo.fragments import trainable_tensors
+from farloop.algo.fragments import kept_ties, trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import Part, is_source
@@ -654,7 +654,8 @@ def join(
             check_parameters(module)
             if not is_sharded(module):
                 cluster.device = device_of(module, cluster.device)
-                module = module.to(cluster.device)
+                with kept_ties(module):
+                    module.to(cluster.device)
                 if cluster.device.type == "cuda":
                     torch.cuda.set_device(cluster.device)
             absent = elsewhere(cluster, dict(trainable_tensors(module)))

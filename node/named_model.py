@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from farloop.algo.fragments import plain_name, trainable_tensors
+from farloop.algo.fragments import kept_ties, plain_name, trainable_tensors
 from farloop.algo.spec import Identity
 from farloop.node.errors import ModelError
 from farloop.node.model import build, from_json
@@ -443,7 +443,8 @@ def _save_generation(config: Any, folder: Path) -> None:
 
 
 def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Make a run's weights, by name, those of a module on the CPU, whose parameters may have no memory yet.
+    """Make a run's weights, by name, those of a module on the CPU, whose parameters may have no memory yet. They may
+    stay in that of `weights`.
 
     Raises ModelError: the module has other parameters.
     """
@@ -454,11 +455,14 @@ def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"{whose} alone has {odd[0]!r}, one of {len(odd)} such parameters: name the model of its nodes"
         )
     materialise_(module, torch.device("cpu"))
-    for name, parameter in trainable_tensors(module):
-        if parameter.shape != weights[name].shape:
-            shapes = f"{tuple(parameter.shape)} here, {tuple(weights[name].shape)} in the run"
-            raise ModelError(f"parameter {name!r} has shape {shapes}")
-        parameter.data = weights[name]
+    with kept_ties(module):
+        for name, parameter in trainable_tensors(module):
+            if parameter.shape != weights[name].shape:
+                shapes = f"{tuple(parameter.shape)} here, {tuple(weights[name].shape)} in the run"
+                raise ModelError(f"parameter {name!r} has shape {shapes}")
+            held = weights[name]
+            alike = parameter.stride() == held.stride()
+            parameter.data = held if alike else held.new_empty_strided(held.shape, parameter.stride()).copy_(held)
 
 
 def _write_plain(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, model: str) -> None:
@@ -520,7 +524,8 @@ def materialise_(module: nn.Module, device: torch.device, *, frozen: bool = Fals
                     zeros = made[id(parameter)] = parameter, nn.Parameter(data, parameter.requires_grad)
                 part._parameters[name] = zeros[1]
     if not frozen:
-        module.to(device)
+        with kept_ties(module):
+            module.to(device)
 
 
 class _PortableNormal(TorchDispatchMode):  # type: ignore[no-untyped-call]

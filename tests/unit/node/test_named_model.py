@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from farloop.algo.fragments import partition, trainable_tensors, whole_shapes
+from farloop.algo.fragments import kept_ties, partition, trainable_tensors, whole_shapes
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
@@ -28,6 +28,7 @@ from farloop.node.named_model import (
     checkpoint_blocks_,
     config_text,
     factory_model,
+    fill_,
     hf_model,
     materialise_,
     model_of_run,
@@ -432,6 +433,42 @@ def test_checkpointed_blocks_are_computed_again_in_the_backward_pass() -> None:
     checkpoint_blocks_(module)
     torch.autograd.backward(causal_lm_loss(module, TOKENS))
     assert calls.count(10) == 2 * len(blocks_of(module))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["object", "memory", "frozen first", "transposed"])
+def test_ties_by_memory_compute_as_ties_of_one_object(kind: str, dtype: torch.dtype) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.scaled = nn.Parameter(torch.ones(8))
+            if kind == "transposed":
+                self.head.weight.data = self.embed.weight.data.view(8, 16).t()  # covers the same memory otherwise
+            elif kind == "object":
+                self.head.weight = self.embed.weight
+            else:
+                self.head.weight.data = self.embed.weight.data
+            self.embed.weight.requires_grad_(kind != "frozen first")
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens) * self.scaled)
+
+    module = Tied()
+    with kept_ties(module):
+        module.to(dtype)
+    names = dict(trainable_tensors(module))
+    weights = {name: torch.randn(tensor.shape) for name, tensor in names.items()}
+    fill_(module, weights)
+    rows = next(tensor for name, tensor in weights.items() if name != "scaled")
+    head = rows.view(8, 16).t() if kind == "transposed" else rows
+    right = nn.functional.linear(nn.functional.embedding(TOKENS % 16, rows) * weights["scaled"], head)
+    assert torch.equal(module(TOKENS % 16), right)
+    with kept_ties(module):  # as a move to another device
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    assert dict(trainable_tensors(module)).keys() == names.keys()
+    assert torch.equal(module(TOKENS % 16), right)
 
 
 def test_meta_parameters_get_memory_and_stay_tied() -> None:
