@@ -9,7 +9,7 @@ tells the others, which take part in `follow`: a public method tells, and the pr
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -694,7 +694,8 @@ def _ties(part: nn.Module, here: Mapping[str, nn.Parameter]) -> Mapping[str, str
 
 def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
     """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
-    Of a tensor that is made of others, as a quantised one, these count, bit for bit.
+    Of a tensor that is made of others, as a quantised one, these count, bit for bit. So do the numbers of adapters,
+    as the scale of LoRA, which is in no tensor.
 
     These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
     dict. The digest does not depend on how they are sharded. All ranks of the `cluster` call this.
@@ -707,10 +708,32 @@ def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
         kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
     named = {part: held for name, tensor in kept.items() for part, held in _plain_parts(plain_name(name), tensor)}
     ordered = dict(sorted((named | elsewhere(cluster, named)).items()))
-    total = hashlib.blake2b(digest_size=8)
-    for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True):
-        total.update(f"{name} {tuple(tensor.shape)} {found:016x}\n".encode())
-    return int.from_bytes(total.digest()) if ordered else 0
+    lines = [
+        f"{name} {tuple(tensor.shape)} {found:016x}\n"
+        for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True)
+    ]
+    settings = sorted({line for of_rank in cluster.gather(_adapter_settings(module)) for line in of_rank})
+    found, of_settings = (hashlib.blake2b("".join(part).encode(), digest_size=8) for part in (lines, settings))
+    if lines or settings:
+        kept = f"tensors={len(lines)} digest={found.hexdigest()} adapter_settings={len(settings)}"
+        _log.info("not exchanged, and the same on all nodes: %s digest=%s", kept, of_settings.hexdigest())
+    found.update("".join(settings).encode())
+    return int.from_bytes(found.digest()) if lines or settings else 0
+
+
+def _adapter_settings(module: nn.Module) -> list[str]:
+    """Names and values of the numbers in layers of adapters: of peft, or with a part whose name begins with lora."""
+    lines = []
+    for where, part in module.named_modules():
+        names: Iterable[str] = getattr(type(part), "other_param_names", ())  # of peft
+        if not names and any(name.lower().startswith("lora") for name in (*part._parameters, *part._modules)):
+            names = vars(part).keys() - {"training"}
+        for name in names:
+            value = getattr(part, name, None)
+            numbers = value.items() if isinstance(value, dict) else [("", value)]
+            told = sorted((str(key), float(number)) for key, number in numbers if isinstance(number, int | float))
+            lines += [f"{plain_name(where)}.{name} {told}\n"] if told and not name.startswith("_") else []
+    return lines
 
 
 def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -102,7 +102,7 @@ _SENTENCES = {
     Reason.TAKES_NOTHING: "the node accepts no bytes, although its connection is alive",
     Reason.BEHIND: "too many messages wait for the node, which acknowledges them too slowly or not at all",
     Reason.FAULT: "unexpected error in this session; the coordinator's log has the traceback",
-    Reason.WRONG_FROZEN: "the node's frozen weights are not those of the run's other nodes",
+    Reason.WRONG_FROZEN: "the node's frozen weights, buffers or adapter settings differ from those of other nodes",
     Reason.ENDED: "the frame is of a session, or of a lane, that has ended",
     Reason.OUTLIER: "the delta is much longer than usual for its fragment",
     Reason.REPLAYED: "the node has sent the same numbers before",

@@ -78,6 +78,27 @@ def test_the_digest_of_frozen_weights_is_that_of_their_values_and_names() -> Non
     assert frozen_digest(scaled, Cluster(), buffers=True) == frozen_digest(model(), Cluster(), buffers=True)
 
 
+class OwnLora(nn.Module):
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.lora_a, self.alpha, self._seen = nn.Parameter(torch.ones(2, 2)), alpha, alpha
+
+
+def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(**settings: Any) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["0"], **{"lora_alpha": 8, **settings})
+        module: nn.Module = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
+        return module
+
+    of = functools.partial(frozen_digest, cluster=Cluster(), buffers=True)
+    assert of(adapted()) == of(adapted(lora_dropout=0.5))
+    assert len({of(adapted()), of(adapted(lora_alpha=64)), of(adapted(use_rslora=True))}) == 3
+    assert of(OwnLora(8)) == of(OwnLora(8.0)) != of(OwnLora(64))
+
+
 class Quantised(Tensor):
     """int8 numbers and a scale, as torchao has them."""
 
