@@ -46,6 +46,7 @@ from farloop.node.machine_info import parse_nics
 from farloop.node.settings import (
     NORMALISE,
     PRESETS,
+    Buffers,
     NodeConfig,
     PipelineConfig,
     Share,
@@ -222,6 +223,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pipeline", "normalise"): NORMALISE,
     ("coordinator", "mitigation"): ADAPTS,
     ("coordinator", "after_end"): ("stop", "serve"),
+    ("node", "buffers"): get_args(Buffers),
     ("node", "anchors"): get_args(Where),
 }
 

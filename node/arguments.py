@@ -195,9 +195,9 @@ _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
 ValueError. All but those of the link are arguments of `join`."""
 _OF_THE_DAEMON = frozenset(
     {
-        "address", "anchors", "checkpoint", "compile", "hang_timeout", "hosts", "insecure", "leave_code", "microbatch",
-        "model", "nics", "nproc", "rendezvous", "restarts", "save_every_rounds", "save_optimizer", "shard", "site",
-        "threads",
+        "address", "anchors", "buffers", "checkpoint", "compile", "hang_timeout", "hosts", "insecure", "leave_code",
+        "microbatch", "model", "nics", "nproc", "rendezvous", "restarts", "save_every_rounds", "save_optimizer",
+        "shard", "site", "threads",
     }
 )  # fmt: skip
 """Keys of [node] that only `farloop node` reads."""

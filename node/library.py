@@ -58,13 +58,14 @@ from farloop.node.devices import Awaited, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
+from farloop.node.frozen import Frozen
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.merges import Merges, OnMerge
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
-from farloop.node.replica import Replica, frozen_digest, matched_parameters, replica_of
-from farloop.node.settings import SAVE_EVERY_ROUNDS, Where, check_fingerprint
+from farloop.node.replica import Replica, matched_parameters, replica_of
+from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, Where, check_fingerprint
 from farloop.node.shards import (
     ModelParts,
     Shards,
@@ -89,7 +90,6 @@ _log = logging.getLogger(__name__)
 ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
 
-Buffers = Literal["same", "own"]
 Wrap = Literal["ddp", "none"]
 
 DRAIN_S = 20.0
@@ -99,6 +99,7 @@ process after SIGTERM."""
 
 _live: "weakref.WeakSet[Node]" = weakref.WeakSet()  # that were joined here and have not left
 
+_LEAST_BETWEEN_LOOKS = 16  # steps between two looks at what is not exchanged, where a round is shorter
 _MANY_NOTES = 100  # without a step of the optimizer: a trainer may note every forward pass, and accumulate gradients
 
 
@@ -170,6 +171,8 @@ class Node:
         self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
         self._losses = Awaited()
+        self._frozen: Frozen | None = None
+        self._steps = 0
         self._steps_to_place = 2 if anchors == "auto" and self._weights.apart else 0
         self._notes, self._dry = 0, False  # since the optimizer's last step; whether that was none
         self._decision = Decision(running=False, lr=0.0)
@@ -308,8 +311,11 @@ class Node:
             self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        self._steps += 1
         with self._driver.failure_told() if self._driver is not None else contextlib.nullcontext():
             self._merges.after_step()
+            if self._frozen is not None and self._steps % max(self.spec.terms.schedule.h, _LEAST_BETWEEN_LOOKS) == 1:
+                self._frozen.check()
         if self._decided:
             if self._driver is not None:
                 self._driver.between_steps(tokens, loss, stepped=stepped)
@@ -365,6 +371,8 @@ class Node:
             if self._driver is not None and self._driver.failed:
                 return  # the coordinator was told, and no outcome can come any more
             if self._driver is not None:
+                if self._frozen is not None:
+                    self._frozen.tell()
                 self._driver.drain(timeout_s)
                 self._driver.save_moments()
             self._catch_up()
@@ -405,11 +413,11 @@ class Node:
         if first is not None:
             raise first from error
 
-    def _begin(self, buffers: Buffers = "same") -> None:
-        frozen = frozen_digest(self.module, self.cluster, buffers=buffers == "same")
+    def _begin(self, buffers: Buffers = "same", own: Sequence[str] = ()) -> None:
+        self._frozen = frozen = Frozen(self.module, self.cluster, buffers=buffers == "same", own=own)
         if self._driver is not None:
             executor, evaluate = self._driver.executor, self._evaluate
-            executor.attach(self.module, self._weights, frozen)
+            executor.attach(self.module, self._weights, frozen.digest)
             replica = executor.replica
             if replica is not None:
                 replica.moments, replica.merges = self._moments, self._merges
@@ -503,6 +511,7 @@ def join(
     hook: bool = False,
     wrap: Wrap = "ddp",
     buffers: Buffers = "same",
+    own: Sequence[str] = (),
     anchors: Where = "auto",
     save_every_rounds: int = SAVE_EVERY_ROUNDS,
     save_optimizer: bool = False,
@@ -554,9 +563,10 @@ def join(
             `Node.running` is False.
         wrap: "none" leaves it to the loop to average gradients over several ranks that hold the model whole; `model`
             may be in DistributedDataParallel. Otherwise farloop does that: `Node.model` is in DistributedDataParallel.
-        buffers: neither frozen parameters nor buffers are exchanged, so a node whose frozen parameters or saved
-            floating-point buffers differ from those of the run's other nodes is refused. "own" leaves buffers out of
-            that, for those that training changes, as the statistics of batch normalisation.
+        buffers: neither frozen parameters nor buffers are exchanged, so a node ends whose frozen parameters or saved
+            floating-point buffers differ from those of the run's other nodes, or change later. "own" leaves buffers out
+            of that, for those that training changes, as the statistics of batch normalisation.
+        own: names of such parameters and buffers, or patterns as "teacher.*", that are each node's own.
         anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
             memory, from which a fragment at a time is copied to the "device", or there; "auto": there if its first two
             steps leave the room. On CPUs it is the same.
@@ -698,7 +708,7 @@ def join(
         node.endpoint, node._reserved = endpoint, reserved
         warm_for(spec.terms, cluster.device)
         watch.on_ask = node.request_drain
-        node._begin(buffers)
+        node._begin(buffers, own)
         if signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
         _live.add(node)

@@ -7,16 +7,14 @@ Where the model is sharded, every rank has a replica, with its own part of every
 tells the others, which take part in `follow`: a public method tells, and the private one of its name is what all do.
 """
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
@@ -24,12 +22,11 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.anchor_files import AnchorFiles, Head
-from farloop.node.cluster import Cluster
 from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
 from farloop.node.merges import Merges
 from farloop.node.moments import Moments
-from farloop.node.shards import Collected, Weights, check_codecs, elsewhere, is_dtensor, tensor_digests
+from farloop.node.shards import Collected, Weights, check_codecs, is_dtensor
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.codec import Codec
 from farloop.quant.digest import canonicalise_
@@ -690,59 +687,6 @@ def _ties(part: nn.Module, here: Mapping[str, nn.Parameter]) -> Mapping[str, str
     ends = (embedding_of(), part.get_input_embeddings())  # type: ignore[operator]
     names = [next((name for name, w in here.items() if w is getattr(end, "weight", None)), "") for end in ends]
     return {names[0]: names[1]}
-
-
-def frozen_digest(module: nn.Module, cluster: Cluster, *, buffers: bool) -> int:
-    """Digest of the names, shapes and values, as fp32, of the weights that are not exchanged; 0 if there are none.
-    Of a tensor that is made of others, as a quantised one, these count, bit for bit. So do the numbers of adapters,
-    as the scale of LoRA, which is in no tensor.
-
-    These are the parameters without a gradient and, with `buffers`, the floating-point buffers of the module's state
-    dict. The digest does not depend on how they are sharded. All ranks of the `cluster` call this.
-
-    Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors.
-    """
-    kept: dict[str, Tensor] = {n: tensor for n, tensor in module.named_parameters() if not tensor.requires_grad}
-    if buffers:
-        saved = module.state_dict(keep_vars=True)  # without the buffers that are not persistent
-        kept |= {n: tensor for n, tensor in module.named_buffers() if n in saved and tensor.is_floating_point()}
-    named = {part: held for name, tensor in kept.items() for part, held in _plain_parts(plain_name(name), tensor)}
-    ordered = dict(sorted((named | elsewhere(cluster, named)).items()))
-    lines = [
-        f"{name} {tuple(tensor.shape)} {found:016x}\n"
-        for (name, tensor), found in zip(ordered.items(), tensor_digests(cluster, ordered), strict=True)
-    ]
-    settings = sorted({line for of_rank in cluster.gather(_adapter_settings(module)) for line in of_rank})
-    found, of_settings = (hashlib.blake2b("".join(part).encode(), digest_size=8) for part in (lines, settings))
-    if lines or settings:
-        kept = f"tensors={len(lines)} digest={found.hexdigest()} adapter_settings={len(settings)}"
-        _log.info("not exchanged, and the same on all nodes: %s digest=%s", kept, of_settings.hexdigest())
-    found.update("".join(settings).encode())
-    return int.from_bytes(found.digest()) if lines or settings else 0
-
-
-def _adapter_settings(module: nn.Module) -> list[str]:
-    """Names and values of the numbers in layers of adapters: of peft, or with a part whose name begins with lora."""
-    lines = []
-    for where, part in module.named_modules():
-        names: Iterable[str] = getattr(type(part), "other_param_names", ())  # of peft
-        if not names and any(name.lower().startswith("lora") for name in (*part._parameters, *part._modules)):
-            names = vars(part).keys() - {"training"}
-        for name in names:
-            value = getattr(part, name, None)
-            numbers = value.items() if isinstance(value, dict) else [("", value)]
-            told = sorted((str(key), float(number)) for key, number in numbers if isinstance(number, int | float))
-            lines += [f"{plain_name(where)}.{name} {told}\n"] if told and not name.startswith("_") else []
-    return lines
-
-
-def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if not is_traceable_wrapper_subclass(tensor) or is_dtensor(tensor):
-        yield name, tensor
-        return
-    for inner in tensor.__tensor_flatten__()[0]:
-        for part, held in _plain_parts(f"{name}.{type(tensor).__name__}.{inner}", getattr(tensor, inner)):
-            yield part, held if held.is_floating_point() else held.contiguous().view(torch.uint8)
 
 
 def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:

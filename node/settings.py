@@ -99,6 +99,7 @@ class Share:
     weight: float
 
 
+Buffers = Literal["same", "own"]
 Where = Literal["auto", "host", "device"]
 """Where anchors are kept; on CPUs it is one place. "auto": on the device, once its first steps have shown the room."""
 
@@ -170,6 +171,9 @@ class NodeConfig:
     """Compile every block with torch.compile."""
     shard: bool = False
     """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
+    buffers: str = "same"
+    """Buffers are not exchanged. same: a node whose saved floating-point ones change, or differ from those of the other
+    nodes, ends; own: each node has its own, as the statistics of batch normalisation."""
     anchors: str = "auto"
     """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
     memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""

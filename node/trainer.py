@@ -27,7 +27,7 @@ from farloop.node.named_model import (
     model_of_run,
     shard_blocks_,
 )
-from farloop.node.settings import NodeConfig, Where
+from farloop.node.settings import Buffers, NodeConfig, Where
 from farloop.node.shards import unaveraged
 from farloop.node.zmq_dealer import LinkConfig
 
@@ -62,6 +62,7 @@ def train(
         model_of,
         environ or {},
         evaluate=evaluate,
+        buffers=cast(Buffers, config.buffers),
         anchors=cast(Where, config.anchors),
         hang_timeout_s=config.hang_timeout,
     )

@@ -29,13 +29,14 @@ from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.frozen import Frozen
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Node
 from farloop.node.merges import Merges
 from farloop.node.model import build
 from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
-from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
+from farloop.node.replica import OwnDelta, Replica, matched_parameters
 from farloop.node.settings import PRESETS
 from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, local_of, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
@@ -246,8 +247,8 @@ def rounds(
         if not equal:
             differ.append(what)
 
-    frozen = frozen_digest(rank.model, rank.cluster, buffers=True)
-    check("digest of what is frozen", frozen == frozen_digest(awkward(getattr(torch, dtype)), Cluster(), buffers=True))
+    frozen = Frozen(rank.model, rank.cluster, buffers=True).digest
+    check("digest of what is frozen", frozen == Frozen(awkward(getattr(torch, dtype)), Cluster(), buffers=True).digest)
     version = dict.fromkeys(ours.anchors, 0)
     for index, fragment in enumerate(layout.fragments):
         first = _digest_of(theirs, index)

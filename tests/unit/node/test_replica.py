@@ -1,7 +1,6 @@
 """Covers `node/replica.py` (protocol J, K, L, N)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node import replica as replica_module
-from farloop.node.arguments import check_parameters
-from farloop.node.cluster import Cluster
-from farloop.node.errors import LayoutMismatch, LoopError
-from farloop.node.replica import OwnDelta, Replica, frozen_digest, matched_parameters
+from farloop.node.errors import LayoutMismatch
+from farloop.node.replica import OwnDelta, Replica, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
@@ -50,98 +47,6 @@ def blob(replica: Replica, values: Tensor, *, index: int = 0, said: int | None =
     if said is not None:
         fragment = dataclasses.replace(fragment, index=said)
     return pack_blob(BlobHeader(codec=coder, fragment=fragment, **fields), coder.encode(values, fragment, seed=0))
-
-
-def test_the_digest_of_frozen_weights_is_that_of_their_values_and_names() -> None:
-    def model(freeze: str = "blocks.0", change: float = 0.0, dtype: torch.dtype = torch.float32) -> Tied:
-        module = Tied()
-        module.get_submodule(freeze).requires_grad_(False).to(dtype)
-        module.register_buffer("scale", torch.ones(3))
-        module.register_buffer("count", torch.ones(3, dtype=torch.int64))
-        module.register_buffer("scratch", torch.rand(3), persistent=False)
-        with torch.no_grad():
-            module.get_submodule(freeze).weight[-1, -1] += change
-        return module
-
-    of = functools.partial(frozen_digest, cluster=Cluster(), buffers=False)
-    assert of(Tied()) == 0
-    assert of(model()) == of(model()) != 0
-    assert of(model(dtype=torch.float64)) == of(model()), "the values count, not how they are stored"
-    assert len({of(model()), of(model(change=1e-3)), of(model("blocks.1"))}) == 3
-
-    scaled = model()
-    scaled.scale[1] = 2.0
-    scaled.count[1] = 2
-    assert of(scaled) == of(model())
-    assert frozen_digest(scaled, Cluster(), buffers=True) != frozen_digest(model(), Cluster(), buffers=True)
-    scaled.scale[1] = 1.0
-    assert frozen_digest(scaled, Cluster(), buffers=True) == frozen_digest(model(), Cluster(), buffers=True)
-
-
-class OwnLora(nn.Module):
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.lora_a, self.alpha, self._seen = nn.Parameter(torch.ones(2, 2)), alpha, alpha
-
-
-def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted(**settings: Any) -> nn.Module:
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["0"], **{"lora_alpha": 8, **settings})
-        module: nn.Module = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
-        return module
-
-    of = functools.partial(frozen_digest, cluster=Cluster(), buffers=True)
-    assert of(adapted()) == of(adapted(lora_dropout=0.5))
-    assert len({of(adapted()), of(adapted(lora_alpha=64)), of(adapted(use_rslora=True))}) == 3
-    assert of(OwnLora(8)) == of(OwnLora(8.0)) != of(OwnLora(64))
-
-
-class Quantised(Tensor):
-    """int8 numbers and a scale, as torchao has them."""
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scale: Tensor) -> "Quantised":
-        made: Quantised = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
-        return made
-
-    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
-        self.numbers, self.scale = numbers, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["numbers", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> "Quantised":
-        return cls(**inner)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].numbers, args[0].scale)
-        raise NotImplementedError(func)
-
-
-def test_a_quantised_base_counts_by_what_it_is_made_of_and_is_not_trained() -> None:
-    def model(number: int = 3, scale: float = 0.5, dtype: torch.dtype = torch.int8) -> nn.Module:
-        module = nn.Linear(2, 2, bias=False)
-        numbers = torch.tensor([[1, 2], [number, 1 << 25 if dtype.itemsize > 1 else 4]], dtype=dtype)
-        module.weight = nn.Parameter(Quantised(numbers, torch.tensor([scale])), requires_grad=False)
-        return module
-
-    of = functools.partial(frozen_digest, cluster=Cluster(), buffers=True)
-    assert of(model()) == of(model()) != 0
-    assert len({of(model()), of(model(number=4)), of(model(scale=0.25)), of(model(dtype=torch.int32))}) == 4
-    packed = model(dtype=torch.int32)
-    packed.weight.numbers[1, 1] += 1
-    assert of(packed) != of(model(dtype=torch.int32)), "fp32 would round it away"
-
-    check_parameters(module := model())
-    module.weight.requires_grad_()
-    with pytest.raises(LoopError, match=r"'weight' is trained as a Quantised, which cannot be averaged: train a plain"):
-        check_parameters(module)
 
 
 def snapshot(replica: Replica, index: int, values: Tensor, version: int = 0) -> bytearray:

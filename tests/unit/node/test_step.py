@@ -598,6 +598,15 @@ def test_parts_of_a_batch_add_up_on_one_process_too() -> None:
     assert next(loop.module.parameters()).grad.tolist() == [[4.0, 4.0]]  # type: ignore[union-attr]
 
 
+def test_statistics_that_training_changes_end_the_first_step() -> None:
+    """Not after hours, and not in silence."""
+    loop = Loop(plain, module=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    loop.node.model(torch.randn(4, 2)).sum().backward()
+    with pytest.raises(LoopError, match=r"^'1\.running_mean' is not exchanged, .* join\(buffers='own'\)$"):
+        loop.node.step()
+    assert loop.notes.told
+
+
 def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
     first, second = nn.ModuleDict({"a": nn.Linear(1, 2)}), nn.ModuleDict({"b": nn.BatchNorm1d(2)})
     whole = ModelParts([first, second])

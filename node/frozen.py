@@ -1,0 +1,151 @@
+"""What a node does not exchange: frozen parameters, buffers, and the numbers of adapters.
+
+An average over nodes that differ in it means nothing: it is compared at `join`, by one digest, and looked at again in
+training: by a sample of every tensor, because torch counts no change that goes over `.data` or is made by a kernel.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from farloop.algo.fragments import plain_name
+from farloop.node.cluster import Cluster
+from farloop.node.errors import LoopError
+from farloop.node.shards import elsewhere, is_dtensor, local_of, tensor_digests
+
+_log = logging.getLogger(__name__)
+
+_SAMPLE: Final = 256  # elements of a tensor, at equal distances
+
+
+class Frozen:
+    """Of one process, as it was at `join`."""
+
+    def __init__(self, module: nn.Module, cluster: Cluster, *, buffers: bool, own: Sequence[str] = ()) -> None:
+        """All ranks of the `cluster` make it at once. `buffers`: the floating-point ones of the module's state dict are
+        compared too. `own`: names, or patterns as of files, of what is each node's own.
+
+        Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors; an `own` is no such name.
+        """
+        self._module, self._buffers, self._own = module, buffers, own
+        self._is_own: dict[str, bool] = {}
+        held = self._held()
+        unused = [set(own) - {name for name in own for seen in self._is_own if fnmatchcase(seen, name)}]
+        if none := set.intersection(*(set(of_rank) for of_rank in cluster.gather([*unused[0]]))):
+            raise LoopError(
+                f"join(own=…): {min(none)!r} is no name of a frozen parameter or of a buffer in floating point that "
+                "state_dict has"
+            )
+        compared = {name: tensor for name, tensor in held.items() if not self._is_own[name]}
+        ordered = dict(sorted((compared | elsewhere(cluster, compared)).items()))
+        self._digests = dict(zip(ordered, tensor_digests(cluster, ordered), strict=True))
+        self._seen = {name: (_version(tensor), _sample(tensor), is_dtensor(tensor)) for name, tensor in held.items()}
+        lines = [f"{name} {tuple(tensor.shape)} {self._digests[name]:016x}\n" for name, tensor in ordered.items()]
+        settings = sorted({line for of_rank in cluster.gather(_adapter_settings(module)) for line in of_rank})
+        found, of_settings = (hashlib.blake2b("".join(part).encode(), digest_size=8) for part in (lines, settings))
+        if lines or settings:
+            kept = f"tensors={len(lines)} digest={found.hexdigest()} adapter_settings={len(settings)}"
+            _log.info("not exchanged, and the same on all nodes: %s digest=%s", kept, of_settings.hexdigest())
+        found.update("".join(settings).encode())
+        self.digest = int.from_bytes(found.digest()) if lines or settings else 0
+        """Of the names, shapes and values, as fp32, of what is compared; 0 if that is nothing. Of a tensor that is made
+        of others, as a quantised one, these count, bit for bit. So do the numbers of adapters, as the scale of LoRA,
+        which is in no tensor. It does not depend on how they are sharded."""
+
+    def _held(self) -> dict[str, Tensor]:
+        """What is not exchanged now, this process' part; notes whose it is."""
+        saved = self._module.state_dict(keep_vars=True)  # without the buffers that are not persistent
+        found = dict[str, Tensor]()
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            if tensor.is_meta or (tensor.requires_grad and not is_buffer):
+                continue
+            if is_buffer and not (name in saved and tensor.is_floating_point()):
+                continue
+            plain = plain_name(name)
+            is_own = (is_buffer and not self._buffers) or any(fnmatchcase(plain, pattern) for pattern in self._own)
+            for part, held in _plain_parts(plain, tensor):
+                found[part], self._is_own[part] = held, is_own
+        return found
+
+    @torch.no_grad()
+    def changed(self, *, own: bool = False) -> list[str]:
+        """Names of what has changed since `join`, in order: of what is compared, or of the node's `own`."""
+        held = {name: t for name, t in self._held().items() if name in self._seen and self._is_own[name] == own}
+        odd, like = list[str](), dict[str, Tensor]()
+        for name, tensor in held.items():
+            if is_dtensor(tensor) != self._seen[name][2]:
+                continue  # it is gathered just now
+            before, sample = self._seen[name][1], _sample(tensor)
+            if before.shape != sample.shape or before.dtype != sample.dtype:
+                odd.append(name)
+            else:
+                like[name] = before.to(sample.device).view(torch.uint8).ne(sample.view(torch.uint8)).any()
+        device = next((flag.device for flag in like.values()), None)
+        flags = torch.stack([flag.to(device) for flag in like.values()]).tolist() if like else []  # one wait
+        odd += [name for name, differs in zip(like, flags, strict=True) if differs]
+        for name in [] if own else [name for name in like if name not in odd and not is_dtensor(held[name])]:
+            if (version := _version(held[name])) != self._seen[name][0]:  # outside of the sample, or to the same
+                self._seen[name] = version, *self._seen[name][1:]
+                odd += [name] if tensor_digests(Cluster(), {name: held[name]}) != [self._digests[name]] else []
+        return [name for name in held if name in odd]
+
+    def check(self) -> None:
+        """Raises LoopError: what was compared has changed."""
+        if odd := self.changed():
+            more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise LoopError(
+                f"{odd[0]!r} is not exchanged, was the same on all nodes at join, and has changed since{more}: nodes "
+                f"would drift apart. Train it, leave it as it is, or give it to each node with join(own=[{odd[0]!r}]), "
+                "all buffers with join(buffers='own')"
+            )
+
+    def tell(self) -> None:
+        """Log what the run's model does not have of this node's."""
+        if odd := self.changed(own=True):
+            _log.warning(
+                "%d tensors of this node's own have changed in training, as %r: the run's model and its exports do not "
+                "have them; save them from this node's module",
+                len(odd),
+                odd[0],
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A copy of at most about 256 elements."""
+    flat = local_of(tensor.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
+
+
+def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if not is_traceable_wrapper_subclass(tensor) or is_dtensor(tensor):
+        yield name, tensor
+        return
+    for inner in tensor.__tensor_flatten__()[0]:
+        for part, held in _plain_parts(f"{name}.{type(tensor).__name__}.{inner}", getattr(tensor, inner)):
+            yield part, held if held.is_floating_point() else held.contiguous().view(torch.uint8)
+
+
+def _adapter_settings(module: nn.Module) -> list[str]:
+    """Names and values of the numbers in layers of adapters: of peft, or with a part whose name begins with lora."""
+    lines = []
+    for where, part in module.named_modules():
+        names: Iterable[str] = getattr(type(part), "other_param_names", ())  # of peft
+        if not names and any(name.lower().startswith("lora") for name in (*part._parameters, *part._modules)):
+            names = vars(part).keys() - {"training"}
+        for name in names:
+            value = getattr(part, name, None)
+            numbers = value.items() if isinstance(value, dict) else [("", value)]
+            told = sorted((str(key), float(number)) for key, number in numbers if isinstance(number, int | float))
+            lines += [f"{plain_name(where)}.{name} {told}\n"] if told and not name.startswith("_") else []
+    return lines
