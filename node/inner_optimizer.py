@@ -127,7 +127,7 @@ class InnerStep:
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
         """`_rates`: of the groups, as they were set last. Another one there is the work of a scheduler."""
-        self._at_join, self._scheduler_seen = list[float](), False
+        self._at_join, self._scheduler_seen, self._told_of_none = list[float](), False, False
         self._skipped_in_a_row, self._skipped_later = 0, Awaited()
         self._at_once = scaler is not None or all_agree is not bool or terms.inner.control_variates
         if optimizer is None:
@@ -151,6 +151,9 @@ class InnerStep:
     def prepare(self, rate: float) -> None:
         """Set the run's `rate`, unless the loop has its own. Raises as `take`."""
         self._check_parameters()
+        if not self._told_of_none and all(parameter.grad is None for parameter in self._parameters.values()):
+            self._told_of_none = True
+            _log.warning("no parameter has a gradient at this step: call loss.backward() on the model given to join")
         if self._optimizer is not None:
             _check_steps(self._optimizer, self._module, self._parameters)
         if self._optimizer is not None and self._rate == "run":

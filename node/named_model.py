@@ -78,14 +78,24 @@ class NamedModel:
             )
 
 
-def causal_lm_loss(module: nn.Module, tokens_BS: Tensor) -> Tensor:
+def causal_lm_loss(module: nn.Module, tokens_BS: Tensor, balance: float = 0.0) -> Tensor:
     """Mean cross-entropy in nats per token, in fp32, of predicting all of [B, S] but the first column.
 
-    The module returns logits [B, T, V], or has them as `.logits` of what it returns.
+    The module returns logits [B, T, V], or has them as `.logits` of what it returns. Where gradients are taken,
+    `balance` times its `.aux_loss` is added.
     """
     out = module(tokens_BS[:, :-1])
     logits_BTV = out if isinstance(out, Tensor) else out.logits
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
+    loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
+    return loss + balance * out.aux_loss if balance and torch.is_grad_enabled() else loss
+
+
+def _loss_for(module: nn.Module) -> LossOf:
+    """With the loss that balances experts, where a config of transformers asks for it."""
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    balance = getattr(text, "router_aux_loss_coef", 0.0) if getattr(text, "output_router_logits", False) else 0.0
+    return partial(causal_lm_loss, balance=balance) if balance else causal_lm_loss
 
 
 # --- Names
@@ -207,7 +217,7 @@ def hf_model(text: str) -> NamedModel:
     read: Any = module
     return NamedModel(
         module=module,
-        loss=causal_lm_loss,
+        loss=_loss_for(module),
         vocabulary=int(read.get_input_embeddings().weight.shape[0]),
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
         config=config,
@@ -319,7 +329,7 @@ def factory_model(name: str) -> NamedModel:
     module = factory()
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name}: {attribute}() returned a {type(module).__name__}, not a torch.nn.Module")
-    loss = getattr(factory, "loss", None) or getattr(code, "loss", None) or causal_lm_loss
+    loss = getattr(factory, "loss", None) or getattr(code, "loss", None) or _loss_for(module)
     if not callable(loss):
         raise ModelError(f"{name}: its loss is a {type(loss).__name__}, not a function (module, tokens)")
     rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]

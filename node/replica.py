@@ -694,6 +694,11 @@ def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter])
     wrapped = next((other for other in here if other.endswith(f".{name}")), None)
     if wrapped is not None:
         return f": here it is {wrapped!r}. Give join the module inside the wrapper, as model.module"
+    if any(
+        name == other.replace(f".{adapter}", "") for adapter in getattr(module, "peft_config", ()) for other in here
+    ):
+        save = "save_file({name: p.detach() for name, p in model.named_parameters() if p.requires_grad}, FILE)"
+        return f": peft's own files leave out the adapter's name. Make the run's weights file with {save}"
     all_names = dict(module.named_parameters(remove_duplicate=False))
     parameter = next((p for other, p in all_names.items() if plain_name(other) == name), None)
     if parameter is None:

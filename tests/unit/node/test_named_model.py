@@ -135,6 +135,22 @@ def test_a_folder_s_tensors_that_are_not_trained_are_those_of_every_node(tmp_pat
             torch.testing.assert_close(module(TOKENS).logits, saved(TOKENS).logits)
 
 
+def test_the_loss_that_balances_experts_is_added_where_the_config_asks_for_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_local_experts": 4}
+    whole = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **asked))
+    gate = whole.model.layers[0].mlp.gate.weight
+    shifted = TOKENS[:, 1:].contiguous()
+    whole.train()(TOKENS[:, :-1], labels=shifted, shift_labels=shifted).loss.backward()
+    right, gate.grad = gate.grad, None
+    named_model._loss_for(whole)(whole, TOKENS).backward()
+    torch.testing.assert_close(gate.grad, right)
+    alone = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
+    assert named_model._loss_for(alone) is causal_lm_loss
+    with torch.no_grad():
+        assert named_model._loss_for(whole)(whole, TOKENS) == causal_lm_loss(whole, TOKENS), "of an evaluation"
+
+
 def test_saved_tensors_that_are_too_large_or_not_used_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

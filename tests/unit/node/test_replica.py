@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
@@ -300,6 +302,18 @@ def test_a_model_that_is_not_the_run_s_is_refused_by_the_first_difference_and_wi
 ) -> None:
     with pytest.raises(LayoutMismatch, match=words):
         matched_parameters(module, layout_of(run))
+
+
+def test_a_file_that_peft_wrote_is_named_as_the_cause(tmp_path: Path) -> None:
+    """Its names lack the adapter's, as `default`."""
+    peft = pytest.importorskip("peft")
+    module = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(r=2, target_modules=["0"]))
+    module.save_pretrained(tmp_path)
+    held = [(name, tuple(t.shape)) for name, t in load_file(tmp_path / "adapter_model.safetensors").items()]
+    with pytest.raises(
+        LayoutMismatch, match=r"lora_A\.weight' .* peft's own files .* Make the run's weights file with"
+    ):
+        matched_parameters(module, partition(held, pattern="strided", blocks_per_fragment=1))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

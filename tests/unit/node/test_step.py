@@ -360,6 +360,7 @@ def test_notes_without_steps_are_refused_or_warned_of(caplog: pytest.LogCaptureF
     loop = Loop(plain, hook=True)
     for _ in range(60):
         loop.node.note(loss=1.0)
+    next(loop.module.parameters()).grad = torch.zeros(1, 2)
     loop.optimizer.step()
     for _ in range(99):
         loop.node.note(loss=1.0)
@@ -605,6 +606,16 @@ def test_statistics_that_training_changes_end_the_first_step() -> None:
     with pytest.raises(LoopError, match=r"^'1\.running_mean' is not exchanged, .* join\(buffers='own'\)$"):
         loop.node.step()
     assert loop.notes.told
+
+
+def test_a_step_without_any_gradient_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop whose loss is of another model would train to the run's end."""
+    loop = Loop(plain)
+    loop.step(1.0)
+    assert "gradient" not in caplog.text
+    loop.node.step()
+    loop.node.step()
+    assert caplog.text.count("no parameter has a gradient at this step: call loss.backward()") == 1
 
 
 def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
