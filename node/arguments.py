@@ -261,7 +261,10 @@ def check_parameters(module: nn.Module) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise LoopError(f"parameter {name!r} has no shape yet: call the model once, on any input, before join")
         if parameter.is_meta:
-            raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
+            raise LoopError(
+                f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join, and compute "
+                "anew what no state_dict has, as rotary frequencies, which that leaves unset"
+            )
         if parameter.requires_grad and is_traceable_wrapper_subclass(parameter) and not is_dtensor(parameter):
             raise LoopError(
                 f"parameter {name!r} is trained as {a_kind(parameter)}, which cannot be averaged: train a "

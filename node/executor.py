@@ -159,9 +159,9 @@ class NodeExecutor:
             self._reports.saved = _as_saved(found)
         link.start(self._reports.hello, self._deliver)
 
-    def attach(self, module: nn.Module, weights: Weights | None = None, frozen: int = 0) -> None:
-        """Set the model; the run's spec must be known. `frozen`: its `frozen_digest`. Raises as `replica_of`."""
-        spec, self.machine.frozen = self.machine.spec, frozen
+    def attach(self, module: nn.Module, weights: Weights | None = None, frozen: int = 0, unsaved: int = 0) -> None:
+        """Set the model; the run's spec must be known. `frozen`, `unsaved`: as `Ready`. Raises as `replica_of`."""
+        spec, self.machine.frozen, self.machine.unsaved = self.machine.spec, frozen, unsaved
         assert spec is not None
         self.replica = replica_of(module, spec, self.machine.holds, weights)
         self._reports.layout = spec.identity.layout.digest()

@@ -6,6 +6,7 @@ training: by a sample of every tensor, because torch counts no change that goes 
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
@@ -52,6 +53,10 @@ class Frozen:
         if lines or settings:
             kept = f"tensors={len(lines)} digest={found.hexdigest()} adapter_settings={len(settings)}"
             _log.info("not exchanged, and the same on all nodes: %s digest=%s", kept, of_settings.hexdigest())
+        rough = sorted({line for of_rank in cluster.gather(self._unsaved()) for line in of_rank})
+        of_rough = hashlib.blake2b("".join(rough).encode(), digest_size=8)
+        self.unsaved = int.from_bytes(of_rough.digest()) if rough else 0
+        """Of buffers in floating point that no state dict has: of their names, shapes and mean squares, to some 5 %."""
         found.update("".join(settings).encode())
         self.digest = int.from_bytes(found.digest()) if lines or settings else 0
         """Of the names, shapes and values, as fp32, of what is compared; 0 if that is nothing. Of a tensor that is made
@@ -73,6 +78,17 @@ class Frozen:
             for part, held in _plain_parts(plain, tensor):
                 found[part], self._is_own[part] = held, is_own
         return found
+
+    @torch.no_grad()
+    def _unsaved(self) -> list[str]:
+        saved = self._module.state_dict(keep_vars=True)
+        lines = []
+        for name, tensor in self._module.named_buffers():
+            if name not in saved and tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+                size = float(local_of(tensor).double().square().mean())
+                rough = round(10 * math.log(size)) if 0.0 < size < math.inf else size
+                lines.append(f"{plain_name(name)} {tuple(tensor.shape)} {rough}\n")
+        return lines
 
     @torch.no_grad()
     def changed(self, *, own: bool = False) -> list[str]:

@@ -417,7 +417,7 @@ class Node:
         self._frozen = frozen = Frozen(self.module, self.cluster, buffers=buffers == "same", own=own)
         if self._driver is not None:
             executor, evaluate = self._driver.executor, self._evaluate
-            executor.attach(self.module, self._weights, frozen.digest)
+            executor.attach(self.module, self._weights, frozen.digest, frozen.unsaved)
             replica = executor.replica
             if replica is not None:
                 replica.moments, replica.merges = self._moments, self._merges

@@ -64,7 +64,7 @@ class NodeMachine:
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
-        self.frozen = 0  # digest of the model's weights that are not exchanged; 0: there are none
+        self.frozen = self.unsaved = 0  # digests of what of the model is not exchanged, as `Ready` has them
         self._current: tuple[int, ...] = ()
         """Versions as the last Welcome told them: a node that joins is ready once it has them."""
         self.samples_from = 0  # inner step from which samples of the leases are counted
@@ -312,7 +312,7 @@ class NodeMachine:
             if state.lost:  # what was asked for may have gone with the last session
                 self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
-            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen)))
+            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen, unsaved=self.unsaved)))
 
     def _revised(self, revision: Revision) -> None:
         assert self.spec is not None and self.revisions is not None
@@ -454,7 +454,7 @@ class NodeMachine:
                 self._merge(state)
         if self.stage == "joining" and self.spec and self.connected and self._is_current:
             self.stage = "ready"
-            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen)))
+            self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen, unsaved=self.unsaved)))
         self._flush()
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end

@@ -30,7 +30,7 @@ MOST_CHARACTERS: Final = 128  # of a text that means something: a name, a codec,
 MOST_WORDS: Final = 1000  # characters of a text that is only shown; what is longer is cut
 MOST_ITEMS: Final = 1 << 16  # Of one list. No model has as many fragments.
 
-_DIGESTS: Final = frozenset({"digest", "frozen"})
+_DIGESTS: Final = frozenset({"digest", "frozen", "unsaved"})
 _SHOWN: Final = frozenset({"detail", "device"})
 _MAY_BE_NAN: Final = frozenset({"loss"})  # a loss that is not finite is what the node measured
 

@@ -398,6 +398,8 @@ class Ready(Message):
     history: int = 0  # the history that they are of
     frozen: int = 0
     """Digest of the weights that are not exchanged: frozen parameters and saved floating-point buffers; 0: none."""
+    unsaved: int = 0
+    """Digest of the rough sizes of floating-point buffers that no state dict has; 0: none."""
 
 
 @message(6, Role.COORDINATOR)

@@ -294,9 +294,9 @@ class CoordinatorMachine:
 
     def _heard(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
-            case msg.Ready(history=history, frozen=frozen):
+            case msg.Ready(history=history):
                 if history == self.ledger.history:  # else its node has yet to hear that it must begin again
-                    self._membership.ready(member, frozen, now)
+                    self._membership.ready(member, message, now)
             case msg.Offer():
                 self._offered(member, message)
             case msg.Progress():

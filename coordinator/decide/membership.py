@@ -10,6 +10,7 @@ into `Decisions`; windows carry which nodes are expected and which were removed.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable
 from typing import Literal
@@ -27,6 +28,8 @@ from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
 
 Boundary = Literal["none", "slot", "round"]
 
@@ -224,15 +227,22 @@ class Membership:
 
     # --- starting
 
-    def ready(self, member: Member, frozen: int, now: float) -> None:
-        """Handle Ready: `frozen` is the digest of its weights that are not exchanged."""
+    def ready(self, member: Member, told: msg.Ready, now: float) -> None:
+        """Handle Ready."""
         if member.stage != "joining":
             return
-        if fault := frozen_fault(frozen, member, self._ledger):
+        if fault := frozen_fault(told.frozen, member, self._ledger):
             self._decisions.tell(member.name, msg.Leave(reason=Reason.WRONG_FROZEN, detail=fault))
             member.disconnect(Reason.WRONG_FROZEN, now, 0.0)
             return self._leave(member, Reason.WRONG_FROZEN)
-        member.stage, member.frozen = "ready", frozen
+        member.stage, member.frozen, member.unsaved = "ready", told.frozen, told.unsaved
+        other = next((m for m in self.members.values() if m.unsaved and m.holds == member.holds), member)
+        if other.unsaved != member.unsaved:
+            _log.warning(
+                "nodes %s and %s have other buffers that no state_dict holds, as rotary frequencies: one may not have "
+                "computed them anew after model.to_empty",
+                *(member.name, other.name),
+            )
         self._ready.add(member.name)
         self.start_ready(now, "none")
 

@@ -46,6 +46,7 @@ class Member:
     absent: bool = False  # no window waits for it until it returns or, if it stalled, moves
     reason: Reason = Reason.NONE  # why it is absent, or left
     frozen: int = 0  # digest of its weights that are not exchanged, once it is ready
+    unsaved: int = 0  # and of buffers that no state dict has
     device: str = ""
     inventory: Inventory = NOTHING  # its machine, by its last greeting
     can_evaluate: bool = True  # by its last greeting

@@ -190,6 +190,16 @@ def test_a_node_that_disagrees_is_refused(spec: RunSpec) -> None:
     assert brief(run.greet(A, fingerprint="another")) == "refuse WRONG_RUN" and not run.machine.members
 
 
+def test_other_buffers_that_no_state_dict_has_are_warned_of(spec: RunSpec, caplog: pytest.LogCaptureFixture) -> None:
+    """Both nodes train: the digest is rough, and such a buffer may be scratch memory."""
+    run = Run(spec)
+    for node, unsaved in zip(map(NodeId, "abc"), (7, 7, 8), strict=True):
+        assert "rotary" not in caplog.text
+        run.greet(node)
+        run.say(node, msg.Ready(unsaved=unsaved))
+    assert "nodes c and a have other buffers that no state_dict holds, as rotary frequencies" in caplog.text
+
+
 def test_a_joiner_starts_within_a_round_with_the_slot_that_the_others_are_at(spec: RunSpec) -> None:
     """I: a full period from there its first send is, of the slot before."""
     run = Run(spec, "a")

@@ -76,6 +76,23 @@ def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
     assert of(OwnLora(8)) == of(OwnLora(8.0)) != of(OwnLora(64))
 
 
+def test_buffers_that_no_state_dict_has_are_compared_roughly() -> None:
+    """`to_empty` leaves them unset."""
+
+    def model(*frequencies: float) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("inv_freq", torch.tensor(frequencies), persistent=False)
+        return module
+
+    def unsaved(module: nn.Module) -> int:
+        return Frozen(module, Cluster(), buffers=True).unsaved
+
+    right = unsaved(model(1.0, 0.1, 0.01))
+    assert right == unsaved(model(1.0 + 1e-6, 0.1, 0.01)) != 0
+    assert len({right, unsaved(model(0.0, 0.0, 0.0)), unsaved(model(1.0, 1.0, 0.01)), unsaved(model(1.0, 0.1))}) == 4
+    assert unsaved(nn.BatchNorm1d(2)) == 0
+
+
 class Quantised(Tensor):
     """int8 numbers and a scale, as torchao has them."""
 

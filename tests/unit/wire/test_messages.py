@@ -235,7 +235,7 @@ def beyond(value: Any, name: str) -> list[Any]:
         case bool() | None | BlobKind() | Reason():
             return []
         case int():
-            return [(MOST_DIGEST if name in ("digest", "frozen") else MOST_NUMBER) + 1]
+            return [(MOST_DIGEST if name in ("digest", "frozen", "unsaved") else MOST_NUMBER) + 1]
         case float():
             return [] if name == "loss" else [math.nan, math.inf]
         case str():
