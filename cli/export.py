@@ -66,7 +66,7 @@ def export(
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:
-        save_weights(
+        odd = save_weights(
             ledger.spec.identity, weights, unfinished, dtype=getattr(torch, dtype), shard_size=shard_size, own=model
         )
         if tokenizer is not None:
@@ -83,11 +83,15 @@ def export(
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
         versions = list(ledger.versions)
-        typer.echo(dumps({"folder": str(folder), "versions": versions, "dtype": dtype, "files": files}))
+        typer.echo(
+            dumps({"folder": str(folder), "versions": versions, "dtype": dtype, "files": files, "not_of_the_run": odd})
+        )
         return
     rounds = f"after round {ledger.current_round}" if any(ledger.versions) else "before its first commit"
     typer.echo(f"run {ledger.spec.identity.name} {'at its end' if ledger.finished else rounds}, in {dtype}: {folder}")
     typer.echo(f"{plural(len(files), 'file')}, {size_text(sum(files.values()))}: {', '.join(files)}")
+    if odd:
+        typer.echo(f"a run holds no buffers: {len(odd)} of the model, as {odd[0]!r}, are not its nodes'")
 
 
 def evaluate(

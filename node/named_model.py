@@ -389,8 +389,9 @@ def save_weights(
     dtype: torch.dtype,
     shard_size: str,
     own: str = "",
-) -> None:
-    """Write a run's weights by name, and with the config.json of a model hf:…, into an empty folder.
+) -> list[str]:
+    """Write a run's weights by name, and with the config.json of a model hf:…, into an empty folder. Returns the names
+    of an own model's buffers that its state dict has and the run has not.
 
     A model with a method `save_pretrained` writes itself, so tensors have the names that are published for it. Files of
     any other have those of the run.
@@ -412,7 +413,7 @@ def save_weights(
         fill_(writer, weights)
     if named is None or not hasattr(writer, "save_pretrained"):
         _write_plain(weights, folder, dtype, identity.model)
-        return
+        return _buffers(named)
     _cast_(writer, dtype, named.config)
     config: Any = getattr(writer, "config", None)
     if hasattr(config, "use_cache"):
@@ -420,6 +421,12 @@ def save_weights(
     if hasattr(type(writer), "can_generate") and writer.can_generate():
         _save_generation(writer.generation_config, folder)
     writer.save_pretrained(folder, max_shard_size=shard_size)
+    return _buffers(named)
+
+
+def _buffers(named: NamedModel | None) -> list[str]:
+    fixed = {} if named is None or named.config is not None else _not_trained(named.module)
+    return [name for name, t in fixed.items() if t.is_floating_point() and not isinstance(t, nn.Parameter)]
 
 
 def _cast_(module: Any, dtype: torch.dtype, config: Any) -> None:

@@ -136,6 +136,26 @@ def test_an_adapter_is_written_as_one_by_its_own_library(tmp_path: Path, monkeyp
     assert sum(tensor.double().sum() for tensor in written.values()) == sum(a.double().sum() for a in anchors.values())
 
 
+NORMED = """
+from torch import nn
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 256))
+"""
+
+
+def test_buffers_that_a_run_does_not_hold_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of batch normalisation are each node's own."""
+    (tmp_path / "normed.py").write_text(NORMED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    state_of(tmp_path / "state", "normed:Normed")
+    given = ("--state", str(tmp_path / "state"), "--model", "normed:Normed")
+    assert found("export", str(tmp_path / "one"), *given)["not_of_the_run"] == ["1.running_mean", "1.running_var"]
+    shown = farloop("export", str(tmp_path / "two"), *given).stdout
+    assert "a run holds no buffers: 2 of the model, as '1.running_mean', are not its nodes'" in shown
+
+
 SAMPLED = f"""
 from transformers import LlamaConfig, LlamaForCausalLM
 
