@@ -177,6 +177,25 @@ def test_what_was_the_same_at_join_and_changes_is_named(name: str) -> None:
         frozen.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_merging_an_adapter_for_an_evaluation_leaves_by_rounding_is_no_change(dtype: torch.dtype) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["0"])
+    module = peft.get_peft_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)).to(dtype), config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(std=0.1) if "lora" in name else None
+    frozen, base = Frozen(module, Cluster(), buffers=True), module.base_model.model[0].base_layer.weight
+    before = base.clone()
+    module.merge_adapter()
+    with pytest.raises(LoopError, match=r"0\.base_layer\.weight' is not exchanged, .* has changed since"):
+        frozen.check()
+    module.unmerge_adapter()
+    assert not torch.equal(base, before)
+    frozen.check()
+
+
 def test_what_is_a_node_s_own_is_neither_compared_nor_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     """But the run's model does not have it, which is said at the end."""
     first, second = Trained(), Trained()
