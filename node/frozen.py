@@ -35,18 +35,16 @@ class Frozen:
         Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors; an `own` is no such name.
         """
         self._module, self._buffers, self._own = module, buffers, own
-        self._is_own: dict[str, bool] = {}
+        self._is_own, self._used = dict[str, bool](), set[str]()
         held = self._held()
-        unused = [set(own) - {name for name in own for seen in self._is_own if fnmatchcase(seen, name)}]
-        if none := set.intersection(*(set(of_rank) for of_rank in cluster.gather([*unused[0]]))):
+        if unused := set(own).difference(*cluster.gather([*self._used])):
             raise LoopError(
-                f"join(own=…): {min(none)!r} is no name of a frozen parameter or of a buffer in floating point that "
-                "state_dict has"
+                f"join(own=…): no frozen parameter or saved floating-point buffer is called {min(unused)!r}"
             )
         compared = {name: tensor for name, tensor in held.items() if not self._is_own[name]}
         ordered = dict(sorted((compared | elsewhere(cluster, compared)).items()))
         self._digests = dict(zip(ordered, tensor_digests(cluster, ordered), strict=True))
-        self._seen = {name: (_version(tensor), _sample(tensor), is_dtensor(tensor)) for name, tensor in held.items()}
+        self._seen = {name: _look(tensor) for name, tensor in held.items()}
         lines = [f"{name} {tuple(tensor.shape)} {self._digests[name]:016x}\n" for name, tensor in ordered.items()]
         settings = sorted({line for of_rank in cluster.gather(_adapter_settings(module)) for line in of_rank})
         found, of_settings = (hashlib.blake2b("".join(part).encode(), digest_size=8) for part in (lines, settings))
@@ -56,7 +54,7 @@ class Frozen:
         rough = sorted({line for of_rank in cluster.gather(self._unsaved()) for line in of_rank})
         of_rough = hashlib.blake2b("".join(rough).encode(), digest_size=8)
         self.unsaved = int.from_bytes(of_rough.digest()) if rough else 0
-        """Of buffers in floating point that no state dict has: of their names, shapes and mean squares, to some 5 %."""
+        """Of floating-point buffers that no state dict has: their names, shapes and mean squares, to some 10 %."""
         found.update("".join(settings).encode())
         self.digest = int.from_bytes(found.digest()) if lines or settings else 0
         """Of the names, shapes and values, as fp32, of what is compared; 0 if that is nothing. Of a tensor that is made
@@ -74,9 +72,9 @@ class Frozen:
             if is_buffer and not (name in saved and tensor.is_floating_point()):
                 continue
             plain = plain_name(name)
-            is_own = (is_buffer and not self._buffers) or any(fnmatchcase(plain, pattern) for pattern in self._own)
+            self._used |= (own := {pattern for pattern in self._own if fnmatchcase(plain, pattern)})
             for part, held in _plain_parts(plain, tensor):
-                found[part], self._is_own[part] = held, is_own
+                found[part], self._is_own[part] = held, bool(own) or (is_buffer and not self._buffers)
         return found
 
     @torch.no_grad()
@@ -95,10 +93,11 @@ class Frozen:
         """Names of what has changed since `join`, in order: of what is compared, or of the node's `own`."""
         held = {name: t for name, t in self._held().items() if name in self._seen and self._is_own[name] == own}
         odd, like = list[str](), dict[str, Tensor]()
-        for name, tensor in held.items():
-            if is_dtensor(tensor) != self._seen[name][2]:
+        now = {name: _look(tensor) for name, tensor in held.items()}
+        for name, (_, sample, sharded) in now.items():
+            _, before, was_sharded = self._seen[name]
+            if sharded != was_sharded:
                 continue  # it is gathered just now
-            before, sample = self._seen[name][1], _sample(tensor)
             if before.shape != sample.shape or before.dtype != sample.dtype:
                 odd.append(name)
             else:
@@ -107,9 +106,8 @@ class Frozen:
         flags = torch.stack([flag.to(device) for flag in like.values()]).tolist() if like else []  # one wait
         odd += [name for name, differs in zip(like, flags, strict=True) if differs]
         for name in [] if own else [name for name in like if name not in odd and not is_dtensor(held[name])]:
-            version, before, _ = self._seen[name]
-            if _version(held[name]) != version and torch.equal(before, _sample(held[name])):  # beside the sample?
-                self._seen[name] = _version(held[name]), before, False
+            before, self._seen[name] = self._seen[name], (now[name][0], *self._seen[name][1:])
+            if now[name][0] != before[0] and torch.equal(now[name][1], before[1]):  # beside the sample, or to the same
                 odd += [name] if tensor_digests(Cluster(), {name: held[name]}) != [self._digests[name]] else []
         return [name for name in held if name in odd]
 
@@ -134,14 +132,11 @@ class Frozen:
             )
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """A copy of at most about 256 elements."""
+def _look(tensor: Tensor) -> tuple[int, Tensor, bool]:
+    """torch's count of changes, a copy of at most some 256 elements, and whether the tensor is sharded."""
     flat = local_of(tensor.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)].clone()
+    return 0 if tensor.is_inference() else tensor._version, sample, is_dtensor(tensor)
 
 
 def _differs(before: Tensor, now: Tensor) -> Tensor:

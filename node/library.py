@@ -708,7 +708,7 @@ def join(
         node.endpoint, node._reserved = endpoint, reserved
         warm_for(spec.terms, cluster.device)
         watch.on_ask = node.request_drain
-        node._begin(buffers, own)
+        node._begin(buffers, [own] if isinstance(own, str) else own)
         if signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
         _live.add(node)

@@ -58,9 +58,7 @@ def warm_for(terms: Terms, device: torch.device | None = None) -> None:
     started = time.monotonic()
     up = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
     codecs = [codec_named(spelling) for spelling in dict.fromkeys((*up, terms.codecs.down, "fp32"))]
-    _log.info(
-        "preparing kernels codecs=%s/%s: the first start compiles them, up to a minute", " ".join(up), terms.codecs.down
-    )
+    _log.info("preparing kernels: the first start compiles them, up to a minute")
     warm(codec.name for codec in codecs)
     try_codecs(codecs, device or torch.device("cpu"))
     seconds = time.monotonic() - started

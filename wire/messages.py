@@ -399,7 +399,7 @@ class Ready(Message):
     frozen: int = 0
     """Digest of the weights that are not exchanged: frozen parameters and saved floating-point buffers; 0: none."""
     unsaved: int = 0
-    """Digest of the rough sizes of floating-point buffers that no state dict has; 0: none."""
+    """Digest of the rough mean squares of floating-point buffers that no state dict has; 0: none."""
 
 
 @message(6, Role.COORDINATOR)

@@ -238,11 +238,8 @@ class Membership:
         member.stage, member.frozen, member.unsaved = "ready", told.frozen, told.unsaved
         other = next((m for m in self.members.values() if m.unsaved and m.holds == member.holds), member)
         if other.unsaved != member.unsaved:
-            _log.warning(
-                "nodes %s and %s have other buffers that no state_dict holds, as rotary frequencies: one may not have "
-                "computed them anew after model.to_empty",
-                *(member.name, other.name),
-            )
+            what = "buffers that no state_dict holds, as rotary frequencies: after model.to_empty compute them anew"
+            _log.warning("nodes %s and %s differ in %s", member.name, other.name, what)
         self._ready.add(member.name)
         self.start_ready(now, "none")
 

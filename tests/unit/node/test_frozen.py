@@ -131,6 +131,7 @@ def test_a_quantised_base_counts_by_what_it_is_made_of_and_is_not_trained() -> N
     packed = model(dtype=torch.int32)
     packed.weight.numbers[1, 1] += 1
     assert of(packed) != of(model(dtype=torch.int32)), "fp32 would round it away"
+    assert of(model(), own=["weight"]) == 0
 
     check_parameters(module := model())
     module.weight.requires_grad_()
@@ -211,5 +212,5 @@ def test_what_is_a_node_s_own_is_neither_compared_nor_ends_it(caplog: pytest.Log
     frozen.check()
     frozen.tell()
     assert "3 tensors of this node's own have changed in training, as 'teacher.weight'" in caplog.text
-    with pytest.raises(LoopError, match=r"'student\.\*' is no name of a frozen parameter or of a buffer"):
+    with pytest.raises(LoopError, match=r"no frozen parameter or saved .* is called 'student\.\*'$"):
         Frozen(first, Cluster(), buffers=True, own=["teacher.*", "student.*"])
