@@ -95,8 +95,8 @@ class Frozen:
         odd, like = list[str](), dict[str, Tensor]()
         now = {name: _look(tensor) for name, tensor in held.items()}
         for name, (_, sample, sharded) in now.items():
-            _, before, was_sharded = self._seen[name]
-            if sharded != was_sharded:
+            before = self._seen[name][1]
+            if sharded != self._seen[name][2]:
                 continue  # it is gathered just now
             if before.shape != sample.shape or before.dtype != sample.dtype:
                 odd.append(name)
@@ -106,8 +106,9 @@ class Frozen:
         flags = torch.stack([flag.to(device) for flag in like.values()]).tolist() if like else []  # one wait
         odd += [name for name, differs in zip(like, flags, strict=True) if differs]
         for name in [] if own else [name for name in like if name not in odd and not is_dtensor(held[name])]:
-            before, self._seen[name] = self._seen[name], (now[name][0], *self._seen[name][1:])
-            if now[name][0] != before[0] and torch.equal(now[name][1], before[1]):  # beside the sample, or to the same
+            count, before, _ = self._seen[name]
+            self._seen[name] = now[name][0], before, False
+            if now[name][0] != count and torch.equal(now[name][1], before):  # beside the sample, or to the same
                 odd += [name] if tensor_digests(Cluster(), {name: held[name]}) != [self._digests[name]] else []
         return [name for name in held if name in odd]
 
