@@ -125,12 +125,8 @@ class Frozen:
     def tell(self) -> None:
         """Log what the run's model does not have of this node's."""
         if odd := self.changed(own=True):
-            _log.warning(
-                "%d tensors of this node's own have changed in training, as %r: the run's model and its exports do not "
-                "have them; save them from this node's module",
-                len(odd),
-                odd[0],
-            )
+            lost = "the run's model and its exports do not have them; save them from this node's module"
+            _log.warning("%d tensors of this node's own have changed in training, as %r: %s", len(odd), odd[0], lost)
 
 
 def _look(tensor: Tensor) -> tuple[int, Tensor, bool]:
@@ -158,11 +154,12 @@ def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adapter_settings(module: nn.Module) -> list[str]:
-    """Names and values of the numbers in layers of adapters: of peft, or with a part whose name begins with lora."""
+    """Names and values of the numbers in adapters: of peft's layers, and of classes or parts that are called lora."""
     lines = []
     for where, part in module.named_modules():
         names: Iterable[str] = getattr(type(part), "other_param_names", ())  # of peft
-        if not names and any(name.lower().startswith("lora") for name in (*part._parameters, *part._modules)):
+        called = (type(part).__name__, *part._parameters, *part._modules)
+        if not names and any("lora" in name.lower() or "adapter" in name.lower() for name in called):
             names = vars(part).keys() - {"training"}
         for name in names:
             value = getattr(part, name, None)

@@ -87,7 +87,10 @@ def causal_lm_loss(module: nn.Module, tokens_BS: Tensor, balance: float = 0.0) -
     out = module(tokens_BS[:, :-1])
     logits_BTV = out if isinstance(out, Tensor) else out.logits
     loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
-    return loss + balance * out.aux_loss if balance and torch.is_grad_enabled() else loss
+    aux = (
+        getattr(out, "aux_loss", None) if balance and torch.is_grad_enabled() else None
+    )  # None: not every model has it
+    return loss if aux is None else loss + balance * aux
 
 
 def _loss_for(module: nn.Module) -> LossOf:

@@ -61,6 +61,12 @@ class OwnLora(nn.Module):
         self.lora_a, self.alpha, self._seen = nn.Parameter(torch.ones(2, 2)), alpha, alpha
 
 
+class LoRALinear(nn.Module):
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Parameter(torch.ones(2, 2)), alpha / 8
+
+
 def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
     peft = pytest.importorskip("peft")
 
@@ -74,6 +80,7 @@ def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
     assert of(adapted()) == of(adapted(lora_dropout=0.5))
     assert len({of(adapted()), of(adapted(lora_alpha=64)), of(adapted(use_rslora=True))}) == 3
     assert of(OwnLora(8)) == of(OwnLora(8.0)) != of(OwnLora(64))
+    assert of(LoRALinear(8)) == of(LoRALinear(8.0)) != of(LoRALinear(64))
 
 
 def test_buffers_that_no_state_dict_has_are_compared_roughly() -> None:
