@@ -1,10 +1,11 @@
-"""Hundreds of random runs in which anything goes wrong: all end, and none forks.
+"""Random runs in which anything goes wrong: all end, and none forks.
 
-With `-m slow` thousands of others. A failure names its scenario: `faulty_world.run(random_scenario(SEED,
-faults=N)).check()` plays it again.
+With `-m slow` thousands of others, which `make chaos` plays. A failure names its scenario:
+`faulty_world.run(random_scenario(SEED, faults=N)).check()` plays it again.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import simulated_faults as ft
@@ -18,6 +19,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 
 RUNS, PARTED_RUNS, BATCH = 300, 200, 20
+BY_DEFAULT = 60
 SLOW_RUNS, SLOW_BATCH = 5000, 250
 
 
@@ -30,11 +32,17 @@ def play(make: Callable[..., sc.Scenario], first: int, count: int = BATCH) -> No
             raise
 
 
+def batches(runs: int) -> list[Any]:
+    """First seeds; those that are not played by default are marked slow."""
+    marks = {first: () if first < BY_DEFAULT else pytest.mark.slow for first in range(0, runs, BATCH)}
+    return [pytest.param(first, marks=mark) for first, mark in marks.items()]
+
+
 def test_a_seed_is_a_scenario() -> None:
     assert random_scenario(11) == random_scenario(11) != random_scenario(12)
 
 
-@pytest.mark.parametrize("first", range(0, RUNS, BATCH))
+@pytest.mark.parametrize("first", batches(RUNS))
 def test_whatever_goes_wrong_every_fragment_ends_final_and_equal_everywhere(first: int) -> None:
     """Crashes at any write, restarts, cuts of either way, squalls, pauses, clocks that leap, disks that are full,
     narrow or read-only, late joiners, drains, nodes that come and go, spoiled anchors; two at once.
@@ -53,7 +61,7 @@ def test_thousands_of_further_runs_end_final_and_equal_everywhere(first: int) ->
     play(random_scenario, first, SLOW_BATCH)
 
 
-@pytest.mark.parametrize("first", range(0, PARTED_RUNS, BATCH))
+@pytest.mark.parametrize("first", batches(PARTED_RUNS))
 def test_whatever_goes_wrong_among_nodes_that_hold_a_part_each_the_same_is_true(first: int) -> None:
     """The same faults, in runs of two or three stages that have nodes of their own."""
     play(parted_scenario, first)

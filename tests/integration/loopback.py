@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefork import Process
 
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.config.exit_codes import ExitCode
@@ -68,15 +69,15 @@ class Daemon:
         self.name, self.log = name, folder / f"{name}.log"
         self._begins_at = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # a group of its own: what it starts ends with it
-            )
+            # In a session of its own: what it starts ends with it.
+            self.process: subprocess.Popen[bytes] | Process = (
+                Process(command[1:], folder, environment, file.fileno())
+                if (command[0] == sys.executable and not command[1].startswith("-")) or command[1:3] == [*FARLOOP]
+                else subprocess.Popen(
+                    command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
 
     @property
     def running(self) -> bool:
