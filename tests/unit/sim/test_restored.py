@@ -139,7 +139,7 @@ def test_a_fork_is_left_to_the_person_who_winds_the_run_back() -> None:
 
 
 BATCHES = [
-    pytest.param(first, marks=() if first < RUNS // 2 else pytest.mark.slow, id=f"{first}")
+    pytest.param(first, marks=() if first < RUNS // 4 else pytest.mark.slow, id=f"{first}")
     for first in range(0, RUNS, BATCH)
 ]
 
