@@ -46,6 +46,7 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "tau": ((int,), "a whole number of inner steps, or None for the run's"),
     "adapt_tau": ((bool,), "True or False, or None where the run's tau being open decides"),
     "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
+    "own": ((str,), "names of tensors, or patterns of them, as ['teacher.*']"),
     "give_up_s": ((int, float), "seconds, as 60.0, or 0 for never"),
     "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
     "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
@@ -59,10 +60,11 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
 
 _NEEDED = frozenset(
     {
-        "coordinator", "model", "name", "http", "http_names", "hook", "save_every_rounds", "save_optimizer", "signals",
-        "hang_timeout_s",
+        "coordinator", "model", "name", "http", "http_names", "own", "hook", "save_every_rounds", "save_optimizer",
+        "signals", "hang_timeout_s",
     }
 )  # fmt: skip
+_SEQUENCES = {"holds": int, "own": str}
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",), "on_merge": ("changes",)}
 """arguments that may be functions, and their parameters"""
 
@@ -74,7 +76,8 @@ def check_types(given: Mapping[str, object]) -> None:
         fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
         if fits or (value is None and argument not in _NEEDED):
             continue
-        if argument == "holds" and isinstance(value, Sequence) and all(type(stage) is int for stage in value):
+        one = _SEQUENCES.get(argument)
+        if one and isinstance(value, Sequence) and all(type(each) is one for each in value):
             continue
         told = a_kind(value)
         if argument in _BUILDERS and callable(value):

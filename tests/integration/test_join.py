@@ -85,6 +85,8 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"tau": True}, "join(tau=…) got a bool: a whole number"),
         ({"holds": 1}, "join(holds=…) got an int: the numbers of pipeline stages, as (0, 1)"),
         ({"holds": "01"}, "join(holds=…) got a str"),
+        ({"own": 3}, "join(own=…) got an int: names of tensors, or patterns of them, as ['teacher.*'] is wanted"),
+        ({"own": [3]}, "join(own=…) got a list: names of tensors"),
         ({"give_up_s": "60"}, "join(give_up_s=…) got a str: seconds, as 60.0"),
         ({"hook": 1}, "join(hook=…) got an int: True or False"),
         ({"hook": True}, "join(hook=True) needs optimizer="),
