@@ -161,8 +161,9 @@ class NodeExecutor:
 
     def attach(self, module: nn.Module, weights: Weights | None = None, frozen: int = 0, unsaved: int = 0) -> None:
         """Set the model; the run's spec must be known. `frozen`, `unsaved`: as `Ready`. Raises as `replica_of`."""
-        spec, self.machine.frozen, self.machine.unsaved = self.machine.spec, frozen, unsaved
+        spec = self.machine.spec
         assert spec is not None
+        self.machine.set_digests(frozen, unsaved)
         self.replica = replica_of(module, spec, self.machine.holds, weights)
         self._reports.layout = spec.identity.layout.digest()
         if self.replica.gradients:  # anchors change at every step

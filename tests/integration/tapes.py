@@ -28,7 +28,7 @@ from farloop.sim import world as simulated_world
 
 TOLD_BY = {
     CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped", "stop"},
-    NodeMachine: {"handle"},
+    NodeMachine: {"handle", "set_digests"},
 }
 """Methods by which a machine is told: all that a tape has to hold."""
 
@@ -114,6 +114,10 @@ class TapedNode(NodeMachine):
         self.tape = Tape(Began(ledger=None, named=tuple(named.items())))
         tapes.append(self.tape)
         super().__init__(**named)
+
+    def set_digests(self, frozen: int, unsaved: int) -> None:
+        super().set_digests(frozen, unsaved)
+        _note(self, self.tape, "set_digests", (frozen, unsaved), ())
 
     def handle(self, event: node_ev.Event) -> list[node_ev.Command]:
         answer = super().handle(event)
