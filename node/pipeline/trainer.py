@@ -122,7 +122,11 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         if node.executor is not None:
             machine = executor.machine
             node.executor.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))
-        node.step(loss=step.trained.loss, tokens=step.trained.tokens)
+        tokens = step.trained.tokens
+        if node.executor is not None and node.executor.machine.takes_samples:
+            # A microbatch that was rerouted may end a step later; of a source no step may have more than its samples.
+            tokens = min(tokens, node.spec.terms.inner.batch_sequences * node.spec.terms.inner.sequence_tokens)
+        node.step(loss=step.trained.loss, tokens=tokens)
 
 
 def _conducts(executor: Executor) -> bool:

@@ -44,7 +44,7 @@ OWN_NODE = Path(__file__).with_name("own_node.py")
 RECORDED = Path(__file__).with_name("recorded.py")
 
 POLL_S = 0.05
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 """Far beyond what anything here takes on an idle machine: it tells "never" from "slow", and nothing else."""
 
 SMALL: Mapping[str, object] = {
