@@ -257,7 +257,7 @@ class Node:
                 "step was called though node.running is False: the run has ended, or this node was asked to leave. "
                 "Loop while node.running, then call node.leave()"
             )
-        trained = self._batch_tokens() if tokens is None else self._checked(tokens)
+        trained = self.batch_tokens() if tokens is None else self._checked(tokens)
         seen = shown(loss, self._losses)
         self._merges.before_step()
         stepped = self._inner.take(self._decision.lr)
@@ -308,7 +308,7 @@ class Node:
         self._notes = 0
         if self.running:
             tokens, loss = self._noted
-            self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
+            self._exchange(self.batch_tokens() if tokens is None else tokens, loss, stepped=True)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         self._steps += 1
@@ -465,12 +465,13 @@ class Node:
         if self._watch is not None:
             self._watch.enter(phase)
 
-    def _batch_tokens(self) -> int:
+    def batch_tokens(self) -> int:
+        """Of a step of this run: those of its whole batch."""
         return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
 
     def _checked(self, given: int | Tensor) -> int:
         """The step's tokens: a coordinator refuses a delta with more than a step can have."""
-        terms, most = self.spec.terms, self._batch_tokens()
+        terms, most = self.spec.terms, self.batch_tokens()
         number = number_of("tokens", given)
         if not number.is_integer():
             raise ValueError(f"step(tokens={number}): a whole number is wanted")

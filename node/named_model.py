@@ -2,9 +2,9 @@
 
 Either side of a run builds the module itself. A run that names `hf:FOLDER` carries the text of the folder's config.json
 (without what would load code, or other weights) and the values of saved tensors that are not trained, as the biases of
-routers: nodes need neither the folder nor the hub. A factory is Python code,
-so each machine names it in its own settings, and the run says no more than that the model is its nodes' own. Weights
-come from the run in both cases: the coordinator reads or draws those of version 0.
+routers: nodes need neither the folder nor the hub. A factory is Python code, so each machine names it in its own
+settings, and the run says no more than that the model is its nodes' own. Weights come from the run in both cases: the
+coordinator reads or draws those of version 0.
 """
 
 import base64
@@ -87,9 +87,9 @@ def causal_lm_loss(module: nn.Module, tokens_BS: Tensor, balance: float = 0.0) -
     out = module(tokens_BS[:, :-1])
     logits_BTV = out if isinstance(out, Tensor) else out.logits
     loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
-    aux = (
-        getattr(out, "aux_loss", None) if balance and torch.is_grad_enabled() else None
-    )  # None: not every model has it
+    if not balance or not torch.is_grad_enabled():
+        return loss
+    aux = getattr(out, "aux_loss", None)  # None: not every model has it
     return loss if aux is None else loss + balance * aux
 
 

@@ -125,7 +125,7 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         tokens = step.trained.tokens
         if node.executor is not None and node.executor.machine.takes_samples:
             # A microbatch that was rerouted may end a step later; of a source no step may have more than its samples.
-            tokens = min(tokens, node.spec.terms.inner.batch_sequences * node.spec.terms.inner.sequence_tokens)
+            tokens = min(tokens, node.batch_tokens())
         node.step(loss=step.trained.loss, tokens=tokens)
 
 
