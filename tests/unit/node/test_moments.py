@@ -9,10 +9,10 @@ import pytest
 import torch
 from optimizers import Process, ScheduleFree, schedulefree
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
-from farloop.node.inner_optimizer import Together
+from farloop.node.inner_optimizer import Muon, Together
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -21,7 +21,9 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def both(model: nn.Module) -> Optimizer:
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    return Together(Muon(matrices, lr=0.1), AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.1))
+    return Together(
+        Muon(matrices, lr=0.1, weight_decay=0.1), AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.1)
+    )
 
 
 def momentum(model: nn.Module) -> Optimizer:
