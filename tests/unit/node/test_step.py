@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ import pytest
 import torch
 from node_story import identity
 from plain_runs import plain_spec, plain_terms
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import Layout, RunSpec
 from farloop.node.arguments import bare, check_hooks, check_parameters, unwrapped
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
@@ -138,6 +138,34 @@ def groups(first: float | None, second: float | None, **options: Any) -> Callabl
 
 def plain(module: nn.Module) -> Optimizer:
     return SGD(module.parameters(), lr=7.0)
+
+
+class Follower(Cluster):
+    """Another rank than the lead, which has merged: every weight is larger by `change` there."""
+
+    change = 0.0
+
+    def share_decisions(self, decisions: Sequence[Decision]) -> list[Decision]:
+        return [Decision(running=True, lr=RATE, merged=(0,) if self.change else ())]
+
+    @torch.no_grad()
+    def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, Tensor]) -> None:
+        for parameter in parameters.values():
+            parameter.add_(self.change)
+
+
+def test_copies_of_the_weights_move_on_the_ranks_that_follow() -> None:
+    """In the optimizer's state, and outside of it by on_merge; the lead's replica moves its own."""
+    beside = list[float]()
+    loop = Loop(plain, on_merge=lambda changes: beside.extend(float(c.min()) for c in changes.values()))
+    loop.step(0.0)
+    for parameter in loop.module.parameters():
+        loop.optimizer.state[parameter]["master"] = parameter.detach().clone()
+    loop.node.cluster = follower = Follower(rank=1, size=2)
+    follower.change, beside[:] = 3.0, []
+    loop.step(0.0)
+    assert loop.weights == [[4.0, 4.0], [4.0, 4.0]] and beside == [3.0, 3.0]
+    assert [state["master"].flatten().tolist() for state in loop.optimizer.state.values()] == loop.weights
 
 
 def test_a_node_whose_optimizer_undoes_a_merge_ends_by_hook_and_by_step() -> None:

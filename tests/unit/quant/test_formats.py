@@ -453,6 +453,17 @@ def test_pieces_and_tiles_do_not_show_in_the_bytes_of_sparse_formats() -> None:
     torch.testing.assert_close(sent[where][:-12], 16 * x[where][:-12], rtol=2**-7, atol=0)
 
 
+def test_two_codecs_move_weights_that_no_step_touched() -> None:
+    """Rows of padding tokens, between rows that moved: docs/codecs.md names these two."""
+    fragment = of_shapes((8, 64))
+    x = gaussian(fragment)
+    still = torch.zeros(fragment.numel, dtype=torch.bool)
+    still[:512].view(8, 64)[1::2] = True
+    x[still] = 0.0
+    sent = {name: codec.decode(codec.encode(x, fragment, seed=1), fragment, seed=1) for name, codec in CODECS.items()}
+    assert {name for name, decoded in sent.items() if decoded[still].any()} == {"sign", "lattice"}
+
+
 @pytest.mark.parametrize("name", ["sign", "lattice", "ternary", "q4"])
 def test_tiles_join_as_if_there_were_none(name: str) -> None:
     codec, fragment, last = CODECS[name], of_shapes((TILE - 100,), (300,)), of_shapes((300,))

@@ -2,18 +2,20 @@
 
 import dataclasses
 import importlib
+import logging
 import sys
 from pkgutil import iter_modules
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import plain_terms
 
 from farloop.quant import formats
 from farloop.quant.codec import Codec
 from farloop.quant.codec_checks import check_downlink, check_uplink, check_variates
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing, UnsupportedHost
-from farloop.quant.registry import CODECS, codec_named, spelling_of
+from farloop.quant.registry import CODECS, codec_named, spelling_of, warm_for
 from farloop.quant.spelling import PARAMETERS, downlink_spelling
 
 every_name = pytest.mark.parametrize("name", CODECS)
@@ -50,6 +52,17 @@ def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(UnsupportedHost):
         codec_named("q4")
+
+
+def test_that_kernels_are_compiled_is_told_before_it_takes_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr("farloop.quant.registry.warm", lambda names: told.append(caplog.text))
+    caplog.set_level(logging.INFO)
+    warm_for(plain_terms(codec_up="fp32", codec_down="fp32"))
+    assert len(told) == 1 and "the first start compiles them, up to a minute" in told[0]
+    assert "kernels ready" not in told[0] and "kernels ready codecs=fp32/fp32" in caplog.text
 
 
 # --- spellings
