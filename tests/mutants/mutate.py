@@ -24,8 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LEFT_OUT = shutil.ignore_patterns(".*", "out", "build", "dist", "__pycache__", "*.egg-info", "docs", "figures")
 
-TIMEOUT_S = 300.0
-"""Of one mutation's tests. One that makes them hang is noticed, too."""
+WHOLE_S = 3600.0
+"""Limit of all tests without a mutation."""
+
+HANG = 2.0
+"""Limit of one mutation's tests, in times of what all tests take without a mutation: one that makes them hang is
+noticed, too, and a busy machine does not look like one."""
 
 
 def is_stale(mutation: Mutation, root: Path = ROOT) -> str:
@@ -44,19 +48,19 @@ def copy_tree(folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def run_tests(tree: Path, tests: tuple[str, ...], limit_s: float = WHOLE_S) -> tuple[int, str]:
     """Exit code of pytest in a copy, and its last lines. Raises TimeoutExpired."""
     environment = {**os.environ, "PYTHONPATH": str(tree.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     check = "import sys, farloop.algo.spec as s; sys.exit(not s.__file__.startswith(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", check, str(tree)], env=environment, cwd=tree, check=True, timeout=TIMEOUT_S)
+    subprocess.run([sys.executable, "-c", check, str(tree)], env=environment, cwd=tree, check=True, timeout=limit_s)
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     done = subprocess.run(
-        words, env=environment, cwd=tree, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        words, env=environment, cwd=tree, capture_output=True, text=True, timeout=limit_s, check=False
     )
     return done.returncode, done.stdout[-600:] + done.stderr[-300:]
 
 
-def verdict(mutation: Mutation, tree: Path) -> str:
+def verdict(mutation: Mutation, tree: Path, limit_s: float = WHOLE_S) -> str:
     """killed, survived, or what else became of it."""
     if why := is_stale(mutation, tree):
         return f"STALE: {why}"
@@ -64,7 +68,7 @@ def verdict(mutation: Mutation, tree: Path) -> str:
     whole = path.read_text()
     path.write_text(whole.replace(mutation.before, mutation.after))
     try:
-        code, words = run_tests(tree, mutation.tests)
+        code, words = run_tests(tree, mutation.tests, limit_s)
     except subprocess.TimeoutExpired:
         return "killed"  # its tests hang: that is noticed
     finally:
@@ -87,7 +91,7 @@ def main(only: list[str], jobs: int) -> int:
         def attempt(mutation: Mutation) -> tuple[Mutation, str, float]:
             tree, since = trees.get(), time.monotonic()
             try:
-                return mutation, verdict(mutation, tree), time.monotonic() - since
+                return mutation, verdict(mutation, tree, limit_s), time.monotonic() - since
             finally:
                 trees.put(tree)
 
@@ -97,6 +101,7 @@ def main(only: list[str], jobs: int) -> int:
         if code != 0:
             sys.stdout.write(f"the tests fail without any mutation:\n{words}\n")
             return 1
+        limit_s = HANG * (time.monotonic() - begun)
         sys.stdout.write(f"{len(tests)} test files pass without a mutation ({time.monotonic() - begun:.0f} s)\n")
         with ThreadPoolExecutor(jobs) as pool:
             for mutation, found, seconds in pool.map(attempt, wanted):
