@@ -163,6 +163,7 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
         "plan_s": round(plan_s, 4),
         "makespan_s": plan.step_s,
         "bound_s": plan.bound_s,
+        "optimal": plan.optimal,
         "islands": [list(island) for island in plan.islands],
         "groups": [
             {"stage": group.stage, "nodes": list(group.nodes), "transport": group.transport.value}
@@ -204,7 +205,7 @@ def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float
     console.print(f"\n [bold]{inventory.name or 'plan'}[/]  mode {plan.mode.value}: {plan.why}", soft_wrap=True)
     console.print(
         f" {len(inventory.nodes)} nodes, {len(plan.islands)} islands, {len(plan.layout.stages)} stages, "
-        f"{len(plan.layout.paths)} paths; planned in {plan_s:.2f} s",
+        f"{len(plan.layout.paths)} paths{', proven the fastest' if plan.optimal else ''}; planned in {plan_s:.2f} s",
         style="dim",
     )
     console.print(_numbers(plan))

@@ -282,6 +282,7 @@ class Plan:
     groups: tuple[Group, ...]
     step_s: float  # simulated seconds of an inner step's microbatches
     bound_s: float  # no step along these paths is shorter
+    optimal: bool  # proven: with these layers, no paths that share no node are faster
     h_star: float | None  # smallest H at which pipelines stay inside islands; None without a choice
     h: int
     sync: Sync | None  # None where links to the coordinator are not known
@@ -356,6 +357,7 @@ def make_plan(inventory: Inventory) -> Plan:
         ),
         step_s=outcome.makespan_s,
         bound_s=paths.bound_s,
+        optimal=paths.optimal,
         h_star=decision.crossover.h_star if decision.crossover is not None else None,
         h=inventory.wish.h,
         sync=sync,

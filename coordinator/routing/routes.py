@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S
 from farloop.coordinator.routing.chain_search import Annealing, Chains, free_start, pinned_start, step_s, visits
+from farloop.coordinator.routing.exact_chains import best_chains
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
@@ -117,7 +118,8 @@ class _Sharing:
 
 # --- From nodes and a number of stages to layers, replicas and paths
 #
-# Chains are annealed by their closed form, layers dealt anew by the speed of the replicas found, and the slowest chains
+# Chains are annealed by their closed form, and layers dealt anew by the speed of the replicas found. From there an
+# exact search proves the fastest chains in simulation, or, where that would take too long, the slowest chains are
 # polished with the simulator as the judge. Where counts do not allow chains of their own, paths are shared.
 
 _MOVES_PER_NODE = 2000
@@ -145,6 +147,7 @@ class Paths:
     work: Work
     makespan_s: float
     bound_s: float  # no step along these paths is shorter
+    optimal: bool = False  # proven: with these layers, no paths that share no node are faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +212,7 @@ def _exact(task: Task, fault: str) -> Paths:
             stages = tuple(tuple(stage_of[node] for node in own) for own in nodes)
         rest = tuple(sorted(set(range(count)) - {node for own in nodes for node in own}))
         chains = Chains(nodes=nodes, stages=stages, rest=rest)
-        work = _resplit(task, chains)
-        return _with_rest(task, _polished(task, chains, work), work)
+        return _finished(task, chains, _resplit(task, chains))
     if stage_of is not None and (nodes := search.run(task.work.slots, IN_ORDER)) is not None:
         routes = [Route(nodes=own, stages=tuple(stage_of[node] for node in own)) for own in nodes]
         return _judged(routes, stage_of, _shared_work(task), task.message_s)
@@ -328,8 +330,14 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
         work = again
     assert best is not None
     _, chains, work = best
-    chains = _in_order(task, _polished(task, chains, work), work)
-    return _with_rest(task, chains, work)
+    return _finished(task, chains, work)
+
+
+def _finished(task: Task, chains: Chains, work: Work) -> Paths:
+    chains, optimal = best_chains(chains, work, task.message_s, limits=task.limits, stage_of=task.stage_of)
+    if not optimal:
+        chains = _polished(task, chains, work)
+    return replace(_with_rest(task, _in_order(task, chains, work), work), optimal=optimal)
 
 
 def _start(task: Task, *, by_speed: bool) -> Chains | None:
@@ -387,7 +395,7 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
     """A last descent that judges by simulation."""
 
     def judge(nodes: Sequence[int], stages: Sequence[int]) -> float:
-        return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, task.message_s).makespan_s
+        return _simulated(nodes, stages, work, task.message_s)
 
     pieces = work.microbatches * (2 * task.length + 1)
     moves = min(_POLISH_PER_NODE * len(task.message_s), _POLISH_PIECES // (2 * pieces))
@@ -398,16 +406,21 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
 
 
 def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
-    """Order each chain by stages if that costs nothing: a reversed cycle is as long."""
+    """Order each chain by stages if that costs nothing in simulation: a reversed cycle is as long."""
     nodes, stages = [], []
     for own, at in zip(chains.nodes, chains.stages, strict=True):
         hops = sorted(zip(at, own, strict=True))
         plain = tuple(node for _, node in hops), tuple(stage for stage, _ in hops)
-        now = chain_s(own, at, work, task.message_s)
-        worse = fault_of(plain[1], task.limits) or chain_s(*plain, work, task.message_s) > now * (1.0 + _WORTH)
+        now = _simulated(own, at, work, task.message_s)
+        worse = fault_of(plain[1], task.limits) or _simulated(*plain, work, task.message_s) > now * (1.0 + _WORTH)
         nodes.append(own if worse else plain[0])
         stages.append(at if worse else plain[1])
     return replace(chains, nodes=tuple(nodes), stages=tuple(stages))
+
+
+def _simulated(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
+    """Seconds of a step of one chain."""
+    return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, message_s).makespan_s
 
 
 def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:

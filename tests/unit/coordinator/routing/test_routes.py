@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 
 from farloop.coordinator.routing.chain_search import Annealing, Chains, step_s, visits
+from farloop.coordinator.routing.exact_chains import lower_bound_s
 from farloop.coordinator.routing.fabric import fabric_of
 from farloop.coordinator.routing.paths import (
     IN_ORDER,
@@ -257,6 +258,52 @@ def test_more_moves_end_no_worse_than_they_began(seed: int) -> None:
     for moves in (1, 3000):
         found = Annealing(start, task.work, task.message_s, seed=seed, limits=PUBLISHED).run(moves)
         assert step_s(found, task.work, task.message_s) <= step_s(start, task.work, task.message_s)
+
+
+@settings(max_examples=60)
+@given(steps())
+def test_no_simulated_step_of_one_source_is_below_the_lower_bound_of_its_chain(step: Step) -> None:
+    routes, work, message_s = step
+    for route in routes:
+        seconds = simulate([route], work, message_s).makespan_s
+        assert seconds >= lower_bound_s(route.nodes, route.stages, work, message_s) * (1 - 1e-12)
+
+
+def fastest_s(task: Task, work: Work) -> float:
+    """Of all sets of chains that share no node and visit all of them, by trying each."""
+    count, at, best = len(task.message_s), task.stage_of, float("inf")
+    ways = list[tuple[float, frozenset[int]]]()
+    for nodes in itertools.permutations(range(count), task.length):
+        stages = tuple(range(task.length)) if at is None else tuple(at[node] for node in nodes)
+        if not fault_of(stages, task.limits):
+            found = simulate([Route(nodes=nodes, stages=stages)], work, task.message_s)
+            ways.append((found.makespan_s, frozenset(nodes)))
+    ways.sort(key=lambda way: way[0])
+    for slowest, last in ways:
+        below = [own for seconds, own in ways if seconds <= slowest]
+        for others in itertools.combinations(set(below) - {last}, count // task.length - 1):
+            if len(last.union(*others)) == count:
+                return slowest
+    return best
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_what_is_called_optimal_is_the_fastest_of_all(data: st.DataObject) -> None:
+    """On small instances whose delays have no order, with chosen and with given stages, in order and skipping."""
+    stages, pinned = data.draw(st.sampled_from([3, 4])), data.draw(st.booleans())
+    count, length = 6, 3
+    delay = st.floats(0.0, 2.0)
+    rows = [[0.0 if u == v else data.draw(delay) for v in range(count)] for u in range(count)]
+    stage_of = (0, 0, 1, 1, 2, 2) if stages == 3 else (0, 0, 1, 2, 2, 3)
+    speeds = tuple(data.draw(st.sampled_from([0.1, 0.3])) for _ in range(count)) if pinned else (0.1,) * count
+    work = Work(layer_s=speeds, layers=(2,) * stages, slots=(data.draw(st.integers(1, 3)),) * count, microbatches=3)
+    task = Task(
+        work=work, message_s=rows, stages=stages, length=length, limits=PUBLISHED if length < stages else IN_ORDER,
+        stage_of=stage_of if pinned else None, seed=0, effort=0.001, keeps_cut=True,
+    )  # fmt: skip
+    found = plan_paths(task)
+    assert found.optimal and found.makespan_s == pytest.approx(fastest_s(task, found.work))
 
 
 def test_slow_nodes_share_a_stage_of_fewer_layers_and_memory_is_kept() -> None:
