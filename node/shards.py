@@ -39,9 +39,9 @@ _EMPTY: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a part of a tensor that lies on several ranks. Where nobody has imported DTensors, none exists: to
-    import them takes as long as half of torch."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    import them takes as long as half of torch. While another thread imports them, the module is there without them."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def is_sharded(module: nn.Module) -> bool:

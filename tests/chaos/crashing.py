@@ -135,8 +135,8 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "journal-sync-before": before(journal.Tail, "sync"),
     "journal-sync-after": after(journal.Tail, "sync"),
     "delta-spooled": after(store.Store, "append", _appends(rec.InputStored)),
-    "allocate-before": before(files, "allocate"),
-    "allocate-after": after(files, "allocate"),
+    "allocate-before": before(files.OsFile, "allocate"),
+    "allocate-after": after(files.OsFile, "allocate"),
     "segment-begin-before": before(journal, "create_tail"),
     "segment-rename-before": before(os, "replace", _names("journal-*.log")),
     "segment-rename-after": after(os, "replace", _names("journal-*.log")),
@@ -194,7 +194,7 @@ def _hears(kind: type[Any]) -> When:
 NODE_POINTS: dict[str, Callable[[Strike], None]] = {
     "node-start-counted-before": before(state_dir.NodeState, "_save"),
     "node-start-counted-after": after(state_dir.NodeState, "_save"),
-    "node-snapshot-installed": after(replica.Replica, "install"),
+    "node-snapshot-installed": after(executor.NodeExecutor, "_install"),
     "node-delta-encoded": before(executor.NodeExecutor, "_encoded"),
     "node-delta-queued": after(link.NodeLink, "send_blob"),
     "node-delta-stored": before(machine.NodeMachine, "handle", _hears(msg.Stored)),
@@ -206,7 +206,7 @@ NODE_POINTS: dict[str, Callable[[Strike], None]] = {
     "node-anchor-written": before(anchor_files.AnchorFiles, "finish"),
     "node-head-before": before(anchor_files, "_as_bytes"),
     "node-anchors-pruned": before(anchor_files.AnchorFiles, "_delete_before"),
-    "node-good-bye-before": before(executor.NodeExecutor, "_say_good_bye"),
+    "node-good-bye-before": before(executor.NodeExecutor, "say_goodbye"),
 }
 
 NODE_ONCE = (*list(NODE_POINTS)[:3], "node-good-bye-before")

@@ -4,7 +4,10 @@ Nodes that stay live in this process. What anybody was told, the status page, th
 as it was left, is in the journal at the end, and everybody ends with the same anchors.
 """
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -56,6 +59,20 @@ def cases(pairs: list[tuple[str, int]]) -> list[Any]:
     """Those that are not tried by default are marked so."""
     marks = {pair: () if pair in DEFAULT else pytest.mark.slow for pair in pairs}
     return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=marks[pair]) for pair in pairs]
+
+
+def test_every_point_names_a_function_of_the_product() -> None:
+    """Most points are tried by `make chaos` alone."""
+    check = "import crashing as c; [p(lambda: None) for p in (c.POINTS | c.ADOPT_POINTS | c.NODE_POINTS).values()]"
+    path = os.pathsep.join((str(CRASHING.parent), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", check],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Nodes:

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +27,7 @@ from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
-from farloop.node.shards import ModelParts
+from farloop.node.shards import ModelParts, is_dtensor
 from farloop.wire.limits import Timing
 
 RATE = 0.25
@@ -781,3 +782,9 @@ def test_a_step_after_the_end_is_refused_in_one_line(end: str) -> None:
         loop.node.abandon()
     with pytest.raises(LoopError, match=r"node\.running is False.*Loop while node\.running"):
         loop.step(1.0)
+
+
+def test_no_tensor_is_sharded_while_another_thread_imports_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes in one process: one ended with "partially initialized module"."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_dtensor(torch.zeros(1))
