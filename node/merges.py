@@ -45,6 +45,8 @@ class _Window:
         self._sizes = [_elements(parameter, slot).numel() for parameter, slot in pieces]
         self._moves, self._pulls = list[Tensor](), list[Tensor]()  # of the steps, and their gradients times the rate
         self._change = self._begun = self._weights()
+        epsilons = [_elements(parameter, slot) * 0.0 + torch.finfo(parameter.dtype).eps for parameter, slot in pieces]
+        self._rounding = self._begun.abs() * torch.cat(epsilons)
 
     def _weights(self) -> Tensor:
         return torch.cat([_elements(parameter, slot) for parameter, slot in self._pieces])
@@ -68,24 +70,26 @@ class _Window:
         """How many times as long as the others the step was that undid the merge, fp64 [1] on the device of the
         weights; 0 where none did, and -1 where none can have: the longest is short against the merge."""
         moves, pulls = torch.stack(self._moves), torch.stack(self._pulls)
-        parts = (torch.split(numbers, self._sizes, -1) for numbers in (moves, pulls, self._change))
+        numbers = (moves, pulls, self._change, self._rounding)
+        parts = (torch.split(each, self._sizes, -1) for each in numbers)
         large = [of for *of, size in zip(*parts, self._sizes, strict=True) if size >= _OWN_ELEMENTS]
-        most = torch.stack([_undone(*of) for of in [(moves, pulls, self._change), *large]]).amax()
+        most = torch.stack([_undone(*of) for of in [numbers, *large]]).amax()
         kept = (moves.norm(dim=1).amax() * _LONGER < self._change.norm()).double() * float(self.steps == _STEPS)
         return torch.where(most > 0.0, most, -kept).reshape(1)
 
 
-def _undone(moves_TE: Tensor, pulls_TE: Tensor, change_E: Tensor) -> Tensor:
+def _undone(moves_TE: Tensor, pulls_TE: Tensor, change_E: Tensor, rounding_E: Tensor) -> Tensor:
     """How many times as long as any other the step is that goes back by the change, fp64 []; 0 unless there is one.
 
-    Both by itself and for its gradient: a pull to the data's own optimum is none, nor is a higher rate. T: steps, E:
-    elements."""
+    Both by itself and for its gradient: a pull to the data's own optimum is none, nor is a higher rate. Nor is what
+    rounding makes of short steps: weights of 16 bits stand still in most of them, and then move by the smallest
+    difference. T: steps, E: elements."""
     merge, length_T, pull_T = change_E.norm(), moves_TE.norm(dim=1), pulls_TE.norm(dim=1)
     along_T = -(moves_TE @ change_E) / merge
-    is_back_T = along_T == along_T.amax()
+    is_back_T = torch.arange(len(along_T), dtype=torch.int64, device=along_T.device) == along_T.argmax()  # one
     back, cosine = along_T.amax() / merge, along_T.amax() / _of(length_T, is_back_T)
     for_pull_T = torch.where(pull_T > 0.0, length_T / pull_T, torch.inf)
-    longer = _of(length_T, is_back_T) / _of(length_T, ~is_back_T)
+    longer = _of(length_T, is_back_T) / torch.maximum(_of(length_T, ~is_back_T), rounding_E.norm())
     longer_for_pull = _of(for_pull_T, is_back_T) / _of(for_pull_T, ~is_back_T)
     longer_for_pull = torch.where(_of(pull_T, is_back_T) > 0.0, longer_for_pull, torch.inf)
     is_back = (back > _BACK) & (back < _TOO_FAR) & (cosine > _ALONG)
@@ -217,7 +221,7 @@ class Merges:
             kind = type(self._parts[0]).__name__
             raise LoopError(
                 f"{kind} undoes merges: it keeps copies of the weights, and its step put back those from before a "
-                "merge. Change them in join(on_merge=…), or take an optimizer that keeps none, as AdamW (docs/step.md)"
+                "merge. Change them in join(on_merge=…), or take an optimizer that keeps none (docs/step.md)"
             )
 
     def _pieces(self, index: int) -> list[tuple[nn.Parameter, TensorSlot]]:

@@ -248,6 +248,21 @@ def test_an_optimizer_without_copies_is_never_ended(kind: str, rate: float, move
             node.step(gradient)
 
 
+@pytest.mark.parametrize("steps", [26, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_steps_and_those_that_rounding_swallows_undo_no_merge(dtype: torch.dtype, steps: int) -> None:
+    """Steps back by the smallest difference, a third of the merge, equal to the last bit; or one of them, and then
+    shorter ones. AdamW on bf16 weights was ended for either."""
+    small = torch.finfo(dtype).eps
+    node = Node(sgd(small), dtype=dtype)
+    for parameter in node.model.parameters():
+        nn.init.constant_(parameter, 1.5)
+    for step in range(26):
+        if step % 12 == 1:
+            node.merge(alike(3 * small))
+        node.step(alike(1.0 if (step - 1) % 12 < steps else 0.3))
+
+
 def test_once_enough_merges_were_kept_nothing_is_looked_at() -> None:
     node = Node(sgd(1e-3))
     for _ in range(8):
