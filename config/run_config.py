@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from farloop.algo.methods import Method, default_mix
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer, fewest_outer_steps
-from farloop.algo.schedule import first_rounds
+from farloop.algo.schedule import first_rounds, initial_h
 from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check_learning_rate, check_rounds, given_as, may_own_tau
 from farloop.monitoring.units import ascii_number, is_digits
@@ -43,7 +43,7 @@ class RunConfig:
     """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None
     """Inner steps between a send and its merge. Where it is open and the method has one above 0, each node chooses its
-    own by its link ([node] `adapt_tau`), and begins with the method's."""
+    own by its link ([node] `adapt_tau`), and begins with the method's, or with H − 1 where that is less."""
     mix: float | None = None
     """Share of the local weights that a merge keeps, 0 to 1. Default: that of the method, at most 1/nodes."""
     lag: int | None = None
@@ -212,6 +212,8 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         h_switch=config.h_switch or 0,
         h_share_of=_given_of("h_share_of", config.h_share_of),
     )
+    if config.tau is None:
+        terms = terms.replace(tau=min(terms.schedule.tau, h - 1, initial_h(terms) - 1))
     terms = terms.replace(own_tau=config.tau is None and terms.schedule.tau > 0 and may_own_tau(terms))
     check_learning_rate(terms)
     check_rounds(terms, slots=1)

@@ -33,13 +33,17 @@ def check_name(name: str) -> NodeId:
 
 
 def load_secret(path: Path) -> bytes:
-    """The secret key in `path`, as 40 characters of Z85.
+    """The secret key in `path`, as 40 characters of Z85. Public keys look alike: those are known by their names.
 
     What is checked is what is read: one open file, so that nobody can change it in between.
 
     Raises:
-        KeyFileError: missing, malformed, a symbolic link or no file at all, another user's, or open to others.
+        KeyFileError: missing, malformed, a symbolic link or no file at all, another user's, or open to others, or
+            named as a public key.
     """
+    if path.suffix == ".pub":
+        secret = path.with_suffix(".key")
+        raise KeyFileError(f"{path} is a public key by its name; the secret key belongs here: {secret}")
     try:
         # Without O_NONBLOCK a pipe of this name would hold the daemon for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -77,6 +77,14 @@ def test_nodes_choose_tau_where_the_run_leaves_it_open_and_waits_for_updates() -
     assert not any(planned(**given).schedule.own_tau for given in (*pinned, {"method": "co2"}))
 
 
+@pytest.mark.parametrize(("h", "tau"), [(30, 5), (6, 5), (3, 2), (1, 0)])
+def test_an_open_tau_fits_into_a_short_round(h: int, tau: int) -> None:
+    assert planned(method="streaming", h=h).schedule.tau == tau
+    rounds = {"h_rule": "qsr", "h_alpha": 0.011, "h_init": h}
+    assert planned(method="streaming", h=30, **rounds).schedule.tau == tau
+    assert planned(method="streaming", h=30, h_rule="post-local", h_switch=90).schedule.tau == 0
+
+
 def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
     """Momentum is worth its while with 30 rounds of h steps; where rounds grow, there are 15."""
     terms = planned()

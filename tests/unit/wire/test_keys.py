@@ -40,6 +40,13 @@ def test_names_are_those_that_a_file_and_a_label_can_carry() -> None:
 # --- Key files
 
 
+def test_a_public_key_is_no_secret_one_whatever_its_mode(tmp_path: Path) -> None:
+    for mode in (0o600, 0o644):
+        path = written(tmp_path / "a.pub", KEY, mode)
+        with pytest.raises(KeyFileError, match=r"a\.pub is a public key by its name.*: .*a\.key$"):
+            load_secret(path)
+
+
 def test_a_key_is_one_line_of_40_characters(tmp_path: Path) -> None:
     for ending in (b"", b"\n", b"\r\n", b"  \n"):
         path = written(tmp_path / "a.key", KEY + ending)
