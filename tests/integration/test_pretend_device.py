@@ -13,6 +13,7 @@ from pretend_cuda import CUDA, Device
 from safetensors.torch import load_file
 
 from farloop.bench.loop import FIRST, Loop, coordinator
+from farloop.node.inner_optimizer import orthogonal
 from farloop.node.library import Node, join
 from farloop.node.model import build
 from farloop.node.settings import ModelConfig
@@ -77,6 +78,7 @@ def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
             assert "pretend CUDA" in describe(CUDA)
             for codec in ("topk", "ternary"):
                 assert codec_named(codec).encode(torch.zeros(1024, device="cuda"), flat(1024)).is_cuda
+            assert orthogonal(torch.zeros(2, 3, 4, device="cuda")).is_cuda
     assert not cuda.races and not cuda.unmodelled
     assert "anchors are kept on the device" in caplog.text
     assert set(wanted.values()) == {
