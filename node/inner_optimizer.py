@@ -60,6 +60,12 @@ def _adamw(parameters: Iterable[nn.Parameter], terms: Terms) -> AdamW:
     return AdamW(groups, lr=terms.schedule.lr.peak, betas=_BETAS, eps=1e-8, fused=fused)
 
 
+@torch.enable_grad()
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What an optimizer's `step` returns."""
+    return None if closure is None else closure()
+
+
 class Muon(Optimizer):
     """Muon for matrices [rows, columns], one or more: momentum, made orthogonal by Newton–Schulz in place of scaled.
 
@@ -85,10 +91,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             alike: dict[object, list[nn.Parameter]] = {}
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -143,10 +146,7 @@ class Together(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for part in self.parts:
             part.step()
         return loss

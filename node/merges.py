@@ -45,8 +45,7 @@ class _Window:
         self._sizes = [_elements(parameter, slot).numel() for parameter, slot in pieces]
         self._moves, self._pulls = list[Tensor](), list[Tensor]()  # of the steps, and their gradients times the rate
         self._change = self._begun = self._weights()
-        epsilons = [_elements(parameter, slot) * 0.0 + torch.finfo(parameter.dtype).eps for parameter, slot in pieces]
-        self._rounding = self._begun.abs() * torch.cat(epsilons)
+        self._rounding = torch.cat([_elements(p, slot).abs() * torch.finfo(p.dtype).eps for p, slot in pieces])
 
     def _weights(self) -> Tensor:
         return torch.cat([_elements(parameter, slot) for parameter, slot in self._pieces])
@@ -86,7 +85,9 @@ def _undone(moves_TE: Tensor, pulls_TE: Tensor, change_E: Tensor, rounding_E: Te
     difference. T: steps, E: elements."""
     merge, length_T, pull_T = change_E.norm(), moves_TE.norm(dim=1), pulls_TE.norm(dim=1)
     along_T = -(moves_TE @ change_E) / merge
-    is_back_T = torch.arange(len(along_T), dtype=torch.int64, device=along_T.device) == along_T.argmax()  # one
+    is_back_T = (
+        torch.arange(len(along_T), dtype=torch.int64, device=along_T.device) == along_T.argmax()
+    )  # of equal ones, one
     back, cosine = along_T.amax() / merge, along_T.amax() / _of(length_T, is_back_T)
     for_pull_T = torch.where(pull_T > 0.0, length_T / pull_T, torch.inf)
     longer = _of(length_T, is_back_T) / torch.maximum(_of(length_T, ~is_back_T), rounding_E.norm())

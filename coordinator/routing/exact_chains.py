@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from farloop.coordinator.routing.chain_search import Chains
-from farloop.coordinator.routing.paths import Limits, Numbers, Work, fault_of
-from farloop.coordinator.routing.simulator import Route, simulate
+from farloop.coordinator.routing.paths import Limits, Numbers, Work, fault_of, latency_s
+from farloop.coordinator.routing.simulator import simulated_s
 
 _LISTED = 300_000  # nodes that may be tried at the end of a chain: about half a second
 _PIECES = 150_000  # pieces of work that may be simulated: about a third of a second
@@ -43,20 +43,18 @@ def lower_bound_s(nodes: Sequence[int], stages: Sequence[int], work: Work, messa
     A source with k slots sends one of M microbatches after the other ⌈M/k⌉ times; and a node begins no sooner than the
     first microbatch reaches it, then does all M of them, and the last one still has its way back.
     """
-    whole, count = 1.0 + work.backward, work.microbatches
+    count = work.microbatches
     forwards = [work.forward_s(node, stage) for node, stage in zip(nodes, stages, strict=True)]
-    there = back = bound = 0.0
-    last = len(nodes) - 1
+    there = back = 0.0
+    bound = -(-count // work.slots[nodes[0]]) * latency_s(nodes, stages, work, message_s)
     for place, node in enumerate(nodes):
         if place:
             there += forwards[place - 1] + message_s[nodes[place - 1]][node]
             back += message_s[node][nodes[place - 1]] + work.backward * forwards[place - 1]
-        kinds = 3 if place == 0 else 2
-        own = forwards[place] * (whole + (work.loss if place == 0 else 0.0))
+        kinds, loss = (2, 0.0) if place else (3, work.loss)
+        own = forwards[place] * (1.0 + work.backward + loss)
         bound = max(bound, there + back + count * own + (kinds * count - 1) * work.gap_s)
-    turn = message_s[nodes[last]][nodes[0]] + message_s[nodes[0]][nodes[last]] if last else 0.0
-    one = there + back + forwards[last] * whole + turn + work.loss * forwards[0]
-    return max(bound, -(-count // work.slots[nodes[0]]) * one)
+    return bound
 
 
 def best_chains(
@@ -134,13 +132,14 @@ class _Search:
                 known = allowed[order] = [stage for stage in ways if not fault_of((*order, stage), self._limits)]
             return known
 
-        def longer(path: tuple[int, ...], order: tuple[int, ...], seconds: float, most: float) -> Iterator[Way]:
+        def longer(path: tuple[int, ...], order: tuple[int, ...], seconds: float, rounds: int) -> Iterator[Way]:
             if len(path) == self._length:
-                whole_s = seconds + both[path[-1]][path[0]]
                 if stage_of:
                     bound = lower_bound_s(path, order, work, self._message_s)
-                else:  # of the whole cycle, wherever it begins; the same one goes the other way
-                    bound = below if path[1:2] > path[-1:] else whole_s * below / most
+                elif path[1:2] > path[-1:]:
+                    return  # the same cycle of alike nodes goes the other way
+                else:  # of this cycle, wherever it begins
+                    bound = rounds * (seconds + both[path[-1]][path[0]])
                 if bound < below:
                     yield bound, path, order if stage_of else self.best.stages[0]
                 return
@@ -150,23 +149,23 @@ class _Search:
                     self._listed -= 1
                     if self._listed < 0:
                         raise _TooMany
-                    if seconds + both[path[-1]][node] + rest >= most:
+                    if rounds * (seconds + both[path[-1]][node] + rest) >= below:
                         break  # all others are farther
                     if node in path or (node < path[0] and stage_of is None):
                         continue
                     further = seconds + both[path[-1]][node] + work.forward_s(node, stage) * whole
-                    yield from longer((*path, node), (*order, stage), further, most)
+                    yield from longer((*path, node), (*order, stage), further, rounds)
 
         for head in range(count):
             if stage_of is None or stage_of[head] == 0:
-                most = below / -(-work.microbatches // work.slots[head])
-                yield from longer((head,), (0,), work.forward_s(head, 0) * (whole + work.loss), most)
+                rounds = -(-work.microbatches // work.slots[head])
+                yield from longer((head,), (0,), work.forward_s(head, 0) * (whole + work.loss), rounds)
 
     def _simulated(self, nodes: tuple[int, ...], stages: tuple[int, ...]) -> float:
         self._pieces -= self._work.microbatches * (2 * len(nodes) + 1)
         if self._pieces < 0:
             raise _TooMany
-        return simulate([Route(nodes=nodes, stages=stages)], self._work, self._message_s).makespan_s
+        return simulated_s(nodes, stages, self._work, self._message_s)
 
     def _simulate(self, one: _Set) -> None:
         """Find the fastest of its chains."""

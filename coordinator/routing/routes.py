@@ -10,7 +10,7 @@ from farloop.coordinator.routing.chain_search import Annealing, Chains, free_sta
 from farloop.coordinator.routing.exact_chains import best_chains
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
-from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
+from farloop.coordinator.routing.simulator import Route, bounds_s, simulate, simulated_s
 
 # --- Paths of several sources over shared nodes, one source after the other
 #
@@ -395,7 +395,7 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
     """A last descent that judges by simulation."""
 
     def judge(nodes: Sequence[int], stages: Sequence[int]) -> float:
-        return _simulated(nodes, stages, work, task.message_s)
+        return simulated_s(nodes, stages, work, task.message_s)
 
     pieces = work.microbatches * (2 * task.length + 1)
     moves = min(_POLISH_PER_NODE * len(task.message_s), _POLISH_PIECES // (2 * pieces))
@@ -411,16 +411,11 @@ def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
     for own, at in zip(chains.nodes, chains.stages, strict=True):
         hops = sorted(zip(at, own, strict=True))
         plain = tuple(node for _, node in hops), tuple(stage for stage, _ in hops)
-        now = _simulated(own, at, work, task.message_s)
-        worse = fault_of(plain[1], task.limits) or _simulated(*plain, work, task.message_s) > now * (1.0 + _WORTH)
+        now = simulated_s(own, at, work, task.message_s)
+        worse = fault_of(plain[1], task.limits) or simulated_s(*plain, work, task.message_s) > now * (1.0 + _WORTH)
         nodes.append(own if worse else plain[0])
         stages.append(at if worse else plain[1])
     return replace(chains, nodes=tuple(nodes), stages=tuple(stages))
-
-
-def _simulated(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
-    """Seconds of a step of one chain."""
-    return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, message_s).makespan_s
 
 
 def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
