@@ -103,8 +103,10 @@ class Driver:
         for _ in self.executor.save_moments():
             self.on_wait()
 
-    def close(self) -> None:
-        """Stop all threads."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop all threads. The coordinator is told of the error first; not of an interrupt."""
+        if isinstance(error, Exception):
+            self._tell_failure(error)
         self.link.close()
         self._worker.close()
 
@@ -130,7 +132,11 @@ class Driver:
         try:
             yield
         except Exception as error:
+            self._tell_failure(error)
+            raise
+
+    def _tell_failure(self, error: Exception) -> None:
+        if not self.failed:
             self.failed = True
             self.executor.say_failed(error)
             self.link.flushed(2.0)
-            raise

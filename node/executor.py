@@ -32,6 +32,7 @@ from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.runtime.ports import Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
+from farloop.wire.bounds import MOST_WORDS
 from farloop.wire.reasons import Reason
 from farloop.wire.uplink import Uplink
 
@@ -291,8 +292,9 @@ class NodeExecutor:
 
     def say_failed(self, error: Exception) -> None:
         """Tell the coordinator that this node ends by an error."""
-        reason = Reason.NON_FINITE if isinstance(error, NonFiniteDelta) else Reason.NONE
-        self.link.send(msg.Leave(reason=reason, detail=str(error)))
+        reason = Reason.NON_FINITE if isinstance(error, NonFiniteDelta) else Reason.FAILED
+        told = str(error) if isinstance(error, NodeError) else f"{type(error).__name__}: {error}"
+        self.link.send(msg.Leave(reason=reason, detail=" ".join(told.split())[:MOST_WORDS]))
 
     @property
     def waiting(self) -> str | None:

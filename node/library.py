@@ -379,8 +379,8 @@ class Node:
         finally:
             self.abandon()
 
-    def abandon(self) -> None:
-        """Stop all threads without a message, as after an error."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Stop all threads, without a message unless there is an error to tell."""
         self._left = True
         self._merges.resume()
         _live.discard(self)
@@ -393,7 +393,7 @@ class Node:
             self.endpoint.close()
             self.endpoint = None
         if self._driver is not None:
-            self._driver.close()
+            self._driver.close(error)
         if self._files is not None:
             self._files.close()
         if self._reserved is not None:
@@ -409,7 +409,7 @@ class Node:
         if error is None:
             return self.leave()
         first = self._watch.failed(error) if self._watch is not None else None
-        self.abandon()
+        self.abandon(first or error)
         if first is not None:
             raise first from error
 
@@ -718,7 +718,7 @@ def join(
         if endpoint is not None:
             endpoint.close()
         if driver is not None:
-            driver.close()
+            driver.close(first or error)
         if files is not None:
             files.close()
         if watch is not None:

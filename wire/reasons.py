@@ -46,13 +46,14 @@ class Reason(IntEnum):
     FAULT = 37
     WRONG_FROZEN = 38
     ENDED = 39
-    # From here on: what is found in a delta that is well-formed, came in time, and is not merged all the same.
+    # The next six: what is found in a delta that is well-formed, came in time, and is not merged all the same.
     OUTLIER = 40
     REPLAYED = 41
     COPIED = 42
     QUARANTINED = 43
     TOO_MUCH = 44
     VOID = 45
+    FAILED = 46
 
     @property
     def code(self) -> str:
@@ -110,6 +111,7 @@ _SENTENCES = {
     Reason.QUARANTINED: "the node is in quarantine: its deltas are measured and not merged until they are good again",
     Reason.TOO_MUCH: "the sum with this delta overflows fp32",
     Reason.VOID: "its window ended with fewer good deltas than a merge needs",
+    Reason.FAILED: "the node ended with an error of its own",
 }
 
 

@@ -406,7 +406,7 @@ class Membership:
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
     def left(self, member: Member, leave: msg.Leave, now: float) -> None:
-        member.anchors = leave.anchors
+        member.anchors, member.detail = leave.anchors, leave.detail
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)
         self.start_ready(now, "none")

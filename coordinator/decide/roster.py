@@ -45,6 +45,7 @@ class Member:
     gone_at: float | None = None  # when it stops being expected unless it returns; None while connected, or after that
     absent: bool = False  # no window waits for it until it returns or, if it stalled, moves
     reason: Reason = Reason.NONE  # why it is absent, or left
+    detail: str = ""  # what it said of that when it left
     frozen: int = 0  # digest of its weights that are not exchanged, once it is ready
     unsaved: int = 0  # and of buffers that no state dict has
     device: str = ""
@@ -96,7 +97,7 @@ class Member:
 
     def connect(self, session: int, hello: Hello, now: float) -> None:
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
-        self.expires_at = None
+        self.expires_at, self.detail = None, ""
         self.device, self.heard_at, self.progress_at = hello.device, now, now
         self.inventory, self.can_evaluate = trimmed(hello.inventory), hello.can_evaluate
         if hello.round is not None:

@@ -52,6 +52,7 @@ class EventLog:
         """Repeated events are one, counted, at the time of the last: they must not displace others."""
         self._alarms: dict[str, str] = {}
         self._greeted: dict[ev.SessionId, str] = {}  # nodes whose sessions are neither accepted nor refused yet
+        self._details: dict[str, str] = {}  # of Leaves that the journal has yet to say
 
     def told(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
         """Note an event. `detail`: place or values; may be empty."""
@@ -68,8 +69,11 @@ class EventLog:
                 self._greeted[session] = node
             case ev.NodeMessage(session=session, node=node, message=msg.Leave() as leave):
                 member = machine.members.get(node)
-                if member is not None and member.session == session and node not in machine.ledger.started:
-                    self.told("left", node, leave.reason, leave.detail, now)  # else the journal says it
+                if member is not None and member.session == session:
+                    if node in machine.ledger.started:
+                        self._details[node] = leave.detail
+                    else:
+                        self.told("left", node, leave.reason, leave.detail, now)
             case ev.NodeMessage(node=node, message=msg.Fetch(fragment=fragment, first=False)):
                 detail = f"fragment {fragment}; a snapshot is sent"
                 self._tell("anchor", node, "anchor_mismatch", "its anchor did not match its digest", detail, now)
@@ -92,7 +96,8 @@ class EventLog:
             case ev.Tell(node=node, message=msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail)):
                 self.told("refused", node, reason, detail, now)
             case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
-                detail = "a newer start took its place" if reason in _TAKEN_OVER else ""
+                said = self._details.pop(node, "")
+                detail = "a newer start took its place" if reason in _TAKEN_OVER else said
                 self.told("left", node, reason, detail, now)
             case _:
                 pass
@@ -126,7 +131,7 @@ class EventLog:
         return [{**event, "age_s": max(0.0, now - at)} for at, event in self._recent.values()]
 
     def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
-        node, detail = _shown(node), _shown(detail)
+        node, detail = shown(node), shown(detail)
         level = logging.WARNING if kind in _LOUD else logging.INFO
         _log.log(
             level, "%s node=%s reason=%s why=%r detail=%r", kind, named(node) if node else "-", code, sentence, detail
@@ -146,7 +151,7 @@ class EventLog:
             self._recent.popitem(last=False)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A node's text on one line, without control characters."""
     kept = text[:_LONGEST] + ("…" if len(text) > _LONGEST else "")
     return "".join(character if character.isprintable() else "?" for character in kept)

@@ -24,7 +24,7 @@ from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
-from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time
+from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time, shown
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.store import Store
@@ -355,7 +355,7 @@ class Observer(executor.Observer):
             "bytes_state": (sent + received).state,
             "bytes_by_kind": to_plain(sent + received),
             "detail": progress.detail if progress else "",
-            "reason": member.reason.sentence if away else "",
+            "reason": ": ".join(filter(None, (member.reason.sentence, shown(member.detail)))) if away else "",
             "last_heard_s": now - member.heard_at,
             "digests": [f"{ref.digest:016x}" for ref in sorted(member.anchors, key=lambda ref: ref.fragment)],
             "quarantine": quarantine.get(member.name, ""),

@@ -96,7 +96,7 @@ R = Reason
 HOW: dict[Reason, Callable[[Scene, Reason], None]] = {
     **dict.fromkeys((R.PROTOCOL_VERSION, R.WRONG_RUN, R.WRONG_LAYOUT, R.WRONG_KEY, R.NAME_TAKEN, R.FENCED), refusal),
     **dict.fromkeys((R.MALFORMED, R.CLOSED, R.SILENT, R.SUPERSEDED), session_end),
-    **dict.fromkeys((R.NONE, R.OLD_INCARNATION, R.DRAINED), leave),
+    **dict.fromkeys((R.NONE, R.OLD_INCARNATION, R.DRAINED, R.FAILED), leave),
     **dict.fromkeys((R.RUN_FINISHED, R.COORDINATOR_STOPPING, R.STALLED), told),
 }
 """How a reason comes about; what is not here is a delta's outcome."""
@@ -173,9 +173,10 @@ def test_a_leave_is_told_once_whether_the_node_had_started_or_not(scene: Scene, 
     scene.join(A)
     if started:
         scene.say(A, msg.Ready())
-    scene.say(A, msg.Leave(reason=Reason.DRAINED))
-    session_end(scene, Reason.DRAINED)
-    assert (scene.only()["kind"], scene.only()["code"]) == ("left", "drained")
+    scene.say(A, msg.Leave(reason=Reason.FAILED, detail="no\nspace"))
+    session_end(scene, Reason.FAILED)
+    told = scene.only()
+    assert (told["kind"], told["code"], told["detail"]) == ("left", "failed", "no?space")
 
 
 def test_strangers_that_hang_up_push_out_nothing(scene: Scene) -> None:

@@ -299,6 +299,25 @@ def test_every_state_of_a_node_is_told_once_with_the_reason(scene: Scene, log: C
     assert log("node ") == [f"node name=a state={state} reason={reason!r}" for state, reason in expected]
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_a_node_that_ended_by_an_error_is_shown_with_it_until_it_returns(
+    scene: Scene, log: Callable[[str], list[str]], started: bool
+) -> None:
+    """Not with what it waited for when it last reported."""
+    scene.join(A)
+    if started:
+        scene.say(A, msg.Ready())
+    scene.say(A, dataclasses.replace(PROGRESS, state="joining", detail="the first snapshot"))
+    scene.say(A, msg.Leave(reason=Reason.FAILED, detail="RuntimeError: no\nspace " + "x" * 999))
+    (node,) = scene.refresh()["nodes"]
+    why = f"{Reason.FAILED.sentence}: RuntimeError: no?space x"
+    assert node["reason"].startswith(why) and len(node["reason"]) < 400
+    assert scene.lines()[-1]["reason"] == node["reason"] and log("node name=a state=away")[0].count("no?space") == 1
+    scene.join(A, session=2, incarnation=2)
+    scene.handle(ev.NodeDisconnected(session=2, node=A, reason=Reason.SILENT))
+    assert scene.refresh()["nodes"][0]["reason"] == Reason.SILENT.sentence
+
+
 def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
     """V: it is connected, and nobody waits for it."""
     scene.start()

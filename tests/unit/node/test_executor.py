@@ -35,6 +35,7 @@ from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
+from farloop.wire.bounds import MOST_WORDS
 from farloop.wire.reasons import Reason
 
 
@@ -657,14 +658,28 @@ def test_the_driver_tells_the_coordinator_of_an_error_before_it_raises_it(
     play = driven(tmp_path)
 
     def broken() -> float:
-        raise RuntimeError("no such file")
+        raise RuntimeError(f"no such file:\n  {'x' * 5000}")
 
     play.executor.evaluate = broken
     monkeypatch.setattr(play.executor.machine, "handle", lambda event: [ev.Evaluate(versions=(1,))])
     with pytest.raises(RuntimeError, match="no such file"):
         play.driver.after_step(10, 1.0)
-    assert msg.Leave(reason=Reason.NONE, detail="no such file") in play.link.sent and play.driver.failed
-    play.driver.close()
+    (leave,) = play.link.of(msg.Leave)
+    assert isinstance(leave, msg.Leave) and leave.reason is Reason.FAILED and play.driver.failed
+    assert leave.detail.startswith("RuntimeError: no such file: xxx") and len(leave.detail) == MOST_WORDS
+    play.driver.close(RuntimeError("the same, as it leaves the loop"))
+    assert play.link.of(msg.Leave) == [leave], "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("no data"), ["ValueError: no data"]), (KeyboardInterrupt(), [])]
+)
+def test_a_driver_that_is_closed_by_an_error_of_the_loop_tells_it_and_no_interrupt(
+    tmp_path: Path, error: BaseException, told: list[str]
+) -> None:
+    play = driven(tmp_path)
+    play.driver.close(error)
+    assert [leave.detail for leave in play.link.of(msg.Leave) if isinstance(leave, msg.Leave)] == told
 
 
 def test_a_driver_without_a_coordinator_gives_up_or_knows_that_the_run_is_over(

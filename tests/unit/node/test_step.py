@@ -59,8 +59,8 @@ class Notes:
         self.told = True
         yield
 
-    def close(self) -> None:
-        """As the driver's."""
+    def close(self, error: BaseException | None = None) -> None:
+        self.closed_by = error
 
     def after_step(self, tokens: int, loss: float | None, *, stepped: bool) -> list[Decision]:
         self.steps.append((tokens, loss, stepped))
@@ -771,6 +771,14 @@ def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
         join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", give_up_s=seconds)
     with pytest.raises(ValueError, match=r"rto_s is .*: seconds above 0 are wanted, as 2"):
         Timing(rto_s=seconds)
+
+
+def test_an_error_of_the_loop_ends_the_node_with_it() -> None:
+    """The coordinator is told of it: without, the node is only a connection that closed."""
+    loop, error = Loop(plain), RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"), loop.node:
+        raise error
+    assert loop.notes.closed_by is error
 
 
 @pytest.mark.parametrize("end", ["the run is over", "the node has left"])
