@@ -39,7 +39,8 @@ from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
-from farloop.monitoring.status import Status, dumps
+from farloop.monitoring.status import Status, dumps, saved_status
+from farloop.monitoring.status_summary import idle_steps
 from farloop.node.library import Node
 from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
@@ -114,8 +115,15 @@ def run_coordinator(
     if not finished:
         say("stopped before the run's end; the same command continues it")
         return ExitCode.DONE
-    say(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
+    say(_last_line(plan.spec.identity.name, file.coordinator.state_dir))
     return ExitCode.DONE
+
+
+def _last_line(run: str, folder: Path) -> str:
+    """Of a finished run, with what its saved status says against the result."""
+    status = saved_status(folder)
+    parts = (f"run {run} is finished", idle_steps(status) if status else "", f"model: {folder / 'model.safetensors'}")
+    return "; ".join(filter(None, parts))
 
 
 def _can_copy(url: str) -> None:

@@ -86,7 +86,7 @@ class NodeStatus(TypedDict):
     reason: str  # why it left; empty while it is here
     last_heard_s: float  # seconds since its last message
     skipped_turns: int  # due sends that it skipped because too many deltas of the fragment were undecided
-    skipped_steps: int  # inner steps that it skipped because the gradient held NaN or Inf
+    skipped_steps: int  # inner steps that changed no weight: no gradient, or NaN or Inf in it
     digests: list[str]  # digests of its anchors when it left, in the order of its fragments
     part: NotRequired[PartStatus]
     quarantine: str  # why its deltas are measured but not merged; empty if they are merged

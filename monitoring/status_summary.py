@@ -298,12 +298,20 @@ def ended_well(node: NodeStatus, status: Status) -> bool:
     return over and not node["connected"] and node["state"] in ("finished", "left")
 
 
+def idle_steps(status: Status) -> str:
+    """How many inner steps of the nodes' last starts changed no weight; empty if none."""
+    nodes = status["nodes"]
+    count, of = (sum(node[key] for node in nodes) for key in ("skipped_steps", "inner_steps"))
+    return f"{count:,} of {of:,} inner steps changed no weight: no gradient, or NaN or Inf in it" if count else ""
+
+
 def standing(status: Status) -> str:
     """Why the run does not progress, and what resolves it; empty while it trains."""
     run, here = status["run"], sum(node["connected"] for node in status["nodes"])
     match run["state"]:
         case "finished":
-            return "done; the model is model.safetensors in the coordinator's state folder"
+            told = "done; the model is model.safetensors in the coordinator's state folder"
+            return "; ".join(filter(None, (told, idle_steps(status))))
         case "holding" if any(alarm.startswith("adoption:") for alarm in status["alarms"]):
             return "nothing is committed until the state of the nodes has arrived; the alarm names what is missing"
         case "holding":

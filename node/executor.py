@@ -244,8 +244,8 @@ class NodeExecutor:
         ]
 
     def step_done(self, tokens: int, loss: float | None, *, stepped: bool = True) -> None:
-        """An inner step is over; call `settle` next. `stepped`: False if it was skipped because its gradient was not
-        finite; it counts as a step of the round."""
+        """An inner step is over; call `settle` next. `stepped`: False if it changed no weight, for want of a gradient
+        that is finite; it counts as a step of the round."""
         assert self._variates is not None
         self._counts_time = True
         self._count_as("farloop")
@@ -289,6 +289,9 @@ class NodeExecutor:
         self._stages.saw(self.machine)
         self.link.send(self.progress())
         self.link.send(self._reports.farewell(leave))
+        if skipped := self._reports.skipped_steps:
+            why = "no gradient, or NaN or Inf in it"
+            _log.warning("steps changed no weight count=%d of=%d why=%r", skipped, self.machine.inner_steps, why)
 
     def say_failed(self, error: Exception) -> None:
         """Tell the coordinator that this node ends by an error."""

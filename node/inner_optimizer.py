@@ -217,16 +217,18 @@ class InnerStep:
                 "give every parameter group the same lr"
             )
 
-    def prepare(self, rate: float) -> None:
-        """Set the run's `rate`, unless the loop has its own. Raises as `take`."""
+    def prepare(self, rate: float) -> bool:
+        """Set the run's `rate`, unless the loop has its own. False if no parameter has a gradient. Raises as `take`."""
         self._check_parameters()
-        if not self._told_of_none and all(parameter.grad is None for parameter in self._parameters.values()):
+        has_gradient = any(parameter.grad is not None for parameter in self._parameters.values())
+        if not (has_gradient or self._told_of_none):
             self._told_of_none = True
             _log.warning("no parameter has a gradient at this step: call loss.backward() on the model given to join")
         if self._optimizer is not None:
             _check_steps(self._optimizer, self._module, self._parameters)
         if self._optimizer is not None and self._rate == "run":
             self._set_rates(self._optimizer, rate)
+        return has_gradient
 
     def is_dry(self) -> bool:
         """Whether the next step only makes an empty state: torch's checkpoint library takes one at a rate of 0 with
@@ -239,13 +241,13 @@ class InnerStep:
         return bool(gradients) and not any(bool(local_of(gradient).any()) for gradient in gradients)
 
     def take(self, rate: float) -> bool:
-        """Step, at the run's `rate` unless the loop has its own; False where the step was skipped, or one before that
-        the device skipped by itself.
+        """Step, at the run's `rate` unless the loop has its own; False where no parameter had a gradient, or the step
+        was skipped, or one before that the device skipped by itself.
         Raises LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient."""
-        self.prepare(rate)
+        has_gradient = self.prepare(rate)
         optimizer, scaler = self._optimizer, self._scaler
         if optimizer is None:
-            return True
+            return has_gradient
         if scaler is not None:
             _unscale(scaler, optimizer)
         norm = _total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
@@ -262,7 +264,7 @@ class InnerStep:
         if scaler is not None:
             scaler.update()
         self._tell(finite)
-        return finite
+        return finite and has_gradient
 
     def _skips_by_itself(self, optimizer: Optimizer, norm: Tensor) -> bool:
         return (

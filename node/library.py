@@ -174,7 +174,7 @@ class Node:
         self._frozen: Frozen | None = None
         self._steps = 0
         self._steps_to_place = 2 if anchors == "auto" and self._weights.apart else 0
-        self._notes, self._dry = 0, False  # since the optimizer's last step; whether that was none
+        self._notes, self._dry, self._stepped = 0, False, True  # since the optimizer's last step; whether it was none
         self._decision = Decision(running=False, lr=0.0)
         self._decided = deque[Decision]()  # of the steps after the next one
         self._left = self._told_of_end = False
@@ -296,7 +296,7 @@ class Node:
         if self._dry:
             return
         if self.running:
-            self._inner.prepare(self._decision.lr)
+            self._stepped = self._inner.prepare(self._decision.lr)
             self._merges.before_step()
         elif not self._told_of_end:
             self._told_of_end = True
@@ -308,7 +308,7 @@ class Node:
         self._notes = 0
         if self.running:
             tokens, loss = self._noted
-            self._exchange(self.batch_tokens() if tokens is None else tokens, loss, stepped=True)
+            self._exchange(self.batch_tokens() if tokens is None else tokens, loss, stepped=self._stepped)
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         self._steps += 1

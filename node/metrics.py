@@ -124,7 +124,9 @@ class Metrics(Collector):
             "anchor_mismatches", "Anchors that did not match their digest and were replaced.", self.mismatches
         )
         yield self._counter(
-            "skipped_steps", "Inner steps that were skipped: NaN or Inf in the gradient.", progress.skipped_steps
+            "skipped_steps",
+            "Inner steps that changed no weight: no gradient, or NaN in it.",
+            progress.skipped_steps,
         )
         yield self._counter(
             "skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", progress.skipped_turns

@@ -204,7 +204,7 @@ class Reports:
         """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any;
         `can_evaluate`: whether its loop can measure the loss."""
         self.loss: float | None = None  # of the last inner step
-        self.skipped_steps = 0  # inner steps whose gradient was not finite: nothing was stepped
+        self.skipped_steps = 0  # inner steps that changed no weight: no gradient, or one that was not finite
         self.layout: str | None = None  # digest of the model's layout, once there is a model
         self.saved: msg.SavedAnchors | None = None  # what lies on disk, until this start of the node has begun
         self.announced = Announced()  # used by the link's thread

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import statuses
 from command_line import error_line, farloop
 
-from farloop.cli.daemons import _pages, _Viewers, different_identity, different_terms, open_run
+from farloop.cli.daemons import _last_line, _pages, _Viewers, different_identity, different_terms, open_run
 from farloop.cli.main import adoption
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_config import DataConfig, RunConfig
@@ -19,6 +20,8 @@ from farloop.coordinator.decide.adoption import PATIENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.monitoring import page
 from farloop.monitoring.healthcheck import open_page
+from farloop.monitoring.status import STATUS_FILE, dumps
+from farloop.monitoring.status_summary import standing
 
 DATA = DataConfig(max_bytes=300_000)
 
@@ -57,6 +60,20 @@ def test_a_run_is_wound_back_or_adopted_on_request_and_where_there_is_one(
         histories.append(store.ledger.history)
     assert histories == [0, 2, 2, 2]
     assert [record.getMessage()[:32] for record in caplog.records] == ["rewound history=2 versions=0,0,0"]
+
+
+def test_the_last_line_of_a_run_says_how_many_steps_changed_nothing(tmp_path: Path) -> None:
+    model = f"model: {tmp_path / 'model.safetensors'}"
+    assert _last_line("demo", tmp_path) == f"run demo is finished; {model}"
+    nodes = [statuses.node("oslo", skipped_steps=0), statuses.node("lima", skipped_steps=612)]
+    for told, words in (
+        (nodes[:1], ""),
+        (nodes, "612 of 1,224 inner steps changed no weight: no gradient, or NaN or Inf in it; "),
+    ):
+        status = statuses.status(run={"state": "finished"}, nodes=told)
+        (tmp_path / STATUS_FILE).write_text(dumps(status))
+        assert _last_line("demo", tmp_path) == f"run demo is finished; {words}{model}"
+        assert words[:-2] in standing(status) and ("changed no" in standing(status)) == bool(words)
 
 
 def test_pages_are_served_after_their_files_were_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

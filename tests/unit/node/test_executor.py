@@ -316,11 +316,15 @@ def test_broken_numbers_end_training_by_the_name_of_their_parameter(
     assert not play.link.offers
 
 
-def test_a_skipped_step_counts_as_a_step_and_is_reported(play: Play) -> None:
+def test_a_skipped_step_counts_as_a_step_and_is_reported_at_the_end_too(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
     play.begin()
     assert play.step(stepped=False) and play.executor.decision().position == 1.0
     told = play.executor.progress()
     assert (told.inner_steps, told.tokens, told.skipped_steps) == (1, 10, 1)
+    play.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED))
+    assert caplog.messages[-1].startswith("steps changed no weight count=1 of=1 why='no gradient, or NaN")
 
 
 def test_what_the_link_reports_as_final_is_raised_in_the_training_thread(play: Play) -> None:

@@ -637,14 +637,20 @@ def test_statistics_that_training_changes_end_the_first_step() -> None:
     assert loop.notes.told
 
 
-def test_a_step_without_any_gradient_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_step_without_any_gradient_is_counted_and_told_of_once(hook: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loop whose loss is of another model would train to the run's end."""
-    loop = Loop(plain)
-    loop.step(1.0)
+    loop = Loop(plain, hook=hook)
+    take = loop.optimizer.step if hook else loop.node.step
+    for parameter in loop.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    take()
     assert "gradient" not in caplog.text
-    loop.node.step()
-    loop.node.step()
+    loop.optimizer.zero_grad()
+    take()
+    take()
     assert caplog.text.count("no parameter has a gradient at this step: call loss.backward()") == 1
+    assert [stepped for _, _, stepped in loop.notes.steps] == [True, False, False]
 
 
 def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
