@@ -451,7 +451,7 @@ def status(
     network: Annotated[bool, typer.Option("--network", help="Show machines and measured links instead.")] = False,
     state: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Show what the coordinator of this folder told last."),
+        typer.Option(metavar="DIR", show_default=False, help="Ask the coordinator of this folder, pages or not."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from farloop.cli.options import STATE
 from farloop.config.exit_codes import CommandError, ExitCode
-from farloop.coordinator.admin import address_of
+from farloop.coordinator.admin import MAX_ANSWER_BYTES, ask
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import STATUS_FILE, Status
 from farloop.monitoring.status_summary import cleaned, view_of
@@ -23,8 +23,6 @@ _WANTED = f"{{}} takes the coordinator's [coordinator] http, as {DEFAULT_URL}"
 
 TIMEOUT_S = 5.0
 POLL_S = 1.0
-
-MAX_BYTES = 16 << 20  # thousands of nodes fit in
 
 
 def fetch(url: str, option: str = "--url") -> Status:
@@ -40,7 +38,7 @@ def fetch(url: str, option: str = "--url") -> Status:
                 raise CommandError(
                     f"{page} answers {answer.status}; is this a farloop coordinator's [coordinator] http?"
                 )
-            status = json.loads(answer.read(MAX_BYTES))  # with 503 it stands still: an alarm says so
+            status = json.loads(answer.read(MAX_ANSWER_BYTES))  # with 503 it stands still: an alarm says so
     except (OSError, HTTPException) as error:
         if (isinstance(error, BadStatusLine) and not isinstance(error, OSError)) or _speaks_first(page):
             what = "what answers there, as on the port of nodes, is not the status page"
@@ -48,7 +46,10 @@ def fetch(url: str, option: str = "--url") -> Status:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         over = end_of(STATE)
-        here = f"give the address that it says at its start: {option}"
+        here = (
+            f"give the address that it says at its start: {option}; if it says none, [coordinator] http is empty and "
+            "its pages are off: farloop status --state DIR"
+        )
         fix = f"{over}: farloop status --state {STATE}" if over else here
         raise CommandError(f"no coordinator at {page}: {what.lower()}; {fix}", ExitCode.UNREACHABLE) from None
     except ValueError:
@@ -59,10 +60,15 @@ def fetch(url: str, option: str = "--url") -> Status:
 
 
 def saved(folder: Path) -> Status:
-    """What the coordinator of a state folder told last. Raises CommandError: one runs there, or none ended in order."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as door, address_of(folder) as address:
-        door.connect(address)
-        raise CommandError(f"a coordinator runs on {folder}: its pages have the status, give their address with --url")
+    """What the coordinator that runs on a state folder tells, with or without pages; else what the last one told as it
+    ended. Raises CommandError: it does not answer, or there is neither."""
+    try:
+        return cast(Status, ask(folder, {"do": "status"}, TIMEOUT_S))
+    except (TimeoutError, ValueError) as error:
+        said = f"the coordinator on {folder} does not answer: {error}; see its log"
+        raise CommandError(said, ExitCode.UNREACHABLE) from None
+    except OSError:
+        pass  # none runs there
     try:
         return cast(Status, json.loads((folder / STATUS_FILE).read_bytes()))
     except (OSError, ValueError) as error:

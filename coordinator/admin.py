@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 NAME: Final = "admin.sock"
 
-MAX_BYTES: Final = 64 << 10  # of a request or an answer
+MAX_BYTES: Final = 64 << 10  # of a request
+MAX_ANSWER_BYTES: Final = 16 << 20  # a status of thousands of nodes
 PATIENCE_S: Final = 10.0  # longest wait for a request after a connection
 _LONGEST_PATH: Final = 107  # bytes that the address of a unix socket has room for
 Request = Mapping[str, Any]
@@ -118,7 +119,7 @@ def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
         door.connect(address)
         door.sendall(dumps(request).encode() + b"\n")
         with door.makefile("rb") as answers:
-            answer = json.loads(answers.readline(MAX_BYTES))
+            answer = json.loads(answers.readline(MAX_ANSWER_BYTES))
     if not isinstance(answer, dict):
         raise ValueError("that is no answer of a coordinator")
     return answer

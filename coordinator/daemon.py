@@ -6,6 +6,7 @@ written in one storage thread, snapshots in another, and the arithmetic runs in 
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -106,7 +107,12 @@ class Coordinator:
         self.observer.uplink = self.link.uplink
         self.observer.watch = self.executor.stragglers.status
         answers = handlers(self.machine, store.ledger, self.executor.happened, config.state_dir)
-        self._door = admin.AdminSocket(config.state_dir, answers)
+        self._door = admin.AdminSocket(config.state_dir, {**answers, "status": self._status})
+
+    async def _status(self, request: admin.Request) -> admin.Answer:
+        self.observer.refresh(self.machine)
+        answer: admin.Answer = json.loads(self.observer.status_json)
+        return answer
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the run is finished and its nodes have left, or `stop` is set.

@@ -1,13 +1,15 @@
 """`farloop set` on a run of real processes: it goes on under the new terms, through a crash, and ends equal."""
 
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
 from loopback import FARLOOP, PACED, NewRun, Run, assert_all_agree
 
-from farloop.config.exit_codes import ExitCode
+from farloop.cli.status import saved
+from farloop.config.exit_codes import CommandError, ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -40,3 +42,19 @@ def test_a_run_changes_its_terms_survives_a_crash_and_ends_equal(new_run: NewRun
     assert (status["run"]["codec_up"], status["run"]["h"], status["alarms"]) == ("q8", 5, [])
     assert [node["inner_steps"] for node in status["nodes"]] == [150, 150]
     assert [node["incarnation"] for node in status["nodes"]] == [1, 1]
+
+
+def test_a_coordinator_without_pages_tells_its_status_through_its_folder(new_run: NewRun) -> None:
+    run = new_run()
+    run.tables["coordinator"]["http"] = ""
+    coordinator = run.start_coordinator()
+    run.until_said(coordinator.log, "run is=waiting")
+    told = saved(run.state_dir)
+    assert (told["run"]["state"], told["nodes"]) == ("waiting", [])
+    coordinator.signal(signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommandError, match=r"does not answer: .*; see its log"):
+        patch.setattr("farloop.cli.status.TIMEOUT_S", 0.1)
+        saved(run.state_dir)
+    coordinator.kill()
+    with pytest.raises(CommandError, match="no status at"):
+        saved(run.state_dir)

@@ -94,7 +94,7 @@ def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeyp
     assert saved(state) == told
     assert found(path)["state"].detail.startswith(f"run {told['run']['name']} is finished: {state}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CommandError, match=r"give the address that it says at its start: --url$"):
+    with pytest.raises(CommandError, match=r"--url; if it says none, .* pages are off: farloop status --state DIR"):
         fetch("127.0.0.1:1")
     state.rename("state")
     with pytest.raises(CommandError, match=r"no coordinator at .* is finished: farloop status --state state"):
