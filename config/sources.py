@@ -47,6 +47,7 @@ PREFIX = "FARLOOP_"
 
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"\s*([\w-]+)\s*=")
+_TABLE = re.compile(r"\s*(\[\[?[^\[\]]+\])")
 
 
 WANTED = {
@@ -110,7 +111,7 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
 def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
     """A TOML file as text and as tables. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
         return text, tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {(error.strerror or 'no such file').lower()}") from error
@@ -119,8 +120,26 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+), column \d+", str(error))
         what = re.sub(r" \(at .*\)$", "", str(error))
-        what = what[:1].lower() + what[1:]
-        raise ConfigError(f"{_origin(path, int(line[1]) if line else None)}: is not TOML: {what}") from None
+        what = f"is not TOML: {what[:1].lower()}{what[1:]}"
+        number = int(line[1]) if line else None
+        if re.search("overwrite a value|twice", what):
+            number, what = _given_twice(text) or (number, what)
+        raise ConfigError(f"{_origin(path, number)}: {what}") from None
+
+
+def _given_twice(text: str) -> tuple[int, str] | None:
+    """The first line that gives a key or a table again, and that in words; None where they are not spelled plainly."""
+    table, first = "", dict[tuple[str, str], int]()
+    for line, content in enumerate(text.splitlines(), start=1):
+        if header := _TABLE.match(content):
+            table = header[1] if header[1][1] != "[" else f"{header[1]}] {line}"
+        key = _KEY.match(content)
+        if header or key:
+            given = table, key[1] if key else ""
+            if given in first:
+                return line, f"{given[1] or table} is given twice, first in line {first[given]}; keep one of them"
+            first[given] = line
+    return None
 
 
 def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> list[Given]:

@@ -17,7 +17,7 @@ from farloop.config.sources import (
 )
 from farloop.monitoring.units import nearest
 from farloop.node.pipeline.layout import layout_json
-from farloop.node.settings import Share
+from farloop.node.settings import PRESETS, Share
 
 NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
 SECTIONS = {"run": ["steps", "h"], "data": ["path"]}
@@ -149,7 +149,11 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("steps = 5", "run.toml:1: steps is outside of a section; put it below [run] or [data]"),
         ("[run]\n[dta]", "run.toml:2: there is no section [dta] here; did you mean data?"),
         ("[run]\nsteps = = 5", "run.toml:2: is not TOML: invalid value"),
-        ("[run]\nsteps = 5\nsteps = 6", "run.toml:3: is not TOML: cannot overwrite a value"),
+        ("[run]\nsteps = 5\nsteps = 6", "run.toml:3: steps is given twice, first in line 2; keep one of them"),
+        ("[data]\nsteps = 5\n[run]\nsteps = 5\nh = 1\nsteps = 6", "run.toml:6: steps is given twice, first in line 4;"),
+        ("[run]\nsteps = 5\n[data]\n[run]\nh = 6", "run.toml:4: [run] is given twice, first in line 1; keep one"),
+        ("[run]\n'steps' = 5\n'steps' = 6", "run.toml:3: is not TOML: cannot overwrite a value"),
+        ("\ufeff[run]\nsteps = -5", "run.toml:2: [run] steps: the least is 1, not -5"),
         ("FARLOOP_RUN__STEPS=many", "FARLOOP_RUN__STEPS: [run] steps: a whole number is wanted"),
         ("FARLOOP_RUN_STEPS=7", "FARLOOP_RUN_STEPS: is not read; did you mean FARLOOP_RUN__STEPS, with two underscore"),
         ("FARLOOP_RUNN__STEPS=7", "FARLOOP_RUNN__STEPS: there is no section runn; did you mean run?"),
@@ -382,3 +386,10 @@ def test_the_default_evaluation_set_fits_itself_to_a_small_text_and_says_so(tmp_
     plan = planned(run_file(tmp_path, "[run]\nmodel = 'nano'\n", flags=["data.path=" + str(tmp_path / "text")]))
     assert plan.evaluation is not None and len(plan.evaluation) < 64
     assert any("evaluations use these" in note for note in plan.notes)
+
+
+def test_the_example_names_every_model_that_is_built_in() -> None:
+    *others, last = PRESETS
+    assert f"# {', '.join(others)} or {last}\n" in (Path(__file__).parents[3] / "examples/run.toml").read_text(
+        encoding="utf-8"
+    )
