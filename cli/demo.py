@@ -153,10 +153,11 @@ def _train(plan: DemoPlan, console: Console) -> Status | None:
                 display.update(status)
                 children.check()
                 time.sleep(POLL_S)
-        if stopped:
-            return None
-        children.check(all_done=True)
-    return final_status(state)
+            if not stopped:
+                children.check(all_done=True)
+                if (status := final_status(state)) is not None:  # later than any page: with the last bytes and losses
+                    display.update(status, last=True)
+    return None if stopped else status
 
 
 def _first_status(http: int, children: Children) -> Status:

@@ -37,12 +37,12 @@ class Display:
         self._lines = PlainLines()
         self._live = self._start_live() if _can_paint(console) else None
 
-    def update(self, status: Status) -> None:
-        """Take in a new status."""
+    def update(self, status: Status, *, last: bool = False) -> None:
+        """Take in a new status. The last one of a run is a line in any case."""
         view, eta_s = view_of(status), self._pace.update(status)
         self._shown = (view, eta_s)
         if self._live is None:
-            for line in self._lines.update(view, eta_s):
+            for line in self._lines.update(view, eta_s, last=last):
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -98,14 +98,14 @@ class PlainLines:
         self._alarms: list[str] = []
         self._run_state = ""
 
-    def update(self, view: RunView, eta_s: float) -> list[str]:
+    def update(self, view: RunView, eta_s: float, *, last: bool = False) -> list[str]:
         """The lines for a new status."""
         run = view.status["run"]
         facts = [*self._run_changes(view), *self._node_changes(view), *self._new_evaluations(view)]
         facts += [f"ALARM: {alarm}" for alarm in view.alarms if alarm not in self._alarms]
         self._alarms = list(view.alarms)
         now = run["uptime_s"]
-        if now < self._last_line_s or now - self._last_line_s >= LINE_EVERY_S:
+        if last or now < self._last_line_s or now - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now
             facts.append(_progress_line(view, eta_s))
         return [f"{_clock_text(run['started_s'])}  {fact}" for fact in facts]
@@ -125,7 +125,8 @@ class PlainLines:
         new, self._evaluations = scores[self._evaluations :], len(scores)
         return [
             f"validation loss {loss_text(score['loss'])} at step {score['position']:,.0f}"
-            f" (first {loss_text(scores[0]['loss'])})"
+            + (f" (first {loss_text(first['loss'])} at step {first['position']:,.0f})" if score is not first else "")
+            for first in scores[:1]
             for score in new
         ]
 

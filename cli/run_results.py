@@ -189,7 +189,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     each_way = f"{size_text(summary['bytes_up'])} up, {size_text(summary['bytes_down'])} down"
     length = f"H {summary['h']}, {summary['steps']:,} steps"
     return [
-        ("validation loss", f"{loss_text(summary['val_loss_start'])} → {loss_text(summary['val_loss_end'])}"),
+        ("validation loss", f"{loss_text(summary['val_loss_start'])} at step 0 → {loss_text(summary['val_loss_end'])} "
+                            f"at step {summary['steps']:,}"),
         *([("data parallel's loss", summary["baseline"])] if "baseline" in summary else []),
         ("sent over the links", f"{size_text(summary['bytes_total'])}: {each_way}"),
         ("of these", bytes_text(summary["bytes_by_kind"])),

@@ -158,11 +158,12 @@ def _validation(view: RunView) -> Text:
     if not view.losses:
         return Text("not scored yet", style="dim")
     first, last = view.losses[0], view.losses[-1]
+    begin = f"{validation_text(first)} at step {view.status['evaluations'][0]['position']:,.0f}"
     if len(view.losses) == 1:
-        return Text(f"{validation_text(first)} at step {view.status['evaluations'][0]['position']:,.0f}")
+        return Text(begin)
     better = first is not None and last is not None and last < first
     return Text.assemble(
-        f"{validation_text(first)} → ",
+        f"{begin} → ",
         (validation_text(last), "bold green" if better else "bold red"),
         (f"  {sparkline([math.nan if loss is None else loss for loss in view.losses])}", "cyan"),
     )

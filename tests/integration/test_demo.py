@@ -14,6 +14,7 @@ import pytest
 from loopback import FARLOOP, TEXT, NewRun, Run, environment
 
 from farloop.config.exit_codes import ExitCode
+from farloop.monitoring.units import loss_text, size_text
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -39,6 +40,11 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert summary["digests_equal"] is True
     assert (summary["nodes"], summary["inner_steps"], summary["outer_steps"]) == (2, 120, 2)
     assert summary["val_loss_end"] < summary["val_loss_start"]
+    *_, scored, last = [
+        line for line in done.stderr.splitlines() if "validation loss" in line or " step 60/60 " in line
+    ]
+    assert f"validation loss {loss_text(summary['val_loss_end'])} at step 60" in scored, done.stderr
+    assert f"{size_text(summary['bytes_up'])} up, {size_text(summary['bytes_down'])} down" in last, done.stderr
     total = summary["bytes_total"]
     assert total == summary["bytes_up"] + summary["bytes_down"] == sum(summary["bytes_by_kind"].values())
     assert set(summary["bytes_by_kind"]) == {"delta", "update", "snapshot", "probe", "control"}

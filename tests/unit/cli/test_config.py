@@ -390,6 +390,5 @@ def test_the_default_evaluation_set_fits_itself_to_a_small_text_and_says_so(tmp_
 
 def test_the_example_names_every_model_that_is_built_in() -> None:
     *others, last = PRESETS
-    assert f"# {', '.join(others)} or {last}\n" in (Path(__file__).parents[3] / "examples/run.toml").read_text(
-        encoding="utf-8"
-    )
+    example = Path(__file__).parents[3] / "examples/run.toml"
+    assert f"# {', '.join(others)} or {last}\n" in example.read_text(encoding="utf-8")

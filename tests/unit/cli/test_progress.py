@@ -46,10 +46,12 @@ def test_plain_lines_come_every_ten_seconds_and_with_every_fact() -> None:
     }
     assert lines.update(view_of(status(11.0, **changes)), 90.0) == [
         "0:00:11  node tokyo is away: the connection closed",
-        "0:00:11  validation loss 3.000 at step 220 (first 5.545)",
+        "0:00:11  validation loss 3.000 at step 220 (first 5.545 at step 0)",
         "0:00:11  ALARM: tokyo is away",
     ]
     assert lines.update(view_of(status(12.0, **changes)), 90.0) == []
+    (line,) = lines.update(view_of(status(13.0, **changes)), 90.0, last=True)
+    assert line.startswith("0:00:13  step 260/2,000 (13.0%)")
 
 
 def test_off_a_terminal_the_display_prints_plain_lines_without_control_codes() -> None:

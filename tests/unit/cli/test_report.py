@@ -290,7 +290,14 @@ def test_long_runs_and_many_nodes_stay_small_and_named() -> None:
 
 
 def test_the_table_at_the_end_of_a_run_has_the_figures() -> None:
-    figures = ("5.500 → 2.500", "702 kB up, 702 kB down", "312 MB", "222× fewer bytes", "94.7%", "1m 22s")
+    figures = (
+        "5.500 at step 0 → 2.500 at step 195",
+        "702 kB up, 702 kB down",
+        "312 MB",
+        "222× fewer bytes",
+        "94.7%",
+        "1m 22s",
+    )
     for equal, words in (
         (True, "yes, bit for bit (2 fragments"),
         (False, "NO, digests differ"),
