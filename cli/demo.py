@@ -155,9 +155,9 @@ def _train(plan: DemoPlan, console: Console) -> Status | None:
                 time.sleep(POLL_S)
             if not stopped:
                 children.check(all_done=True)
-                if (status := final_status(state)) is not None:  # later than any page: with the last bytes and losses
-                    display.update(status, last=True)
-    return None if stopped else status
+                if (end := final_status(state)) is not None:  # later than any page: with the last bytes and losses
+                    display.update(end, last=True)
+    return None if stopped else final_status(state)
 
 
 def _first_status(http: int, children: Children) -> Status:

@@ -64,6 +64,7 @@ class Coordinator:
         if config.copy_to:
             self._copying = Copying(config.copy_to, config.copy_every_s, self._cut, self.machine.alarms)
             self.observer.copies = self._copying.status
+            self.metrics.copy_interval.set(config.copy_every_s)
         self._socket = ZmqRouter(
             endpoint=config.bind,
             key=config.key,

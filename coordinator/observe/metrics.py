@@ -157,6 +157,7 @@ class Metrics:
             "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
         self.copy_lag = gauge("farloop_copy_lag_seconds", "Age of the newest copy in the object store.")
+        self.copy_interval = gauge("farloop_copy_interval_seconds", "Time between two copies, of the settings.")
         self.status_age = gauge("farloop_status_age_seconds", "Age of the status page: it is made every second.")
         self._dropped_lines = counter("farloop_log_dropped_lines", "Lines that could not be written.", ["file"])
         self._dropped = {"metrics.jsonl": 0, "stderr": 0}
