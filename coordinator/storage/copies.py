@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -355,8 +356,7 @@ class Copying:
         """`cut` takes the current state. Raises CopyFailed: the store cannot be used at all."""
         self._bucket, self._every_s = open_bucket(url), every_s
         self._cut, self._alarms = cut, alarms
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
-        self._lock = asyncio.Lock()
+        self._lock, self._turn = asyncio.Lock(), threading.Lock()
         self._copied: tuple[tuple[int, ...], int | None] | None = None  # versions; epoch, of a run that goes on
         self._copied_at: float | None = None
         self._began = time.monotonic()
@@ -422,9 +422,21 @@ class Copying:
         return age_s
 
     async def _in_thread(self, call: Callable[[], _T]) -> _T | None:
-        """What it returns; None where it failed, with an alarm."""
+        """What it returns; None where it failed, with an alarm. No end of the process waits for the thread: a store
+        that takes no bytes would hold it up for `IDLE_S`."""
+        done = Future[_T]()
+        done.set_running_or_notify_cancel()  # nobody cancels it
+
+        def work() -> None:
+            try:
+                with self._turn:
+                    done.set_result(call())
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="copies", daemon=True).start()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            return await asyncio.wrap_future(done)
         except CopyFailed as error:
             self.failures += 1
             self._alarms[_WHAT] = str(error)
@@ -449,4 +461,3 @@ class Copying:
     def close(self) -> None:
         """Abandon a copy in progress: without its manifest it does not count."""
         self._bucket.closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)

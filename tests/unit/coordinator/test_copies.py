@@ -303,6 +303,25 @@ def test_the_last_copy_has_what_came_last_unless_a_stop_has_no_more_time(
     assert ("last copy failed" in caplog.text) == (ends == "never")
 
 
+def test_a_process_may_end_while_the_store_takes_no_bytes(store: Store) -> None:
+    shelf, gate = Shelf(), threading.Event()
+    shelf.gate = gate
+
+    async def play() -> list[threading.Thread]:
+        made = copying(store, shelf, {})
+        under_way = asyncio.create_task(made.copy())
+        await asyncio.sleep(0.01)
+        under_way.cancel()
+        made.close()
+        return [thread for thread in threading.enumerate() if thread.name.startswith("copies")]
+
+    threads = asyncio.run(play())
+    assert threads and all(thread.daemon for thread in threads)
+    gate.set()
+    for thread in threads:
+        thread.join()
+
+
 def test_a_copy_delays_no_commit(store: Store) -> None:
     """P: while the object store stands still, windows commit; the copy is of the moment at which it began."""
     shelf, alarms = Shelf(), dict[str, str]()
