@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 STANDS_STILL = """
 import os, time
-import farloop.cli.daemons as daemons
+import farloop.cli.pages as pages
 from farloop.cli.main import main
 from farloop.coordinator.observe.observer import Observer
 
-daemons.STANDSTILL_S, daemons.END_S = 1.0, 2.0
+pages.STANDSTILL_S, pages.END_S = 1.0, 2.0
 refresh = Observer.refresh
 
 def refresh_and_hang(self, machine):

@@ -11,8 +11,9 @@ import pytest
 import statuses
 from command_line import error_line, farloop
 
-from farloop.cli.daemons import _last_line, _pages, _Viewers, different_identity, different_terms, open_run
+from farloop.cli.daemons import _last_line, different_identity, different_terms, open_run
 from farloop.cli.main import adoption
+from farloop.cli.pages import Viewers, pages
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
@@ -82,7 +83,7 @@ def test_pages_are_served_after_their_files_were_replaced(tmp_path: Path, monkey
     config = CoordinatorConfig(state_dir=tmp_path, http="127.0.0.1:0")
     coordinator: Any = SimpleNamespace(observer=SimpleNamespace(status_json=b"{}", age_s=0.0))
     watch: Any = SimpleNamespace(still_s=0.0)
-    with _pages(config, coordinator, watch, _Viewers()) as url:
+    with pages(config, coordinator, watch, Viewers()) as url:
         monkeypatch.setattr(page, "files", None)
         with open_page(url, 5.0) as answer:
             assert answer.status == 200 and b"The run is being read." in answer.read()
