@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, Pattern, TensorSlot
+from farloop.algo.spec import (
+    MAX_FRAGMENT_ELEMENTS,
+    TENSOR_ALIGN,
+    TILE,
+    Fragment,
+    Layout,
+    Pattern,
+    TensorSlot,
+    is_statistic,
+)
 
 # --- Which tensors are matrices inside layers
 #
@@ -59,6 +68,11 @@ def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             address = parameter.data_ptr() or id(parameter)
             found.setdefault((address, parameter.numel()), (plain_name(name), parameter))
     return list(found.values())
+
+
+def statistics_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its running statistics (the buffers running_mean and running_var), by name as `trainable_tensors` has it."""
+    return {plain_name(name): buffer for name, buffer in module.named_buffers() if is_statistic(name)}
 
 
 @contextmanager
@@ -111,6 +125,9 @@ def partition(
     of `topk` stay whole. Element-wise methods and codecs give the same numbers as without a split; rules that work on
     whole matrices (`lowrank`, the radial average, a step per tensor) see each part as a matrix.
 
+    Running statistics change nothing of this. They are fragments of their own, in their stage's last slot and before
+    its weights: evaluations follow the last fragment.
+
     Raises ValueError for no tensors, duplicate names, empty tensors, a single row above the limit, more fragments than
     blocks, and stages that are not of this model.
     """
@@ -120,11 +137,13 @@ def partition(
     if pattern == "whole" and fragments not in (None, 1):
         raise ValueError(f"the pattern 'whole' has 1 fragment, not {fragments}; for more take 'strided'")
 
-    blocks = _block_numbers(tensors)
+    weights, statistics = ([t for t in tensors if is_statistic(t[0]) == which] for which in (False, True))
+    blocks, numbers = _block_numbers(weights), _block_numbers(tensors)
     cut: list[list[list[NamedShape]]] = []
     for first, stop in _stages(stages, 1 + max(blocks.values(), default=-1)):
-        own = [t for t in tensors if (first <= blocks[t[0]] < stop if t[0] in blocks else first == 0)]
+        own = [t for t in weights if (first <= blocks[t[0]] < stop if t[0] in blocks else first == 0)]
         cut.append([own] if pattern == "whole" else _groups(own, blocks, pattern, blocks_per_fragment, fragments))
+        cut[-1][-1] = [t for t in statistics if first <= numbers.get(t[0], 0) < stop] + cut[-1][-1]
     return _layout(cut)
 
 
@@ -214,7 +233,7 @@ def flatten_into(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor)
 
 
 def _check_tensors(tensors: Sequence[NamedShape]) -> None:
-    if not tensors:
+    if all(is_statistic(name) for name, _ in tensors):
         raise ValueError("the model has no trainable tensors")
     seen: set[str] = set()
     for name, shape in tensors:
@@ -284,11 +303,12 @@ def _layout(stages: Sequence[Sequence[Sequence[NamedShape]]]) -> Layout:
 
 
 def _within_limit(group: Sequence[NamedShape]) -> Iterator[list[TensorSlot]]:
-    """The group's tensors in order, in as many fragments as the size limit asks for."""
+    """The group's tensors in order, in as many fragments as the limit asks for; none has statistics and weights."""
     taken: list[TensorSlot] = []
     numel = 0
     for name, shape, rows in (part for tensor in group for part in _parts(*tensor)):
-        if numel + _padded(shape) > MAX_FRAGMENT_ELEMENTS:
+        is_other = bool(taken) and is_statistic(name) != is_statistic(taken[0].name)
+        if is_other or numel + _padded(shape) > MAX_FRAGMENT_ELEMENTS:
             yield taken
             taken, numel = [], 0
         taken.append(TensorSlot(name=name, shape=shape, offset=numel, rows=rows))

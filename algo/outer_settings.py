@@ -85,7 +85,8 @@ def usual(terms: Terms) -> OuterSettings:
 
 def settings_of(terms: Terms, layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan]) -> OuterSettings:
     """What a window's outer step runs under. `rounds` must hold its round, and the one before it."""
-    if window.final:  # momentum pays off in later rounds, and a flush has none: the mean of what the nodes hold
+    # Momentum pays off in later rounds, and a flush has none: the mean of what the nodes hold.
+    if window.final or layout.fragments[window.fragment].averaged:
         return PLAIN_AVERAGE
     settings = usual(terms)
     if not is_corrected(terms) and not terms.schedule.lr.rewarms:

@@ -289,11 +289,11 @@ def window_after(
 
     `rounds` must hold the current window's round, and the one after it where the run has one.
     """
+    fragment = layout.fragments[current.fragment]
     if stay:
-        return dataclasses.replace(current, window=current.window + 1, **own_of_window(terms))
+        return dataclasses.replace(current, window=current.window + 1, **own_of_window(terms, fragment))
     if current.final:
         return None
-    fragment = layout.fragments[current.fragment]
     plan = rounds[current.round]
     following = None if is_last(terms, plan) else rounds[current.round + 1]
     return _window(terms, layout, fragment, current.window + 1, plan, following, start=False)
@@ -317,9 +317,20 @@ def _window(
     else:
         due = due_step(fragment.slot, layout.slots, served.length)
         final = is_last(terms, served) and due == served.length  # this send is itself the flush
-    return WindowTerms(fragment=fragment.index, window=window, round=served.index, final=final, **own_of_window(terms))
+    return WindowTerms(
+        fragment=fragment.index, window=window, round=served.index, final=final, **own_of_window(terms, fragment)
+    )
 
 
-def own_of_window(terms: Terms) -> dict[str, Any]:
+def own_of_window(terms: Terms, fragment: Fragment) -> dict[str, Any]:
     """The terms that a window carries with it, by the names that `WindowTerms` and the flat form share."""
+    terms = of_fragment(terms, fragment)
     return {name: terms.value(name) for name in ("tau", "mix", "codec_up", "codec_up_of", "codec_down")}
+
+
+def of_fragment(terms: Terms, fragment: Fragment) -> Terms:
+    """The run's terms for a fragment: running statistics are sent as they are, lest a variance become negative."""
+    if not fragment.averaged:
+        return terms
+    of_nodes = tuple((node, "fp32") for node, _ in terms.codecs.up_of)
+    return terms.replace(codec_up="fp32", codec_up_of=of_nodes, codec_down="fp32")

@@ -23,6 +23,13 @@ TENSOR_ALIGN = 256
 
 MAX_FRAGMENT_ELEMENTS = 256 << 20  # largest fragment (protocol, Fragments and stages)
 
+_STATISTICS = ("running_mean", "running_var")  # buffers of torch's normalisations
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor is a running statistic: computed in the forward pass, not trained."""
+    return name.rpartition(".")[2] in _STATISTICS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
@@ -50,6 +57,11 @@ class Fragment:
     stage: int = 0
     """Of a pipeline, that it lies in: the unit in which nodes hold less than the whole model (fragments and stages)."""
 
+    @property
+    def averaged(self) -> bool:
+        """Whether it holds running statistics, and nothing else: they become the mean of the nodes', in fp32."""
+        return any(is_statistic(tensor.name) for tensor in self.tensors[:1])
+
     def tensor_at(self, element: int) -> str:
         """Name of the tensor that an element belongs to; padding belongs to the tensor before it."""
         return next((t.name for t in reversed(self.tensors) if t.offset <= element), self.tensors[0].name)
@@ -57,7 +69,8 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the parameters are cut: every trainable tensor in exactly one fragment, tied tensors once."""
+    """How the parameters are cut: every trainable tensor in exactly one fragment, tied tensors once; statistics,
+    if the run averages them, in fragments of their own."""
 
     slots: int  # sends per round; fragments that share a slot travel together
     fragments: tuple[Fragment, ...]

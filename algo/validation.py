@@ -63,6 +63,7 @@ def check(terms: Terms, layout: Layout) -> None:
     for name in sorted(method.fixed):
         wanted, value = getattr(method, name), terms.value(name)
         require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
+    _check_statistics(method, terms, layout)
     _check_layout(method, layout)
     _check_schedule(method, terms, layout.slots)
     _check_optimizers(terms)
@@ -79,6 +80,17 @@ def _check_whole(terms: Terms) -> None:
     for name, steps in (("steps", terms.schedule.steps), ("h", terms.schedule.h)):
         most = _MOST_SAMPLES // batch
         require(steps <= most, f"{name} is {steps}; with batch_sequences = {batch} the most is {most}")
+
+
+def _check_statistics(method: Method, terms: Terms, layout: Layout) -> None:
+    """They become the mean of what the nodes have only if all deltas of a window are from the anchor that it moves."""
+    if not any(fragment.averaged for fragment in layout.fragments):
+        return
+    late = terms.schedule.lag or method.max_staleness
+    require(
+        method.inner and not late and not terms.inner.control_variates,
+        "buffers is average, which diloco, streaming and sparse can, with lag = 0 and no control_variates: take own",
+    )
 
 
 def _check_layout(method: Method, layout: Layout) -> None:

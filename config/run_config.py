@@ -31,6 +31,10 @@ class RunConfig:
     """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
     drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring. They bring the
     data too, unless [data] names some: then the coordinator grants their samples."""
+    buffers: str = "own"
+    """average: the running_mean and running_var of batch normalisation become the mean of the nodes' at every merge,
+    weighted as the weights are, and are in the run's model. They begin as those of init, or of the factory's model.
+    own: no buffer is exchanged."""
     nodes: int = 2
     """Nodes that the run waits for before it starts."""
     steps: int = 600

@@ -14,7 +14,7 @@ from torch import Tensor
 from farloop.algo.fragments import partition, plain_name, trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.sample_order import arrivals
-from farloop.algo.spec import Fragment, Identity, RunSpec
+from farloop.algo.spec import Fragment, Identity, RunSpec, is_statistic
 from farloop.algo.terms import Terms
 from farloop.algo.validation import check
 from farloop.config.run_config import DataConfig, RunConfig, loops_bring_data, terms_of
@@ -73,6 +73,11 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
     corpora = _corpora(config, data, corpus) if given else []
     vocabulary = corpora[0].vocabulary if corpora else VOCABULARY
     tensors, model = _first_weights(config, vocabulary, weights=weights)
+    statistic = next(filter(is_statistic, tensors), None)
+    if statistic is not None and config.buffers == "own":
+        raise ValueError(f"buffers is own, but the first weights have {statistic!r}: take average, or leave it out")
+    if statistic is None and config.buffers == "average":
+        raise ValueError("buffers is average, but the first weights have no running_mean or running_var: take own")
     layout = partition(
         [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
         pattern=method.pattern,
@@ -192,7 +197,7 @@ def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) 
         if config.init is not None:
             return _weights(config.init, _tensors_in(config.init)), OWN
         if is_factory(config.model):
-            return factory_weights(config.model, config.seed, vocabulary), OWN
+            return factory_weights(config.model, config.seed, vocabulary, statistics=config.buffers == "average"), OWN
     except ModelError as error:
         raise ValueError(f"[run] model: {error}") from error
     except ValueError as error:
@@ -262,7 +267,7 @@ def _weights(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not tensor.is_floating_point():
             raise ValueError(
                 f"[run] init: {path}: {name!r} is {str(tensor.dtype).removeprefix('torch.')}, and weights in floating "
-                "point are wanted: save those that are trained, without buffers and not quantised"
+                "point are wanted: save those that are trained, without counters or masks, and not quantised"
             )
     return tensors
 

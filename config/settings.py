@@ -220,6 +220,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "inner_optimizer"): INNER_OPTIMIZERS,
     ("run", "screen"): SCREENS,
     ("run", "merge"): ROBUST_RULES,
+    ("run", "buffers"): ("own", "average"),
     ("pipeline", "normalise"): NORMALISE,
     ("coordinator", "mitigation"): ADAPTS,
     ("coordinator", "after_end"): ("stop", "serve"),

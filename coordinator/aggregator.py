@@ -16,11 +16,11 @@ from torch import Tensor
 
 from farloop.algo import schedule
 from farloop.algo.adamw import AdamWSettings, adamw_step_
-from farloop.algo.fragments import flatten_into
+from farloop.algo.fragments import flatten_into, view
 from farloop.algo.merge_rules import Gram, Pieces, coordinates_into, gram, radial_into
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterSettings, restarts, staleness_gap, state_names, step_
-from farloop.algo.spec import Fragment, RoundPlan
+from farloop.algo.spec import Fragment, RoundPlan, is_statistic
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import (
@@ -316,6 +316,9 @@ def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: fl
         )
     else:
         step_(target, outer, delta, step.outer, version=step.version, gap=gap)
+    for slot in step.fragment.tensors:
+        if is_statistic(slot.name) and slot.name.endswith("var"):  # the sum is rounded, beyond 0 where it is all of it
+            view(target, slot).clamp_(min=0.0)
     return Buffers(version=buffers.version, anchor=buffers.anchor, target=target, outer=outer)
 
 
@@ -345,7 +348,7 @@ def commit(
     codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
-    known = known and not restarts(step.outer, step.version)
+    known = known and not restarts(step.outer, step.version) and not step.fragment.averaged
     blocks = codec if known and isinstance(codec, BlockCodec) else None
     fast = None if blocks is None else fast_path(blocks.kernel_key(), buffers.target.device)
     if isinstance(delta, Sum) and (fast is None or not fast.sums or delta.codec.name != codec.name):

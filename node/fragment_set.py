@@ -126,7 +126,7 @@ class FragmentState:
         The run's terms if its own did not come: they are sent with the version before, which a snapshot may overtake,
         and then the link may break. If those are wrong, an anchor's digest will not match, and a snapshot repairs it.
         """
-        told, own = self.terms_of.get(window), own_of_window(run)
+        told, own = self.terms_of.get(window), own_of_window(run, self.fragment)
         return told or WindowTerms(fragment=self.fragment.index, window=window, round=0, **own)
 
     def announce(self, committed: Committed) -> None:

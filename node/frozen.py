@@ -7,7 +7,7 @@ training: by a sample of every tensor, because torch counts no change that goes 
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -28,13 +28,22 @@ _SAMPLE: Final = 256  # elements of a tensor, at equal distances
 class Frozen:
     """Of one process, as it was at `join`."""
 
-    def __init__(self, module: nn.Module, cluster: Cluster, *, buffers: bool, own: Sequence[str] = ()) -> None:
-        """All ranks of the `cluster` make it at once. `buffers`: the floating-point ones of the module's state dict are
-        compared too. `own`: names, or patterns as of files, of what is each node's own.
+    def __init__(
+        self,
+        module: nn.Module,
+        cluster: Cluster,
+        run: Container[str] = (),
+        *,
+        buffers: bool,
+        own: Sequence[str] = (),
+    ) -> None:
+        """All ranks of the `cluster` make it at once. `run`: names of what is exchanged, statistics too. `buffers`: the
+        floating-point ones of the module's state dict are compared too. `own`: names, or patterns as of files, of what
+        is each node's own.
 
         Raises LoopError, on all ranks: shards that are no boxes, or do not make the tensors; an `own` is no such name.
         """
-        self._module, self._buffers, self._own = module, buffers, own
+        self._module, self._buffers, self._own, self._run = module, buffers, own, run
         self._is_own, self._used = dict[str, bool](), set[str]()
         held = self._held()
         if unused := set(own).difference(*cluster.gather([*self._used])):
@@ -71,7 +80,8 @@ class Frozen:
                 continue
             if is_buffer and not (name in saved and tensor.is_floating_point()):
                 continue
-            plain = plain_name(name)
+            if (plain := plain_name(name)) in self._run:
+                continue
             self._used |= (own := {pattern for pattern in self._own if fnmatchcase(plain, pattern)})
             for part, held in _plain_parts(plain, tensor):
                 found[part], self._is_own[part] = held, bool(own) or (is_buffer and not self._buffers)

@@ -161,7 +161,7 @@ class Node:
         self._inner = InnerStep(
             optimizer,
             module,
-            {name: parameter for name, parameter in parameters.items() if not parameter.is_meta},
+            {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta},
             spec.terms,
             rate=rate,
             clip=clip,
@@ -414,7 +414,7 @@ class Node:
             raise first from error
 
     def _begin(self, buffers: Buffers = "same", own: Sequence[str] = ()) -> None:
-        self._frozen = frozen = Frozen(self.module, self.cluster, buffers=buffers == "same", own=own)
+        self._frozen = frozen = Frozen(self.module, self.cluster, self._parameters, buffers=buffers == "same", own=own)
         if self._driver is not None:
             executor, evaluate = self._driver.executor, self._evaluate
             executor.attach(self.module, self._weights, frozen.digest, frozen.unsaved)
@@ -564,9 +564,9 @@ def join(
             `Node.running` is False.
         wrap: "none" leaves it to the loop to average gradients over several ranks that hold the model whole; `model`
             may be in DistributedDataParallel. Otherwise farloop does that: `Node.model` is in DistributedDataParallel.
-        buffers: neither frozen parameters nor buffers are exchanged, so a node ends whose frozen parameters or saved
-            floating-point buffers differ from those of the run's other nodes, or change later. "own" leaves buffers out
-            of that, for those that training changes, as the statistics of batch normalisation.
+        buffers: of frozen parameters and buffers only statistics are exchanged, where the run averages them; a node
+            ends whose others (saved, in floating point) differ from those of the run's other nodes, or change later.
+            "own" leaves buffers out of that, for those that training changes.
         own: names of such parameters and buffers, or patterns as "teacher.*", that are each node's own.
         anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
             memory, from which a fragment at a time is copied to the "device", or there; "auto": there if its first two

@@ -117,7 +117,9 @@ class Merges:
         self._shown = list[Any]()  # of these, those that `resume` has train
         self._is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
         """By key of the state, once that is known. Schedule-free weights are drawn to z."""
-        self._parameters, self._layout = parameters, layout
+        # Not the running statistics: each step draws them to its samples, however they were merged.
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._layout = layout
         self._windows: dict[int, _Window] = {}
         self._verdicts, self._kept, self._evidence = Awaited(), 0, 1.0
 
@@ -165,7 +167,7 @@ class Merges:
         """Inside, the fragment's local weights change by something else than the optimizer's step: what it has of them
         in its state changes alike."""
         names = dict.fromkeys(slot.name for slot in self._layout.fragments[index].tensors)
-        here = [self._parameters[name] for name in names if not self._parameters[name].is_meta]
+        here = [p for name in names if (p := self._parameters.get(name)) is not None and not p.is_meta]
         copies = self.copies(here)
         before = {p: local_of(p.detach()).clone() for p in (here if told is not None else dict(copies))}
         yield
@@ -227,8 +229,8 @@ class Merges:
 
     def _pieces(self, index: int) -> list[tuple[nn.Parameter, TensorSlot]]:
         """Some of the fragment's tensors that are here."""
-        slots = self._layout.fragments[index].tensors
-        some = [(self._parameters[slot.name], slot) for slot in slots[:: -(-len(slots) // _TENSORS)]]
+        slots = [slot for slot in self._layout.fragments[index].tensors if slot.name in self._parameters]
+        some = [(self._parameters[slot.name], slot) for slot in slots[:: -(-len(slots) // _TENSORS) or 1]]
         return [(p, slot) for p, slot in some if not p.is_meta and _elements(p, slot).numel()]
 
 

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from farloop.algo.fragments import kept_ties, plain_name, trainable_tensors
+from farloop.algo.fragments import kept_ties, plain_name, statistics_of, trainable_tensors
 from farloop.algo.spec import Identity
 from farloop.node.errors import ModelError
 from farloop.node.model import build, from_json
@@ -339,15 +339,15 @@ def factory_model(name: str) -> NamedModel:
     return NamedModel(module=module.train(), loss=loss, vocabulary=max(rows, default=None), context=None)
 
 
-def factory_weights(name: str, seed: int, tokens: int) -> dict[str, Tensor]:
-    """Weights of version 0 by name: those of a new module, drawn from the seed.
+def factory_weights(name: str, seed: int, tokens: int, *, statistics: bool = False) -> dict[str, Tensor]:
+    """Weights of version 0 by name: those of a new module, drawn from the seed; with its running `statistics`.
 
     Raises ModelError, also if the module reads fewer than `tokens` different tokens.
     """
     with _drawn(seed):
         named = factory_model(name)
     named.check(tokens, 0)
-    return _named(named.module)
+    return _named(named.module) | (statistics_of(named.module) if statistics else {})
 
 
 # --- Both
@@ -416,7 +416,7 @@ def save_weights(
         fill_(writer, weights)
     if named is None or not hasattr(writer, "save_pretrained"):
         _write_plain(weights, folder, dtype, identity.model)
-        return _buffers(named)
+        return _buffers(named, weights)
     _cast_(writer, dtype, named.config)
     config: Any = getattr(writer, "config", None)
     if hasattr(config, "use_cache"):
@@ -424,12 +424,13 @@ def save_weights(
     if hasattr(type(writer), "can_generate") and writer.can_generate():
         _save_generation(writer.generation_config, folder)
     writer.save_pretrained(folder, max_shard_size=shard_size)
-    return _buffers(named)
+    return _buffers(named, weights)
 
 
-def _buffers(named: NamedModel | None) -> list[str]:
+def _buffers(named: NamedModel | None, weights: Container[str]) -> list[str]:
     fixed = {} if named is None or named.config is not None else _not_trained(named.module)
-    return [name for name, t in fixed.items() if t.is_floating_point() and not isinstance(t, nn.Parameter)]
+    buffers = [name for name, t in fixed.items() if t.is_floating_point() and not isinstance(t, nn.Parameter)]
+    return [name for name in buffers if name not in weights]
 
 
 def _cast_(module: Any, dtype: torch.dtype, config: Any) -> None:
@@ -468,7 +469,7 @@ def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
     Raises ModelError: the module has other parameters.
     """
-    here = dict(trainable_tensors(module))
+    here = _exchanged(module, weights)
     if odd := sorted(here.keys() ^ weights.keys()):
         whose = "the run" if odd[0] in weights else "this model"
         raise ModelError(
@@ -476,13 +477,18 @@ def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         )
     materialise_(module, torch.device("cpu"))
     with kept_ties(module):
-        for name, parameter in trainable_tensors(module):
+        for name, parameter in _exchanged(module, weights).items():
             if parameter.shape != weights[name].shape:
                 shapes = f"{tuple(parameter.shape)} here, {tuple(weights[name].shape)} in the run"
                 raise ModelError(f"parameter {name!r} has shape {shapes}")
             held = weights[name]
             alike = parameter.stride() == held.stride()
             parameter.data = held if alike else held.new_empty_strided(held.shape, parameter.stride()).copy_(held)
+
+
+def _exchanged(module: nn.Module, weights: Container[str]) -> dict[str, Tensor]:
+    """What of a module is exchanged, with running statistics if the run has them."""
+    return {**dict(trainable_tensors(module)), **{n: t for n, t in statistics_of(module).items() if n in weights}}
 
 
 def _write_plain(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, model: str) -> None:

@@ -12,11 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.fragments import flatten_into, plain_name, rows_of, tiles, trainable_tensors, view, whole_shapes
+from farloop.algo.fragments import (
+    flatten_into,
+    plain_name,
+    rows_of,
+    statistics_of,
+    tiles,
+    trainable_tensors,
+    view,
+    whole_shapes,
+)
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
@@ -576,8 +586,10 @@ class Replica:
 
     @property
     def _can_exchange(self) -> bool:
-        """Whether anchors can hold the local weights: of parts, or of other types, they cannot."""
-        return type(self.weights) is Weights and all(p.dtype == torch.float32 for p in self.parameters.values())
+        """Whether anchors can hold the local weights: of parts, or of other types, they cannot; nor statistics, which a
+        forward pass may change."""
+        parameters = self.parameters.values()
+        return type(self.weights) is Weights and all(p.dtype == torch.float32 and p.requires_grad for p in parameters)
 
     def _exchange_(self) -> None:
         """Swap weights and anchors, a tile at a time."""
@@ -633,8 +645,8 @@ def replica_of(module: nn.Module, spec: RunSpec, holds: Part = None, weights: We
 def matched_parameters(
     module: nn.Module, layout: Layout, holds: Part = None, absent: Mapping[str, nn.Parameter] = MappingProxyType({})
 ) -> dict[str, nn.Parameter]:
-    """The module's trainable tensors by name, and those that are `absent` because another rank has them, checked
-    against this part of the layout: it has them all, and no others.
+    """The module's trainable tensors by name, its running statistics if the run averages them, and those that are
+    `absent` because another rank has them, checked against this part of the layout: it has them all, and no others.
     Raises LayoutMismatch: names the first difference, or a tie that is lost."""
     _check_ties(module)
     fragments = fragments_of(holds, layout)
@@ -642,6 +654,8 @@ def matched_parameters(
     # A run that began from the weights of a compiled model may have its names.
     names = {plain_name(name): name for name in there}
     here = {names.get(name, name): parameter for name, parameter in [*trainable_tensors(module), *absent.items()]}
+    # Buffers are taken for parameters without gradients.
+    here |= {name: cast(nn.Parameter, tensor) for name, tensor in statistics_of(module).items() if name in there}
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:

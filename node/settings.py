@@ -172,8 +172,8 @@ class NodeConfig:
     shard: bool = False
     """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
     buffers: str = "same"
-    """Buffers are not exchanged. same: a node whose saved floating-point ones change, or differ from those of the other
-    nodes, ends; own: each node has its own, as the statistics of batch normalisation."""
+    """Of buffers that are not exchanged. same: a node whose saved floating-point ones change, or differ from those of
+    the other nodes, ends; own: each node has its own. The run's `buffers` averages those of batch normalisation."""
     anchors: str = "auto"
     """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
     memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""

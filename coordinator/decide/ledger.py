@@ -397,7 +397,7 @@ class Ledger:
         if terms is None or terms.window != window:
             before = self.commits.get((fragment, window - 1))
             terms = before.next_window if before else None
-        return (terms or self.terms_of(fragment, window)).codec_of(node)
+        return (terms or schedule.of_fragment(self.terms_of(fragment, window), self.fragment(fragment))).codec_of(node)
 
     def fragment(self, index: int) -> Fragment:
         return self.spec.identity.layout.fragments[index]

@@ -102,7 +102,8 @@ class Screening:
         if ours.admission.screen == "off":
             return []
         rate, apart = rate_of(ours, rounds[terms.round]), self.in_quarantine(nodes)
-        lengths = {offer.blob: _length(offer, rate) for offer in offers}
+        averaged = self._is_averaged(terms.fragment)
+        lengths = {offer.blob: None if averaged else _length(offer, rate) for offer in offers}
         peers = [
             (offer.blob.node, length)
             for offer in offers
@@ -150,7 +151,12 @@ class Screening:
         """
         payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
         tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
-        if not payload or not _norm(offer) or sum(tensor.numel for tensor in tensors) < TELLING:
+        if (
+            self._is_averaged(offer.blob.fragment)
+            or not payload
+            or not _norm(offer)
+            or sum(tensor.numel for tensor in tensors) < TELLING
+        ):
             return None
         if (node, payload) in merged:
             return _refusal(offer, Reason.REPLAYED)
@@ -158,6 +164,10 @@ class Screening:
         if whose is None or not self.spec.identity.num_samples:
             return None
         return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
+
+    def _is_averaged(self, fragment: int) -> bool:
+        """Deltas of statistics say how nodes' samples differ: honest ones are of any length, opposed, and repeated."""
+        return self.spec.identity.layout.fragments[fragment].averaged
 
     def _usual(self, fragment: int) -> list[_Length]:
         seen = self.seen.get(fragment, [])
@@ -192,7 +202,7 @@ class Screening:
         if terms.admission.screen == "off":  # whoever looks again will not hold new deltas against such old ones
             self.seen.pop(record.fragment, None)
             self.standings.clear()
-        else:
+        elif not self._is_averaged(record.fragment):
             self._remember(record, inputs, rate_of(terms, rounds[record.round]))
             for node, struck, side, why in self._outcomes(record):
                 self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, side, why)

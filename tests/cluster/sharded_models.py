@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from farloop.algo import fragments
-from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
+from farloop.algo.fragments import partition, statistics_of, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, RunSpec, WindowTerms
 from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
@@ -58,7 +58,7 @@ class Expert(nn.Module):
 
 
 class Awkward(nn.Module):
-    """Tied embedding and head, a frozen layer, a buffer, experts, a scale without dimensions: widths of 100, 250 and
+    """Tied embedding and head, a frozen layer, buffers, experts, a scale without dimensions: widths of 100, 250 and
     331, so that no shard ends where a block of a codec does."""
 
     def __init__(self) -> None:
@@ -71,6 +71,7 @@ class Awkward(nn.Module):
         self.norm = nn.LayerNorm(100)
         self.head = nn.Linear(100, 331, bias=False)
         self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("running_mean", torch.full((100,), 0.1))
 
 
 def awkward(dtype: torch.dtype = torch.float32) -> Awkward:
@@ -172,8 +173,8 @@ def one_rank(way: str, dtype: torch.dtype, *, largest: int | None = None) -> Ran
         fragments.MAX_FRAGMENT_ELEMENTS = largest  # so that tensors are split between rows
     cluster = Cluster.from_torchrun()
     model, whole = awkward(dtype), awkward(dtype)
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(whole)]
-    layout = partition(shapes, pattern="balanced", fragments=2)
+    exchanged = [*trainable_tensors(whole), *statistics_of(whole).items()]
+    layout = partition([(name, tuple(t.shape)) for name, t in exchanged], pattern="balanced", fragments=2)
     WAYS[way](model)
     absent = elsewhere(cluster, dict(trainable_tensors(model)))
     weights = Shards(cluster, model, layout, matched_parameters(model, layout, absent=absent))

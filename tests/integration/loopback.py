@@ -366,12 +366,12 @@ def new_run(tmp_path: Path) -> Iterator[NewRun]:
         run.end()
 
 
-def own_run(new_run: "NewRun", **settings: object) -> Run:
-    """A run of a model that farloop does not know; `start_own_node` takes part in it."""
+def own_run(new_run: "NewRun", *options: str, **settings: object) -> Run:
+    """A run of a model that farloop does not know, made with `options`; `start_own_node` takes part in it."""
     run = new_run(**settings)
     run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
     del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(OWN_NODE), "init", "own.safetensors")) == 0
+    assert run.until_ended(run.start("init", str(OWN_NODE), "init", "own.safetensors", *options)) == 0
     return run
 
 

@@ -68,6 +68,32 @@ def test_every_tensor_lies_in_exactly_one_fragment_aligned_and_apart_from_the_ot
         assert len(sizes) * max(sizes) <= 2 * sum(sizes) <= 4 * len(sizes) * min(sizes)
 
 
+@given(num_blocks=st.integers(1, 12), pattern=PATTERNS, stages=st.sampled_from([(), (1,)]), affine=st.booleans())
+def test_statistics_lie_in_fragments_of_their_own_and_leave_the_others_as_they_are(
+    num_blocks: int, pattern: Pattern, stages: tuple[int, ...], affine: bool
+) -> None:
+    """In their stage's last slot; and the last fragment is one of weights."""
+    weights = [(name, shape) for name, shape in transformer(num_blocks) if affine or "norm" not in name]
+    stages = stages if num_blocks > 1 else ()
+    found = [(f"blocks.{i}.norm.{what}", (16,)) for i in range(num_blocks) for what in ("running_mean", "running_var")]
+    with_them = partition([*found, *weights], pattern=pattern, stages=stages)
+    without = partition(weights, pattern=pattern, stages=stages)
+    averaged = [fragment for fragment in with_them.fragments if fragment.averaged]
+    trained = [fragment for fragment in with_them.fragments if not fragment.averaged]
+    assert [(f.stage, f.slot, f.tensors) for f in trained] == [(f.stage, f.slot, f.tensors) for f in without.fragments]
+    assert with_them.fragments[-1] is trained[-1] and with_them.slots == without.slots
+    assert [(f.stage, f.slot) for f in averaged] == [(stage, without.slots - 1) for stage in range(1 + len(stages))]
+    for fragment in averaged:
+        first = 0 if not stages or fragment.stage == 0 else stages[0]
+        stop = stages[0] if stages and fragment.stage == 0 else num_blocks
+        assert [tensor.name for tensor in fragment.tensors] == [name for name, _ in found[2 * first : 2 * stop]]
+
+
+def test_statistics_alone_are_no_model() -> None:
+    with pytest.raises(ValueError, match="the model has no trainable tensors"):
+        partition([("0.running_mean", (3,))], pattern="whole")
+
+
 def test_strided_deals_the_blocks_out_and_sequential_keeps_neighbours() -> None:
     """Invariant C28: L = 24, 3 blocks per fragment."""
     strided, sequential = (partition(transformer(24), pattern=pattern).fragments for pattern in LAYERED[1::-1])

@@ -354,3 +354,25 @@ def test_a_node_may_have_the_overlap_that_the_run_could_have(
 def test_where_there_is_one_overlap_for_all_a_node_has_no_other(name: str, lag: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_own_tau(3, terms_of(name, lag=lag), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "possible"),
+    [
+        *((name, {}, True) for name in ("diloco", "streaming", "sparse")),
+        *((name, {}, False) for name in ("co2", "decoupled", "async", "data-parallel")),
+        ("diloco", LAGS, False),
+        ("diloco", VARIATES, False),
+    ],
+)
+def test_statistics_are_averaged_where_all_deltas_of_a_window_have_its_base(
+    name: str, terms: dict[str, Any], possible: bool
+) -> None:
+    """Two late deltas from one anchor, each down to a tenth of a variance, would leave less than nothing of it."""
+    statistics: list[NamedShape] = [("blocks.0.running_var", (16,))]
+    layout = partition([("blocks.0.weight", (16, 16)), *statistics], pattern=METHODS[name].pattern)
+    given = terms_of(name, **terms)
+    if possible:
+        return check(given, layout)
+    with pytest.raises(ValueError, match=r"^buffers is average, which diloco, streaming and sparse can, with lag = 0"):
+        check(given, layout)

@@ -33,9 +33,9 @@ def adapted():
 """
 
 
-def state_of(path: Path, model: str) -> Store:
+def state_of(path: Path, model: str, **settings: Any) -> Store:
     """A run of this model whose coordinator committed twice, and was stopped."""
-    plan = plan_run(RunConfig(model=model, sequence_tokens=32), DataConfig(max_bytes=100_000))
+    plan = plan_run(RunConfig(model=model, sequence_tokens=32, **settings), DataConfig(max_bytes=100_000))
     store = Store.create(path, plan.spec, plan.anchors)
     run_rounds(store, 2)
     store.close()
@@ -154,6 +154,20 @@ def test_buffers_that_a_run_does_not_hold_are_told(tmp_path: Path, monkeypatch: 
     assert found("export", str(tmp_path / "one"), *given)["not_of_the_run"] == ["1.running_mean", "1.running_var"]
     shown = farloop("export", str(tmp_path / "two"), *given).stdout
     assert "a run holds no buffers: 2 of the model, as '1.running_mean', are not its nodes'" in shown
+
+
+def test_statistics_that_the_run_averages_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    store = state_of(tmp_path / "state", "normed:Normed", buffers="average")
+    told = found("export", str(tmp_path / "out"), "--state", str(tmp_path / "state"), "--model", "normed:Normed")
+    assert told["not_of_the_run"] == []
+    written, anchors = load_file(tmp_path / "out" / "model.safetensors"), store.named_anchors()
+    assert {"1.running_mean", "1.running_var"} < written.keys() == anchors.keys()
+    assert all(torch.equal(written[name], anchors[name]) for name in anchors)
+    filled = model_of_run("own", 0, "normed:Normed").module
+    fill_(filled, written)
+    assert torch.equal(filled.get_buffer("1.running_var"), anchors["1.running_var"])
 
 
 SAMPLED = f"""

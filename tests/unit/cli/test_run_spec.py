@@ -205,3 +205,15 @@ def test_every_rewarm_with_a_replay_brings_one_text(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("a")
     with pytest.raises(CorpusError, match=r"phases: .*/short: the training text has"):
         identity_of(DataConfig(phases=(tmp_path / "short",), max_bytes=100_000), rewarms="200:1e-3:0.05")
+
+
+def test_the_weights_file_has_statistics_where_the_run_averages_them(tmp_path: Path) -> None:
+    own, plain = tmp_path / "own.safetensors", tmp_path / "plain.safetensors"
+    save_file({"0.weight": torch.ones(4), "0.running_var": torch.ones(4)}, own)
+    save_file({"0.weight": torch.ones(4)}, plain)
+    layout = identity_of(DataConfig(), init=own, method="diloco", buffers="average").layout
+    assert [fragment.averaged for fragment in layout.fragments] == [True, False]
+    with pytest.raises(ValueError, match=r"^buffers is own, but .* have '0\.running_var': take average, or leave it"):
+        identity_of(DataConfig(), init=own, method="diloco")
+    with pytest.raises(ValueError, match=r"^buffers is average, but .* have no running_mean or running_var: take own$"):
+        identity_of(DataConfig(), init=plain, method="diloco", buffers="average")

@@ -392,3 +392,62 @@ def test_one_pass_gives_the_bits_of_step_encoding_and_application_one_after_the_
         other = aggregator.publish(aggregator.advance(stepwise, merged, this, terms), this, codec_down, merged)
         assert bits(one) == bits(other)
         at_once, stepwise = one.buffers, other.buffers
+
+
+# --- Running statistics
+
+STATISTICS = Fragment(
+    index=3,
+    slot=0,
+    numel=512,
+    tensors=(
+        TensorSlot(name="norm.running_mean", shape=(3,), offset=0),
+        TensorSlot(name="norm.running_var", shape=(3,), offset=256),
+    ),
+)
+
+
+def averaged(before: Buffers, of_nodes: Sequence[Tensor], weights: Sequence[float], terms: Terms) -> Result:
+    """One commit of what nodes have, fp32 [512] each; a replay of it is the same."""
+    this = dataclasses.replace(step(before.version + 1), fragment=STATISTICS, outer=PLAIN_AVERAGE)
+    codec, inputs = codec_named("fp32"), []
+    for local, weight in zip(of_nodes, weights, strict=True):
+        header = BlobHeader(codec=codec, fragment=STATISTICS, version=before.version + 1, base=before.version, epoch=1)
+        inputs.append((pack_blob(header, codec.encode(before.anchor - local, STATISTICS)), weight))
+    named = [(before.version, before.version + 1)] * len(inputs)
+    merged = aggregator.to_merge(inputs, this, ["fp32"] * len(inputs), named)
+    result = aggregator.commit(before, merged, this, terms, "fp32")
+    again = aggregator.advance(before, aggregator.whole(merged), this, terms)
+    assert digest(again.target) == result.target_digest
+    return result
+
+
+def statistics(mean: float, var: float) -> Tensor:
+    """fp32 [512], of three features."""
+    flat = torch.zeros(512)
+    flat[:3], flat[256:259] = mean, var
+    return flat
+
+
+def test_statistics_become_the_weighted_mean_whatever_the_outer_optimizer_is(spec: RunSpec) -> None:
+    terms = spec.terms.replace(outer_lr=0.4, outer_momentum=0.9)
+    buffers = Buffers.begin(statistics(0.0, 1.0), terms)
+    for shift in range(3):  # a momentum would show at the second
+        nodes = [statistics(shift + 1.0, 2.0), statistics(shift - 3.0, 6.0)]
+        buffers = averaged(buffers, nodes, [0.25, 0.75], terms).buffers
+        assert torch.allclose(buffers.anchor, statistics(shift - 2.0, 5.0), rtol=1e-6)
+    alone = averaged(buffers, [statistics(0.1, 0.3)], [1.0], terms).buffers
+    assert torch.allclose(alone.anchor, statistics(0.1, 0.3), rtol=1e-6), "of one node it is what that one has"
+
+
+@pytest.mark.parametrize("large", [1e6, 3.3e-3, 1e-30])
+def test_a_variance_stays_between_those_of_the_nodes_and_never_falls_below_zero(spec: RunSpec, large: float) -> None:
+    """Features that die on all nodes within one round: weights of fp32 add up to more than 1 now and then."""
+    for count in range(1, 12):
+        tokens = [1.0 + 0.37 * k for k in range(count)]
+        weights = [each / sum(tokens) for each in tokens]
+        buffers = Buffers.begin(statistics(-large, large), spec.terms)
+        result = averaged(buffers, [statistics(0.0, 0.0)] * count, weights, spec.terms)
+        for tensor in (result.buffers.target, result.buffers.anchor):
+            assert float(tensor[256:].min()) >= 0.0, count
+            assert float(tensor.abs().max()) <= 1e-6 * large, count

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plain_runs import plain_offer, plain_terms
 
 from farloop.algo import schedule
+from farloop.algo.outer_settings import PLAIN_AVERAGE, settings_of
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, Fragment, Identity, Layout, Lease, NodeId, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
@@ -261,6 +262,28 @@ def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec
         assert of_a == [spec.terms.codecs.up, "q8", "fp32", "e3m0"]
         assert of_b == [spec.terms.codecs.up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
         assert known.codec_of_deltas(1, 1, A) == spec.terms.codecs.up
+
+
+def test_statistics_are_sent_in_fp32_by_every_node_whatever_the_codecs(spec: RunSpec) -> None:
+    """Also for windows that are forgotten."""
+    layout, terms = spec.identity.layout, spec.terms.replace(codec_up="q4", codec_up_of=((B, "q8"),))
+    slot = dataclasses.replace(layout.fragments[1].tensors[0], name="0.running_var")
+    statistics = dataclasses.replace(layout.fragments[1], tensors=(slot,))
+    identity = dataclasses.replace(
+        spec.identity, layout=dataclasses.replace(layout, fragments=(layout.fragments[0], statistics))
+    )
+    ledger = begun(dataclasses.replace(spec, identity=identity, terms=terms))
+    ledger.apply(rec.RoundFixed(round=schedule.first_rounds(terms, count=3)[2]))
+    for fragment, codecs in ((0, ["q4", "q8"]), (1, ["fp32", "fp32"])):
+        following = committed(ledger, fragment).next_window
+        assert following is not None
+        outer = settings_of(terms, identity.layout, ledger.windows[fragment], ledger.rounds)
+        assert (outer == PLAIN_AVERAGE) is (fragment == 1)
+        assert [ledger.windows[fragment].codec_of(node) for node in (A, B)] == codecs
+        assert [following.codec_of(node) for node in (A, B)] == codecs
+        assert following.codec_down == (terms.codecs.down if fragment == 0 else "fp32")
+        commit(ledger, fragment)
+        assert [ledger.codec_of_deltas(fragment, 1, node) for node in (A, B)] == codecs
 
 
 def test_who_has_served_a_round_is_known_however_many_they_are(spec: RunSpec) -> None:

@@ -326,3 +326,24 @@ def test_a_quorum_is_one_of_good_deltas(spec: RunSpec) -> None:
         run.commit(1, A, B)
     assert not merged(stored(run, a=1.0, c=1000.0))
     assert merged(stored(run, b=1.0)) == ["ab"]
+
+
+# --- running statistics
+
+
+def test_deltas_of_statistics_say_how_samples_differ_and_are_not_judged(spec: RunSpec) -> None:
+    """Those of one node may be as long as all others together, opposed to them, and the same in every round."""
+    layout = spec.identity.layout
+    statistics = dataclasses.replace(
+        layout.fragments[1], tensors=(dataclasses.replace(layout.fragments[1].tensors[0], name="0.running_mean"),)
+    )
+    fragments = (layout.fragments[0], statistics, *layout.fragments[2:])
+    layout = dataclasses.replace(layout, fragments=fragments)
+    identity = dataclasses.replace(spec.identity, layout=layout, num_samples=1000)  # then no two deltas are the same
+    told = Story(dataclasses.replace(spec, identity=identity))
+    for _ in range(2 * ENOUGH):
+        assert told.close(payloads=dict.fromkeys(NODES, 7), cosines=AGAINST_ALL, d=1000.0) == {}
+    assert not told.apart and not told.screening.all_seen
+    told.screening.standings[D] = rec.Standing(node=D, why="its weights")
+    for _ in range(2 * WAY_BACK):
+        assert told.close() == {D: Reason.QUARANTINED}, "nor do they end a quarantine"

@@ -221,3 +221,16 @@ def test_what_is_a_node_s_own_is_neither_compared_nor_ends_it(caplog: pytest.Log
     assert "3 tensors of this node's own have changed in training, as 'teacher.weight'" in caplog.text
     with pytest.raises(LoopError, match=r"no frozen parameter or saved .* is called 'student\.\*'$"):
         Frozen(first, Cluster(), buffers=True, own=["teacher.*", "student.*"])
+
+
+def test_statistics_that_the_run_averages_may_change_and_differ() -> None:
+    first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    second.register_buffer("scale", torch.ones(3))
+    run = {"weight", "bias", "running_mean", "running_var"}
+    assert digest_of(first, run=run) == 0
+    frozen = Frozen(second, Cluster(), buffers=True, run=run)
+    second(torch.randn(8, 3))
+    frozen.check()
+    second.scale[0] = 2.0
+    with pytest.raises(LoopError, match=r"^'scale' is not exchanged"):
+        frozen.check()

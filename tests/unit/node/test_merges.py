@@ -11,7 +11,9 @@ from pretend_cuda import Device
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
+from farloop.algo.fragments import partition, statistics_of
 from farloop.node.errors import LoopError
+from farloop.node.merges import Merges
 from farloop.node.replica import Replica
 
 
@@ -271,3 +273,24 @@ def test_once_enough_merges_were_kept_nothing_is_looked_at() -> None:
             node.step(noise(1.0))
     node.merge(noise(1.0))
     assert not node.merges._windows
+
+
+def test_statistics_that_samples_draw_back_are_no_merge_that_is_undone() -> None:
+    """With a momentum of 1, in one step. Nor has the optimizer copies of them."""
+    module = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32, momentum=1.0))
+    parameters = {**dict(module.named_parameters()), **statistics_of(module)}
+    layout = partition([(name, tuple(tensor.shape)) for name, tensor in parameters.items()], pattern="whole")
+    told = list[int]()
+    merges = Merges(
+        SGD(module.parameters(), lr=1e-3), cast(Any, parameters), layout, lambda changes: told.append(len(changes))
+    )
+    x = torch.randn(64, 32)
+    module(x)
+    for _ in range(4):
+        with merges.merge(0):
+            statistics_of(module)["1.running_mean"].add_(3.0)
+        for _ in range(10):
+            merges.before_step()
+            module(x)
+            merges.after_step()
+    assert layout.fragments[0].averaged and told == [0] * 4

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from farloop.algo.fragments import flatten_into, partition, trainable_tensors
+from farloop.algo.fragments import flatten_into, partition, statistics_of, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
 from farloop.node import replica as replica_module
 from farloop.node.errors import LayoutMismatch
@@ -324,3 +324,23 @@ def test_a_run_that_has_the_names_of_a_compiled_model_matches_all_the_same(compi
     matched = matched_parameters(torch.compile(module, backend="eager") if compiled else module, layout)
     assert set(matched) == {slot.name for fragment in layout.fragments for slot in fragment.tensors}
     assert matched["_orig_mod.embed.weight"] is module.embed.weight
+
+
+def test_an_evaluation_that_changes_statistics_changes_no_anchor() -> None:
+    """A forgotten eval() does."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    exchanged = [*trainable_tensors(module), *statistics_of(module).items()]
+    layout = partition([(name, tuple(tensor.shape)) for name, tensor in exchanged], pattern="whole")
+    replica = Replica(module, layout, gradients=False)
+    assert [fragment.averaged for fragment in layout.fragments] == [True, False]
+    for index, fragment in enumerate(layout.fragments):
+        assert replica.install(index, 0, snapshot(replica, index, torch.full((fragment.numel,), 5.0)), EPOCH)
+        replica.merge(index, 0.5)
+    mean = module.get_buffer("1.running_mean")
+    assert mean.tolist() == [2.5] * 3, "merged as weights are"
+    assert replica.take(0)[:3].tolist() == [2.5] * 3, "anchor − local"
+    with replica.anchors_in_place():
+        assert mean.tolist() == [5.0] * 3
+        module(torch.randn(8, 3))
+    assert mean.tolist() == [2.5] * 3
+    assert replica.anchors[0].read()[:3].tolist() == [5.0] * 3
