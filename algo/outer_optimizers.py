@@ -33,7 +33,7 @@ class OuterSettings:
     momentum: float  # μ
     kind: OuterKind = "nesterov"
     """What is done with them; without momentum and without what only one kind has, all are SGD."""
-    clip: float | None = None  # φ of co2: largest size of an element of its momentum; None: as large as it likes
+    clip: float | None = None  # φ of co2, in root mean squares of the damped delta (a size, in a step); None: no clip
     buffer: int = 1  # n of delayed-nesterov: deltas between two steps of its momentum
     spread: float = 0.0  # c of delayed-nesterov: the share of the momentum in each of these N steps, 0 to 1/N
     restart: int = 0  # outer steps after which the momentum begins anew from zero; 0: never
@@ -123,7 +123,9 @@ def delayed_nesterov_step_(
 # From the paper: the result of round t − 1 is applied at the end of round t, by a momentum like SlowMo's; the late
 # delta is divided by a *staleness gap* Λ_t; the momentum is clipped to a threshold φ. Its formula of the gap (eq. 3)
 # was not to be had. Ours: the gap below, in the manner of gap-aware training (arXiv 1909.10802), and its measurement
-# on what a coordinator knows. From SlowMo's code: the delta is not divided by the inner learning rate.
+# on what a coordinator knows. The delta is not divided by the inner learning rate, as in SlowMo's code; so φ, a bound
+# of the momentum, is in root mean squares of the damped delta. An ordinary run never meets it. Where nodes are eager
+# (arXiv 2502.12996) Λ is 1.
 #
 # The released code (fairscale-CO2) does otherwise: its clip throws the clipped momentum away, its gap is a constant
 # 1.0, and with its memory-efficient momentum the average is not even late. Nothing here follows it.

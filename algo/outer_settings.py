@@ -8,7 +8,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import OuterSettings
 from farloop.algo.schedule import span_of, work_ratio
 from farloop.algo.spec import Layout, RoundPlan, WindowTerms
-from farloop.algo.terms import Terms
+from farloop.algo.terms import InnerOptimizer, Terms
 
 # --- Learning rate ν and momentum μ of an outer step, and their defaults, which are in the row of the method
 #
@@ -17,20 +17,29 @@ from farloop.algo.terms import Terms
 
 
 PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
+_MUON_MOMENTUM: Final = 0.6
 
 
-def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloco") -> OuterSettings:
+def default_outer(
+    num_nodes: int, h: int, outer_steps: int, method: str = "diloco", inner: InnerOptimizer = "adamw"
+) -> OuterSettings:
     """Settings for a run of `outer_steps` outer steps of each fragment, one every `h` inner steps.
 
     The best ν grows slowly with H, but the sources are for H = 30 and 50 and serve every H but 1: there an outer
     optimizer does worse than at any other H (arXiv 2503.09799), so the plain average is taken.
+
+    Deltas of Muon that are averaged want less momentum: 0.6 (arXiv 2505.23725; docs/quality.md), and 1 − 2/R in runs of
+    R < 5 outer steps, which would end with much of it in the buffer. ν falls from 1, that of the plain average, to 0.8.
     """
     if num_nodes < 1 or h < 1:
         raise ValueError(f"a run has at least 1 node and h of at least 1, not {num_nodes} and {h}")
     row = method_named(method)
     by_nodes, momentum = dict(row.outer_lr), row.outer_momentum
     lr = by_nodes[max(n for n in by_nodes if n <= num_nodes)]
-    if h == 1 or outer_steps < fewest_outer_steps(row.name):
+    if h > 1 and inner == "muon" and (row.outer, row.merge) == ("nesterov", "mean"):
+        momentum = min(_MUON_MOMENTUM, max(0.0, 1 - 2 / max(1, outer_steps)))
+        lr = 1 - momentum / 3
+    elif h == 1 or outer_steps < fewest_outer_steps(row.name):
         lr, momentum = PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum
     # One delta of every node to a step of the momentum: as many as synchronous DiLoCo averages.
     buffer = num_nodes if row.outer == "delayed-nesterov" else 1

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 
 from farloop.bench.machine import machine, source_commit
 from farloop.bench.quality import QualityPlan, RunFailed, RunResult, Tuned, Watch, settings_text
+from farloop.bench.quality_spec import MUON
 from farloop.monitoring.units import NOTHING, count_text, factor_text, size_text
 
 CONFIDENCE = 0.95
@@ -39,6 +40,7 @@ class Comparison:
     mean_percent: float
     low_percent: float | None  # of the interval of the mean; None where there is a single seed
     high_percent: float | None
+    to_muon_percent: float | None  # mean difference to Muon data parallel, if that was trained too
     bytes_up: int  # per node
     bytes_down: int
     fewer_bytes: float | None
@@ -79,15 +81,22 @@ def compare(results: Mapping[str, Sequence[RunResult]], *, parameters: int = 0) 
     baseline = next(iter(results.values()))
     steps = baseline[0].inner_steps // baseline[0].nodes
     moved = _moved(baseline) if baseline[0].nodes > 1 else 8.0 * parameters * steps
-    return tuple(_against(baseline, moved, label, runs) for label, runs in results.items())
+    muon = next((runs for label, runs in results.items() if label.split()[0] == MUON), None)
+    return tuple(_against(baseline, muon, moved, label, runs) for label, runs in results.items())
 
 
-def _against(baseline: Sequence[RunResult], moved: float, label: str, runs: Sequence[RunResult]) -> Comparison:
+def _differences(baseline: Sequence[RunResult], runs: Sequence[RunResult]) -> tuple[float, ...]:
+    """In percent, of each seed."""
     pairs = list(zip(baseline, runs, strict=True))
     assert all(base.seed == run.seed for base, run in pairs), "pairs have equal seeds"
-    differences = tuple(100.0 * (run.loss - base.loss) / base.loss for base, run in pairs)
-    losses = tuple(run.loss for run in runs)
-    mean, alone = statistics.fmean(differences), len(pairs) == 1
+    return tuple(100.0 * (run.loss - base.loss) / base.loss for base, run in pairs)
+
+
+def _against(
+    baseline: Sequence[RunResult], muon: Sequence[RunResult] | None, moved: float, label: str, runs: Sequence[RunResult]
+) -> Comparison:
+    differences, losses = _differences(baseline, runs), tuple(run.loss for run in runs)
+    mean, alone = statistics.fmean(differences), len(runs) == 1
     reach = None if alone else half_width(differences)
     return Comparison(
         label=label,
@@ -99,6 +108,7 @@ def _against(baseline: Sequence[RunResult], moved: float, label: str, runs: Sequ
         mean_percent=mean,
         low_percent=None if reach is None else mean - reach,
         high_percent=None if reach is None else mean + reach,
+        to_muon_percent=None if muon is None else statistics.fmean(_differences(muon, runs)),
         bytes_up=round(statistics.fmean(run.bytes_up for run in runs)),
         bytes_down=round(statistics.fmean(run.bytes_down for run in runs)),
         fewer_bytes=None if runs[0].nodes == 1 or not moved else moved / _moved(runs),
@@ -178,7 +188,7 @@ def watched(plan: QualityPlan, console: "Console") -> Iterator[Watch]:
         yield Watch(finished=finished, failed=failed, progress=lambda done: bar.update(task, completed=done))
 
 
-_COLUMNS = ("loss", "difference", "", "up a node", "down", "fewer bytes", "syncs", "run")
+_COLUMNS = ("loss", "difference", "", "to Muon", "up a node", "down", "fewer bytes", "syncs", "run")
 
 
 def table(found: Report) -> Table:
@@ -219,8 +229,8 @@ def markdown(found: Report) -> str:
     parts = [
         text,
         f"Mean ± standard deviation over {seeds}; {tokens} tokens in a run of `{found.baseline}`. Difference to it: "
-        "mean of pairs of equal seeds ± half of the 95 % interval. Bytes of a node, snapshots apart; syncs are whole "
-        "models that a node sent; a run's seconds are of one core.",
+        "mean of pairs of equal seeds ± half of the 95 % interval; to Muon: to data parallel with it. Bytes of a node, "
+        "snapshots apart; syncs are whole models that a node sent; a run's seconds are of one core.",
         f"`{found.command}`",
         f"{found.machine}; commit {found.commit or 'unknown'}.",
     ]
@@ -236,6 +246,7 @@ def _cells(variant: Comparison, number: int, verdict: str) -> list[str]:
         f"{variant.mean_loss:.4f}{spread}",
         "baseline" if number == 0 else difference_text(variant),
         verdict,
+        NOTHING if variant.to_muon_percent is None else f"{variant.to_muon_percent:+.2f} %",
         NOTHING if alone else size_text(variant.bytes_up),
         NOTHING if alone else size_text(variant.bytes_down),
         NOTHING if variant.fewer_bytes is None else factor_text(variant.fewer_bytes),

@@ -39,6 +39,7 @@ from farloop.node.settings import PRESETS
 # --- how variants, settings and knobs are spelled
 
 SINGLE = "single"  # spells a node that trains alone; its averaging with itself changes nothing
+MUON = "muon-data-parallel"  # the same with Muon: data parallel of the global batch, but for a link
 
 _SINGLE = {
     "method": "diloco",
@@ -47,6 +48,7 @@ _SINGLE = {
     "codec_down": "fp32",
     "outer_lr": 1.0,
     "outer_momentum": 0.0,
+    "inner_optimizer": "adamw",
 }
 
 SAME_FOR_ALL = frozenset(
@@ -76,12 +78,12 @@ def parse_variant(spelled: str) -> dict[str, Any]:
 
 
 def _method_fields(word: str, origin: str) -> dict[str, Any]:
-    if word == SINGLE:
-        return dict(_SINGLE)
+    if word in (SINGLE, MUON):
+        return _SINGLE | {"inner_optimizer": "muon" if word == MUON else "adamw"}
     if word in METHODS:
         return {"method": word}
     raise CommandError(
-        f"{origin}: {word!r} is neither a method nor KEY=VALUE, as h=15; {nearest(word, [SINGLE, *METHODS])}"
+        f"{origin}: {word!r} is neither a method nor KEY=VALUE, as h=15; {nearest(word, [SINGLE, MUON, *METHODS])}"
     )
 
 
@@ -142,12 +144,13 @@ BASELINE = "data-parallel"  # the method that all others are measured against
 DEFAULT_VARIANTS = (
     "data-parallel nodes=2",
     "single",
-    "diloco nodes=2 h=30 codec=q4",
-    "streaming nodes=2 h=30 codec=q4",
-    "streaming nodes=4 h=30 codec=q4",
-    "decoupled nodes=4 h=30 codec=q4",
-    "co2 nodes=2 h=30 codec=q4",
-    "async nodes=4 h=30 codec=q4",
+    "muon-data-parallel",
+    "diloco nodes=2",
+    "streaming nodes=2",
+    "streaming nodes=4",
+    "decoupled nodes=4",
+    "co2 nodes=2",
+    "async nodes=4",
 )
 
 

@@ -386,9 +386,9 @@ def quality(
         typer.Option(
             "--variant",
             metavar="VARIANT",
-            show_default="eight methods",
-            help="A method, or single, with KEY=VALUE settings of a run, e.g. 'streaming nodes=4 h=30 codec=q4'; "
-            "repeatable.",
+            show_default="nine variants",
+            help="A method, single or muon-data-parallel, with KEY=VALUE settings of a run, "
+            "e.g. 'streaming nodes=4 h=30 codec=q4'; repeatable.",
         ),
     ] = None,
     grid: Annotated[

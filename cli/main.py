@@ -186,7 +186,7 @@ def demo(
         str | None,
         typer.Option(
             help="Codec in both directions, e.g. q4 or q4r:step=0.7; see farloop codecs.",
-            show_default="the method's: q4",
+            show_default="the method's: q4r",
         ),
     ] = None,
     codec_up: Annotated[
@@ -197,7 +197,7 @@ def demo(
     ] = None,
     h: Annotated[
         int | None,
-        typer.Option("--h", help="Inner steps between two sends of a fragment.", show_default="the method's: 30"),
+        typer.Option("--h", help="Inner steps between two sends of a fragment.", show_default="the method's: 15"),
     ] = None,
     model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and the sample order.")] = 0,

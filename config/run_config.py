@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from farloop.algo.methods import Method, default_mix
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer, fewest_outer_steps
 from farloop.algo.schedule import first_rounds, initial_h
-from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
+from farloop.algo.terms import InnerOptimizer, LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check_learning_rate, check_rounds, given_as, may_own_tau
 from farloop.monitoring.units import ascii_number, is_digits
 from farloop.node.settings import PRESETS, Share
@@ -42,18 +42,18 @@ class RunConfig:
     method: str = "streaming"
     """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` compares them."""
     h: int | None = None
-    """Inner steps between two sends of a fragment."""
+    """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
     h_share_of: str | None = None
     """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None
-    """Inner steps between a send and its merge. Where it is open and the method has one above 0, each node chooses its
-    own by its link ([node] `adapt_tau`), and begins with the method's, or with H − 1 where that is less."""
+    """Inner steps between a send and its merge. Where it is open and the method has one above 0, each node begins
+    with 1, or 0 where a round has one step, and chooses its own by its link ([node] `adapt_tau`)."""
     mix: float | None = None
     """Share of the local weights that a merge keeps, 0 to 1. Default: that of the method, at most 1/nodes."""
     lag: int | None = None
     """1: an update may arrive during the next round and is merged at its end; tau and mix are 0."""
-    eager: bool = False
-    """With lag = 1: continue as if the node's own latest delta were already merged (arXiv 2502.12996)."""
+    eager: bool | None = None
+    """With lag = 1: go on as if the own latest delta were already merged (arXiv 2502.12996). Default: with co2."""
     blocks_per_fragment: int = 3
     """Transformer blocks per fragment, for methods that cut the model."""
     stages: str | None = None
@@ -70,15 +70,16 @@ class RunConfig:
     outer_momentum: float | None = None
     """Momentum μ of the outer optimizer."""
     outer_clip: float | None = None
-    """co2: largest absolute element of the outer momentum. Default: 1 (arXiv 2401.16265)."""
+    """co2: largest element of the outer momentum, in root mean squares of the merged delta. Default: 6."""
     outer_buffer: int | None = None
     """async: deltas between two steps of the outer momentum. Default: the number of nodes (arXiv 2401.09135)."""
     outer_spread: float = 0.0
     """async: share of the momentum in each of these steps, 0 to 1/outer_buffer (same source; 0.1 is no better)."""
     outer_restart: int = 0
     """Outer steps after which the outer momentum is reset to zero; 0: never (arXiv 2605.28585)."""
-    inner_optimizer: str = "adamw"
-    """adamw, or muon for the matrices of layers and adamw for the rest, at the same learning rate."""
+    inner_optimizer: str | None = None
+    """adamw, or muon for the matrices of layers and adamw for the rest, at the same learning rate. Default: muon; adamw
+    with control_variates, where the nodes' own loops bring the model (init), or where it has no such matrices."""
     screen: str = "norm"
     """Screening of deltas: norm (far too long, replayed or copied), full (also directions), or off."""
     norm_band: float = 8.0
@@ -174,8 +175,8 @@ def loops_bring_data(config: RunConfig) -> bool:
 
 # Terms that have the name and the value of a setting, or of the method's row.
 _OF_CONFIG = (
-    *("steps", "eager", "clip", "weight_decay", "batch_sequences", "sequence_tokens", "floor", "h_rule", "h_init"),
-    *("h_max", "outer_correction", "rewarm_momentum", "outer_spread", "outer_restart", "inner_optimizer"),
+    *("steps", "clip", "weight_decay", "batch_sequences", "sequence_tokens", "floor", "h_rule", "h_init"),
+    *("h_max", "outer_correction", "rewarm_momentum", "outer_spread", "outer_restart"),
     *("control_variates", "screen", "norm_band", "merge"),
 )
 
@@ -183,18 +184,26 @@ _OF_CONFIG = (
 _OF_METHOD = ("on_late_update", "max_stale_rounds", "max_staleness")
 
 
-def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
-    """The run's terms, and notes about derived ones.
+def terms_of(
+    config: RunConfig, method: Method, *, slots: int = 1, has_matrices: bool = True
+) -> tuple[Terms, list[str]]:
+    """The run's terms, and notes about derived ones. `slots`: of the layout; an open h has a step for each.
+    `has_matrices`: the model has some that Muon steps.
 
     Raises:
         ValueError: learning rate or rounds are invalid, one sentence.
     """
     notes: list[str] = []
-    h = method.h if config.h is None else config.h
+    h = max(method.h, 1 if "h" in method.fixed else slots) if config.h is None else config.h
     if config.steps < 1 or h < 1:
         raise ValueError(f"steps and h are at least 1, not {config.steps} and {h}")
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
     lag = method.lag if config.lag is None else config.lag
+    inner: InnerOptimizer = "adamw"
+    if method.inner and config.inner_optimizer is None and not (config.control_variates or loops_bring_data(config)):
+        inner = "muon" if has_matrices else "adamw"
+        if not has_matrices:
+            notes.append("the model has no matrices of layers for muon: inner_optimizer is adamw")
     terms = Terms.from_flat(
         **{name: getattr(config, name) for name in _OF_CONFIG},
         **{name: getattr(method, name) for name in _OF_METHOD},
@@ -203,6 +212,8 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         tau=(0 if lag else method.tau) if config.tau is None else config.tau,
         mix=(0.0 if lag else default_mix(method, config.nodes)) if config.mix is None else config.mix,
         lag=lag,
+        eager=method.eager if config.eager is None else config.eager,
+        inner_optimizer=config.inner_optimizer or inner,
         codec_up=config.codec_up or method.codec_up,
         codec_up_of=_given_of("codec_up_of", config.codec_up_of),
         codec_down=downlink_spelling(config.codec_down or method.codec_down),
@@ -222,8 +233,8 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     check_learning_rate(terms)
     check_rounds(terms, slots=1)
     outer_steps = len(first_rounds(terms, fewest_outer_steps(method.name)))  # more of them decide nothing
-    outer = default_outer(config.nodes, h, outer_steps, method.name)
-    if outer.momentum != method.outer_momentum and config.outer_momentum is None:
+    outer = default_outer(config.nodes, h, outer_steps, method.name, terms.inner.optimizer)
+    if outer.momentum == 0.0 != method.outer_momentum and config.outer_momentum is None:
         why = "h = 1 is too short" if h == 1 else f"{outer_steps} outer steps are too few"
         notes.append(f"{why} for momentum: plain averaging (outer_lr 1, momentum 0)")
     outer_lr = outer.lr if config.outer_lr is None else config.outer_lr

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farloop.algo.fragments import partition, plain_name, trainable_tensors
+from farloop.algo.fragments import is_hidden_matrix, partition, plain_name, trainable_tensors
 from farloop.algo.methods import method_named
 from farloop.algo.sample_order import arrivals
 from farloop.algo.spec import Fragment, Identity, RunSpec, is_statistic
@@ -84,7 +84,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
         blocks_per_fragment=config.blocks_per_fragment,
         stages=_stages(config.stages),
     )
-    terms, notes = terms_of(config, method)
+    has_matrices = any(tensor.ndim == 2 and is_hidden_matrix(name, tensor.shape) for name, tensor in tensors.items())
+    terms, notes = terms_of(config, method, slots=layout.slots, has_matrices=has_matrices)
     check(terms, layout)
     check_codecs(terms)
     held = not any(tensor.is_meta for tensor in tensors.values())

@@ -490,10 +490,10 @@ def check_at_once(file: RunFile | NodeFile) -> None:
     run = file.run
     try:
         method = method_named(run.method)
-        terms, _ = terms_of(run, method)
         slots = 1 if method.pattern == "whole" else None
         if slots is None and run.model in PRESETS and run.init is None and not run.stages and run.blocks_per_fragment:
             slots = math.ceil(PRESETS[run.model].layers / run.blocks_per_fragment) + 1  # as `partition` says
+        terms, _ = terms_of(run, method, slots=slots or 1)
         if slots is not None:
             parts = (Fragment(index=part, slot=part, numel=1, tensors=()) for part in range(slots))
             check(terms, Layout(slots=slots, fragments=tuple(parts)))

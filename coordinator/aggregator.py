@@ -295,7 +295,7 @@ def _scratch(expected: Sequence[Expected]) -> bytearray | None:
 def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffers:
     """The outer step: new target and optimizer state; the anchor stays."""
     buffers = buffers.ready_for(terms)
-    return _advanced(buffers, delta, step, terms, _gap(buffers, step))
+    return _advanced(buffers, delta, step, terms, _gap(buffers, step, terms))
 
 
 def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: float, pool: Pool = NO_POOL) -> Buffers:
@@ -315,18 +315,26 @@ def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: fl
             settings=AdamWSettings(clip=terms.inner.clip, weight_decay=terms.inner.weight_decay),
         )
     else:
-        step_(target, outer, delta, step.outer, version=step.version, gap=gap)
+        step_(target, outer, delta, _with_clip(step, delta, gap), version=step.version, gap=gap)
     for slot in step.fragment.tensors:
         if is_statistic(slot.name) and slot.name.endswith("var"):  # the sum is rounded, beyond 0 where it is all of it
             view(target, slot).clamp_(min=0.0)
     return Buffers(version=buffers.version, anchor=buffers.anchor, target=target, outer=outer)
 
 
-def _gap(buffers: Buffers, step: Step) -> float:
-    """Λ, from the target's last step α·m."""
-    if not OUTER_OPTIMIZERS[step.outer.kind].has_gap:
+def _gap(buffers: Buffers, step: Step, terms: Terms) -> float:
+    """Λ, from the target's last step α·m. Eager nodes have gone on from the late delta: there is no gap to damp."""
+    if terms.schedule.eager or not OUTER_OPTIMIZERS[step.outer.kind].has_gap:
         return 1.0
     return staleness_gap(step.outer.lr * norm_sq(buffers.outer["momentum"]) ** 0.5, step.reach)
+
+
+def _with_clip(step: Step, delta: Tensor, gap: float) -> OuterSettings:
+    """The settings with φ as a size of an element: it is given in root mean squares of the damped delta."""
+    if step.outer.clip is None:
+        return step.outer
+    numel = sum(tensor.numel for tensor in step.fragment.tensors)
+    return replace(step.outer, clip=step.outer.clip * (norm_sq(delta) / numel) ** 0.5 / gap)
 
 
 @torch.no_grad()
@@ -358,7 +366,7 @@ def commit(
         return result
     if blocks is None or fast is None:
         assert isinstance(delta, Tensor)
-        gap = _gap(buffers, step)
+        gap = _gap(buffers, step, terms)
         stepped = _advanced(buffers, delta, step, terms, gap, pool)
         return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
     header, update = _header(codec, step), pool.buffer(blob_bytes(codec, step.fragment))

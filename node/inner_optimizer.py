@@ -30,13 +30,15 @@ Whose = Literal["run", "own"]  # who decides on the learning rate, or the clip: 
 _BETAS = (0.9, 0.95)  # arXiv 2407.07852 (OpenDiLoCo)
 _MUON_MOMENTUM = 0.9  # MuLoCo's (arXiv 2505.23725); torch's own default, 0.95, is for one node
 _NESTEROV = True  # as torch's default; MuLoCo's has none, which did worse in 400 steps of the built-in GPT
+_MUON_RMS = 0.4  # of an element of a step, by the rate
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # K. Jordan's coefficients, which torch has too
 _NEWTON_SCHULZ_STEPS = 5
 _MOST_AT_ONCE = 1 << 24  # elements of a stack of matrices: bounds its copies, of which there are about four
 
 
 def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
-    """What the terms name, at their learning rate, with their weight decay on matrices."""
+    """What the terms name, at their learning rate, with their weight decay on matrices. AdamW alone where the process
+    holds no matrix for Muon, as with the first or last layers of a model in stages."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if terms.inner.optimizer == "adamw":
         return _adamw([parameter for _, parameter in named], terms)
@@ -45,7 +47,8 @@ def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
     matrices = [parameter for _, parameter in named if id(parameter) in hidden]
     rest = [parameter for _, parameter in named if id(parameter) not in hidden]
     if not matrices:
-        raise ValueError("muon is for the matrices of hidden layers, and this model has none; take adamw")
+        _log.warning("no matrices of layers for muon here: adamw steps all of the %d tensors", len(named))
+        return _adamw(rest, terms)
     muon = Muon(matrices, lr=terms.schedule.lr.peak, weight_decay=terms.inner.weight_decay)
     return Together(muon, _adamw(rest, terms)) if rest else muon
 
@@ -69,9 +72,9 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
 class Muon(Optimizer):
     """Muon for matrices [rows, columns], one or more: momentum, made orthogonal by Newton–Schulz in place of scaled.
 
-    A step is scaled by 0.2·√max(rows, columns), so that the run's one learning rate and its decay serve AdamW's tensors
-    too (arXiv 2502.16982). Five steps of Newton–Schulz leave singular values of about 0.7 to 1.2: an element's rms is
-    then about 0.17 of the rate. AdamW's is 0.2 to 0.4 in long runs, and up to 1 in the first steps of a run.
+    A step is scaled by 0.4·√max(rows, columns), so that the run's one learning rate and its decay serve AdamW's tensors
+    too: arXiv 2502.16982 finds 0.2 to 0.4 for AdamW's rms, and takes 0.2, which learns far less in short runs. Five
+    steps of Newton–Schulz leave singular values of about 0.7 to 1.2: an element's rms is about 0.34 of the rate.
 
     Ours for three reasons. Matrices of one shape are stepped together, and in fp32 on a CPU, where torch's step takes
     many times as long in bf16. A matrix that lies on several ranks is gathered: the step is that of one process. And
@@ -118,7 +121,7 @@ class Muon(Optimizer):
             here.mul_(1 - rate * group["weight_decay"])
             for dimension, (begin, count) in enumerate(zip(*box_of("", parameter), strict=True)):
                 direction = direction.narrow(dimension, begin, count)
-            here.add_(direction, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+            here.add_(direction, alpha=-rate * _MUON_RMS * math.sqrt(max(parameter.shape)))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from farloop.quant.digest import digest
 
 Inner = Literal["adamw", "sgd"]
 
-_OF_METHOD = ["mix", "lag", "codec_up", "codec_down", "on_late_update", "max_stale_rounds", "max_staleness", "quorum"]
+_OF_METHOD = ["mix", "lag", "on_late_update", "max_stale_rounds", "max_staleness", "quorum"]
 BATCH_SEQUENCES = 2
 SEQUENCE_TOKENS = 8
 
@@ -86,14 +86,16 @@ def inner_optimizer(module: nn.Module, kind: Inner, terms: Terms) -> torch.optim
 
 
 def terms_of(method: str, **choices: object) -> Terms:
-    """Terms of a short run: the method's own choices, a constant learning rate, then `choices`."""
+    """Terms of a short run: the method's own choices in 4 bits or more, a constant learning rate, then `choices`."""
     row = method_named(method)
+    codecs = {name: getattr(row, name).replace("q4r", "q4") for name in ("codec_up", "codec_down")}
     terms = Terms.from_flat(
         method=method,
         steps=12,
         h=min(row.h, 4),
         tau=min(row.tau, 1),
         **{name: getattr(row, name) for name in _OF_METHOD},
+        **codecs,
         outer_lr=0.7,
         outer_momentum=0.9,
         lr=LearningRate(peak=0.02, minimum=0.02, warmup_steps=0),

@@ -24,7 +24,7 @@ from pathlib import Path
 SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 MAIN = "farloop.cli.main"
 LOADED = (MAIN, "farloop.cli.daemons", "farloop.coordinator.daemon", "farloop.node.trainer", "torch._dynamo")
-CODECS = ("fp32", "q4", "q8")
+CODECS = ("fp32", "q4", "q4r", "q8")
 POLL_S = 0.01
 
 

@@ -38,7 +38,7 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert done.stdout.count("\n") == 1
     assert set(summary) >= PROMISED
     assert summary["digests_equal"] is True
-    assert (summary["nodes"], summary["inner_steps"], summary["outer_steps"]) == (2, 120, 2)
+    assert (summary["nodes"], summary["inner_steps"], summary["outer_steps"]) == (2, 120, 4)
     assert summary["val_loss_end"] < summary["val_loss_start"]
     *_, scored, last = [
         line for line in done.stderr.splitlines() if "validation loss" in line or " step 60/60 " in line

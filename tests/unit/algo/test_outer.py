@@ -354,7 +354,7 @@ def test_no_delta_alone_steps_adamw() -> None:
         ("streaming", 8, OuterSettings(lr=0.8, momentum=0.9)),
         ("decoupled", 8, OuterSettings(lr=0.7, momentum=0.9)),
         ("async", 4, OuterSettings(kind="delayed-nesterov", lr=0.7, momentum=0.9, buffer=4)),
-        ("co2", 4, OuterSettings(kind="co2", lr=1.0, momentum=0.2, clip=1.0)),
+        ("co2", 4, OuterSettings(kind="co2", lr=1.0, momentum=0.2, clip=6.0)),
         ("sparse", 4, OuterSettings(kind="sgd", lr=1.0, momentum=0.0)),
     ],
 )
@@ -368,6 +368,18 @@ def test_a_run_too_short_for_its_momentum_is_plainly_averaged(method: str, fewes
     assert default_outer(2, h=30, outer_steps=fewest, method=method).momentum > 0.0
     short = default_outer(2, h=30, outer_steps=fewest - 1, method=method)
     assert (short.lr, short.momentum) == (PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_momentum_for_muon_grows_with_the_outer_steps_without_a_jump(nodes: int) -> None:
+    """From the plain average of one or two outer steps to ν = 0.8 and μ = 0.6."""
+    found = [default_outer(nodes, h=15, outer_steps=steps, inner="muon") for steps in (1, 2, 3, 4, 5, 6, 10**6)]
+    assert found[0] == found[1] == PLAIN_AVERAGE and found[4] == found[-1] == OuterSettings(lr=0.8, momentum=0.6)
+    for fewer, more in itertools.pairwise(found):
+        assert 0 <= more.momentum - fewer.momentum < 0.34 and 0 <= fewer.lr - more.lr < 0.12
+    assert default_outer(nodes, h=1, outer_steps=99, inner="muon") == PLAIN_AVERAGE
+    for method in ("decoupled", "async", "co2", "sparse"):
+        assert default_outer(nodes, 15, 99, method, "muon") == default_outer(nodes, 15, 99, method)
 
 
 def test_a_sync_at_every_step_is_plainly_averaged_and_every_method_has_its_optimizer() -> None:

@@ -23,9 +23,9 @@ OF_THE_METHOD = ("h", "tau", "mix", "lag", "codec_up", "codec_down", "on_late_up
 
 
 def terms_of(name: str, /, **changes: Any) -> Terms:
-    """The method's own defaults, but for these fields."""
+    """The method's own defaults, but for these fields and rounds of 30 steps where it leaves that open."""
     method = METHODS[name]
-    values = {field: getattr(method, field) for field in OF_THE_METHOD}
+    values = {field: getattr(method, field) for field in OF_THE_METHOD} | ({} if "h" in method.fixed else {"h": 30})
     lr = LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90)
     common = {"steps": 900, "min_nodes": 4, "lr": lr, "outer_momentum": 0.0 if method.outer == "sgd" else 0.9}
     return plain_terms(**{"method": name, **values, **common, **changes})

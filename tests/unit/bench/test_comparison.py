@@ -77,6 +77,14 @@ def test_fewer_bytes_are_those_that_the_baseline_moved() -> None:
     assert [one.fewer_bytes for one in against] == [None, pytest.approx(8 * 1000 * SINGLE[0].inner_steps / 31)]
 
 
+def test_data_parallel_with_muon_is_a_second_yardstick() -> None:
+    """Losses are 2.02 and 4.08 beside 1 and 2 of its own."""
+    half = tuple(dataclasses.replace(run, loss=run.loss / 2) for run in RESULTS["q4/q4"])
+    found = compare({**RESULTS, "muon-data-parallel lr=1e-3": half})
+    assert [one.to_muon_percent for one in found[1:]] == pytest.approx([100.0, 0.0])
+    assert compare(RESULTS)[1].to_muon_percent is None
+
+
 def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> None:
     specs = tuple(spec_of(seed=seed) for seed in (0, 1))
     plan = QualityPlan(variants=(Variant(label="fp32/fp32", specs=specs),), folder=tmp_path)
@@ -92,8 +100,8 @@ def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> N
 def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: float | None = 1.0) -> Comparison:
     return Comparison(
         label=label, nodes=nodes, losses=(2.0, 2.1), mean_loss=2.05, spread=0.0707, differences_percent=(mean, mean),
-        mean_percent=mean, low_percent=mean - half, high_percent=mean + half, bytes_up=1_000_000, bytes_down=2_000_000,
-        fewer_bytes=fewer, syncs=14.0, tokens=819_200, cpu_s=41.0,
+        mean_percent=mean, low_percent=mean - half, high_percent=mean + half, to_muon_percent=None,
+        bytes_up=1_000_000, bytes_down=2_000_000, fewer_bytes=fewer, syncs=14.0, tokens=819_200, cpu_s=41.0,
     )  # fmt: skip
 
 
@@ -117,7 +125,7 @@ def test_every_variant_has_its_row_and_a_verdict_of_the_whole_interval() -> None
     rows = {first.strip("`"): rest for first, *rest in cells}
     assert list(rows) == [variant.label for variant in REPORT.variants]
     assert rows["streaming nodes=2"] == [
-        "2.0500 ± 0.0707", "+0.90 ± 0.40 %", "open", "1.00 MB", "2.00 MB", "210×", "14", "41 s",
+        "2.0500 ± 0.0707", "+0.90 ± 0.40 %", "open", "–", "1.00 MB", "2.00 MB", "210×", "14", "41 s",
     ]  # fmt: skip
     assert [row[2] for row in rows.values()] == ["", "yes", "open", "no"]
     assert rows["single"][3:7] == ["–", "–", "–", "–"], "one node sends nothing"

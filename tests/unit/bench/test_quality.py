@@ -47,6 +47,7 @@ from farloop.node.trainer import EVALUATION_BATCH, check_data
 SpecOf = Callable[..., RunSpec]
 
 FP32 = {"codec_up": "fp32", "codec_down": "fp32"}
+Q4 = {"codec_up": "q4", "codec_down": "q4"}
 
 
 def result(key: str, loss: float) -> RunResult:
@@ -104,7 +105,7 @@ def test_a_gpu_trains_the_same_run_in_bfloat16(spec_of: SpecOf, corpus: Corpus) 
 
 
 def test_seeds_and_codecs_show_in_loss_and_bytes(spec_of: SpecOf, corpus: Corpus) -> None:
-    q4, other, exact = (run_one(spec_of(**fields), corpus) for fields in ({}, {"seed": 1}, FP32))
+    q4, other, exact = (run_one(spec_of(**fields), corpus) for fields in (Q4, {"seed": 1}, FP32))
     assert len({q4.loss, other.loss, exact.loss}) == 3
     for small, large in ((q4.bytes_up, exact.bytes_up), (q4.bytes_down, exact.bytes_down)):
         assert 5.0 < large / small < 7.53, "32 / 4.25, less headers and control messages"

@@ -34,6 +34,7 @@ ALONE = {
     "codec_down": "fp32",
     "outer_lr": 1.0,
     "outer_momentum": 0.0,
+    "inner_optimizer": "adamw",
 }
 
 
@@ -44,6 +45,7 @@ ALONE = {
         ("codec_up=topk:k=128,beta=0.9 mix=0.25", {"codec_up": "topk:k=128,beta=0.9", "mix": 0.25}),
         ("codec=q4r:step=0.7 peak_lr=2e-3", {"codec_up": "q4r:step=0.7", "codec_down": "q4r:step=0.7", "lr": 2e-3}),
         ("single lr=1e-3", {**ALONE, "lr": 1e-3}),
+        ("muon-data-parallel", {**ALONE, "inner_optimizer": "muon"}),
         *((f"{method} nodes=3", {"method": method, "nodes": 3}) for method in METHODS),
     ],
 )
@@ -156,7 +158,7 @@ def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
         (("single", "nodes=4 method=data-parallel"), ("nodes=4 method=data-parallel", "single")),
     ):
         assert baseline_first(variants) == expected
-    assert len(DEFAULT_VARIANTS) == 8 and DEFAULT_VARIANTS[0].startswith("data-parallel")
+    assert len(DEFAULT_VARIANTS) == 9 and DEFAULT_VARIANTS[0].startswith("data-parallel")
     assert {parse_variant(spelled)["method"] for spelled in DEFAULT_VARIANTS} <= METHODS.keys()
 
 
@@ -234,7 +236,7 @@ def test_the_learning_rate_ends_at_a_share_of_its_peak(text: Path) -> None:
         ("single", {"settings": ("batch_sequences=3",)}, "say --global-batch instead"),
         ("diloco nodes=3", {}, "diloco nodes=3: 3 nodes cannot share 8"),
         ("diloco nodes=0", {}, "nodes is 0; the least is 1"),
-        ("streaming tau=99", {}, "streaming tau=99: tau is 99; streaming with h = 30 takes 0 to"),
+        ("streaming tau=99", {}, "streaming tau=99: tau is 99; streaming with h = 15 takes 0 to"),
         ("diloco codec=q5", {}, "diloco codec=q5: .*q5"),
         ("data-parallel h=2", {}, "data-parallel h=2: data-parallel runs with h = 1 only"),
         ("single", {"model": "nanno"}, "there is no 'nanno'; did you mean nano"),

@@ -291,13 +291,13 @@ def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str
 @pytest.mark.parametrize(
     ("flag", "line"),
     [
-        ("tau=40", "--set: [run] tau: 40; streaming with h = 30 takes 0 to 29"),
+        ("tau=40", "--set: [run] tau: 40; streaming with h = 15 takes 0 to 14"),
         ("quorum=3", "--set: [run] quorum: 3; the run starts with nodes = 2"),
         ("warmup_steps=9999", "--set: [run] warmup_steps: 9999; the run has 600 steps"),
         ("sequence_tokens=4096", "--set: [run] sequence_tokens: nano reads at most 1024, not 4096"),
         ("init=none.safetensors", "--set: [run] init: there is no file"),
         (f"init={__file__}", f"--set: [run] init: {__file__} is not a safetensors file"),
-        ("h_init=3", "--set: [run] h_init: 3, but with h_rule = constant every round has h = 30"),
+        ("h_init=3", "--set: [run] h_init: 3, but with h_rule = constant every round has h = 15"),
         ("h_rule=qsr", "run.toml: [run] h_alpha: missing; h_rule = qsr needs one above 0"),
         ("drops=5", "--set: [run] drops: (5,), but schedule is cosine: only step has it"),
         ("drops=٣", "--set: [run] drops: schedule positions are wanted, as 300,450, not '٣'"),

@@ -115,7 +115,7 @@ def test_other_terms_are_said_and_the_runs_own_are_kept(
     assert [record.getMessage().split(" cause")[0] for record in caplog.records] == ["kept steps=600 file=700"]
     assert different_terms(terms, terms) == []
     other = terms.replace(lr=dataclasses.replace(terms.schedule.lr, minimum=0.0), h=20)
-    assert different_terms(terms, other) == ["h=30 file=20", "min_lr=0.0002 file=0.0"]
+    assert different_terms(terms, other) == ["h=15 file=20", "min_lr=0.0002 file=0.0"]
 
 
 def test_every_part_of_an_identity_can_be_told(plan: Plan) -> None:

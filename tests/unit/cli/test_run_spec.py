@@ -19,7 +19,7 @@ from farloop.config.run_spec import plan_run
 from farloop.node.data import load_corpus, load_mixture, num_samples
 from farloop.node.errors import CorpusError
 from farloop.node.model import from_json
-from farloop.node.settings import Share
+from farloop.node.settings import PRESETS, ModelConfig, Share
 from farloop.node.token_file import TokenWriter
 from farloop.quant import codec_checks
 from farloop.quant.codec import Codec
@@ -66,18 +66,18 @@ def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwis
 
 
 def planned(**choices: Any) -> Terms:
-    config = RunConfig(**{"method": "diloco", "steps": 900, **choices})
+    config = RunConfig(**{"method": "diloco", "steps": 900, "h": 30, **choices})
     return terms_of(config, method_named(config.method))[0]
 
 
 def test_nodes_choose_tau_where_the_run_leaves_it_open_and_waits_for_updates() -> None:
     streaming = planned(method="streaming").schedule
-    assert (streaming.tau, streaming.own_tau) == (5, True)
+    assert (streaming.tau, streaming.own_tau) == (1, True)
     pinned = ({"method": "streaming", "tau": 5}, {"method": "streaming", "lag": 1}, {}, {"method": "decoupled"})
     assert not any(planned(**given).schedule.own_tau for given in (*pinned, {"method": "co2"}))
 
 
-@pytest.mark.parametrize(("h", "tau"), [(30, 5), (6, 5), (3, 2), (1, 0)])
+@pytest.mark.parametrize(("h", "tau"), [(30, 1), (2, 1), (1, 0)])
 def test_an_open_tau_fits_into_a_short_round(h: int, tau: int) -> None:
     assert planned(method="streaming", h=h).schedule.tau == tau
     rounds = {"h_rule": "qsr", "h_alpha": 0.011, "h_init": h}
@@ -85,21 +85,48 @@ def test_an_open_tau_fits_into_a_short_round(h: int, tau: int) -> None:
     assert planned(method="streaming", h=30, h_rule="post-local", h_switch=90).schedule.tau == 0
 
 
+def test_muon_is_the_default_where_the_model_has_matrices_for_it_and_the_daemon_trains_it(tmp_path: Path) -> None:
+    assert planned().inner.optimizer == plan_run(RunConfig(model="nano"), DATA).spec.terms.inner.optimizer == "muon"
+    first = tmp_path / "first.safetensors"
+    save_file({"0.weight": torch.zeros(8, 8)}, first)
+    for given in (VARIATES, {"method": "data-parallel"}, {"init": first}, {"inner_optimizer": "adamw"}):
+        assert planned(**given).inner.optimizer == "adamw"
+    assert planned(init=first, inner_optimizer="muon").inner.optimizer == "muon", "as it was asked for"
+    terms, notes = terms_of(RunConfig(), method_named("streaming"), has_matrices=False)
+    assert (terms.inner.optimizer, notes[0][:40]) == ("adamw", "the model has no matrices of layers for ")
+
+
 def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
-    """Momentum is worth its while with 30 rounds of h steps; where rounds grow, there are 15."""
-    terms = planned()
+    """Momentum of AdamW is worth its while with 30 rounds of h steps; where rounds grow, there are 15."""
+    terms = planned(inner_optimizer="adamw")
     assert terms.schedule.lr == LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90)
     assert (terms.schedule.h_rule, terms.schedule.h_max, terms.outer.momentum) == ("constant", None, 0.9)
     lr = planned(schedule="infinite", anneal_at=800).schedule.lr
     assert (lr.constant, lr.cooldown_steps, lr.anneal_at) == (1.1e-3, 225, 800)
     assert planned(schedule="infinite", constant_lr=1e-3, cooldown_steps=0).schedule.lr.constant == 1e-3
-    grown = planned(h_rule="qsr", h_alpha=0.011)
+    grown = planned(h_rule="qsr", h_alpha=0.011, inner_optimizer="adamw")
     assert len(first_rounds(grown, 20)) < 20 and (grown.outer.lr, grown.outer.momentum) == (1.0, 0.0)
     assert planned(h_rule="qsr", h_alpha=0.011, outer_momentum=0.9).outer.momentum == 0.9
     longest = planned(h_rule="qsr", h_alpha=0.011, steps=2**40)
-    assert longest.outer.momentum == 0.9 and _h_text(longest) == "30 to 30 in the first 10,000 rounds (qsr)"
+    assert (longest.outer.lr, longest.outer.momentum) == (0.8, 0.6)
+    assert _h_text(longest) == "30 to 30 in the first 10,000 rounds (qsr)"
     (note,) = terms_of(RunConfig(method="diloco", h=1), method_named("diloco"))[1]
     assert note == "h = 1 is too short for momentum: plain averaging (outer_lr 1, momentum 0)"
+
+
+def test_an_open_h_is_the_methods_with_a_step_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_named("streaming")
+    assert [terms_of(RunConfig(), method, slots=slots)[0].schedule.h for slots in (1, 15, 28)] == [15, 15, 28]
+    assert terms_of(RunConfig(h=20), method, slots=28)[0].schedule.h == 20, "as it was asked for; `check` refuses it"
+    parallel = RunConfig(method="data-parallel")
+    assert terms_of(parallel, method_named("data-parallel"), slots=3)[0].schedule.h == 1
+    monkeypatch.setitem(PRESETS, "nano", ModelConfig(layers=20, dim=16, heads=2, hidden=16, context=128))
+    assert plan_run(RunConfig(model="nano", blocks_per_fragment=1), DATA).spec.terms.schedule.h == 21
+
+
+def test_co2_is_eager_unless_told_otherwise() -> None:
+    assert planned(method="co2").schedule.eager and not planned(method="co2", eager=False).schedule.eager
+    assert not planned(method="streaming", lag=1).schedule.eager
 
 
 def test_positions_are_read_from_text() -> None:

@@ -72,12 +72,12 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("h_rule=qsr", "h_alpha is missing; h_rule = qsr needs one above 0; 0.011 gives rounds of h = 30"),
+        ("h_rule=qsr", "h_alpha is missing; h_rule = qsr needs one above 0; 0.00775 gives rounds of h = 15"),
         ("h_rule=qsr h_alpha=-1", "h_alpha is -1.0; h_rule = qsr needs one above 0"),
         ("h_alpha=0.01", "h_alpha is 0.01, but h_rule is constant"),
         ("h_rule=qsr h_alpha=0.01 schedule=constant", "h_rule is qsr: rounds grow as the learning"),
-        ("h_rule=qsr h_alpha=0.01 h_max=20", "h_max is 20, below the 30 steps"),
-        ("h_init=3", "h_init is 3, but with h_rule = constant every round has h = 30"),
+        ("h_rule=qsr h_alpha=0.01 h_max=12", "h_max is 12, below the 15 steps"),
+        ("h_init=3", "h_init is 3, but with h_rule = constant every round has h = 15"),
         ("h_rule=qrs", "h_rule: there is no 'qrs'; did you mean qsr"),
         ("schedule=cosin", "schedule: there is no 'cosin'; did you mean cosine"),
         ("schedule=step", "drops is empty; schedule = step falls there, as at 200,400"),

@@ -247,7 +247,7 @@ def test_every_kind_of_optimizer_steps_as_its_rule_says_and_keeps_its_state(
 ) -> None:
     """O, P: what a commit was given stays, a replay and a snapshot give the same bits, and the last step is plain."""
     momentum = 0.0 if kind == "sgd" else 0.9
-    settings = OuterSettings(kind=kind, lr=0.6, momentum=momentum, clip=0.02, buffer=2, spread=0.1, restart=4)
+    settings = OuterSettings(kind=kind, lr=0.6, momentum=momentum, clip=1.2, buffer=2, spread=0.1, restart=4)
     monkeypatch.setitem(METHODS, "streaming", dataclasses.replace(METHODS["streaming"], outer=kind))
     terms = spec.terms.replace(outer_momentum=momentum)
     buffers = begun(terms)
@@ -262,7 +262,9 @@ def test_every_kind_of_optimizer_steps_as_its_rule_says_and_keeps_its_state(
 
         gap = 1.0 + 0.6 * norm_sq(state["momentum"]) ** 0.5 / REACH if kind == "co2" else 1.0
         assert (gap > 1.0) == (kind == "co2" and version > 1)
-        step_(target, state, noise(version), settings, version=version, gap=gap)
+        rms = (norm_sq(noise(version)) / sum(tensor.numel for tensor in this.fragment.tensors)) ** 0.5
+        sized = dataclasses.replace(settings, clip=1.2 * rms / gap)
+        step_(target, state, noise(version), sized, version=version, gap=gap)
         assert torch.equal(result.buffers.target, target) and result.buffers.outer.keys() == state.keys()
         assert all(torch.equal(result.buffers.outer[name], tensor) for name, tensor in state.items())
         assert result.outer_digest == result.buffers.outer_digest()

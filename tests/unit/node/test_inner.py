@@ -109,9 +109,11 @@ def test_in_the_built_in_model_muon_has_all_matrices_of_the_blocks() -> None:
     assert count == sum(p.numel() for name, p in module.named_parameters() if name.startswith("blocks") and p.ndim == 2)
 
 
-def test_a_model_without_hidden_matrices_is_not_for_muon_and_one_without_others_for_muon_alone() -> None:
-    with pytest.raises(ValueError, match="this model has none; take adamw"):
-        optimizer_of(nn.LayerNorm(4), "muon")
+def test_a_model_without_hidden_matrices_has_adamw_and_one_without_others_muon_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert isinstance(optimizer_of(nn.LayerNorm(4), "muon"), AdamW)
+    assert caplog.text.count("no matrices of layers for muon here: adamw steps all of the 2 tensors") == 1
     assert isinstance(optimizer_of(nn.Linear(4, 4, bias=False), "muon"), Muon)
 
 
@@ -127,12 +129,12 @@ def test_together_they_step_as_they_do_apart_and_a_rate_that_is_set_reaches_all(
 
 
 def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
-    """0.2·√max(rows, columns) on a step that is about orthogonal: an rms of 0.17 of the rate in every element."""
+    """0.4·√max(rows, columns) on a step that is about orthogonal: an rms of 0.34 of the rate in every element."""
     weight = nn.Parameter(torch.zeros(64, 256))
     optimizer = Muon([weight], lr=1.0, weight_decay=0.0)
     weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     optimizer.step()
-    assert 0.15 < float(weight.detach().square().mean().sqrt()) < 0.19
+    assert 0.30 < float(weight.detach().square().mean().sqrt()) < 0.38
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,7 +155,7 @@ def test_the_buffer_of_muon_is_the_average_of_gradients_and_not_a_direction(dtyp
 def test_muon_steps_as_torchs_does_in_whatever_stacks(
     shapes: list[tuple[int, int]], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for bf16, in which torch's computes on a CPU too."""
+    """But for bf16, in which torch's computes on a CPU too, and for the length of a step: torch's is half as long."""
     monkeypatch.setattr("farloop.node.inner_optimizer._MOST_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(3)
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -161,7 +163,7 @@ def test_muon_steps_as_torchs_does_in_whatever_stacks(
     still = nn.Parameter(torch.ones(8, 8))  # without a gradient
     optimizers = (
         Muon([*ours, still], lr=0.1, weight_decay=0.2),
-        TorchMuon(theirs, lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        TorchMuon(theirs, lr=0.2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
     )
     for _ in range(4):
         for one, other in zip(ours, theirs, strict=True):
