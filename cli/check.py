@@ -3,10 +3,7 @@
 import math
 from pathlib import Path
 
-import torch
-
 from farloop.algo.schedule import first_rounds, is_last
-from farloop.algo.spec import Layout
 from farloop.algo.terms import Terms
 from farloop.config.memory import Memory, memory_of
 from farloop.config.run_config import loops_bring_data
@@ -15,8 +12,7 @@ from farloop.config.settings import NodeFile, RunFile
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
 from farloop.node.settings import HF, NodeConfig
-from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
-from farloop.quant.codec import Codec, flat
+from farloop.quant.blob import blob_bytes, typical_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.uplink import UplinkLimit
 
@@ -25,7 +21,6 @@ Line = tuple[str, str]  # label and value
 _PCIE_BYTES_PER_S = 25e9  # 16 lanes of PCIe 4, from locked memory
 _MOST_ROUNDS = 10_000  # whose lengths are looked at
 _STEP_S = 0.1
-_SAMPLE = 1 << 16  # numbers
 
 
 def check(file: RunFile | NodeFile, *, ranks: int = 1, shard: bool = False) -> tuple[list[Line], Memory | None]:
@@ -69,7 +64,10 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     identity, terms = plan.spec.identity, plan.spec.terms
     layout = identity.layout
     model = "the nodes' own" if loops_bring_data(file.run) else file.run.model
-    sent = [_sent(codec_named(codec), layout) for codec in (terms.codecs.up, terms.codecs.down)]
+    sent = [
+        sum(typical_bytes(codec_named(codec), fragment) for fragment in layout.fragments)
+        for codec in (terms.codecs.up, terms.codecs.down)
+    ]
     fragments = plural(len(layout.fragments), "fragment")
     nodes = plural(terms.admission.min_nodes, "node")
     unread = identity.model.startswith(HF)  # the fingerprint is of the first weights, too
@@ -90,17 +88,6 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         *_uplink_lines(file.coordinator.uplink, sent[1] * terms.admission.min_nodes),
         *(("note", note) for note in plan.notes),
     ]  # fmt: skip
-
-
-def _sent(codec: Codec, layout: Layout) -> int:
-    """Bytes of all fragments. Entropy coded, they depend on the numbers: as if those were Gaussian."""
-    total = sum(blob_bytes(codec, fragment) for fragment in layout.fragments)
-    if not codec.traits.entropy_coded:
-        return total
-    fragment = flat(_SAMPLE)
-    numbers = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    header = BlobHeader(codec=codec, fragment=fragment, version=1, base=0, epoch=0)
-    return round(total * len(pack_blob(header, codec.encode(numbers, fragment))) / blob_bytes(codec, fragment))
 
 
 def _h_text(terms: Terms) -> str:

@@ -43,6 +43,8 @@ class RunConfig:
     """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` compares them."""
     h: int | None = None
     """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
+    bytes_goal: float | None = None
+    """In place of h: how many times fewer bytes than data parallel in fp32 the run is to move, e.g. 200."""
     h_share_of: str | None = None
     """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farloop.algo.fragments import is_hidden_matrix, partition, plain_name, trainable_tensors
-from farloop.algo.methods import method_named
+from farloop.algo.methods import Method, method_named
 from farloop.algo.sample_order import arrivals
-from farloop.algo.spec import Fragment, Identity, RunSpec, is_statistic
+from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, is_statistic
 from farloop.algo.terms import Terms
 from farloop.algo.validation import check
 from farloop.config.run_config import DataConfig, RunConfig, loops_bring_data, terms_of
@@ -35,9 +36,12 @@ from farloop.node.named_model import (
 )
 from farloop.node.settings import HF, OWN, PRESETS, VOCABULARY, check_model_name, is_factory
 from farloop.node.trainer import evaluation_name
+from farloop.quant.blob import typical_bytes
 from farloop.quant.codec_checks import check_codecs
 from farloop.quant.digest import finite_digest
 from farloop.quant.errors import NonFiniteError
+from farloop.quant.registry import codec_named
+from farloop.quant.spelling import downlink_spelling
 from farloop.wire.bounds import MOST_TOKENS
 
 
@@ -84,6 +88,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
         blocks_per_fragment=config.blocks_per_fragment,
         stages=_stages(config.stages),
     )
+    if config.bytes_goal is not None:
+        config = dataclasses.replace(config, h=_h_for(config.bytes_goal, config, method, layout))
     has_matrices = any(tensor.ndim == 2 and is_hidden_matrix(name, tensor.shape) for name, tensor in tensors.items())
     terms, notes = terms_of(config, method, slots=layout.slots, has_matrices=has_matrices)
     check(terms, layout)
@@ -121,6 +127,24 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
         notes=notes,
         evaluation=evaluation,
     )
+
+
+_BESIDE_BLOBS = 1.04  # control messages, and numbers that are less even than Gaussian ones
+
+
+def _h_for(goal: float, config: RunConfig, method: Method, layout: Layout) -> int:
+    """Rounds that move so many times fewer bytes than 8 a parameter and step, the flush counted. Raises ValueError:
+    there are none, or h is given or fixed."""
+    if config.h is not None or "h" in method.fixed:
+        raise ValueError(f"bytes_goal chooses h, which is {config.h or method.h} already: leave one of them out")
+    spelled = config.codec_up or method.codec_up, downlink_spelling(config.codec_down or method.codec_down)
+    codecs = [codec_named(spelling) for spelling in spelled]
+    sent = _BESIDE_BLOBS * sum(typical_bytes(codec, fragment) for codec in codecs for fragment in layout.fragments)
+    usual = 8.0 * layout.num_parameters * config.steps
+    most = usual / (2 * sent)  # a round, and the flush
+    if not 0.0 < goal <= most:
+        raise ValueError(f"bytes_goal is {goal:g}; a run of {config.steps} steps takes numbers above 0, to {most:.3g}")
+    return max(layout.slots, math.ceil(config.steps / (usual / (goal * sent) - 1)))
 
 
 def _first_digest(fragment: Fragment, tensors: Mapping[str, Tensor]) -> int:

@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import zstandard
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
-from farloop.quant.codec import Codec
+from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadBlob, BadPayload
 from farloop.quant.registry import codec_named
 
@@ -102,6 +103,23 @@ class Parsed(NamedTuple):
 def blob_bytes(codec: Codec, fragment: Fragment) -> int:
     """Size of a fragment's blob, header included; an upper bound if the codec is entropy coded."""
     return HEADER_BYTES + codec.payload_bytes(fragment)
+
+
+_SAMPLE: Final = 1 << 16  # numbers
+
+
+@lru_cache
+def _compressed(codec: Codec) -> float:
+    """What is left of a blob of Gaussian numbers."""
+    fragment = flat(_SAMPLE)
+    numbers = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    header = BlobHeader(codec=codec, fragment=fragment, version=1, base=0, epoch=0)
+    return len(pack_blob(header, codec.encode(numbers, fragment))) / blob_bytes(codec, fragment)
+
+
+def typical_bytes(codec: Codec, fragment: Fragment) -> int:
+    """`blob_bytes`; if the codec is entropy coded, of Gaussian numbers."""
+    return round(blob_bytes(codec, fragment) * (_compressed(codec) if codec.traits.entropy_coded else 1.0))
 
 
 def pack_blob(header: BlobHeader, payload: Tensor) -> bytearray:

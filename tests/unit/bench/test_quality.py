@@ -111,6 +111,16 @@ def test_seeds_and_codecs_show_in_loss_and_bytes(spec_of: SpecOf, corpus: Corpus
         assert 5.0 < large / small < 7.53, "32 / 4.25, less headers and control messages"
 
 
+@pytest.mark.parametrize("codecs", [{}, Q4])
+def test_a_goal_of_bytes_chooses_rounds_that_meet_it(
+    codecs: dict[str, Any], spec_of: SpecOf, corpus: Corpus
+) -> None:
+    """Counted as they are sent: headers, control messages and the flush too."""
+    spec = spec_of(model="nano", method="streaming", steps=60, h=None, tau=None, bytes_goal=60.0, **codecs)
+    found = run_one(spec, corpus)
+    assert 60.0 <= 8.0 * spec.identity.layout.num_parameters * 60 / (found.bytes_up + found.bytes_down) < 75.0
+
+
 def test_one_node_plainly_averaged_is_the_model_trained_alone(spec_of: SpecOf, corpus: Corpus) -> None:
     """The optimizer, the learning rate, clipping, the samples and the evaluation are the trainer's."""
     spec = spec_of(**FP32, method="diloco", nodes=1, steps=6, outer_lr=1.0, outer_momentum=0.0, lr=0.01)

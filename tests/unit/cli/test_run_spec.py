@@ -124,6 +124,21 @@ def test_an_open_h_is_the_methods_with_a_step_for_every_slot(monkeypatch: pytest
     assert plan_run(RunConfig(model="nano", blocks_per_fragment=1), DATA).spec.terms.schedule.h == 21
 
 
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"bytes_goal": 200.0, "h": 15}, "bytes_goal chooses h, which is 15 already: leave one of them out"),
+        ({"bytes_goal": 200.0, "method": "data-parallel"}, "bytes_goal chooses h, which is 1 already"),
+        ({"bytes_goal": 9999.0}, "bytes_goal is 9999; a run of 600 steps takes numbers above 0, to "),
+        ({"bytes_goal": 0.0}, "bytes_goal is 0; "),
+        ({"bytes_goal": -1.0}, "bytes_goal is -1; "),
+    ],
+)
+def test_a_goal_that_cannot_be_met_is_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        plan_run(RunConfig(model="nano", **fields), DATA)
+
+
 def test_co2_is_eager_unless_told_otherwise() -> None:
     assert planned(method="co2").schedule.eager and not planned(method="co2", eager=False).schedule.eager
     assert not planned(method="streaming", lag=1).schedule.eager
