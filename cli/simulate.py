@@ -30,7 +30,7 @@ GBIT_S = "0.1,0.3,1,3,10,30,100,300,1000"
 H, LAYERS_PER_FRAGMENT = 100, 3  # those of Table 4 of Streaming DiLoCo (arXiv 2501.18512)
 
 LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
-"""Overlap and bits that the upper steps of `--method all` add: farloop's defaults (`streaming`, `q4`); that table's."""
+"""Overlap and bits that the upper steps of `--method all` add: the paper's longest and `q4`; those of that table."""
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
