@@ -586,8 +586,9 @@ def saved(way: str, folder: Path) -> tuple[dict[int, int], list[Any]]:
         _lead(rank, ours.save, index)
         _lead(rank, ours.end_save, head)
         state = _lead(rank, ours.moments.save, head)
-        _lead(rank, ours.end_save, state)
-        states.append(one.save_here(index, 7))
+        if not fragment.averaged:  # no optimizer has a state of statistics
+            _lead(rank, ours.end_save, state)
+            states.append(one.save_here(index, 7))
         down = update(layout, index, codec_named("q4"), 8, index)
         theirs.apply(index, 8, bytearray(down), "q4", EPOCH, 0)
         if rank.cluster.leads:
@@ -633,7 +634,8 @@ def shared_state(folder: Path) -> bool:
     files = AnchorFiles(folder / str(rank.cluster.rank))
     moments = Moments(optimizer, Weights(layout, matched_parameters(rank.model, layout)), layout, files)
     if rank.cluster.leads:
-        for index in range(len(layout.fragments)):
+        trained = [fragment.index for fragment in layout.fragments if not fragment.averaged]
+        for index in trained:
             anchor = Head(run="run", history=0, fragment=index, version=7, digest=0, size=0)
             kept._files.begin(index, 7, [], lambda: torch.empty(0))
             for head in (anchor, kept.save(anchor) if kept._files.ended() else None):
@@ -641,7 +643,7 @@ def shared_state(folder: Path) -> bool:
                 kept._files.finish(head)
         kept._files.close()
         files.find()
-        assert all(moments.load(index) for index in range(len(layout.fragments)))
+        assert all(moments.load(index) for index in trained)
     moments.share(rank.cluster)
     here, there = (each.state_dict()["state"] for each in (optimizer, wanted))
     return all(torch.equal(here[number][key], value) for number in there for key, value in there[number].items())
