@@ -38,7 +38,7 @@ def test_two_nodes_train_by_streaming_to_the_end(new_run: NewRun) -> None:
     assert_pages_answer(run)
     status = run.until_done(coordinator, a, b)
     assert_all_agree(run, status, "a", "b")
-    assert status["versions"] == [16, 16, 16], "one a round, and a flush in place of the last for all slots but the last"
+    assert status["versions"] == [16, 16, 16], "one a round; a flush is the last of all slots but one"
     assert [node["inner_steps"] for node in status["nodes"]] == [240, 240]
     assert [node["lost_steps"] for node in status["nodes"]] == [0, 0]
     assert not status["alarms"]

@@ -112,9 +112,7 @@ def test_seeds_and_codecs_show_in_loss_and_bytes(spec_of: SpecOf, corpus: Corpus
 
 
 @pytest.mark.parametrize("codecs", [{}, Q4])
-def test_a_goal_of_bytes_chooses_rounds_that_meet_it(
-    codecs: dict[str, Any], spec_of: SpecOf, corpus: Corpus
-) -> None:
+def test_a_goal_of_bytes_chooses_rounds_that_meet_it(codecs: dict[str, Any], spec_of: SpecOf, corpus: Corpus) -> None:
     """Counted as they are sent: headers, control messages and the flush too."""
     spec = spec_of(model="nano", method="streaming", steps=60, h=None, tau=None, bytes_goal=60.0, **codecs)
     found = run_one(spec, corpus)
