@@ -20,7 +20,7 @@ class Method:
     name: str
     summary: str
     pattern: Pattern = "whole"  # how the model is cut
-    h: int = 15  # twice the rounds of 30 at two bits, for the bytes of four: docs/quality.md
+    h: int = 15  # twice the rounds of 30 at two bits, for the bytes of four
     tau: int = 0
     mix: float = 0.0  # with as many nodes as it is the share of; with more it is less (`default_mix`)
     codec_up: str = "q4r"

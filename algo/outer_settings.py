@@ -28,7 +28,7 @@ def default_outer(
     The best ν grows slowly with H, but the sources are for H = 30 and 50 and serve every H but 1: there an outer
     optimizer does worse than at any other H (arXiv 2503.09799), so the plain average is taken.
 
-    Deltas of Muon that are averaged want less momentum: 0.6 (arXiv 2505.23725; docs/quality.md), and 1 − 2/R in runs of
+    Deltas of Muon that are averaged want less momentum: 0.6 (arXiv 2505.23725, for one node), and 1 − 2/R in runs of
     R < 5 outer steps, which would end with much of it in the buffer. ν falls from 1, that of the plain average, to 0.8.
     """
     if num_nodes < 1 or h < 1:
