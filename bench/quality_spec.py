@@ -153,6 +153,21 @@ DEFAULT_VARIANTS = (
     "async nodes=4",
 )
 
+FRONTIER = (
+    "data-parallel nodes=2",
+    "muon-data-parallel",
+    "diloco nodes=2 codec=fp32",
+    "diloco nodes=2",
+    "streaming nodes=2",
+    "streaming nodes=2 h=30",
+    "streaming nodes=2 h=60",
+    "streaming nodes=4",
+    "streaming nodes=4 h=60",
+    "co2 nodes=2",
+    "decoupled nodes=4",
+)
+"""From one sync a step to one in 60, and from 32 bits to 2."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:

@@ -27,6 +27,10 @@ NewFolder = Annotated[
     typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/COMMAND-TIME"),
 ]
 
+Seeds = Annotated[int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")]
+
+Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")]
+
 _WIDE = 140  # columns of the quality table in a file or pipe
 
 
@@ -395,9 +399,7 @@ def quality(
         Path | None,
         typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")
-    ] = None,
+    seeds: Seeds = None,
     model: Annotated[str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small or base.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, show_default="400", help="Inner steps of each node.")] = None,
     global_batch: Annotated[
@@ -422,16 +424,14 @@ def quality(
         ),
     ] = None,
     within: Annotated[float, typer.Option(min=0.0, help="Largest difference, in %, that counts as equal.")] = 1.0,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")
-    ] = None,
+    jobs: Jobs = None,
     data: TextData = None,
     data_bytes: Annotated[
         int | None, typer.Option(min=1, show_default="16000000", help="Most bytes of the text to use.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")] = "cpu",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json, .md, .svg and .png.")
+        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
     ] = Path("out/quality"),
     as_json: AsJson = False,
 ) -> None:
@@ -465,7 +465,7 @@ def quality(
     from farloop.bench.training import CURVE_SEQUENCES
     from farloop.cli.progress import progress_console
     from farloop.config.run_config import DataConfig
-    from farloop.plots.quality import plot_differences, plot_methods
+    from farloop.plots.quality import plot_frontier, plot_methods
 
     check_device(device)
     make_output_folder(out)
@@ -504,8 +504,9 @@ def quality(
             title=title,
             caption=f"{caption}; curves on {CURVE_SEQUENCES} sequences, the table on all",
         )
-        if len(found.variants) > 1 and asked.seeds > 1:
-            plot_differences(out / f"differences.{kind}", found.variants, within_percent=within, caption=caption)
+        if any(variant.fewer_bytes is not None for variant in found.variants):
+            size = f"{count_text(parameters)} parameters"
+            plot_frontier(out / f"frontier.{kind}", found.variants, title=size, caption=caption)
     if as_json:
         return typer.echo((out / "quality.json").read_text())
     if not console.is_terminal:
@@ -513,5 +514,36 @@ def quality(
     console.print(table(found))
     for line in tuning_lines(found.tuned):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"figure   {out / 'quality.svg'}\nfigures  {out / 'quality.json'}", soft_wrap=True)
+    drawn = [path for name in ("frontier", "quality") if (path := out / f"{name}.svg").exists()]
+    console.print(f"numbers  {out / 'quality.json'}\nfigures  {', '.join(map(str, drawn))}", soft_wrap=True)
     console.print(f"again    {found.command}", markup=False, soft_wrap=True)
+
+
+@bench_app.command()
+def frontier(
+    data: TextData = None,
+    seeds: Seeds = None,
+    model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "nano",
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each node.")] = 2160,
+    jobs: Jobs = None,
+    device: Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")] = "cpu",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
+    ] = Path("out/frontier"),
+    as_json: AsJson = False,
+) -> None:
+    """Draw loss against bytes: from data parallel to a thousandth of its bytes.
+
+    Methods and intervals, trained and compared as `bench quality` does, on any
+    text. frontier.svg has the difference of each from data parallel over the times
+    fewer bytes that it moves. It can be stopped and repeated: finished runs are
+    kept in --out.
+
+    Example: farloop bench frontier --data my-text --seeds 1
+    """
+    from farloop.bench.quality_spec import FRONTIER
+
+    quality(
+        list(FRONTIER), seeds=seeds, model=model, steps=steps, jobs=jobs, data=data, device=device, out=out,
+        as_json=as_json,
+    )  # fmt: skip

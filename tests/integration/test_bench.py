@@ -59,8 +59,10 @@ def test_methods_are_tuned_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path
     assert diloco["fewer_bytes"] > 10
     assert [len(one["tried"]) for one in found["tuned"]] == [2, 2, 2]
     assert [list(one["picked"]) for one in found["tuned"]] == [["lr"], ["lr"], ["outer_lr"]]
-    for name in ("quality.md", "quality.svg", "quality.png", "differences.svg"):
+    for name in ("quality.md", "quality.svg", "quality.png", "frontier.svg"):
         assert (tmp_path / "out" / name).stat().st_size > 0
+    drawn = (tmp_path / "out" / "frontier.svg").read_text()
+    assert all(one["label"] in drawn for one in found["variants"]) and "times fewer bytes" in drawn
     assert "--variant 'single h=2'" in found["command"]
 
     again = CliRunner().invoke(app, words[:-1], env={"COLUMNS": "140", "NO_COLOR": "1"}, prog_name="farloop")

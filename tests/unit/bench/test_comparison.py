@@ -14,7 +14,7 @@ from farloop.algo.spec import RunSpec
 from farloop.bench.comparison import Comparison, Report, compare, half_width, markdown, report, table, tuning_lines
 from farloop.bench.machine import machine
 from farloop.bench.quality import QualityPlan, RunResult, Tried, Tuned, Variant
-from farloop.plots.quality import course_of, plot_differences, plot_methods
+from farloop.plots.quality import course_of, frontier, plot_frontier, plot_methods
 
 SpecOf = Callable[..., RunSpec]
 
@@ -152,14 +152,31 @@ LADDER = {label: (result(1.0),) for label in ("data-parallel nodes=2", *(f"strea
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 @pytest.mark.parametrize("results", [RESULTS, ONE_SEED, {"q4/q4": RESULTS["q4/q4"]}, {"single": SINGLE}, LADDER])
 def test_a_figure_names_every_variant(tmp_path: Path, results: dict[str, tuple[RunResult, ...]], suffix: str) -> None:
-    pairs, methods = tmp_path / "new" / f"pairs.{suffix}", tmp_path / "new" / f"methods.{suffix}"
-    plot_differences(pairs, compare(results), within_percent=0.5, caption="nano, 2 nodes")
+    ends, methods = tmp_path / "new" / f"ends.{suffix}", tmp_path / "new" / f"methods.{suffix}"
+    seeds = len(next(iter(results.values())))
+    compared = compare({**results, "single": SINGLE[:seeds], "q4": RESULTS["q4/q4"][:seeds]}, parameters=1000)
+    plot_frontier(ends, compared, title="a model", caption="nano, 2 nodes")
     plot_methods(methods, {**results, "single": SINGLE}, title="twelve ways", caption="of a test")
-    for path, words in ((pairs, ["nano, 2 nodes"]), (methods, ["twelve ways", "of a test", "one node, no link"])):
+    for path, words in (
+        (ends, ["a model", "nano, 2 nodes", "single"]),
+        (methods, ["twelve ways", "of a test", "one node, no link"]),
+    ):
         if suffix == "svg":
             assert all(word in path.read_text() for word in (*results, *words))
         else:
             assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_front_has_what_no_other_beats_in_bytes_without_more_loss() -> None:
+    points = [
+        comparison("data parallel", 0.0, 0.1, fewer=1.0),
+        comparison("worse at equal bytes", 3.0, 0.1, fewer=200.0),
+        comparison("good", -1.0, 0.1, fewer=200.0),
+        comparison("few bytes", 4.0, 0.1, fewer=800.0),
+        comparison("beaten in both", 5.0, 0.1, fewer=700.0),
+    ]
+    assert [found.label for found in frontier(points)] == ["good", "few bytes"]
+    assert [found.label for found in frontier(points[:2])] == ["data parallel", "worse at equal bytes"]
 
 
 def test_a_course_is_the_mean_of_its_seeds() -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from farloop.algo.methods import METHODS
 from farloop.bench.quality import SEED_OFFSET
 from farloop.bench.quality_spec import (
     DEFAULT_VARIANTS,
+    FRONTIER,
     Grid,
     GridPlan,
     asked_for,
@@ -21,6 +23,8 @@ from farloop.bench.quality_spec import (
     plan_grid,
     share_of,
 )
+from farloop.cli import bench
+from farloop.cli.main import app
 from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig
 from farloop.config.settings import run_settings
@@ -158,8 +162,18 @@ def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
         (("single", "nodes=4 method=data-parallel"), ("nodes=4 method=data-parallel", "single")),
     ):
         assert baseline_first(variants) == expected
-    assert len(DEFAULT_VARIANTS) == 9 and DEFAULT_VARIANTS[0].startswith("data-parallel")
-    assert {parse_variant(spelled)["method"] for spelled in DEFAULT_VARIANTS} <= METHODS.keys()
+    for variants in (DEFAULT_VARIANTS, FRONTIER):
+        assert variants[0] == "data-parallel nodes=2" and len(set(variants)) == len(variants)
+        assert {parse_variant(spelled)["method"] for spelled in variants} <= METHODS.keys()
+
+
+def test_the_frontier_is_a_comparison_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "quality", lambda variants, **options: asked.update(options, variants=variants))
+    words = ["bench", "frontier", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert asked["variants"] == list(FRONTIER) and (asked["data"], asked["seeds"]) == (tmp_path, 1)
+    assert (asked["model"], asked["steps"], asked["out"]) == ("nano", 2160, tmp_path / "out")
 
 
 def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
