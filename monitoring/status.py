@@ -35,7 +35,7 @@ class RunStatus(TypedDict):
     epoch: int
     revision: int  # how often the terms changed during the run
     changed: list[str]  # what the last change changed, and from which window or round on
-    started_s: float  # seconds since training began; 0 before
+    started_s: float  # seconds since training began, over all starts of the coordinator; 0 before
     uptime_s: float  # seconds since this coordinator process started
     nodes: int  # nodes that the run needs to begin
     stages: NotRequired[list[int]]  # connected nodes per stage, for a model that is cut in stages
@@ -114,7 +114,6 @@ class EvaluationStatus(TypedDict):
     loss: float | None  # None if it is not finite
     position: float
     outer_steps: int
-    seconds: float  # seconds since the run's start
 
 
 class EventStatus(TypedDict):
@@ -353,7 +352,17 @@ class NodeEvent(TypedDict):
     reason: str
 
 
-MetricsEvent = ProgressEvent | CommitEvent | EvaluationEvent | NodeEvent
+class TotalsEvent(TypedDict):
+    """All totals so far: a coordinator that is started again goes on from the last ones and the progress after them."""
+
+    event: Literal["totals"]
+    t: float
+    began_at: float | None  # `t` when training began; None before
+    totals: TotalsStatus
+    nodes: list[dict[str, Any]]  # name and counters of each node's last progress
+
+
+MetricsEvent = ProgressEvent | CommitEvent | EvaluationEvent | NodeEvent | TotalsEvent
 
 
 # --- decisions.jsonl: why each window closed. Kept longer than the journal, which forgets decisions it no longer needs.

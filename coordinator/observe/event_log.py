@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +16,16 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.monitoring.status import BytesStatus, DecisionEvent, EventStatus, MetricsEvent, Status, TotalsStatus, dumps
+from farloop.monitoring.status import (
+    BytesStatus,
+    DecisionEvent,
+    EventStatus,
+    MetricsEvent,
+    TotalsEvent,
+    TotalsStatus,
+    dumps,
+    saved_status,
+)
 from farloop.monitoring.status_summary import named
 from farloop.runtime.log_queue import FLUSH_S, BackgroundWriter
 from farloop.wire import messages as msg
@@ -296,19 +305,21 @@ def files(path: Path) -> list[Path]:
 
 
 def last_time(path: Path) -> float:
-    """`t` of the last whole line; 0 without one. Reads only the ends of files."""
+    """`t` of the last whole line; 0 without one."""
+    return next((float(event["t"]) for event in _newest_first(path) if "t" in event), 0.0)
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The last events. Reads only the ends of files."""
     for part in reversed(files(path)):
         try:
             with part.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
                 lines = file.read(_END_BYTES).splitlines()
         except OSError as error:
-            _log.warning("run clock may restart path=%s why=%r", part, error.strerror)
+            _log.warning("clock and totals may fall back path=%s why=%r", part, error.strerror)
             continue
-        for line in reversed(lines):
-            if (event := parsed(line)) is not None and "t" in event:
-                return float(event["t"])
-    return 0.0
+        yield from (event for line in reversed(lines) if (event := parsed(line)) is not None)
 
 
 def parsed(line: bytes | str) -> dict[str, Any] | None:
@@ -347,17 +358,45 @@ class Totals:
         self.all, self.of = Counter[str](), defaultdict[str, Counter[str]](Counter)
         self._latest: dict[str, dict[str, int]] = {}
         self._parameters = defaultdict[str, int](lambda: parameters)
+        self.began_at: float | None = None
+        """Seconds since the run's start when training began; None before."""
 
-    def resume(self, status: Status) -> None:
-        """Go on from the saved status of an earlier start; nodes may have gone on meanwhile."""
-        totals = status["totals"]
-        self.all.update(tokens=totals["tokens"], bytes_up=totals["bytes_up"], bytes_down=totals["bytes_down"])
-        self.all.update(totals["bytes_by_kind"])
+    @classmethod
+    def resumed(cls, path: Path, parameters: int) -> "Totals":
+        """Go on from the last totals of a metrics file and the progress after them, or from the status of the last
+        orderly end where the file has none; nodes may have gone on meanwhile."""
+        totals, told = cls(parameters), list[dict[str, Any]]()
+        for event in _newest_first(path):
+            told.append(event)
+            if event.get("event") == "totals":
+                break
+        else:
+            status = saved_status(path.parent)
+            began = last_time(path) - status["run"]["started_s"] if status and status["run"]["started_s"] else None
+            told = [{**status, "event": "totals", "began_at": began}] if status else []
+        for event in reversed(told):
+            try:
+                if event.get("event") == "totals":
+                    totals._take(event)
+                elif event.get("event") == "progress":
+                    totals.update(str(event["node"]), event)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                _log.warning("totals lack a damaged line path=%s why=%r", path, error)
+        return totals
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        totals, latest = event["totals"], {node["name"]: _counters(node) for node in event["nodes"]}
+        moved = {**totals["bytes_by_kind"], **{name: totals[name] for name in ("tokens", "bytes_up", "bytes_down")}}
+        counted = Counter({counter: int(count) for counter, count in moved.items()})
         for node, steps in totals["nodes"].items():
-            for sums in (self.all, self.of[node]):
-                sums.update(inner_steps=steps["inner_steps"], lost_steps=steps["lost_steps"])
-            self._parameters[node] = steps["parameters"]
-        self._latest = {node["name"]: _counters(node) for node in status["nodes"]}
+            own = Counter({name: int(steps[name]) for name in ("inner_steps", "lost_steps")})
+            counted, self.of[node], self._parameters[node] = counted + own, own, int(steps["parameters"])
+        self.all, self._latest, self.began_at = counted, latest, event["began_at"]
+
+    def event(self, t: float) -> TotalsEvent:
+        """All that `resumed` needs."""
+        nodes = [{"name": node, **counters} for node, counters in self._latest.items()]
+        return {"event": "totals", "t": t, "began_at": self.began_at, "totals": self.status({}), "nodes": nodes}
 
     def update(self, node: str, told: Mapping[str, Any]) -> None:
         """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
@@ -388,5 +427,5 @@ class Totals:
 
 
 def _counters(told: Mapping[str, Any]) -> dict[str, int]:
-    found = {**told, **told["bytes_by_kind"]}
+    found = {**told, **told.get("bytes_by_kind", {})}
     return {counter: int(found[counter]) for counter in _COUNTERS}

@@ -41,7 +41,6 @@ from farloop.monitoring.status import (
     finished_run,
     finite_or_none,
     not_finite,
-    saved_status,
 )
 from farloop.monitoring.status_summary import doing, named, standing
 from farloop.wire import messages as msg
@@ -51,6 +50,7 @@ from farloop.wire.uplink import Uplink
 _log = logging.getLogger(__name__)
 
 _TRAINS = "nodes are training and nothing holds the run"
+_TOTALS_EVERY = 500  # lines of progress between two of totals: 0.2 MB, of the end of the file that a start reads
 
 
 class Observer(executor.Observer):
@@ -72,14 +72,12 @@ class Observer(executor.Observer):
         self._diary = DecisionLog(metrics_file.with_name(DIARY_FILE), metrics.window_closed)
         self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
-        self._training_since: float | None = None
         self._finished_at: float | None = None
         self._began_finished = store.ledger.finished
         self._timeline = MetricsLog(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._state = ""  # the run's state in the last status
-        self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.schedule.steps)
         metrics.h.set(store.ledger.h)
@@ -88,9 +86,7 @@ class Observer(executor.Observer):
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
-        self._totals = Totals(self._num_parameters)
-        if (status := saved_status(metrics_file.parent)) is not None:
-            self._totals.resume(status)
+        self._totals, self._totals_due = Totals.resumed(metrics_file, self._num_parameters), 0
         if store.ledger.evaluations:
             metrics.scored(store.ledger.evaluations[-1].loss)
         metrics.describe(identity.name, terms, metrics_file.parent)
@@ -125,7 +121,7 @@ class Observer(executor.Observer):
                     self._progress(node, progress)
             case ev.NodeMessage(node=node, message=msg.Evaluation() as evaluation):
                 if machine.believes(node, evaluation):
-                    self._evaluation(node, evaluation, machine)
+                    self._evaluation(node, evaluation)
             case ev.InputStored(offer=offer):
                 codec = machine.ledger.codec_of_deltas(offer.blob.fragment, offer.window, offer.blob.node)
                 self._metrics.payload_bytes.labels("delta", codec).inc(offer.size)
@@ -262,13 +258,13 @@ class Observer(executor.Observer):
         return {**self._store.alarms, **machine.alarms, **self.link_alarms(time.monotonic())}
 
     def status(self, machine: CoordinatorMachine) -> Status:
-        ledger, now = machine.ledger, time.monotonic()
+        ledger, now, t = machine.ledger, time.monotonic(), self.t
         identity, terms = ledger.spec.identity, ledger.spec.terms
-        if machine.begun and self._training_since is None:
-            self._training_since = now
+        if machine.begun and self._totals.began_at is None:
+            self._totals.began_at, self._totals_due = t, 0
         if ledger.finished and self._finished_at is None:
-            self._finished_at = now
-        until = self._finished_at or now
+            self._finished_at = t
+        until = t if self._finished_at is None else self._finished_at
         state: Literal["waiting", "training", "held", "holding"] = "training" if machine.begun else "waiting"
         if self._hold or machine.guard.holds:
             state = "held"
@@ -295,7 +291,7 @@ class Observer(executor.Observer):
                 "revision": ledger.spec.revision,
                 "changed": last_change(ledger),
                 "nodes": terms.admission.min_nodes,
-                "started_s": until - self._training_since if self._training_since is not None else 0.0,
+                "started_s": until - self._totals.began_at if self._totals.began_at is not None else 0.0,
                 "uptime_s": now - self._started,
             },
             "position": float(terms.schedule.steps) if ledger.finished else _position(members),
@@ -312,7 +308,6 @@ class Observer(executor.Observer):
                     "loss": finite_or_none(evaluation.loss),
                     "position": evaluation.position,
                     "outer_steps": max(evaluation.versions),
-                    "seconds": self._evaluated_at.get(evaluation.versions, 0.0),
                 }
                 for evaluation in ledger.evaluations
             ],
@@ -388,11 +383,8 @@ class Observer(executor.Observer):
             for window in [machine.windows.get(fragment)]
         ]
 
-    def _evaluation(self, node: str, evaluation: msg.Evaluation, machine: CoordinatorMachine) -> None:
+    def _evaluation(self, node: str, evaluation: msg.Evaluation) -> None:
         loss, position = evaluation.loss, evaluation.position
-        known = {evaluation.versions for evaluation in machine.ledger.evaluations}  # old ones are thinned out
-        self._evaluated_at = {versions: t for versions, t in self._evaluated_at.items() if versions in known}
-        self._evaluated_at[evaluation.versions] = self.t
         self._timeline.write({"event": "evaluation", "t": self.t, "loss": loss, "position": position})
         self._metrics.scored(loss)
         _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
@@ -413,6 +405,9 @@ class Observer(executor.Observer):
             "bytes_by_kind": to_plain(sent + received),
             "lost_steps": progress.lost_steps,
         }
+        if self._totals_due == 0:
+            self._timeline.write(self._totals.event(self.t))
+        self._totals_due = (self._totals_due + 1) % _TOTALS_EVERY
         self._timeline.write(event)
         self._totals.update(node, event)
         metrics = self._metrics
