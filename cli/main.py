@@ -461,8 +461,12 @@ def status(
     """
     from farloop.cli import status as pages
 
-    if watch and not (as_json or network or state):
-        return pages.watch(url, Console(highlight=False))
+    if watch and (as_json or network):
+        raise CommandError("--watch shows the run, and goes with neither --json nor --network: leave one of them out")
+    if state is not None and url != PAGES:
+        raise CommandError("--url and --state each name a coordinator: give one of them")
+    if watch:
+        return pages.watch(url, state, Console(highlight=False))
     found = pages.fetch(url) if state is None else pages.saved(state)
     if as_json:
         typer.echo(dumps(found))

@@ -15,7 +15,7 @@ from farloop.cli.options import STATE
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import MAX_ANSWER_BYTES, ask
 from farloop.monitoring.healthcheck import open_page
-from farloop.monitoring.status import STATUS_FILE, Status
+from farloop.monitoring.status import STATUS_FILE, Status, saved_status
 from farloop.monitoring.status_summary import cleaned, view_of
 
 DEFAULT_URL = "http://127.0.0.1:9700"
@@ -62,19 +62,25 @@ def fetch(url: str, option: str = "--url") -> Status:
 def saved(folder: Path) -> Status:
     """What the coordinator that runs on a state folder tells, with or without pages; else what the last one told as it
     ended. Raises CommandError: it does not answer, or there is neither."""
-    try:
-        return cast(Status, ask(folder, {"do": "status"}, TIMEOUT_S))
-    except (TimeoutError, ValueError) as error:
-        said = f"the coordinator on {folder} does not answer: {error}; see its log"
-        raise CommandError(said, ExitCode.UNREACHABLE) from None
-    except OSError:
-        pass  # none runs there
+    if (told := asked(folder)) is not None:
+        return told
     try:
         return cast(Status, json.loads((folder / STATUS_FILE).read_bytes()))
     except (OSError, ValueError) as error:
         what = (getattr(error, "strerror", None) or str(error)).lower()
         where = folder / STATUS_FILE
         raise CommandError(f"no status at {where}: {what}; a coordinator writes it when it ends in order") from None
+
+
+def asked(folder: Path) -> Status | None:
+    """What the coordinator that runs on a state folder tells; None: none runs. Raises CommandError: no answer."""
+    try:
+        return cast(Status, ask(folder, {"do": "status"}, TIMEOUT_S))
+    except (TimeoutError, ValueError) as error:
+        said = f"the coordinator on {folder} does not answer: {error}; see its log"
+        raise CommandError(said, ExitCode.UNREACHABLE) from None
+    except OSError:
+        return None
 
 
 def end_of(folder: Path) -> str | None:
@@ -117,9 +123,9 @@ def show_network(status: Status, console: Console) -> None:
     console.print(draw_network(cleaned(status)))
 
 
-def watch(url: str, console: Console) -> None:
-    """Show the status live until the coordinator ends, or Ctrl-C."""
-    status = cleaned(fetch(url))
+def watch(url: str, state: Path | None, console: Console) -> None:
+    """Show the status of the coordinator at `url`, or on the folder `state`, until it ends, or Ctrl-C."""
+    status = cleaned(fetch(url) if state is None else saved(state))
     from farloop.cli.progress import Display
 
     with Display(console) as display:
@@ -127,8 +133,14 @@ def watch(url: str, console: Console) -> None:
             display.update(status)
             time.sleep(POLL_S)
             try:
-                status = cleaned(fetch(url))
+                found = fetch(url) if state is None else asked(state)
             except CommandError:
                 if status["run"]["state"] == "finished":
                     return
                 raise
+            if state is not None and found is None:
+                if (kept := saved_status(state) or status)["run"]["state"] == "finished":
+                    return display.update(cleaned(kept), last=True)
+                said = f"no coordinator runs on {state}: farloop status --state {state} shows what the last one told"
+                raise CommandError(said, ExitCode.UNREACHABLE)
+            status = cleaned(found)

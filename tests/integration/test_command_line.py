@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -85,6 +86,37 @@ def test_status_watches_until_the_coordinator_of_a_finished_run_is_gone() -> Non
     assert result.exit_code == 0
     for words in ("run fjord-1b is training", "run fjord-1b is held", "ALARM: storage", "run fjord-1b is finished"):
         assert words in result.stdout
+
+
+@pytest.mark.parametrize("ends", ["in order", "killed"])
+def test_status_watches_the_coordinator_of_a_folder_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """One without pages; the end that falls between two looks is in the folder."""
+    told: list[Status] = [statuses.status(), statuses.held()]
+
+    def ask(folder: Path, *_: object) -> Status:
+        if told:
+            return told.pop(0)
+        if ends == "in order":
+            (folder / "status.json").write_text(json.dumps(statuses.finished()))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("farloop.cli.status.ask", ask)
+    monkeypatch.setattr("farloop.cli.status.POLL_S", 0.0)
+    result = farloop("status", "--watch", "--state", str(tmp_path))
+    assert "run fjord-1b is training" in result.stdout and "run fjord-1b is held" in result.stdout
+    if ends == "in order":
+        assert result.exit_code == 0 and "run fjord-1b is finished" in result.stdout
+    else:
+        assert result.exit_code == 5 and f"no coordinator runs on {tmp_path}: farloop status --state" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("--watch", "--json"), ("--watch", "--network"), ("--state", ".", "--url", "a:1")])
+def test_options_of_status_that_exclude_each_other_are_refused(words: tuple[str, ...]) -> None:
+    result = farloop("status", *words)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert re.search(r"leave one of them out|give one of them", result.stderr)
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"hello", 200), (b"[]", 200), (b"{}", 200), (b"", 404)])
