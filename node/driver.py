@@ -94,8 +94,7 @@ class Driver:
             while not machine.ended and time.monotonic() < deadline:
                 self._wait()
         if not machine.ended:
-            detail = "without the outcome of what it had sent"
-            self.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED, detail=detail))
+            self.executor.say_goodbye(msg.Leave(reason=Reason.OUT_OF_TIME))
         return self.link.flushed(max(1.0, deadline - time.monotonic())) and machine.ended
 
     def save_moments(self) -> None:

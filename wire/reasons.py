@@ -54,6 +54,7 @@ class Reason(IntEnum):
     TOO_MUCH = 44
     VOID = 45
     FAILED = 46
+    OUT_OF_TIME = 47
 
     @property
     def code(self) -> str:
@@ -112,6 +113,7 @@ _SENTENCES = {
     Reason.TOO_MUCH: "the sum with this delta overflows fp32",
     Reason.VOID: "its window ended with fewer good deltas than a merge needs",
     Reason.FAILED: "the node ended with an error of its own",
+    Reason.OUT_OF_TIME: "the node left at its deadline, before it knew whether its last deltas were merged",
 }
 
 

@@ -96,7 +96,7 @@ R = Reason
 HOW: dict[Reason, Callable[[Scene, Reason], None]] = {
     **dict.fromkeys((R.PROTOCOL_VERSION, R.WRONG_RUN, R.WRONG_LAYOUT, R.WRONG_KEY, R.NAME_TAKEN, R.FENCED), refusal),
     **dict.fromkeys((R.MALFORMED, R.CLOSED, R.SILENT, R.SUPERSEDED), session_end),
-    **dict.fromkeys((R.NONE, R.OLD_INCARNATION, R.DRAINED, R.FAILED), leave),
+    **dict.fromkeys((R.NONE, R.OLD_INCARNATION, R.DRAINED, R.FAILED, R.OUT_OF_TIME), leave),
     **dict.fromkeys((R.RUN_FINISHED, R.COORDINATOR_STOPPING, R.STALLED), told),
 }
 """How a reason comes about; what is not here is a delta's outcome."""

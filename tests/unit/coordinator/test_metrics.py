@@ -68,7 +68,7 @@ def test_a_node_that_is_lost_is_missed_and_one_that_left_on_purpose_is_not(metri
         ({}, 1, 50),
         ({"connected": False, "reason": Reason.SILENT.sentence}, 0, 0),
         (left, None, 0),
-        (left, None, 0),
+        ({**left, "reason": Reason.OUT_OF_TIME.sentence}, None, 0),
         ({}, 1, 50),
     ):
         metrics.saw_nodes([statuses.node("a", tokens_per_s=50.0, **changes)])
