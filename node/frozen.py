@@ -7,7 +7,7 @@ training: by a sample of every tensor, because torch counts no change that goes 
 import hashlib
 import logging
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -63,7 +63,8 @@ class Frozen:
         rough = sorted({line for of_rank in cluster.gather(self._unsaved()) for line in of_rank})
         of_rough = hashlib.blake2b("".join(rough).encode(), digest_size=8)
         self.unsaved = int.from_bytes(of_rough.digest()) if rough else 0
-        """Of floating-point buffers that no state dict has: their names, shapes and mean squares, to some 10 %."""
+        """Of floating-point buffers that no state dict has, their names, shapes and values to some 10 % of their root
+        mean square; and of tables of whole numbers."""
         found.update("".join(settings).encode())
         self.digest = int.from_bytes(found.digest()) if lines or settings else 0
         """Of the names, shapes and values, as fp32, of what is compared; 0 if that is nothing. Of a tensor that is made
@@ -92,10 +93,17 @@ class Frozen:
         saved = self._module.state_dict(keep_vars=True)
         lines = []
         for name, tensor in self._module.named_buffers():
-            if name not in saved and tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+            rough: object = None
+            if tensor.is_meta or not tensor.numel():
+                continue
+            if tensor.is_floating_point() and name not in saved:
+                some = _look(tensor)[1].double()
                 size = float(local_of(tensor).double().square().mean())
-                rough = round(10 * math.log(size)) if 0.0 < size < math.inf else size
-                lines.append(f"{plain_name(name)} {tuple(tensor.shape)} {rough}\n")
+                is_plain = 0.0 < size < math.inf
+                rough = (round(10 * math.log(size)), (some * (4 / size**0.5)).round().tolist()) if is_plain else size
+            elif not tensor.is_floating_point() and tensor.ndim:  # not a counter
+                rough = _table(tensor)
+            lines += [] if rough is None else [f"{plain_name(name)} {tuple(tensor.shape)} {rough}\n"]
         return lines
 
     @torch.no_grad()
@@ -163,17 +171,35 @@ def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield part, held if held.is_floating_point() else held.contiguous().view(torch.uint8)
 
 
+def _table(tensor: Tensor) -> int:
+    """Its digest, bit for bit."""
+    return tensor_digests(Cluster(), {"": local_of(tensor).contiguous().reshape(-1).view(torch.uint8)})[0]
+
+
 def _adapter_settings(module: nn.Module) -> list[str]:
-    """Names and values of the numbers in adapters: of peft's layers, and of classes or parts that are called lora."""
-    lines = []
+    """Names and values of the numbers in adapters, and of their tables of whole numbers: of peft's layers and of what
+    is in them, and of classes or parts that are called lora."""
+    lines, adapter = [], "?"
     for where, part in module.named_modules():
-        names: Iterable[str] = getattr(type(part), "other_param_names", ())  # of peft
+        held = vars(part) | dict(part.named_buffers(recurse=False))
         called = (type(part).__name__, *part._parameters, *part._modules)
-        if not names and any("lora" in name.lower() or "adapter" in name.lower() for name in called):
-            names = vars(part).keys() - {"training"}
+        if own := getattr(type(part), "other_param_names", ()):  # of peft
+            adapter, names = where, list[str](own)
+        elif where.startswith(f"{adapter}.") and not where.startswith(f"{adapter}.base_layer"):
+            names = [] if "dropout" in type(part).__name__.lower() else [*held]
+        else:
+            is_called = any("lora" in name.lower() or "adapter" in name.lower() for name in called)
+            names = [*held] if is_called else []
         for name in names:
-            value = getattr(part, name, None)
+            value = held.get(name)
             numbers = value.items() if isinstance(value, dict) else [("", value)]
-            told = sorted((str(key), float(number)) for key, number in numbers if isinstance(number, int | float))
-            lines += [f"{plain_name(where)}.{name} {told}\n"] if told and not name.startswith("_") else []
+            told = sorted((str(key), told) for key, each in numbers if (told := _told(each)) is not None)
+            is_setting = told and not name.startswith("_") and name != "training"
+            lines += [f"{plain_name(where)}.{name} {told}\n"] if is_setting else []
     return lines
+
+
+def _told(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return None if value.is_floating_point() or value.is_meta else _table(value)
+    return float(value) if isinstance(value, int | float) else None

@@ -238,8 +238,9 @@ class Membership:
         member.stage, member.frozen, member.unsaved = "ready", told.frozen, told.unsaved
         other = next((m for m in self.members.values() if m.unsaved and m.holds == member.holds), member)
         if other.unsaved != member.unsaved:
-            what = "buffers that no state_dict holds, as rotary frequencies: after model.to_empty compute them anew"
-            _log.warning("nodes %s and %s differ in %s", member.name, other.name, what)
+            what = "tables of whole numbers, or buffers that no state_dict holds"
+            fix = "build them from one seed; after model.to_empty compute rotary frequencies anew"
+            _log.warning("nodes %s and %s differ in %s: %s", member.name, other.name, what, fix)
         self._ready.add(member.name)
         self.start_ready(now, "none")
 

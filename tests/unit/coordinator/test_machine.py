@@ -197,7 +197,7 @@ def test_other_buffers_that_no_state_dict_has_are_warned_of(spec: RunSpec, caplo
         assert "rotary" not in caplog.text
         run.greet(node)
         run.say(node, msg.Ready(unsaved=unsaved))
-    assert "nodes c and a differ in buffers that no state_dict holds, as rotary frequencies" in caplog.text
+    assert "nodes c and a differ in tables of whole numbers, or buffers that no state_dict holds: " in caplog.text
 
 
 def test_a_joiner_starts_within_a_round_with_the_slot_that_the_others_are_at(spec: RunSpec) -> None:

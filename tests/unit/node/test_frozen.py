@@ -76,19 +76,37 @@ def test_the_scale_of_an_adapter_counts_which_is_in_no_tensor() -> None:
         module: nn.Module = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
         return module
 
+    def other(kind: str, **settings: Any) -> nn.Module:
+        config = getattr(peft, kind)(target_modules=["0"], **settings)
+        module: nn.Module = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config)
+        nn.init.ones_(module.base_model.model[0].base_layer.weight)
+        nn.init.ones_(module.base_model.model[0].base_layer.bias)
+        return module
+
     of = digest_of
     assert of(adapted()) == of(adapted(lora_dropout=0.5))
+    blocks = {"kind": "OFTConfig", "r": 0, "oft_block_size": 4}  # its numbers are in a module of the layer
+    assert of(other(**blocks)) == of(other(**blocks, module_dropout=0.5))
+    assert (
+        len({of(other(**blocks)), of(other(**blocks, coft=True)), of(other(**blocks, use_cayley_neumann=False))}) == 3
+    )
+    sparse = {"kind": "ShiraConfig", "r": 2}  # it trains the elements that a table names
+    assert (
+        of(other(**sparse, random_seed=1)) == of(other(**sparse, random_seed=1)) != of(other(**sparse, random_seed=2))
+    )
     assert len({of(adapted()), of(adapted(lora_alpha=64)), of(adapted(use_rslora=True))}) == 3
     assert of(OwnLora(8)) == of(OwnLora(8.0)) != of(OwnLora(64))
     assert of(LoRALinear(8)) == of(LoRALinear(8.0)) != of(LoRALinear(64))
 
 
 def test_buffers_that_no_state_dict_has_are_compared_roughly() -> None:
-    """`to_empty` leaves them unset."""
+    """`to_empty` leaves them unset; a table that is drawn on each node is another one, too."""
 
-    def model(*frequencies: float) -> nn.Module:
+    def model(*frequencies: float, table: tuple[int, ...] = (0, 1), count: int = 0) -> nn.Module:
         module = nn.Linear(2, 2)
         module.register_buffer("inv_freq", torch.tensor(frequencies), persistent=False)
+        module.register_buffer("table", torch.tensor(table))
+        module.register_buffer("count", torch.tensor(count))
         return module
 
     def unsaved(module: nn.Module) -> int:
@@ -96,7 +114,10 @@ def test_buffers_that_no_state_dict_has_are_compared_roughly() -> None:
 
     right = unsaved(model(1.0, 0.1, 0.01))
     assert right == unsaved(model(1.0 + 1e-6, 0.1, 0.01)) != 0
+    assert right == unsaved(model(1.0, 0.1, 0.01, count=5))
     assert len({right, unsaved(model(0.0, 0.0, 0.0)), unsaved(model(1.0, 1.0, 0.01)), unsaved(model(1.0, 0.1))}) == 4
+    assert right != unsaved(model(0.1, 1.0, 0.01)), "of the same length"
+    assert right != unsaved(model(1.0, 0.1, 0.01, table=(1, 0)))
     assert unsaved(nn.BatchNorm1d(2)) == 0
 
 
