@@ -1,7 +1,7 @@
 """How a model is cut into fragments, and their layout in a flat buffer."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
@@ -70,9 +70,11 @@ def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def statistics_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its running statistics (the buffers running_mean and running_var), by name as `trainable_tensors` has it."""
-    return {plain_name(name): buffer for name, buffer in module.named_buffers() if is_statistic(name)}
+def statistics_of(module: nn.Module, run: Container[str] | None = None) -> dict[str, Tensor]:
+    """Its running statistics (the buffers running_mean and running_var), by name as `trainable_tensors` has it; those
+    that a `run` has, where its names are given."""
+    found = {plain_name(name): buffer for name, buffer in module.named_buffers() if is_statistic(name)}
+    return {name: buffer for name, buffer in found.items() if run is None or name in run}
 
 
 @contextmanager

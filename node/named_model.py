@@ -488,7 +488,7 @@ def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _exchanged(module: nn.Module, weights: Container[str]) -> dict[str, Tensor]:
     """What of a module is exchanged, with running statistics if the run has them."""
-    return {**dict(trainable_tensors(module)), **{n: t for n, t in statistics_of(module).items() if n in weights}}
+    return {**dict(trainable_tensors(module)), **statistics_of(module, weights)}
 
 
 def _write_plain(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, model: str) -> None:

@@ -655,7 +655,7 @@ def matched_parameters(
     names = {plain_name(name): name for name in there}
     here = {names.get(name, name): parameter for name, parameter in [*trainable_tensors(module), *absent.items()]}
     # Buffers are taken for parameters without gradients.
-    here |= {name: cast(nn.Parameter, tensor) for name, tensor in statistics_of(module).items() if name in there}
+    here |= {name: cast(nn.Parameter, tensor) for name, tensor in statistics_of(module, there).items()}
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:

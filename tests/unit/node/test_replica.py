@@ -326,6 +326,19 @@ def test_a_run_that_has_the_names_of_a_compiled_model_matches_all_the_same(compi
     assert matched["_orig_mod.embed.weight"] is module.embed.weight
 
 
+def test_a_node_that_holds_a_stage_has_the_statistics_of_that_stage() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)))
+    exchanged = [*trainable_tensors(module), *statistics_of(module).items()]
+    layout = partition([(name, tuple(tensor.shape)) for name, tensor in exchanged], pattern="whole", stages=(1,))
+    part = nn.Module()
+    part.add_module("1", module[1])
+    replica = Replica(part, layout, gradients=False, holds=(1,))
+    module.get_buffer("1.1.running_var").fill_(4.0)
+    averaged = [fragment for fragment in replica.fragments if fragment.averaged]
+    assert [slot.name for fragment in averaged for slot in fragment.tensors] == ["1.1.running_mean", "1.1.running_var"]
+    assert replica.take(averaged[0].index).tolist().count(-4.0) == 3, "anchors begin as zeros"
+
+
 def test_an_evaluation_that_changes_statistics_changes_no_anchor() -> None:
     """A forgotten eval() does."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
