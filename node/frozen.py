@@ -193,7 +193,7 @@ def _adapter_settings(module: nn.Module) -> list[str]:
         for name in names:
             value = held.get(name)
             numbers = value.items() if isinstance(value, dict) else [("", value)]
-            told = sorted((str(key), told) for key, each in numbers if (told := _told(each)) is not None)
+            told = sorted((str(key), known) for key, each in numbers if (known := _told(each)) is not None)
             is_setting = told and not name.startswith("_") and name != "training"
             lines += [f"{plain_name(where)}.{name} {told}\n"] if is_setting else []
     return lines

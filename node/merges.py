@@ -5,9 +5,11 @@ elements and on their device. One step that goes back by the merge's own change,
 and not for a gradient's sake, undoes the merge.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -30,6 +32,8 @@ _BACK, _TOO_FAR = 0.3, 1.3  # of the change: masters go all of the way back, slo
 _ALONG: Final = 0.9  # cosine of the step and the way back: of 16 elements, by chance once in a million times
 _LONGER: Final = 3.0  # than any other step: those of most optimizers differ by less
 _CERTAIN: Final = _LONGER**2  # product of that over merges: one step like no other, or two in a row
+
+_NEAR: Final = 0.1  # of the spread of the weights, for a copy that the first step may have stepped
 
 _COPIES: Final = frozenset({"slow_buffer", "slow_params", "slow_param", "x0", "p0"})
 """Keys of the state under which known optimizers keep weights of an earlier step."""
@@ -115,8 +119,9 @@ class Merges:
         self._parts, self._on_merge = [] if optimizer is None else [*held_by(optimizer)], on_merge
         self._averaging = [part for part in self._parts if hasattr(part, "eval") and hasattr(part, "train")]
         self._shown = list[Any]()  # of these, those that `resume` has train
-        self._is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
+        self.is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
         """By key of the state, once that is known. Schedule-free weights are drawn to z."""
+        self._first: dict[nn.Parameter, Tensor] | None = None  # a few elements before the first step
         # Not the running statistics: each step draws them to its samples, however they were merged.
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._layout = layout
@@ -182,24 +187,30 @@ class Merges:
         found = defaultdict[str, list[tuple[nn.Parameter, Tensor]]](list)
         for state, parameter in ((part.state.get(p, {}), p) for part in self._parts for p in parameters):
             for key, value in state.items():
-                if self._is_copy.get(key, True) and _is_like(value, parameter):
+                if self.is_copy.get(key, True) and _is_like(value, parameter):
                     found[key].append((parameter, value))
-        for key in found.keys() - self._is_copy.keys():
+        for key in found.keys() - self.is_copy.keys():
             weights = [local_of(parameter.detach()) for parameter, _ in found[key]]
             alike = all(_are_equal(local_of(copy), of) for (_, copy), of in zip(found[key], weights, strict=True))
             if not alike or any(bool(of.ne(of.flatten()[:1]).any()) for of in weights):
-                self._is_copy[key] = alike  # else these weights are all the same, and tell nothing of others
+                self.is_copy[key] = alike  # else these weights are all the same, and tell nothing of others
             if not alike or not any(bool(of.any()) for of in weights):
                 del found[key]  # zeros are no copies of zeros
         return [pair for pairs in found.values() for pair in pairs]
 
     def before_step(self) -> None:
         """The optimizer steps next."""
+        if self._first is None:
+            new = [p for p in self._parameters.values() if not any(part.state.get(p) for part in self._parts)]
+            self._first = {parameter: _some(parameter) for parameter in new if not parameter.is_meta}
         for window in self._windows.values():
             window.begin()
 
     def after_step(self) -> None:
         """It has stepped. Raises LoopError: it undoes merges."""
+        if self._first:
+            self._note_copies(self._first)
+            self._first = {}
         rate = rates_of(groups_of(self._parts[0])[:1], [1.0])[0] if self._windows else 1.0
         for index, window in [*self._windows.items()]:
             window.end(rate)
@@ -207,6 +218,20 @@ class Merges:
                 self._judge(self._windows.pop(index))
         if (seen := self._verdicts.poll()) is not None:
             self._hear(seen)
+
+    def _note_copies(self, first: Mapping[nn.Parameter, Tensor]) -> None:
+        """What the first step has put into the state of the weights as they were before it, and may have stepped by
+        itself: later it is too far from them to be known."""
+        far, spread = defaultdict[str, float](float), defaultdict[str, float](float)
+        for parameter, weights in first.items():
+            for key, value in chain.from_iterable(part.state.get(parameter, {}).items() for part in self._parts):
+                if not _is_like(value, parameter):
+                    continue
+                some = _some(value)
+                is_gradient = parameter.grad is not None and torch.equal(some, _some(parameter.grad))
+                far[key] += math.inf if is_gradient else float((some - weights).square().sum())
+                spread[key] += float((weights - weights.mean()).square().sum())
+        self.is_copy |= {key: True for key in far if far[key] < _NEAR**2 * spread[key]}
 
     def _judge(self, window: _Window) -> None:
         verdict = window.verdict()
@@ -239,6 +264,12 @@ def _elements(tensor: Tensor, slot: TensorSlot) -> Tensor:
     one column of a matrix stands for all."""
     part = local_of(tensor.detach()) if is_dtensor(tensor) else rows_of(tensor.detach(), slot)
     return part.reshape(-1)[:: part.numel() // _ELEMENTS | 1][:_ELEMENTS].double()
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A few elements of this process's part, a copy, fp64."""
+    flat = local_of(tensor.detach()).reshape(-1)
+    return flat[:: flat.numel() // _ELEMENTS | 1][:_ELEMENTS].to(torch.float64, copy=True)
 
 
 def _trains(part: Any) -> bool:

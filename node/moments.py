@@ -162,6 +162,7 @@ class Moments:
         for key, row in zip(keys, flat, strict=True):
             tensors = self._tensors(fragment, key, described)
             there = row.to(self._weights.device)
+            self._merges.is_copy |= {key: True} if described[key][1] == "copy" else {}
             self._beside(tensors).mix(index, there + self._flat(index) if described[key][1] == "copy" else there, 0.0)
         self._count(fragment, described)
         return True

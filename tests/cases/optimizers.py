@@ -47,6 +47,29 @@ class Inside(Masters):
         super().step()
 
 
+class Previous(SGD):
+    """Its momentum is measured from the weights of the step before, which it has made a copy of."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            before = self.state[parameter].setdefault("before", parameter.detach().clone())
+            now = parameter.detach().clone()
+            parameter.add_(now - before, alpha=0.5).sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+            before.copy_(now)
+
+
+class Pulled(SGD):
+    """As AccSGD: the weights are drawn to a copy that goes by longer steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            far = self.state[parameter].setdefault("momentum_buffer", parameter.detach().clone())
+            far.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] * 2)
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"]).lerp_(far, 0.25)
+
+
 class ScheduleFree(Optimizer):
     """SGDScheduleFree of schedulefree 1.4: in train mode the weights are 0.9 x + 0.1 z, else x, the mean of all z."""
 
@@ -137,7 +160,9 @@ class Process:
     def step(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = parameter.detach() * 2.0
+        self.merges.before_step()
         self.optimizer.step()
+        self.merges.after_step()
 
     def save(self) -> bool:
         head = self.moments.save(HEAD)

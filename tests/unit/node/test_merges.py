@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from optimizers import Inside, Make, Masters, Node, ScheduleFree, alike, noise, schedulefree
+from optimizers import Inside, Make, Masters, Node, Previous, Pulled, ScheduleFree, alike, noise, schedulefree
 from pretend_cuda import Device
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
@@ -128,8 +128,15 @@ class Around(Optimizer):
 
 @pytest.mark.parametrize(
     "make",
-    [Inside, ScheduleFree, partial(Far, weight_decay=0.0), lambda parameters, lr: Around(Inside(parameters, lr=lr))],
-    ids=["masters", "schedule-free", "lookahead", "wrapped"],
+    [
+        Inside,
+        ScheduleFree,
+        partial(Far, weight_decay=0.0),
+        Previous,
+        lambda parameters, lr: Pulled(parameters, lr=lr / 16),
+        lambda parameters, lr: Around(Inside(parameters, lr=lr)),
+    ],
+    ids=["masters", "schedule-free", "lookahead", "the step before", "pulled", "wrapped"],
 )
 def test_what_the_state_has_of_the_weights_moves_with_them(make: Callable[..., Optimizer]) -> None:
     """A merge that moves everything by 2 leaves training as it was, 2 further on: the gradients are the same."""

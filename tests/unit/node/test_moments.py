@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Process, ScheduleFree, schedulefree
+from optimizers import Previous, Process, ScheduleFree, schedulefree
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
@@ -78,7 +78,7 @@ def test_a_step_after_a_restart_is_the_step_without_it(tmp_path: Path, make: Cal
         assert torch.equal(weights, second.model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("kind", [ScheduleFree, schedulefree])
+@pytest.mark.parametrize("kind", [ScheduleFree, schedulefree, Previous])
 def test_copies_of_the_weights_come_back_beside_the_anchor(tmp_path: Path, kind: Callable[..., Optimizer]) -> None:
     """A node goes on from an anchor that lies 2 from where its weights were: its steps are the same, 2 further on."""
     first, second = (Process(tmp_path, lambda model: kind(model.parameters(), lr=0.1)) for _ in range(2))
