@@ -104,8 +104,11 @@ def _takes(function: Callable[..., object], count: int) -> bool:
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that Accelerate's wrapper steps, which has no step hooks of its own. Any other wrapper is stepped
-    as it is: its step is not that of the optimizer inside."""
-    is_accelerate_s = type(optimizer).__module__.startswith("accelerate.")
+    as it is: its step is not that of the optimizer inside. Raises LoopError for one of DeepSpeed."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    is_accelerate_s = kind.startswith("accelerate.")
+    if "deepspeed" in kind.lower() and (is_accelerate_s or not isinstance(optimizer, Optimizer)):
+        raise LoopError(_DEEPSPEED)
     return getattr(optimizer, "optimizer", optimizer) if is_accelerate_s else optimizer
 
 
@@ -118,6 +121,12 @@ def check_hooks(optimizer: object) -> None:
             f"join(hook=True): {type(optimizer).__name__} has no step hooks, as it does not call Optimizer.__init__: "
             "let it, or join with the optimizer inside it, and have the trainer step that"
         )
+
+
+_DEEPSPEED = (
+    "join got a model or an optimizer of DeepSpeed, which steps in its engine and keeps copies of the weights: take "
+    "DistributedDataParallel or torch.distributed.fsdp.fully_shard in its place"
+)
 
 
 def a_kind(value: object) -> str:
@@ -135,6 +144,8 @@ def bare(module: object) -> nn.Module:
             "join(model=…) got a model in FullyShardedDataParallel (FSDP1), which hides its parameters: shard it with "
             "torch.distributed.fsdp.fully_shard"
         )
+    if type(inner).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in inner.parameters()):  # ZeRO-3's
+        raise LoopError(_DEEPSPEED)
     if isinstance(inner, nn.DataParallel | DistributedDataParallel):
         raise LoopError(
             f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "

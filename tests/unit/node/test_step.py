@@ -207,6 +207,24 @@ def test_a_wrapping_optimizer_is_stepped_as_given_and_one_without_hooks_is_refus
     assert "\n" not in str(caught.value)
 
 
+def test_what_deepspeed_has_made_is_refused_in_one_line() -> None:
+    """Its classes are known by their names: the package builds its own kernels, and is not installed here."""
+    wrapper: Any = pytest.importorskip("accelerate.utils.deepspeed").DeepSpeedOptimizerWrapper
+    module = two_layers()
+    of_accelerate = wrapper.__new__(wrapper)  # it is made from what initialize returns
+    of_accelerate.optimizer = plain(module)
+    zero = type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"})()
+    engine = type("DeepSpeedEngine", (nn.Sequential,), {})(module)
+    parted = two_layers()
+    cast(Any, parted[0].weight).ds_id = 0  # of ZeRO-3, which leaves no elements there
+    for model, optimizer in ((module, of_accelerate), (module, zero), (engine, plain(module)), (parted, plain(parted))):
+        with pytest.raises(LoopError, match=r"^join got a model or an optimizer of DeepSpeed, .*fully_shard") as caught:
+            join("tcp://127.0.0.1:1", model, optimizer, name="a", hook=True)
+        assert "\n" not in str(caught.value)
+    of_its_own = type("DeepSpeedCPUAdam", (SGD,), {"__module__": "deepspeed.ops.adam"})(module.parameters())
+    assert unwrapped(of_its_own) is of_its_own, "a plain optimizer"
+
+
 def test_the_dry_step_of_torch_s_checkpoint_library_is_none() -> None:
     loop = Loop(lambda module: AdamW(module.parameters(), lr=0.1), hook=True)
     get_optimizer_state_dict(loop.module, loop.optimizer)
