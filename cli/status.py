@@ -138,9 +138,10 @@ def watch(url: str, state: Path | None, console: Console) -> None:
                 if status["run"]["state"] == "finished":
                     return
                 raise
-            if state is not None and found is None:
-                if (kept := saved_status(state) or status)["run"]["state"] == "finished":
-                    return display.update(cleaned(kept), last=True)
-                said = f"no coordinator runs on {state}: farloop status --state {state} shows what the last one told"
-                raise CommandError(said, ExitCode.UNREACHABLE)
-            status = cleaned(found)
+            if found is not None:
+                status = cleaned(found)
+                continue
+            if (kept := (state and saved_status(state)) or status)["run"]["state"] == "finished":
+                return display.update(cleaned(kept), last=True)
+            said = f"no coordinator runs on {state}: farloop status --state {state} shows what the last one told"
+            raise CommandError(said, ExitCode.UNREACHABLE)
