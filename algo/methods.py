@@ -131,11 +131,11 @@ METHODS: Final = {
         ),
         Method(
             name="data-parallel",
-            summary="The mean fp32 gradient of every inner step, stepped by one AdamW: the baseline.",
+            summary="The mean gradient of every inner step, in fp32 unless set, stepped by one AdamW: the baseline.",
             h=1,
             codec_up="fp32",
             codec_down="fp32",
-            fixed=frozenset({"h", "tau", "mix", "codec_up", "codec_down", "on_late_update", "quorum"}),
+            fixed=frozenset({"h", "tau", "mix", "codec_down", "on_late_update", "quorum"}),
             outer="adamw",  # runs by the inner learning rate: ν and μ are not used
             inner=False,
         ),

@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("async", {"lag": 1}, "0 only"),
     *(
         ("data-parallel", {name: value}, f"data-parallel runs with {name} = .* only, not {value}")
-        for name, value in [("h", 2), ("tau", 1), ("mix", 0.5), ("codec_up", "q4"), ("codec_down", "q8"), ("quorum", 3)]
+        for name, value in [("h", 2), ("tau", 1), ("mix", 0.5), ("codec_down", "q8"), ("quorum", 3)]
     ),
     # the outer and the inner optimizer
     ("streaming", {"outer_lr": -0.1}, "outer_lr is -0.1; it must be a number of at least 0"),
@@ -226,7 +226,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("data-parallel", VARIATES, "with data-parallel nodes make none"),
     # what a node has of its own
-    ("data-parallel", {"codec_up_of": (("a", "q8"),)}, "codec_up_of: a cannot have its own, for data-par"),
     ("data-parallel", {"h_share_of": (("a", 0.5),)}, "h_share_of: a cannot have its own, for data-par"),
     ("diloco", {**VARIATES, "h_share_of": (("a", 0.5),)}, "with control_variates all nodes do"),
     ("diloco", {"h_share_of": (("a", 1.0),)}, "h_share_of: a has 1.0; a share is above 0 and below 1"),
