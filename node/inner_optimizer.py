@@ -12,6 +12,7 @@ from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -77,8 +78,9 @@ class Muon(Optimizer):
     steps of Newton–Schulz leave singular values of about 0.7 to 1.2: an element's rms is about 0.34 of the rate.
 
     Ours for three reasons. Matrices of one shape are stepped together, and in fp32 on a CPU, where torch's step takes
-    many times as long in bf16. A matrix that lies on several ranks is gathered: the step is that of one process. And
-    torch 2.13's normalises its own buffer in place where gradients are bf16 and `nesterov` is off.
+    many times as long in bf16. A matrix that lies on several ranks is gathered, and its direction found by one of
+    them: the step is that of one process. And torch 2.13's normalises its own buffer in place where gradients are bf16
+    and `nesterov` is off.
     """
 
     def __init__(
@@ -96,25 +98,26 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = _loss_of(closure)
         for group in self.param_groups:
-            alike: dict[object, list[nn.Parameter]] = {}
+            alike: dict[tuple[torch.Size, torch.device, Any], list[nn.Parameter]] = {}
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                alike.setdefault((parameter.shape, parameter.device), []).append(parameter)
-            for parameters in alike.values():
-                count = max(1, _MOST_AT_ONCE // parameters[0].numel())
+                mesh = getattr(parameter, "device_mesh", None)  # of a sharded one
+                alike.setdefault((parameter.shape, parameter.device, mesh), []).append(parameter)
+            for (shape, _, mesh), parameters in alike.items():
+                count = max(1, _MOST_AT_ONCE // shape.numel()) * (1 if mesh is None else max(mesh.shape))
                 for first in range(0, len(parameters), count):
-                    self._step_alike(parameters[first : first + count], group)
+                    self._step_alike(parameters[first : first + count], group, mesh)
         return loss
 
-    def _step_alike(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """Step matrices of one shape. Every rank of a sharded one computes all of the direction, and takes its part."""
+    def _step_alike(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any], mesh: Any) -> None:
+        """Step matrices of one shape; every rank of a mesh takes its part of each."""
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         if group["nesterov"]:
             buffers = [p.grad.lerp(b, group["momentum"]) for p, b in zip(parameters, buffers, strict=True)]  # type: ignore[union-attr]
-        directions = orthogonal(torch.stack([whole(buffer) for buffer in buffers]))
+        directions = orthogonal(torch.stack(buffers)) if mesh is None else _shared_out(buffers, mesh)
         rate = float(group["lr"])
         for parameter, direction in zip(parameters, directions, strict=True):
             here = local_of(parameter)
@@ -122,6 +125,21 @@ class Muon(Optimizer):
             for dimension, (begin, count) in enumerate(zip(*box_of("", parameter), strict=True)):
                 direction = direction.narrow(dimension, begin, count)
             here.add_(direction, alpha=-rate * _MUON_RMS * math.sqrt(max(parameter.shape)))
+
+
+def _shared_out(buffers: Sequence[Tensor], mesh: Any) -> list[Tensor]:
+    """The directions, whole, of sharded matrices of one shape: of n ranks each computes every n-th. All ranks call it,
+    and each holds the whole of its own alone for long. Ranks that differ in other dimensions of the mesh than its
+    longest compute the same."""
+    along = max(range(mesh.ndim), key=mesh.size)
+    ranks, here = mesh.size(along), mesh.get_local_rank(along)
+    own = [matrix for number, matrix in enumerate(map(whole, buffers)) if number % ranks == here]
+    each = math.ceil(len(buffers) / ranks)  # an equal number, for the exchange
+    own += [torch.zeros(buffers[0].shape, dtype=buffers[0].dtype, device=buffers[0].device)] * (each - len(own))
+    found = orthogonal(torch.stack(own))
+    gathered = found.new_empty((ranks * each, *found.shape[1:]))
+    dist.all_gather_into_tensor(gathered, found.contiguous(), group=mesh.get_group(along))
+    return [gathered[number % ranks * each + number // ranks] for number in range(len(buffers))]
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

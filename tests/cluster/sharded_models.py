@@ -23,14 +23,14 @@ from farloop.algo.fragments import partition, statistics_of, trainable_tensors, 
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, RunSpec, WindowTerms
 from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
-from farloop.node import shards
+from farloop.node import inner_optimizer, shards
 from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.frozen import Frozen
-from farloop.node.inner_optimizer import default_optimizer
+from farloop.node.inner_optimizer import default_optimizer, orthogonal
 from farloop.node.library import Node
 from farloop.node.merges import Merges
 from farloop.node.model import build
@@ -506,14 +506,16 @@ def mixed_precision() -> dict[str, Any]:
     }
 
 
-def muon_steps(way: str) -> tuple[bool, int]:
-    """Whether three steps of the default Muon on a sharded model have the bits of those of one process, and how many of
-    its matrices were sharded."""
+def muon_steps(way: str) -> tuple[bool, int, int]:
+    """Whether three steps of the default Muon on a sharded model have the bits of those of one process, how many of
+    its matrices were sharded, and of how many this rank computed a direction, over all steps."""
     terms = plain_terms(inner_optimizer="muon", lr=LearningRate(peak=0.1))
     ours, alone = awkward(), awkward()
     WAYS[way](ours)
+    stacks = list[torch.Tensor]()
+    inner_optimizer.orthogonal = lambda stack: stacks.append(stack) or orthogonal(stack)
     optimizers = default_optimizer(ours, terms), default_optimizer(alone, terms)
-    generator = torch.Generator().manual_seed(2)
+    generator, computed = torch.Generator().manual_seed(2), 0
     for _ in range(3):
         for mine, one in zip(trainable_tensors(ours), trainable_tensors(alone), strict=True):
             gradient = torch.randn(one[1].shape, generator=generator)
@@ -523,12 +525,14 @@ def muon_steps(way: str) -> tuple[bool, int]:
             for dimension, (begin, count) in enumerate(zip(*box_of(*mine), strict=True)):
                 part = part.narrow(dimension, begin, count)
             local_of(mine[1].grad).copy_(part)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizers[0].step()
+        computed += sum(int(bool(matrix.any())) for stack in stacks for matrix in stack)
+        optimizers[1].step()
+        stacks.clear()
     pairs = zip(trainable_tensors(ours), trainable_tensors(alone), strict=True)
     same = all(same_bits(whole(mine.detach()), one.detach()) for (_, mine), (_, one) in pairs)
     muon = optimizers[0].parts[0]
-    return same, sum(is_dtensor(p) for group in muon.param_groups for p in group["params"])
+    return same, sum(is_dtensor(p) for group in muon.param_groups for p in group["params"]), computed
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:

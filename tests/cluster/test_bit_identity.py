@@ -69,9 +69,11 @@ MUON_SLOW = [("columns", 2), ("tensor_parallel", 2), ("both", 4)]
     ("way", "count"), [("rows", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in MUON_SLOW)]
 )
 def test_muon_of_a_sharded_model_steps_to_the_bits_of_one_process(way: str, count: int) -> None:
-    """Rows that do not divide by the ranks too."""
-    for same, sharded in ranks(count, muon_steps, way=way):
-        assert same and sharded == 2
+    """Rows that do not divide by the ranks too. Each direction is computed once, or once in each row of a mesh."""
+    told = ranks(count, muon_steps, way=way)
+    assert all(same and sharded == 2 for same, sharded, _ in told)
+    copies = 2 if way == "both" else 1
+    assert sum(computed for *_, computed in told) == 3 * 2 * copies
 
 
 @pytest.mark.parametrize("way", ["rows", "both"])
