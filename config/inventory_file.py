@@ -31,6 +31,7 @@ class _Card(_Table):
     kind: str
     bytes_per_s: float | None = None
     gbit_s: float | None = None
+    efficiency: float = 1.0
     active: bool = True
     provenance: str = "operator"
 
@@ -67,6 +68,7 @@ class _Model(_Table):
     layer_bytes: float | None = None
     activation_bytes: float = 0.0
     parameters: float = 0.0
+    sync_bytes: float | None = None
     microbatches: int = 1
     backward: float = 1.5
     loss: float = 0.25
@@ -202,13 +204,17 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
         if max_layers < 1:
             raise ValueError(f"{where}: memory_bytes is {node.memory_bytes:g}; one layer takes {model.layer_bytes:g}")
     cards = tuple(
-        plain.Card(
-            kind=_member(plain.CardKind, card.kind, f"{where}.nics.kind"),
-            bytes_per_s=_rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None),
-            active=card.active,
-            provenance=_member(plain.Provenance, card.provenance, f"{where}.nics.provenance"),
+        _in_place(
+            lambda card=card: plain.Card(
+                kind=_member(plain.CardKind, card.kind, "kind"),
+                bytes_per_s=_rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None),
+                efficiency=card.efficiency,
+                active=card.active,
+                provenance=_member(plain.Provenance, card.provenance, "provenance"),
+            ),
+            f"{where}.nics[{place}]",
         )
-        for card in node.nics
+        for place, card in enumerate(node.nics)
     )
     if node.address and node.count > 1 and "{n}" not in node.address:
         raise ValueError(

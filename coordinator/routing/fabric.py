@@ -3,14 +3,14 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
-from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
+from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Node
 
 # --- Link matrix in seconds, with checks of its entries
 #
@@ -41,21 +41,27 @@ class Fabric:
 
 
 def fabric_of(inventory: Inventory) -> Fabric:
-    """The matrices of an inventory, with suspects left out."""
+    """The matrices of an inventory, with suspects left out.
+
+    A link is no faster than the cards of its ends, of the best class that both have: RDMA inside a site alone.
+    """
     nodes, model = inventory.nodes, inventory.model
     special = {end for ends in inventory.links for end in ends} & {node.name for node in nodes}
+    alike: dict[tuple[str, tuple[Card, ...]], Node] = {}
+    ends_of = {n.name: alike.setdefault((n.name if n.name in special else n.site, n.cards), n).name for n in nodes}
+    rates = {node.name: node.card_rates() for node in alike.values()}
     cache: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def wire(source: Node, target: Node) -> tuple[float, float, float]:
-        ends = (
-            source.name if source.name in special else source.site,
-            target.name if target.name in special else target.site,
-        )
+        ends = a, b = ends_of[source.name], ends_of[target.name]
         if (known := cache.get(ends)) is None:
             link = inventory.link(source, target)
             if link is None:
                 known = (UNREACHABLE_S, 0.0, UNREACHABLE_S)
             else:
+                kinds = [kind for kind in CardKind if source.site == target.site or not kind.is_rdma]
+                cards = (min(rates[a][kind], rates[b][kind]) for kind in kinds if kind in rates[a].keys() & rates[b])
+                link = replace(link, bytes_per_s=min(link.bytes_per_s, next(cards, math.inf)))
                 message = link.seconds(model.activation_bytes) + model.overhead_s
                 known = (link.latency_s, 1.0 / link.bytes_per_s, min(UNREACHABLE_S, message))
             cache[ends] = known

@@ -67,9 +67,14 @@ class Card:
     """A network card of a node."""
 
     kind: CardKind
-    bytes_per_s: float | None = None  # None where nobody knows
+    bytes_per_s: float | None = None  # line rate; None where nobody knows
+    efficiency: float = 1.0  # share of the line rate that transfers reach
     active: bool = True
     provenance: Provenance = Provenance.OPERATOR
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.efficiency <= 1.0:
+            raise ValueError(f"efficiency is {self.efficiency}; a share above 0 and at most 1 is wanted, as 0.8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +109,17 @@ class Node:
     @property
     def fabric(self) -> CardKind:
         """Class of its best active card: RDMA before Ethernet, InfiniBand before RoCE."""
-        kinds = {card.kind.fabric for card in self.cards if card.active}
-        return next((kind for kind in CardKind if kind in kinds), CardKind.ETHERNET)
+        rates = self.card_rates()
+        return next((kind for kind in CardKind if kind in rates), CardKind.ETHERNET)
+
+    def card_rates(self) -> dict[CardKind, float]:
+        """Class → bytes/s that its fastest active card of that class reaches; inf where nobody knows."""
+        found: dict[CardKind, float] = {}
+        for card in self.cards:
+            if card.active:
+                rate = math.inf if card.bytes_per_s is None else card.bytes_per_s * card.efficiency
+                found[card.kind.fabric] = max(rate, found.get(card.kind.fabric, 0.0))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +153,8 @@ class Model:
     layers: int
     activation_bytes: float = 0.0  # of one microbatch between two stages; a gradient back is as large
     parameter_bytes: float = 0.0  # of all parameters, fp32: what a sync without a codec sends
+    sync_bytes: float | None = None
+    """Of a parameter in an all-reduce inside an island. None: the bits that are planned, or fp32 where none are."""
     microbatches: int = 1  # of every source in a step
     backward: float = 1.5  # backward pass of a layer in forward passes; 1.5 in SkipPipe's code
     loss: float = 0.25  # head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code
@@ -149,9 +165,9 @@ class Model:
         _check_least(self, "layers", "microbatches")
         if self.microbatches > MOST_MICROBATCHES:
             raise ValueError(f"microbatches is {self.microbatches}; the most is {MOST_MICROBATCHES}")
-        for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s"):
+        for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s", "sync_bytes"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
+            if value is not None and not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} is {value}; a number of at least 0 is wanted")
 
 

@@ -125,12 +125,26 @@ class Placed:
 
 
 def dp_s(groups: Groups, fabric: Fabric, gradient_bytes: float) -> float:
-    """max over stages, max over replicas i, of Σⱼ 2·(αᵢⱼ + bytes/(r·βᵢⱼ)); `gradient_bytes` are a stage's."""
+    """Of the slowest stage; `gradient_bytes` are a stage's."""
+    return max(exchange_s(group, fabric, gradient_bytes) for group in groups)
+
+
+def exchange_s(group: Sequence[int], fabric: Fabric, num_bytes: float) -> float:
+    """max over replicas i of Σⱼ 2·(αᵢⱼ + S/(r·βᵢⱼ)); on equal links a ring's 2(r − 1)·α + 2(r − 1)/r·S/β."""
     return max(
-        sum(2.0 * (fabric.latency_s[i][j] + gradient_bytes / len(group) * fabric.byte_s[i][j]) for j in group if j != i)
-        for group in groups
+        sum(2.0 * (fabric.latency_s[i][j] + num_bytes / len(group) * fabric.byte_s[i][j]) for j in group if j != i)
         for i in group
     )
+
+
+def all_reduce_s(group: Sequence[int], fabric: Fabric, num_bytes: float) -> float:
+    """The smaller of `exchange_s` and a binomial tree there and back, 2·⌈log₂ r⌉·(α + S/β) of the slowest link.
+
+    Both after Thakur, Rabenseifner and Gropp (2005); a tree takes fewer messages, a ring fewer bytes.
+    """
+    links = [fabric.latency_s[i][j] + num_bytes * fabric.byte_s[i][j] for i in group for j in group if i != j]
+    tree = 2.0 * (len(group) - 1).bit_length() * max(links, default=0.0)
+    return min(exchange_s(group, fabric, num_bytes), tree)
 
 
 def matching_s(left: Sequence[int], right: Sequence[int], message_s: Sequence[Sequence[float]]) -> float:

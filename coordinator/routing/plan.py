@@ -14,7 +14,7 @@ from farloop.coordinator.routing.anomalies import UNREACHABLE_S
 from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of, islands_of
 from farloop.coordinator.routing.inventory import LOCAL, Hub, Inventory, Mode, Provenance
 from farloop.coordinator.routing.mode import Decision, ModeChoice
-from farloop.coordinator.routing.placement import Transport, dp_s, floor_split, slowest_s, transport
+from farloop.coordinator.routing.placement import Groups, Transport, all_reduce_s, floor_split, slowest_s, transport
 from farloop.coordinator.routing.routes import Paths
 from farloop.coordinator.routing.simulator import Outcome, simulate
 from farloop.coordinator.routing.sync_plan import Pace, Rate, choose, utilization
@@ -145,7 +145,10 @@ class Sync:
     """Bits and steps of the nodes, and the predicted seconds of all topologies."""
 
     rates: Mapping[str, Rate]  # by node
-    topologies: tuple[Prediction, ...]  # the star first: it is what runs
+    topologies: tuple[Prediction, ...]  # the star first: it is what the daemons run
+    priced: Prediction
+    """What the plan counts: the star, or an all-reduce inside islands if the replicas of each stage share one, by
+    links that are given, and it is faster."""
     relays: tuple[str, ...]  # nodes that would relay, in the order of their islands
     roots: tuple[str, ...]  # aggregator of each fragment
     payload_bytes: Mapping[str, float]  # bytes per node and round, each way
@@ -157,11 +160,14 @@ class Sync:
 
 def plan_sync(
     inventory: Inventory,
+    fabric: Fabric,
     islands: Sequence[Island],
+    groups: Groups,
     share: Mapping[int, float],
     pipelines: Sequence[tuple[Sequence[int], float]],
 ) -> Sync | None:
-    """The sync of nodes that hold `share` (≤ 1) of the parameters each; None without links to the coordinator.
+    """The sync of `groups` of nodes that hold `share` (≤ 1) of the parameters each; None without links to the
+    coordinator.
 
     `pipelines` are (nodes, seconds of a step): nodes that step together do the same number of steps at the same bits,
     those of the slowest link among them.
@@ -203,11 +209,23 @@ def plan_sync(
             links = [inventory.link(nodes[u], nodes[v]) for u in inside for v in inside if u != v]
             rate = min((link.bytes_per_s for link in links if link is not None), default=math.inf)
             sites.append(Site(workers=tuple(place[node] for node in inside), rate=rate))
-    found = _compared(workers, sites, inventory.hub or Hub())
+    found = list(_compared(workers, sites, inventory.hub or Hub()))
+    priced = found[0]
+    assumed = any(_lonely(inventory, nodes[node].site) for node in members)
+    if max(map(len, groups)) > 1 and not assumed and all(_together(islands, group) for group in groups):
+        sent = {
+            node: size if model.sync_bytes is None else share[node] * parameters * model.sync_bytes
+            for node, size in payload.items()
+        }
+        half = max(all_reduce_s(group, fabric, max(sent[node] for node in group)) for group in groups) / 2.0
+        within = Prediction(name="all-reduce inside islands", up_s=half, down_s=half)
+        found.insert(1, within)
+        priced = min(priced, within, key=lambda one: one.round_s)
     tree = next((one for one in found if one.relays), None)
     return Sync(
         rates={nodes[node].name: rate for node, rate in sorted(rates.items())},
-        topologies=found,
+        topologies=tuple(found),
+        priced=priced,
         relays=tuple(nodes[members[one]].name for one in tree.relays) if tree is not None else (),
         roots=("coordinator",) * wish.fragments,
         payload_bytes={nodes[node].name: payload[node] for node in members},
@@ -287,7 +305,7 @@ class Plan:
     h: int
     sync: Sync | None  # None where links to the coordinator are not known
     sync_s: float | None
-    """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted; None
+    """Of a round, blocking: as `Sync.priced`, or of an all-reduce among replicas where no star can be predicted; None
     where no links join those."""
     compute_s: float  # seconds of a round's inner steps
     busy_share: float  # share of a step that nodes compute, mean over nodes with work
@@ -313,7 +331,7 @@ class Plan:
             return None
         if self.sync is None:
             return max(self.compute_s, self.sync_s)
-        return max(self.compute_s, self.sync.star.overlapped_s(len(self.sync.roots)))
+        return max(self.compute_s, self.sync.priced.overlapped_s(len(self.sync.roots)))
 
     @property
     def compute_share(self) -> float | None:
@@ -410,9 +428,12 @@ def _layout(inventory: Inventory, paths: Paths) -> StageLayout:
 
 def _transport(inventory: Inventory, islands: Sequence[Island], members: Sequence[int]) -> Transport:
     """RDMA among nodes of one island with one RDMA fabric; a group across islands speaks TCP."""
-    inside = any(set(members) <= set(island.nodes) for island in islands)
     kinds = [inventory.nodes[node].fabric for node in members]
-    return transport(kinds) if inside else Transport.SOCKET
+    return transport(kinds) if _together(islands, members) else Transport.SOCKET
+
+
+def _together(islands: Sequence[Island], members: Sequence[int]) -> bool:
+    return any(set(members) <= set(island.nodes) for island in islands)
 
 
 def _synced(
@@ -426,18 +447,18 @@ def _synced(
     for route in paths.routes:
         members.setdefault(route.source, []).extend(route.nodes)
     pipelines = [(list(dict.fromkeys(nodes)), outcome.source_s[source]) for source, nodes in members.items()]
-    sync = plan_sync(inventory, islands, share, pipelines)
+    groups = tuple(
+        tuple(node for node, own in enumerate(paths.stage_of) if own == stage)
+        for stage in range(len(paths.work.layers))
+    )
+    sync = plan_sync(inventory, fabric, islands, groups, share, pipelines)
     if sync is None:
-        groups = tuple(
-            tuple(node for node, own in enumerate(paths.stage_of) if own == stage)
-            for stage in range(len(paths.work.layers))
-        )
-        most = max(paths.work.layers) / total
-        reduce_s = dp_s(groups, fabric, model.parameter_bytes * most)
+        sent = model.parameter_bytes * (1.0 if model.sync_bytes is None else model.sync_bytes / 4.0)
+        reduce_s = max(all_reduce_s(group, fabric, sent * share[group[0]]) for group in groups)
         return None, reduce_s if reduce_s < UNREACHABLE_S else None, wish.h * outcome.makespan_s
     first = {source: inventory.nodes[nodes[0]].name for source, nodes in members.items()}
     compute = max(sync.rates[first[source]].h * outcome.source_s[source] for source in members)
-    return sync, sync.star.round_s, compute
+    return sync, sync.priced.round_s, compute
 
 
 def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tuple[PlanOption, ...]:
@@ -450,9 +471,13 @@ def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tu
         for name, seconds in decision.compared
     ]
     if sync is not None:
+        priced = sync.priced
         found += [
-            PlanOption(name=one.name, seconds=one.round_s, chosen_s=sync.star.round_s, of="sync, against the star")
-            for one in sync.topologies[1:]
+            PlanOption(
+                name=one.name, seconds=one.round_s, chosen_s=priced.round_s, of=f"sync, against the {priced.name}"
+            )
+            for one in sync.topologies
+            if one is not priced
         ]
     return tuple(found)
 
@@ -471,6 +496,11 @@ def _notes(
     if sync is None:
         how = "is predicted as an all-reduce among replicas" if sync_s is not None else "is not predicted"
         found.append(f"{_unknown_of(inventory)}: the sync {how}, bits and H are left as they are")
+    elif sync.priced is not sync.star:
+        found.append(
+            f"the sync is counted as an all-reduce inside islands, {sync.priced.round_s:.3g} s; "
+            f"through the coordinator, as the daemons do it, it takes {sync.star.round_s:.3g} s"
+        )
     work = paths.work
     if len(work.layers) > 1:
         used = {node for route in paths.routes for node in route.nodes}

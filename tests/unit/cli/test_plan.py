@@ -80,6 +80,7 @@ SMALL: dict[str, Any] = {
     "nodes": [{"name": "a", "count": 2, "layer_s": 0.1}],
     "links": [{"between": ["a", "a"], "latency_ms": 1.0}],
 }
+IDLE_CARD = {"kind": "roce-v2", "efficiency": 0.0}
 BOTH_RATES = {"between": ["a", "a"], "latency_s": 1.0, "mbit_s": 1.0, "gbit_s": 1.0}
 STRANGE = {"between": ["berlin", "berlim"], "latency_s": 1.0}
 
@@ -99,6 +100,11 @@ STRANGE = {"between": ["berlin", "berlim"], "latency_s": 1.0}
         ({"plan": {"stages": 3}}, "stages is 3; there are 2 nodes, so at most that many"),
         ({"plan": {"mode": "D"}}, "plan.mode: there is no 'D'; there are A, B, C"),
         ({"nodes": [{"name": "a", "nics": [{"kind": "infinband"}]}]}, "did you mean infiniband?"),
+        (
+            {"nodes": [{"name": "a", "nics": [IDLE_CARD]}]},
+            "nodes[0].nics[0]: efficiency is 0.0; a share above 0 and at",
+        ),
+        ({"model": {"layers": 4, "sync_bytes": -1.0}}, "sync_bytes is -1.0; a number of at least 0 is wanted"),
         ({"nodes": [{"name": "a"}, {"name": "a"}]}, "the name 'a' stands twice"),
         ({"nodes": [{"name": "a", "stage": 1}, {"name": "b", "stage": 1}]}, "stage 0 has no node"),
         ({"nodes": [{"name": "a", "stage": 0}, {"name": "b"}]}, "for all nodes or for none"),

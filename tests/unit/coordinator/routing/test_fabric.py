@@ -1,5 +1,6 @@
 """Seconds of a message, links that nobody should believe, who shares an island, and what its ranks share."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,31 @@ def test_what_is_said_of_a_node_goes_before_what_is_said_of_its_site() -> None:
     own = {**inventory.links, ("x0", "Y"): INSIDE, ("x0", "y1"): ACROSS}
     found = fabric_of(replace(inventory, links=own)).latency_s
     assert (found[0][2], found[0][3], found[1][2]) == (1e-3, 0.05, 0.05)
+
+
+def test_a_link_is_no_faster_than_the_cards_that_both_ends_have() -> None:
+    """RDMA inside a site alone; a card reaches its efficiency's share of its line rate; no card says nothing."""
+
+    def node(name: str, site: str, *cards: tuple[CardKind, float | None, float]) -> Node:
+        made = tuple(Card(kind=kind, bytes_per_s=rate, efficiency=share) for kind, rate, share in cards)
+        return Node(name=name, site=site, cards=made)
+
+    nodes = (
+        node("a", "X", (IB, 25e9, 0.8), (PLAIN, 4e9, 0.5)),
+        node("b", "X", (IB, 50e9, 0.8), (PLAIN, 4e9, 1.0)),
+        node("c", "Y", (IB, 25e9, 1.0), (PLAIN, 3e9, 1.0)),
+        node("d", "Y"),
+        node("e", "Y", (PLAIN, None, 0.1)),
+    )
+    links = {ends: Link(latency_s=1e-4) for ends in itertools.product("XY", repeat=2)}
+    inventory = Inventory(nodes=nodes, model=Model(layers=1, activation_bytes=2e9), links=links)
+    found = fabric_of(inventory)
+    assert found.byte_s[0][1:] == pytest.approx((1 / 20e9, 1 / 2e9, 0.0, 1 / 2e9))
+    assert (found.byte_s[1][2], found.byte_s[2][4]) == pytest.approx((1 / 3e9, 1 / 3e9))
+    near = {("X", "X"): Link(latency_s=1e-4)}
+    assert fabric_of(replace(inventory, nodes=nodes[:2], links=near)).message_s[0][1] == pytest.approx(1e-4 + 0.1)
+    slow = fabric_of(replace(inventory, links=links | {("X", "X"): Link(latency_s=1e-4, bytes_per_s=1e9)}))
+    assert slow.byte_s[0][1] == pytest.approx(1e-9)
 
 
 # --- Islands

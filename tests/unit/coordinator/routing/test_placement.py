@@ -13,6 +13,7 @@ from farloop.coordinator.routing.fabric import Fabric, fabric_of, islands_of
 from farloop.coordinator.routing.mode import Crossover, across_groups, inside_groups
 from farloop.coordinator.routing.placement import (
     Costs,
+    all_reduce_s,
     best_order,
     descend,
     dp_s,
@@ -144,6 +145,15 @@ def test_the_order_of_replicas_does_not_matter(seed: int, rand: random.Random) -
     one, other = Costs(own, 1e6).placed(groups), Costs(own, 1e6).placed(shuffled)
     assert (one.dp_s, one.pp_s) == pytest.approx((other.dp_s, other.pp_s))
     assert dp_s(groups, own, 1e6) == pytest.approx(one.dp_s)
+
+
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(8e6, 2 * 7 * (1e-3 + 1e-3)), (8e3, 2 * 3 * (1e-3 + 8e-6))])
+def test_many_bytes_are_reduced_by_a_ring_and_few_by_a_tree(num_bytes: float, seconds: float) -> None:
+    """Eight nodes, 1 ms and 1 GB/s between any two: a ring sends an eighth of the bytes 14 times, a tree all 6."""
+    same = ((1e-3,) * 8,) * 8
+    own = Fabric(latency_s=same, byte_s=((1e-9,) * 8,) * 8, message_s=same, suspects=())
+    assert all_reduce_s(range(8), own, num_bytes) == pytest.approx(seconds)
+    assert all_reduce_s([3], own, num_bytes) == 0.0
 
 
 @settings(max_examples=15)
