@@ -39,7 +39,7 @@ from farloop.config.logs import LogLevel, print_anywhere, set_up
 from farloop.monitoring.status import dumps
 from farloop.node.parent import end_with_torchrun
 
-DEMO_STEPS = 2000  # about three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps
+DEMO_STEPS = 2000  # some minutes on two cores; enough outer steps to end below data parallel
 
 PAGES = "http://127.0.0.1:9700"
 

@@ -43,7 +43,7 @@ def plot_frontier(path: Path, comparisons: Sequence[Comparison], *, title: str, 
             seeds = found.differences_percent
             axes.plot([times] * len(seeds), seeds, linestyle="", marker="o", markersize=3, color=color, alpha=0.4)
             if found.low_percent is not None and found.high_percent is not None:
-                axes.plot([times, times], [found.low_percent, found.high_percent], color=color, linewidth=1.6)
+                axes.plot([times, times], [found.low_percent, found.high_percent], color=color, linewidth=2, alpha=0.5)
             edge: dict[str, Any] = {f"marker{'edge' if look['linestyle'] == '-' else 'face'}color": "white"}
             axes.plot([times], [found.mean_percent], linestyle="", marker="o", label=label, color=color, **edge)
         axes.set_xscale("log")
