@@ -260,14 +260,13 @@ class Merges:
 
 
 def _elements(tensor: Tensor, slot: TensorSlot) -> Tensor:
-    """A few of a parameter or its gradient, fp64; of a shard, whose rows are others, any. An odd stride, so that not
-    one column of a matrix stands for all."""
-    part = local_of(tensor.detach()) if is_dtensor(tensor) else rows_of(tensor.detach(), slot)
-    return part.reshape(-1)[:: part.numel() // _ELEMENTS | 1][:_ELEMENTS].double()
+    """A few of a parameter or its gradient; of a shard, whose rows are others, any."""
+    return _some(tensor if is_dtensor(tensor) else rows_of(tensor.detach(), slot))
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """A few elements of this process's part, a copy, fp64."""
+    """A few elements of this process's part, a copy, fp64. An odd stride, so that not one column of a matrix stands for
+    all."""
     flat = local_of(tensor.detach()).reshape(-1)
     return flat[:: flat.numel() // _ELEMENTS | 1][:_ELEMENTS].to(torch.float64, copy=True)
 
