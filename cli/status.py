@@ -67,9 +67,12 @@ def saved(folder: Path) -> Status:
     try:
         return cast(Status, json.loads((folder / STATUS_FILE).read_bytes()))
     except (OSError, ValueError) as error:
+        if not folder.is_dir():
+            raise CommandError(f"there is no folder {folder}: give the run's [coordinator] state_dir") from None
         what = (getattr(error, "strerror", None) or str(error)).lower()
-        where = folder / STATUS_FILE
-        raise CommandError(f"no status at {where}: {what}; a coordinator writes it when it ends in order") from None
+        raise CommandError(
+            f"no coordinator runs on {folder}, and none has ended there in order ({STATUS_FILE}: {what})"
+        ) from None
 
 
 def asked(folder: Path) -> Status | None:

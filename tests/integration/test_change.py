@@ -56,5 +56,5 @@ def test_a_coordinator_without_pages_tells_its_status_through_its_folder(new_run
         patch.setattr("farloop.cli.status.TIMEOUT_S", 0.1)
         saved(run.state_dir)
     coordinator.kill()
-    with pytest.raises(CommandError, match="no status at"):
+    with pytest.raises(CommandError, match="no coordinator runs on"):
         saved(run.state_dir)

@@ -87,8 +87,10 @@ def test_a_wrong_file_is_a_finding_beside_the_others(tmp_path: Path) -> None:
 def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a state folder or a node's own record shows it."""
     path, told, state = run_toml(tmp_path), statuses.finished(), tmp_path / "s"
+    with pytest.raises(CommandError, match=r"there is no folder .*: give the run's \[coordinator\] state_dir"):
+        saved(state)
     state.mkdir()
-    with pytest.raises(CommandError, match=r"no status at .*: no such file .* when it ends in order"):
+    with pytest.raises(CommandError, match=r"no coordinator runs on .*, and none has ended there in order \(status"):
         saved(state)
     (state / "status.json").write_text(json.dumps(told))
     assert saved(state) == told
