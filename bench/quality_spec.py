@@ -166,7 +166,7 @@ FRONTIER = (
     "co2 nodes=2",
     "decoupled nodes=4",
 )
-"""From one sync a step to one in 60, and from 32 bits to 2."""
+"""What `farloop bench frontier` trains: from one sync a step to one in 60 steps, and from 32 bits to 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,12 @@ Seeds = Annotated[int | None, typer.Option(min=1, show_default="3", help="Runs p
 
 Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")]
 
+NodesDevice = Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")]
+
+KeptRuns = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
+]
+
 _WIDE = 140  # columns of the quality table in a file or pipe
 
 
@@ -429,10 +435,8 @@ def quality(
     data_bytes: Annotated[
         int | None, typer.Option(min=1, show_default="16000000", help="Most bytes of the text to use.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")] = "cpu",
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
-    ] = Path("out/quality"),
+    device: NodesDevice = "cpu",
+    out: KeptRuns = Path("out/quality"),
     as_json: AsJson = False,
 ) -> None:
     """Compare the validation loss of methods or settings at equal tokens.
@@ -494,19 +498,24 @@ def quality(
     found = report(plan, results, parameters=parameters, tuned=tuned, within_percent=within, command=command)
     write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
     write_output(out / "quality.md", markdown(found))
-    over = "1 seed" if asked.seeds == 1 else f"mean ± standard deviation of {asked.seeds} seeds"
-    title = f"{len(results)} ways to train {count_text(parameters)} parameters on equal tokens"
-    caption = f"{asked.steps} steps of {asked.global_batch} sequences; {over}; commit {found.commit or 'unknown'}"
+    size = f"{count_text(parameters)} parameters"
+    moved = any(variant.fewer_bytes is not None for variant in found.variants)
+    figures = [out / f"{name}.svg" for name in (["frontier"] if moved else []) + ["quality"]]
+
+    def caption(of_seeds: str) -> str:
+        over = "1 seed" if asked.seeds == 1 else f"mean {of_seeds} of {asked.seeds} seeds"
+        return f"{asked.steps} steps of {asked.global_batch} sequences; {over}; commit {found.commit or 'unknown'}"
+
     for kind in ("svg", "png"):
+        if moved:
+            of_mean = caption("and its 95 % interval")
+            plot_frontier(out / f"frontier.{kind}", found.variants, title=size, caption=of_mean)
         plot_methods(
             out / f"quality.{kind}",
             results,
-            title=title,
-            caption=f"{caption}; curves on {CURVE_SEQUENCES} sequences, the table on all",
+            title=f"{len(results)} ways to train {size} on equal tokens",
+            caption=f"{caption('± standard deviation')}; curves on {CURVE_SEQUENCES} sequences, the table on all",
         )
-        if any(variant.fewer_bytes is not None for variant in found.variants):
-            size = f"{count_text(parameters)} parameters"
-            plot_frontier(out / f"frontier.{kind}", found.variants, title=size, caption=caption)
     if as_json:
         return typer.echo((out / "quality.json").read_text())
     if not console.is_terminal:
@@ -514,8 +523,7 @@ def quality(
     console.print(table(found))
     for line in tuning_lines(found.tuned):
         console.print(line, markup=False, soft_wrap=True)
-    drawn = [path for name in ("frontier", "quality") if (path := out / f"{name}.svg").exists()]
-    console.print(f"numbers  {out / 'quality.json'}\nfigures  {', '.join(map(str, drawn))}", soft_wrap=True)
+    console.print(f"numbers  {out / 'quality.json'}\nfigures  {', '.join(map(str, figures))}", soft_wrap=True)
     console.print(f"again    {found.command}", markup=False, soft_wrap=True)
 
 
@@ -526,18 +534,16 @@ def frontier(
     model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "nano",
     steps: Annotated[int, typer.Option(min=1, help="Inner steps of each node.")] = 2160,
     jobs: Jobs = None,
-    device: Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")] = "cpu",
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
-    ] = Path("out/frontier"),
+    device: NodesDevice = "cpu",
+    out: KeptRuns = Path("out/frontier"),
     as_json: AsJson = False,
 ) -> None:
-    """Draw loss against bytes: from data parallel to a thousandth of its bytes.
+    """Draw the loss of eleven variants against the bytes that they move.
 
-    Methods and intervals, trained and compared as `bench quality` does, on any
-    text. frontier.svg has the difference of each from data parallel over the times
-    fewer bytes that it moves. It can be stopped and repeated: finished runs are
-    kept in --out.
+    The variants differ in method, H, codec and number of nodes. They are trained and
+    compared as `bench quality` does, on any text. frontier.svg shows each one's
+    difference from data parallel over how many times fewer bytes it moves. The command
+    can be stopped and repeated: finished runs are kept in --out.
 
     Example: farloop bench frontier --data my-text --seeds 1
     """
