@@ -1,8 +1,8 @@
 """The inner optimizer's state on a node's disk: what it has of each parameter, in the parameter's shape, and counters,
 those of its groups too. Copies of the weights are saved as differences from them: a node goes on from an anchor.
 
-A file has these tensors of a fragment one after the other, in the order of the fragment, as fp32. So it is written and
-read like an anchor: by any number of ranks, each its own elements, and checked by digests over all of them.
+A file has rows of these tensors, each row as long as the fragment and in its order, as fp32. So it is written and read
+like an anchor: by any number of ranks, each its own elements, and checked by digests over all of them.
 """
 
 import copy
@@ -75,24 +75,24 @@ class Moments:
     def save_here(self, index: int, version: int) -> tuple[Described, list[int]] | None:
         fragment, own = self._layout.fragments[index], self._weights.own[index]
         described = _merged(self._weights.gather(self._described(fragment)))
-        keys = _moments(described)
+        rows = _rows(described)
         if len(repr(described)) > _MOST_CHARACTERS:
             self._tell(f"it has too many parts for the {len(fragment.tensors)} tensors of a fragment")
             return None
-        if not keys or any(kind == "odd" for _, kind, _ in described.values()):
+        if not rows or any(kind == "odd" for _, kind, _ in described.values()):
             return None
-        flat = torch.empty(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
+        flat = torch.empty(len(rows), own.fragment.numel, dtype=torch.float32, device="cpu")
         digests = list[int]()
-        for key, row in zip(keys, flat, strict=True):
+        for keys, row in zip(rows, flat, strict=True):
             here = row.to(self._weights.device)
-            tensors = self._tensors(fragment, key, {})
+            tensors = self._tensors(fragment, keys, described)
             flatten_into(own.fragment, self._beside(tensors).sources(index, gradients=False), here)
-            if described[key][1] == "copy":
+            if described[keys[0]][1] == "copy":
                 here -= self._flat(index)
             digests.append(self._weights.digest(index, here))
             row.copy_(here)
         numbers = flat.view(-1)
-        self._files.begin(index, version, self._runs(fragment, len(keys)), lambda: numbers, kind="optimizer")
+        self._files.begin(index, version, self._runs(fragment, len(rows)), lambda: numbers, kind="optimizer")
         return described, digests
 
     def _described(self, fragment: Fragment) -> Described:
@@ -154,16 +154,17 @@ class Moments:
     def load_here(self, index: int, version: int, more: Mapping[str, Any]) -> bool:
         self._merges.show()
         fragment, own, described = self._layout.fragments[index], self._weights.own[index], more["state"]
-        keys = _moments(described)
-        flat = torch.zeros(len(keys), own.fragment.numel, dtype=torch.float32, device="cpu")
-        self._files.read(index, version, self._runs(fragment, len(keys)), flat.view(-1), "optimizer")
+        rows = _rows(described)
+        flat = torch.zeros(len(rows), own.fragment.numel, dtype=torch.float32, device="cpu")
+        self._files.read(index, version, self._runs(fragment, len(rows)), flat.view(-1), "optimizer")
         if [self._weights.digest(index, row) for row in flat] != list(more["digests"]):
             return False
-        for key, row in zip(keys, flat, strict=True):
-            tensors = self._tensors(fragment, key, described)
+        for keys, row in zip(rows, flat, strict=True):
+            tensors = self._tensors(fragment, keys, described, create=True)
             there = row.to(self._weights.device)
-            self._merges.is_copy |= {key: True} if described[key][1] == "copy" else {}
-            self._beside(tensors).mix(index, there + self._flat(index) if described[key][1] == "copy" else there, 0.0)
+            is_copy = described[keys[0]][1] == "copy"
+            self._merges.is_copy |= dict.fromkeys(keys if is_copy else (), True)
+            self._beside(tensors).mix(index, there + self._flat(index) if is_copy else there, 0.0)
         self._count(fragment, described)
         return True
 
@@ -171,8 +172,8 @@ class Moments:
         """Where several ranks hold the model whole: the lead's state to all of them."""
         for told in cluster.gather([[head.fragment, head.more["state"]] for head in self._loaded])[0]:
             index, described = told
-            for key in _moments(described):
-                tensors = self._tensors(self._layout.fragments[index], key, described)
+            for keys in _rows(described):
+                tensors = self._tensors(self._layout.fragments[index], keys, described, create=True)
                 cluster.share_weights(self._layout, (index,), tensors)
             self._count(self._layout.fragments[index], described)
 
@@ -212,18 +213,21 @@ class Moments:
         flatten_into(own, self._weights.sources(index, gradients=False), flat)
         return flat
 
-    def _tensors(self, fragment: Fragment, key: str, create: Described) -> dict[str, Tensor]:
-        """What the optimizer has under this key, by parameter; zeros that nobody keeps where it has nothing. Where
-        `create` says that there is one, it is made."""
+    def _tensors(
+        self, fragment: Fragment, keys: list[str], described: Described, *, create: bool = False
+    ) -> dict[str, Tensor]:
+        """What the optimizer has under one of these keys, by parameter; zeros that nobody keeps where it has nothing.
+        With `create` what the description has is made."""
         found: dict[str, Tensor] = {}
         for place, slot in enumerate(fragment.tensors):
             parameter = self._weights.parameters[slot.name]
             state = self._state(parameter)
-            value = state.get(key)
+            known = next((key for key in keys if described[key][0][place]), None)
+            value = state.get(known or keys[0])
             if value is None:
                 value = torch.zeros_like(parameter, requires_grad=False)
-                if create and create[key][0][place]:
-                    state[key] = value
+                if create and known is not None:
+                    state[known] = value
             found[slot.name] = value
         return found
 
@@ -258,8 +262,23 @@ def _kind(key: str, value: object, parameter: Tensor) -> tuple[str, float]:
     return ("moment", 0) if same and placed else ("odd", 0)
 
 
-def _moments(described: Described) -> list[str]:
-    return sorted(key for key, (_, kind, _) in described.items() if kind in ("moment", "copy"))
+def _rows(described: Described) -> list[list[str]]:
+    """The keys of tensors; those that no tensor of the fragment has together share a row of the file, as Muon's
+    momentum of matrices and AdamW's first moment of the rest."""
+    rows: list[list[str]] = []
+    for key, (has, kind, _) in sorted(described.items()):
+        if kind not in ("moment", "copy"):
+            continue
+        free = (
+            row
+            for row in rows
+            if described[row[0]][1] == kind
+            and not any(a and b for other in row for a, b in zip(has, described[other][0], strict=True))
+        )
+        if (row := next(free, None)) is None:
+            rows.append(row := [])
+        row.append(key)
+    return rows
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, int | float]:

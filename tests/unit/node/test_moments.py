@@ -78,6 +78,19 @@ def test_a_step_after_a_restart_is_the_step_without_it(tmp_path: Path, make: Cal
         assert torch.equal(weights, second.model.state_dict()[name]), name
 
 
+def test_a_file_with_muon_is_no_longer_than_with_adamw_alone(tmp_path: Path) -> None:
+    """No parameter has Muon's momentum and AdamW's moments, so they share rows: two, as `config check` predicts."""
+    sizes = []
+    for make in (adamw, both):
+        (folder := tmp_path / make.__name__).mkdir()
+        process = Process(folder, make)
+        process.step()
+        (folder / "0-7.anchor").write_bytes(bytes(4096))
+        assert process.save()
+        sizes.append((folder / "0-7.optimizer").stat().st_size)
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("kind", [ScheduleFree, schedulefree, Previous])
 def test_copies_of_the_weights_come_back_beside_the_anchor(tmp_path: Path, kind: Callable[..., Optimizer]) -> None:
     """A node goes on from an anchor that lies 2 from where its weights were: its steps are the same, 2 further on."""
