@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.fragments import plain_name
+from farloop.algo.spec import is_statistic
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError
 from farloop.node.shards import elsewhere, is_dtensor, local_of, tensor_digests
@@ -134,9 +135,10 @@ class Frozen:
         """Raises LoopError: what was compared has changed."""
         if odd := self.changed():
             more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+            way = "have the run average it ([run] buffers = 'average')" if is_statistic(odd[0]) else "train it"
             raise LoopError(
                 f"{odd[0]!r} is not exchanged, was the same on all nodes at join, and has changed since{more}: nodes "
-                f"would drift apart. Train it, leave it as it is, or give it to each node with join(own=[{odd[0]!r}]), "
+                f"would drift apart. Leave it as it is, {way}, or give it to each node with join(own=[{odd[0]!r}]), "
                 "all buffers with join(buffers='own')"
             )
 

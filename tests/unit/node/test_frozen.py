@@ -202,8 +202,9 @@ def test_what_was_the_same_at_join_and_changes_is_named(name: str) -> None:
         module.codes.mul_(1.0)
     frozen.check()
     module.changes[name]()
-    with pytest.raises(LoopError, match=rf"^'{name}' is not exchanged, .* has changed since.*own=\['{name}'\]"):
+    with pytest.raises(LoopError, match=rf"^'{name}' is not exchanged, .* has changed since.*own=\['{name}'\]") as told:
         frozen.check()
+    assert ("[run] buffers = 'average'" in str(told.value)) == name.startswith("norm.")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
