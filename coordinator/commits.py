@@ -273,10 +273,12 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
 
 
 def _shares(draft: WindowCommitted, result: Result) -> tuple[Share, ...]:
-    """The weights that nodes are told."""
-    if result.weights is None or all(result.weights):
+    """The weights that nodes are told: they sum to 1, and are 0 where a rule left a delta out."""
+    if result.weights is None:
         return draft.merged
-    return tuple(replace(share, weight=weight) for share, weight in zip(draft.merged, result.weights, strict=True))
+    told = tuple(replace(share, weight=weight) for share, weight in zip(draft.merged, result.weights, strict=True))
+    left_out = any(now.weight == 0.0 < before.weight for now, before in zip(told, draft.merged, strict=True))
+    return told if left_out else draft.merged  # a delta that a rule shortened counts whole here
 
 
 def repeat(

@@ -52,6 +52,8 @@ class FragmentState:
     final: int | None = None  # the run's last version of it, once that is known
     sent: list[PendingDelta] = field(default_factory=list)
     """Deltas without an outcome, the oldest first: one, and one more for each round of lag."""
+    overlapped: bool = False
+    """A delta was refused because another one of this node, or the same, is in a version that was not announced."""
     share: float | None = None  # what its own delta weighed in the last merge that held one
     merge_at: int | None = None
     """If training does not wait for updates: inner step from which the next merge is due; None: after the next send."""
@@ -151,11 +153,11 @@ class FragmentState:
     def undecided_is_in(self, undecided: PendingDelta) -> int | None:
         """The version that holds an undecided delta, as far as announced.
 
-        Announcements name nodes. After a restart, the share may belong to the incarnation before, unless this delta is
-        known to have arrived: a coordinator takes one of them at a time.
+        Announcements name nodes. After a restart, the share may belong to the incarnation before, and after an overlap
+        to the delta before, unless this delta is known to have arrived: a coordinator takes one of them at a time.
         """
         blob, window = undecided.blob, undecided.terms.window
-        if undecided.dropped or not (undecided.stored or blob.incarnation == 1):
+        if undecided.dropped or not (undecided.stored or (blob.incarnation == 1 and not self.overlapped)):
             return None
         for version, committed in sorted(self.pending.items()):
             if version >= window and any(share.node == blob.node for share in committed.merged):

@@ -254,6 +254,7 @@ class NodeMachine:
                 # An offer that was made twice, around a reconnection, is refused once it has been merged.
                 if undecided and state.undecided_is_in(undecided) is None:
                     undecided.dropped = reason
+                    state.overlapped |= reason is Reason.OVERLAP
                     self._decide(state)
             case msg.Revised(revision=revision):
                 self._revised(revision)

@@ -224,7 +224,7 @@ class World:
         host.down = False
         rng = random.Random(self._rng.random())
         state = replace(host.actor.state) if host.actors else NodeState(None, 0, 0)
-        state.incarnation = len(host.actors) + 1
+        state.incarnation = max((actor.machine.incarnation for actor in host.actors), default=0) + 1
         host.actors.append(self._new_node(host, process, rng, state))
 
     def _new_node(self, host: Host, process: Process, rng: random.Random, state: NodeState) -> SimulatedNode:

@@ -406,9 +406,11 @@ class CoordinatorMachine:
         self._decisions.do(ev.Receive(offer=offer))
 
     def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true."""
+        """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true, or that came
+        too late for it: a window that is closing may have to open again."""
         self._tell_outcome(member.name, offer, reason, detail)
-        if reason in (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE) and offer.blob.node == member.name:
+        final = (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE, Reason.LATE)
+        if reason in final and offer.blob.node == member.name:
             self._give_up(offer, reason)
 
     def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:

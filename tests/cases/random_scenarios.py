@@ -77,8 +77,11 @@ def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     if not method_named(terms.method).alone and len(scenario.nodes) >= 3 and terms.admission.min_nodes >= 3:
         terms = terms.replace(merge=rng.choice((None, None, "clipped", "median", "trimmed")))
         terms = terms if terms.admission.quorum is None else terms.replace(merge=None)
-    # Alone it would be held for good, as it should be: nobody's work would be part of the run.
     liar = rng.randrange(len(scenario.nodes)) if rng.random() < 0.4 and len(scenario.nodes) > 1 else None
+    leave = {f.node for f in scenario.faults if isinstance(f, sc.DrainNode)}
+    leave |= {f.node for f in scenario.faults if isinstance(f, sc.CrashNode) and f.down_s is None}
+    if all(number == liar or node.name in leave for number, node in enumerate(scenario.nodes)):
+        liar = None  # alone it would be held for good, as it should be: nobody's work would be part of the run
     method = method_named(terms.method)
     deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
     if terms.admission.screen == "off" or method.alone:  # what is merged may end it for good

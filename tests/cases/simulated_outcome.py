@@ -151,7 +151,7 @@ class SampleBook:
 
 def check_samples(
     records: Sequence[rec.Record],
-    diaries: Mapping[NodeId, Sequence[SendLog]],
+    diaries: Diaries,
     terms: Terms,
     *,
     liars: Collection[NodeId] = (),
@@ -166,8 +166,7 @@ def check_samples(
     for record in records[1:]:
         book.take(record)
     if not book.wound_back:
-        owners = {(name, i): diary for name, starts in diaries.items() for i, diary in enumerate(starts, 1)}
-        book.check(owners, terms, liars)
+        book.check(diaries, terms, liars)
     return book
 
 
@@ -214,6 +213,7 @@ class NodeOutcome:
     """One start of one node."""
 
     alive: bool
+    incarnation: int  # the last one: a start that meets a newer one takes another number
     stage: Stage
     holds: Part
     versions: tuple[int, ...]
@@ -233,6 +233,7 @@ class NodeOutcome:
         machine = actor.machine
         return cls(
             alive=alive,
+            incarnation=machine.incarnation,
             stage=machine.stage,
             holds=machine.holds,
             versions=machine.versions,
@@ -274,6 +275,11 @@ class Outcome:
     def of(self, fragment: int) -> tuple[Commit, ...]:
         return tuple(commit for commit in self.commits if commit.fragment == fragment)
 
+    @property
+    def diaries(self) -> Diaries:
+        """Of every start."""
+        return {(name, start.incarnation): start.diary for name, starts in self.nodes.items() for start in starts}
+
     def check(self) -> None:
         """Assert what no fault may break."""
         for fragment in self.layout.fragments:
@@ -297,10 +303,9 @@ class Outcome:
         for name, starts in self.nodes.items():
             for start in starts:
                 self._check_start(name, start)
-        diaries = {name: [start.diary for start in starts] for name, starts in self.nodes.items()}
         stale = max(revision.terms.schedule.max_stale_rounds for revision in self.revisions.kept)
         if not self.lost:  # an old copy grants again what it does not know that it granted, noticed or not
-            check_samples(self.records, diaries, self.terms.replace(max_stale_rounds=stale), liars=self.liars)
+            check_samples(self.records, self.diaries, self.terms.replace(max_stale_rounds=stale), liars=self.liars)
 
     def _check_versions(self, fragment: int) -> None:
         """They rise by one, but where the run went on from what nodes held; and that was what had been committed."""

@@ -307,6 +307,15 @@ def test_a_window_whose_every_delta_is_refused_ends_and_the_run_goes_on(spec: Ru
     assert run.expected() == run.missing() == {A}
 
 
+def test_who_was_too_late_for_a_closing_window_is_not_waited_for_when_it_opens_again(spec: RunSpec) -> None:
+    """E: it was told, and offers nothing more for this window."""
+    run = Run(spec, "ab", quorum=1)
+    run.store(A)
+    assert [said.reason for said in told(run.say(B, run.offer(B)), B) if isinstance(said, msg.Outcome)] == [Reason.LATE]
+    run.handle(ev.SumOverflow.of(run.draft(), run.draft().blobs[0].blob, ValueError("too much")))
+    assert brief([run.pending[1]]) == "commit 1.1 of , a TOO_MUCH, b LATE" and run.draft().blobs == ()
+
+
 @pytest.mark.parametrize("reason", [Reason.CORRUPT, Reason.TOO_LARGE])
 def test_so_does_one_whose_bytes_were_never_good(spec: RunSpec, reason: Reason) -> None:
     assert brief(Run(spec, "a").spoil(A, reason=reason)[-1:]) == f"commit 1.1 of , a {reason.name}"

@@ -200,6 +200,17 @@ def test_after_a_restart_a_share_in_its_name_is_its_own_only_if_its_delta_is_kno
     assert story.hear(story.commit()) == [ev.ForgetBlob(blob=second, merged_in=2)]
 
 
+def test_after_an_overlap_a_share_in_its_name_may_be_that_of_the_delta_before() -> None:
+    """E: the first was merged by a version that is announced after the second was sent."""
+    story = going_on(tau=0)
+    story.steps(H)
+    assert story.receive(story.commit(merged=[B])) == []
+    assert story.refuse(delta(1, 1), Reason.OVERLAP) == [forgotten(1, 1), applied(1), merged(0.0)]
+    assert story.steps(H) == [encode(2, 2, steps=H)]
+    assert story.receive(story.commit()) == [], "its second is not known to have come"
+    assert story.refuse(delta(2, 2), Reason.OVERLAP)[0] == forgotten(2, 2)
+
+
 def test_what_is_merged_late_is_mixed_as_its_own_window_says() -> None:
     """B."""
     story = going_on()

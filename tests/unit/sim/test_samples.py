@@ -5,7 +5,6 @@ import itertools
 from typing import Any
 
 import pytest
-from noted_node import SendLog
 from simulated_faults import CrashCoordinator, CrashNode, CutLink, DrainNode, Fault
 from simulated_outcome import Outcome, SampleBook, check_samples
 from simulated_runs import simulate
@@ -16,13 +15,9 @@ from farloop.coordinator.decide import records as rec
 A, B = NodeId("a"), NodeId("b")
 
 
-def diaries(outcome: Outcome) -> dict[NodeId, list[SendLog]]:
-    return {name: [start.diary for start in starts] for name, starts in outcome.nodes.items()}
-
-
 def checked(method: str, *faults: Fault, **given: Any) -> tuple[Outcome, SampleBook]:
     outcome = simulate(method, *faults, **{"num_samples": 500, **given})
-    return outcome, check_samples(outcome.records, diaries(outcome), outcome.terms)
+    return outcome, check_samples(outcome.records, outcome.diaries, outcome.terms)
 
 
 def test_what_a_crashed_node_had_not_brought_is_trained_on_again() -> None:
@@ -85,21 +80,21 @@ def test_a_sample_that_was_skipped_is_noticed(plain: Outcome) -> None:
         for record in plain.records
     ]
     with pytest.raises(AssertionError):
-        check_samples(changed, diaries(plain), plain.terms)
+        check_samples(changed, plain.diaries, plain.terms)
 
 
 def test_a_sample_that_was_not_granted_is_noticed(plain: Outcome) -> None:
-    told = diaries(plain)
-    first = told[A][0]
+    told = plain.diaries
+    first = told[A, 1]
     swapped = dataclasses.replace(first, samples=[first.samples[1], first.samples[0], *first.samples[2:]])
     with pytest.raises(AssertionError, match="trains on what it was granted"):
-        check_samples(plain.records, told | {A: [swapped]}, plain.terms)
+        check_samples(plain.records, {**told, (A, 1): swapped}, plain.terms)
 
 
 def test_what_comes_twice_and_is_not_uncertain_is_noticed(plain: Outcome) -> None:
-    told = diaries(plain)
-    longer = dataclasses.replace(told[B][0], samples=[*told[B][0].samples, *told[A][0].samples])
+    told = plain.diaries
+    longer = dataclasses.replace(told[B, 1], samples=[*told[B, 1].samples, *told[A, 1].samples])
     records = list(itertools.takewhile(lambda record: not isinstance(record, rec.NodeLeft), plain.records))
     check_samples(records, told, plain.terms)
     with pytest.raises(AssertionError):
-        check_samples(records, told | {B: [longer]}, plain.terms)
+        check_samples(records, {**told, (B, 1): longer}, plain.terms)
