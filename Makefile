@@ -39,9 +39,10 @@ test-cluster: $(VENV)/.dev
 test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
-# Every crash point of the daemons, more simulated runs, what pages say of long ones, and a storm: half an hour on two cores.
+# The tests of tests/chaos and tests/unit that `make test` leaves out (every crash point of the daemons, thousands of
+# simulated runs, more seeds), and ten minutes of fault injection: two hours on two cores.
 chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/chaos tests/unit/sim/test_restored.py tests/unit/docs/test_outputs.py $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/chaos tests/unit -m slow $(TEST_ARGS)
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
 
 # Plausible mistakes, each in a copy of the tree: a test has to notice every one of them.

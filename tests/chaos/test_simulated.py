@@ -19,7 +19,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 
 RUNS, PARTED_RUNS, BATCH = 300, 200, 20
-BY_DEFAULT = 60
+BY_DEFAULT = BATCH
 SLOW_RUNS, SLOW_BATCH = 5000, 250
 
 
@@ -52,6 +52,13 @@ def test_whatever_goes_wrong_every_fragment_ends_final_and_equal_everywhere(firs
     event.
     """
     play(random_scenario, first)
+
+
+@pytest.mark.parametrize("seed", [323, 2057, 3679])
+def test_scenarios_that_found_a_fault(seed: int) -> None:
+    """Weights told after a clipped merge; a share taken for that of the next delta; who was late for a window that had
+    to open again."""
+    play(random_scenario, seed, 1)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.sample_order import (
@@ -167,6 +167,7 @@ def test_a_weight_that_is_none_is_refused(weights: list[float]) -> None:
         quotas([1, 100_000])
 
 
+@settings(max_examples=20)  # each of them is a whole block of 10,000
 @given(seed=keys, block=st.integers(0, 2**40), weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
 def test_every_block_has_the_next_samples_of_each_part_once(seed: int, block: int, weights: list[float]) -> None:
     counts = quotas(weights)

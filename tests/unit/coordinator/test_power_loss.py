@@ -267,6 +267,7 @@ def found_out_without(step: str, spec: RunSpec, states: list[State]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_sync_and_rename_that_is_left_out_is_found_out(spec: RunSpec, states: list[State]) -> None:
     steps = dict[str, None]()
 

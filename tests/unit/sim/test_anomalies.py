@@ -75,9 +75,10 @@ def test_a_node_that_computes_slowly_is_named_and_not_its_link() -> None:
     assert climbed(outcome)[0][0] is Action.LIGHTEN, "it has no link to probe"
 
 
-def test_a_node_that_was_slow_from_the_beginning_is_planned_for_and_jitter_is_no_fault() -> None:
-    """b takes twice as long for everything, all vary by a fifth: in 200 rounds nobody is named."""
-    outcome = play(rounds=200, num_samples=0)
+@pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_node_that_was_slow_from_the_beginning_is_planned_for_and_jitter_is_no_fault(rounds: int) -> None:
+    """b takes twice as long for everything, all vary by a fifth: nobody is named."""
+    outcome = play(rounds=rounds, num_samples=0)
     assert noticed(outcome) == [] and climbed(outcome) == []
 
 

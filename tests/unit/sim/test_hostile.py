@@ -97,7 +97,9 @@ def test_a_flipped_sign_is_seen_where_the_others_agree_and_asked_for() -> None:
     assert loss(outcome) < loss(train("flipped", foreign=1.0))
 
 
-@pytest.mark.parametrize(("foreign", "seed"), [(0.0, 0), (0.2, 1), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("foreign", "seed"), [(0.0, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.2, 1), (1.0, 2)))]
+)
 @pytest.mark.parametrize(
     "choices",
     [
@@ -117,11 +119,11 @@ def test_honest_nodes_are_never_refused_however_much_they_differ(
     assert all(len(commit.merged) == 4 for commit in outcome.commits)
 
 
-def test_without_a_screen_a_long_delta_ruins_the_model_and_a_robust_merge_saves_it() -> None:
+@pytest.mark.parametrize("rule", ["clipped", *(pytest.param(r, marks=pytest.mark.slow) for r in ("median", "trimmed"))])
+def test_without_a_screen_a_long_delta_ruins_the_model_and_a_robust_merge_saves_it(rule: str) -> None:
     honest = loss(train(foreign=1.0))
-    assert loss(train("thousandfold", foreign=1.0, screen="off")) > 100 * honest
-    for rule in ("clipped", "median", "trimmed"):
-        assert loss(train("thousandfold", foreign=1.0, screen="off", merge=rule)) < 2 * honest, rule
+    assert loss(train("thousandfold", foreign=1.0, screen="off", merge=rule)) < 2 * honest
+    assert rule != "clipped" or loss(train("thousandfold", foreign=1.0, screen="off")) > 100 * honest
 
 
 @pytest.mark.parametrize("merge", ["clipped", "median", "trimmed", "krum"])
