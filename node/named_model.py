@@ -13,6 +13,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -43,6 +44,7 @@ LossOf = Callable[[nn.Module, Tensor], Tensor]
 """(module, tokens int64 [B, S]) → a scalar. The module may be wrapped: it is called, not looked into."""
 
 _EXTRA = "pip install farloop[hf]"
+_FLOAT: Final = "__float__"  # under which transformers writes Infinity, which JSON has not
 _DROPPED: Final = frozenset(
     {"auto_map", "quantization_config", "attn_implementation", "experts_implementation", "use_kernels"}
     | {"torch_dtype", "dtype", "transformers_version"}
@@ -154,9 +156,12 @@ def config_text(name: str) -> str:
 def _portable(values: Any) -> Any:
     if isinstance(values, list):
         return [_portable(value) for value in values]
+    if isinstance(values, float) and not math.isfinite(values):
+        return {_FLOAT: "NaN" if math.isnan(values) else f"{values}inity".title()}
     if not isinstance(values, dict):
         return values
-    return {k: _portable(v) for k, v in values.items() if not k.startswith("_") and k not in _DROPPED}
+    kept = [k for k in values if (k == _FLOAT or not k.startswith("_")) and k not in _DROPPED]
+    return {k: _portable(values[k]) for k in kept}
 
 
 def _imported(package: str) -> Any:
@@ -181,7 +186,12 @@ def _config(text: str) -> Any:
             f"{f'; did you mean {close[0]}?' if close else '; a newer version may'}"
         )
     try:
-        config = known[kind].from_dict(values)
+        config = known[kind].from_dict(
+            json.loads(
+                json.dumps(values, allow_nan=False),
+                object_hook=lambda held: float(held[_FLOAT]) if _FLOAT in held else held,
+            )
+        )
     except (ValueError, TypeError, LookupError, AttributeError, hub.errors.StrictDataclassError) as error:
         raise ModelError(f"the config.json of a {kind} model cannot be used: {_one_line(error)}") from error
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:

@@ -188,6 +188,18 @@ def test_a_folder_with_a_config_alone_begins_from_weights_of_the_seed(tmp_path: 
         assert named.loss(module, TOKENS) == pytest.approx(torch.log(torch.tensor(300.0)).item(), abs=0.1)
 
 
+def test_numbers_of_a_config_that_json_has_not_reach_the_nodes(tmp_path: Path) -> None:
+    """An infinite limit, as those of Mamba 2: transformers writes it as an object, and older versions as a word."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "num_hidden_layers": 1}
+    transformers.Mamba2Config(**sizes).save_pretrained(tmp_path)
+    of_today = config_text(f"hf:{tmp_path}")
+    old = json.loads((tmp_path / "config.json").read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert config_text(f"hf:{tmp_path}") == of_today
+    assert [*hf_model(of_today).config.time_step_limit] == [0.0, float("inf")]
+
+
 def test_init_gives_the_weights_of_a_named_model_as_a_file_or_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     name = folder(tmp_path / "model")
