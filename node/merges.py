@@ -119,6 +119,8 @@ class Merges:
         self._parts, self._on_merge = [] if optimizer is None else [*held_by(optimizer)], on_merge
         self._averaging = [part for part in self._parts if hasattr(part, "eval") and hasattr(part, "train")]
         self._shown = list[Any]()  # of these, those that `resume` has train
+        self._around = list[Tensor]()  # elements as they were trained before that, and as they were shown
+        self._swapped = list[Tensor]()  # verdicts, as of a window
         self.is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
         """By key of the state, once that is known. Schedule-free weights are drawn to z."""
         self._first: dict[nn.Parameter, Tensor] | None = None  # a few elements before the first step
@@ -130,14 +132,28 @@ class Merges:
 
     def show(self) -> None:
         """Have the weights be the average that a schedule-free optimizer is for, until `resume`. It trains others."""
-        for part in self._averaging:
-            if _trains(part):
-                part.eval()
-                self._shown.append(part)
+        if not (trains := [part for part in self._averaging if _trains(part)]):
+            return
+        before = self._sample()
+        for part in trains:
+            part.eval()
+        self._shown += trains
+        self._around = [before, self._sample()] if self._kept < _ENOUGH else []
 
     def resume(self) -> None:
+        """Have it train again. The weights that it trains have to have moved as those that were shown."""
+        merged = self._sample() if self._around else None
         while self._shown:
             self._shown.pop().train()
+        if merged is not None:
+            (before, shown), self._around = self._around, []
+            change, rounding = merged - shown, shown * max(torch.finfo(p.dtype).eps for p in self._parameters.values())
+            is_lost = (self._sample() - before - change).norm() > 0.5 * change.norm()
+            is_merge = change.norm() > _LONGER**2 * rounding.norm()  # else eval() and train() move them as far
+            self._swapped.append((is_lost & is_merge).double().reshape(1) * _CERTAIN)
+
+    def _sample(self) -> Tensor:
+        return torch.cat([_some(parameter) for parameter in self._parameters.values() if not parameter.is_meta])
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -158,7 +174,7 @@ class Merges:
         """Inside, the fragment's local weights are merged."""
         self.show()
         if (before := self._windows.pop(index, None)) is not None and before.steps >= _FEWEST:
-            self._judge(before)
+            self._judge(before.verdict())
         pieces = self._pieces(index) if self._parts and self._kept < _ENOUGH else []
         window = _Window(pieces) if pieces else None
         with self.move(index, self._on_merge):
@@ -212,10 +228,12 @@ class Merges:
             self._note_copies(self._first)
             self._first = {}
         rate = rates_of(groups_of(self._parts[0])[:1], [1.0])[0] if self._windows else 1.0
+        while self._swapped:
+            self._judge(self._swapped.pop())
         for index, window in [*self._windows.items()]:
             window.end(rate)
             if window.steps == _STEPS:
-                self._judge(self._windows.pop(index))
+                self._judge(self._windows.pop(index).verdict())
         if (seen := self._verdicts.poll()) is not None:
             self._hear(seen)
 
@@ -233,8 +251,7 @@ class Merges:
                 spread[key] += float((weights - weights.mean()).square().sum())
         self.is_copy |= {key: True for key in far if far[key] < _NEAR**2 * spread[key]}
 
-    def _judge(self, window: _Window) -> None:
-        verdict = window.verdict()
+    def _judge(self, verdict: Tensor) -> None:
         if verdict.device.type == "cpu":
             self._hear(float(verdict))
         else:
@@ -248,7 +265,7 @@ class Merges:
         if self._evidence >= _CERTAIN:
             kind = type(self._parts[0]).__name__
             raise LoopError(
-                f"{kind} undoes merges: it keeps copies of the weights, and its step put back those from before a "
+                f"{kind} undoes merges: it keeps copies of the weights, and put back those from before a "
                 "merge. Change them in join(on_merge=…), or take an optimizer that keeps none (docs/optimizers.md)"
             )
 

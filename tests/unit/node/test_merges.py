@@ -101,6 +101,56 @@ def test_on_a_device_it_is_told_at_a_later_step_and_nothing_waits(order: str) ->
                 torch.cuda.synchronize()
 
 
+class Averaged(SGD):
+    """An average of the weights is swapped in by eval(), and out by train()."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, inside: bool) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.averages, self.inside, self.train_mode = dict[nn.Parameter, Tensor](), inside, True
+
+    @torch.no_grad()
+    def _swap(self, train: bool) -> None:
+        for parameter, average in self.averages.items() if self.train_mode != train else ():
+            weights = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(weights)
+        self.train_mode = train
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            average = self.averages.setdefault(parameter, parameter.detach().clone())
+            if self.inside:
+                self.state[parameter]["average"] = average
+        super().step()
+        for parameter, average in self.averages.items():
+            average.lerp_(parameter, 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_that_is_swapped_in_for_evaluations_moves_or_is_named(dtype: torch.dtype) -> None:
+    """Merges go into what is exchanged, the average: the weights that are trained have to move alike."""
+    inside, outside = (Node(partial(Averaged, inside=inside), dtype=dtype) for inside in (True, False))
+    for node in (inside, outside):
+        for _ in range(5):
+            node.step(noise(1.0))
+    before = [parameter.detach().clone() for parameter in inside.model.parameters()]
+    inside.merge(lambda like: torch.full_like(like, 2.0))
+    for weights, was in zip(inside.model.parameters(), before, strict=True):
+        torch.testing.assert_close(weights, was + 2.0, rtol=0.0, atol=0.05)
+    for _ in range(10):
+        inside.step(noise(1.0))
+    outside.merge(lambda like: torch.full_like(like, 2.0))
+    with pytest.raises(LoopError, match="Averaged undoes merges"):
+        outside.step(noise(1.0))
+
+
 # --- copies that are shifted
 
 
