@@ -73,6 +73,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     unread = identity.model.startswith(HF)  # the fingerprint is of the first weights, too
     batch = f"{terms.inner.batch_sequences} × {terms.inner.sequence_tokens} tokens"
     data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
+    every = "every step" if _h_text(terms) == "1" else f"every {_h_text(terms)} steps"
     return [
         ("run", identity.name if unread else f"{identity.name}, fingerprint {identity.fingerprint()}"),
         ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
@@ -83,7 +84,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.schedule.h_share_of),
         ("outer step", f"lr {terms.outer.lr:g}, momentum {terms.outer.momentum:g}"),
         ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
-        ("traffic", f"about {size_text(sent[0])} up, {size_text(sent[1])} down per node, every {_h_text(terms)} steps"),
+        ("traffic", f"about {size_text(sent[0])} up, {size_text(sent[1])} down per node, {every}"),
         ("listens", f"{file.coordinator.bind}, {_guard(file.coordinator.bind, file.coordinator.key)}"),
         *_uplink_lines(file.coordinator.uplink, sent[1] * terms.admission.min_nodes),
         *(("note", note) for note in plan.notes),

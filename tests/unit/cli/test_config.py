@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pipeline_layouts import layout_of
 
+from farloop.cli.check import check
 from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, toml_text
@@ -392,3 +393,11 @@ def test_the_example_names_every_model_that_is_built_in() -> None:
     *others, last = PRESETS
     example = Path(__file__).parents[3] / "examples/run.toml"
     assert f"# {', '.join(others)} or {last}\n" in example.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"), [("method = 'data-parallel'", "every step"), ("h = 15", "every 15 steps")]
+)
+def test_traffic_is_told_for_a_round(tmp_path: Path, setting: str, told: str) -> None:
+    lines, _ = check(run_file(tmp_path, f"{NANO}{setting}\n"))
+    assert dict(lines)["traffic"].endswith(f" down per node, {told}")
