@@ -270,13 +270,16 @@ def hf_weights(text: str, folder: Path | None, seed: int) -> tuple[dict[str, Ten
         if names:
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
             raise ModelError(f"the weights in {folder} {problem} {first!r}, and {len(names) - 1} more")
-    weights, text = taken(text, module.state_dict() | dict.fromkeys(report["unexpected_keys"]), f"{folder}")
+    held = module.state_dict() | dict.fromkeys(report["unexpected_keys"])
+    trained = dict(trainable_tensors(module))
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as kept:
-            for name in weights.keys() & set(kept.keys()):
-                if "F" not in (dtype := kept.get_slice(name).get_dtype()):
+            for name in held.keys() & set(kept.keys()):
+                if name in trained and "F" not in (dtype := kept.get_slice(name).get_dtype()):
                     raise ModelError(f"{file} has {name!r} as {dtype}: weights in floating point are wanted")
-    return weights, text
+                if name not in trained and held[name] is not None:  # the library may have written over it since (ZAYA)
+                    held[name] = kept.get_tensor(name)
+    return taken(text, held, f"{folder}")
 
 
 def taken(text: str, held: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], str]:

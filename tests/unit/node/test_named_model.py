@@ -103,6 +103,7 @@ WITH_BIASES: dict[str, dict[str, object]] = {
     | {"v_head_dim": 8},
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},  # a frozen parameter
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0},  # scalars of layers
+    "zaya": EXPERTS | {"num_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 4, "head_dim": 8},
 }
 
 
