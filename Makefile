@@ -40,7 +40,7 @@ test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
 # The tests of tests/chaos and tests/unit that `make test` leaves out (every crash point of the daemons, thousands of
-# simulated runs, more seeds), and ten minutes of fault injection: two hours on two cores.
+# simulated runs, more seeds), and ten minutes of fault injection: an hour or two on two cores.
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/chaos tests/unit -m slow $(TEST_ARGS)
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
