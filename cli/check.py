@@ -73,12 +73,13 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     unread = identity.model.startswith(HF)  # the fingerprint is of the first weights, too
     batch = f"{terms.inner.batch_sequences} × {terms.inner.sequence_tokens} tokens"
     data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
-    every = "every step" if _h_text(terms) == "1" else f"every {_h_text(terms)} steps"
+    h = _h_text(terms)
+    every = "every step" if h == "1" else f"every {h} steps"
     return [
         ("run", identity.name if unread else f"{identity.name}, fingerprint {identity.fingerprint()}"),
         ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
         ("data", data),
-        ("method", f"{terms.method}, H {_h_text(terms)}, τ {terms.schedule.tau}, mix {terms.schedule.mix:g}"),
+        ("method", f"{terms.method}, H {h}, τ {terms.schedule.tau}, mix {terms.schedule.mix:g}"),
         ("codecs", f"{terms.codecs.up} up, {terms.codecs.down} down"),
         *((node, f"sends by {codec}") for node, codec in terms.codecs.up_of),
         *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.schedule.h_share_of),

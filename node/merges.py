@@ -119,7 +119,8 @@ class Merges:
         self._parts, self._on_merge = [] if optimizer is None else [*held_by(optimizer)], on_merge
         self._averaging = [part for part in self._parts if hasattr(part, "eval") and hasattr(part, "train")]
         self._shown = list[Any]()  # of these, those that `resume` has train
-        self._around = list[Tensor]()  # elements as they were trained before that, and as they were shown
+        self._around: tuple[Tensor, Tensor] | None = None
+        """Elements as they were trained before that, and as they were shown."""
         self._swapped = list[Tensor]()  # verdicts, as of a window
         self.is_copy = dict.fromkeys([*_COPIES, *(["z"] if self._averaging else [])], True)
         """By key of the state, once that is known. Schedule-free weights are drawn to z."""
@@ -138,15 +139,16 @@ class Merges:
         for part in trains:
             part.eval()
         self._shown += trains
-        self._around = [before, self._sample()] if self._kept < _ENOUGH else []
+        self._around = (before, self._sample()) if self._kept < _ENOUGH else None
 
     def resume(self) -> None:
         """Have it train again. The weights that it trains have to have moved as those that were shown."""
-        merged = self._sample() if self._around else None
+        around, self._around = self._around, None
+        merged = self._sample() if around else None
         while self._shown:
             self._shown.pop().train()
-        if merged is not None:
-            (before, shown), self._around = self._around, []
+        if around and merged is not None:
+            before, shown = around
             change, rounding = merged - shown, shown * max(torch.finfo(p.dtype).eps for p in self._parameters.values())
             is_lost = (self._sample() - before - change).norm() > 0.5 * change.norm()
             is_merge = change.norm() > _LONGER**2 * rounding.norm()  # else eval() and train() move them as far

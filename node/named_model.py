@@ -157,7 +157,7 @@ def _portable(values: Any) -> Any:
     if isinstance(values, list):
         return [_portable(value) for value in values]
     if isinstance(values, float) and not math.isfinite(values):
-        return {_FLOAT: "NaN" if math.isnan(values) else f"{values}inity".title()}
+        return {_FLOAT: "NaN" if math.isnan(values) else "Infinity" if values > 0.0 else "-Infinity"}
     if not isinstance(values, dict):
         return values
     kept = [k for k in values if (k == _FLOAT or not k.startswith("_")) and k not in _DROPPED]
@@ -270,16 +270,15 @@ def hf_weights(text: str, folder: Path | None, seed: int) -> tuple[dict[str, Ten
         if names:
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
             raise ModelError(f"the weights in {folder} {problem} {first!r}, and {len(names) - 1} more")
-    held = module.state_dict() | dict.fromkeys(report["unexpected_keys"])
-    trained = dict(trainable_tensors(module))
+    held, fixed = module.state_dict(), _not_trained(module)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as kept:
             for name in held.keys() & set(kept.keys()):
-                if name in trained and "F" not in (dtype := kept.get_slice(name).get_dtype()):
+                if name in fixed:
+                    held[name] = kept.get_tensor(name)  # the library may have written over it since (ZAYA)
+                elif "F" not in (dtype := kept.get_slice(name).get_dtype()):
                     raise ModelError(f"{file} has {name!r} as {dtype}: weights in floating point are wanted")
-                if name not in trained and held[name] is not None:  # the library may have written over it since (ZAYA)
-                    held[name] = kept.get_tensor(name)
-    return taken(text, held, f"{folder}")
+    return taken(text, held | dict.fromkeys(report["unexpected_keys"]), f"{folder}")
 
 
 def taken(text: str, held: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], str]:

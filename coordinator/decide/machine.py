@@ -409,8 +409,8 @@ class CoordinatorMachine:
         """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true, or that came
         too late for it: a window that is closing may have to open again."""
         self._tell_outcome(member.name, offer, reason, detail)
-        final = (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE, Reason.LATE)
-        if reason in final and offer.blob.node == member.name:
+        no_other = (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE, Reason.LATE)
+        if reason in no_other and offer.blob.node == member.name:
             self._give_up(offer, reason)
 
     def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
