@@ -58,7 +58,7 @@ fuzz: $(VENV)/.dev
 ifdef SITE
 gpu:
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
-	PYTHONPATH="$(CURDIR)/.cache/tree:$(abspath $(SITE))" $(PYTHON) -m farloop.cli.main bench gpu $(GPU_ARGS)
+	PYTHONPATH="$(CURDIR)/.cache/tree:$(abspath $(SITE))" $(PYTHON) -m farloop.lab.bench.command gpu $(GPU_ARGS)
 else
 gpu: $(VENV)/.dev
 	$(BIN)/farloop bench gpu $(GPU_ARGS)
@@ -73,7 +73,7 @@ types: $(VENV)/.dev
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
 	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring -p farloop.runtime \
-		-p farloop.sim -p farloop.bench -p farloop.config -p farloop.chaos -p farloop.plots -p farloop.cli
+		-p farloop.sim -p farloop.config -p farloop.local -p farloop.plots -p farloop.cli -p farloop.lab
 
 check: lint types test
 

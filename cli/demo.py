@@ -20,10 +20,6 @@ import typer
 from rich.console import Console
 from safetensors.torch import load_file
 
-from farloop.chaos.faults import page
-from farloop.chaos.processes import Children, free_port, stop_on_signals, write_coordinator, write_node
-from farloop.chaos.recovery_watch import final_status
-from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.cli.options import make_output_folder
 from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
@@ -31,6 +27,9 @@ from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
+from farloop.local.processes import Children, free_port, stop_on_signals, write_coordinator, write_node
+from farloop.local.relay import Link, Relay, RelayThread
+from farloop.local.status import final_status, page
 from farloop.monitoring.status import Status, dumps
 from farloop.monitoring.units import loss_text
 from farloop.node.model import build, from_json

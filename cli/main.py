@@ -4,13 +4,13 @@ A module of the table is imported when its command is called, and heavy ones ins
 wrong usage are answered at once.
 """
 
-import importlib
 import math
 import os
 import sys
 from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -19,9 +19,13 @@ from rich.console import Console
 
 from farloop.cli.interrupts import interrupt, on_signals, take_signals
 from farloop.cli.options import (
+    CONFIGURE,
+    INSPECT,
     STATE,
+    TRAIN,
     AsJson,
     Commands,
+    Elsewhere,
     Level,
     LogJson,
     PagesUrl,
@@ -43,88 +47,97 @@ DEMO_STEPS = 2000  # some minutes on two cores; enough outer steps to end below 
 
 PAGES = "http://127.0.0.1:9700"
 
-TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"  # sections of `--help`
-
-
-class Elsewhere(NamedTuple):
-    """A command, or a group of them, whose module is imported when it is called."""
-
-    section: str
-    place: str  # module:attribute, below farloop.cli
-    summary: str  # the first paragraph of its help
-
-    def load(self, name: str) -> Any:
-        module, _, attribute = self.place.partition(":")
-        found = getattr(importlib.import_module(f"farloop.cli.{module}"), attribute)
-        if not isinstance(found, Commands):
-            alone = Commands(self.summary)
-            alone.command(name)(found)
-            found = alone
-        command: Any = typer.main.get_command(found)
-        command.name, command.rich_help_panel = name, self.section
-        return command
-
-
 ELSEWHERE = {
     "export": Elsewhere(
         TRAIN,
-        "export:export",
+        "farloop.cli.export:export",
         "Write the newest global model as a folder: of Hugging Face where the model is one, else of safetensors files.",
     ),
     "eval": Elsewhere(
         TRAIN,
-        "export:evaluate",
+        "farloop.cli.export:evaluate",
         "Loss of the newest global model on text that no node trains on: the validation part of --data.",
     ),
     "set": Elsewhere(
         TRAIN,
-        "set:set_terms",
+        "farloop.cli.set:set_terms",
         "Change hyperparameters of a live run; some apply from the next window, others from a later round.",
     ),
     "release": Elsewhere(
         TRAIN,
-        "set:release",
+        "farloop.cli.set:release",
         "Continue a run that is held because of its nodes.",
     ),
     "forget": Elsewhere(
         TRAIN,
-        "set:forget",
+        "farloop.cli.set:forget",
         "Stop missing a node that does not come back: a lost machine, a revoked key, another name.",
     ),
     "schedule": Elsewhere(
         INSPECT,
-        "schedule:schedule",
+        "farloop.cli.schedule:schedule",
         "Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.",
     ),
     "plan": Elsewhere(
         INSPECT,
-        "plan:plan",
+        "farloop.cli.plan:plan",
         "Plan a run over unequal links: islands, stages, paths, bits and H, with predicted times.",
     ),
     "journal": Elsewhere(
         INSPECT,
-        "journal:journal_app",
+        "farloop.cli.journal:journal_app",
         "Read a coordinator's state folder, running or not; only salvage --write changes it.",
     ),
-    "bench": Elsewhere(INSPECT, "bench:bench_app", "Measure the cost of a codec, a method or a setting."),
     "simulate": Elsewhere(
         INSPECT,
-        "simulate:simulate_app",
+        "farloop.cli.simulate:simulate_app",
         "Predict the cost of a link, a method or failures before a run starts.",
     ),
-    "keys": Elsewhere(CONFIGURE, "keys:keys_app", "Create keys for encrypted links and manage the allow list."),
+    "keys": Elsewhere(
+        CONFIGURE, "farloop.cli.keys:keys_app", "Create keys for encrypted links and manage the allow list."
+    ),
     "data": Elsewhere(
         CONFIGURE,
-        "data:data_app",
+        "farloop.cli.data:data_app",
         "Build token files from texts, JSONL, Parquet and Hugging Face datasets, and check them.",
     ),
 }
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. One from elsewhere is made when it is asked for."""
+    """Commands by name. One from elsewhere is made when it is asked for, and other packages' are looked for when
+    a name is not one of farloop's own, or all are listed."""
+
+    _whole = False
+
+    def listed(self, name: str) -> Any:
+        """With what the table says of it."""
+        entry = self.data[name]
+        alone = isinstance(entry, Elsewhere)
+        return typer.core.TyperCommand(name, help=entry.summary, rich_help_panel=entry.section) if alone else entry
+
+    def _complete(self) -> None:
+        """With the commands of installed packages, whose entry points in the group `farloop.commands` are tables as
+        `ELSEWHERE`."""
+        if not self._whole:
+            from importlib.metadata import entry_points
+
+            self._whole = True
+            for point in entry_points(group="farloop.commands"):
+                self.data.update(point.load())
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self.data:
+            self._complete()
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        self._complete()
+        return iter(self.data)
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
         if isinstance(found := self.data[name], Elsewhere):
             found = self.data[name] = found.load(name)
         return found
@@ -135,8 +148,7 @@ class FrontDoor(typer.core.TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.here = self.commands  # of this module
-        self.commands = _Commands({**self.here, **ELSEWHERE})
+        self.commands = self._whole = _Commands({**self.commands, **ELSEWHERE})
 
     def make_context(self, *given: Any, **more: Any) -> Any:
         with usage_in_one_line():
@@ -151,13 +163,9 @@ class FrontDoor(typer.core.TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes what the table says, so nothing is imported."""
-        listed = {
-            name: typer.core.TyperCommand(name, help=entry.summary, rich_help_panel=entry.section)
-            for name, entry in ELSEWHERE.items()
-        }
-        whole, self.commands = self.commands, {**self.here, **listed}
+        self.commands = {name: self._whole.listed(name) for name in self._whole}
         super().format_help(ctx, formatter)
-        self.commands = whole
+        self.commands = self._whole
 
 
 app = Commands(
@@ -385,31 +393,6 @@ def node(
 
 
 @app.command(rich_help_panel=TRAIN)
-def chaos(
-    minutes: Annotated[float, typer.Option(help="Duration of the fault injection.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
-    faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
-    out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Inject faults into a run of real processes on this machine and check that nothing is lost.
-
-    Kills and suspends nodes and the coordinator; cuts and slows links; adds joiners
-    on very slow links, silent and lying peers, connection floods, a second
-    coordinator on the same folder, and truncated files in a copy of the state. If
-    OUT/state is a small file system of its own, it is filled as well. Exits with 1
-    if a committed version is lost or forked, if a process ends unexpectedly, or on
-    any other finding.
-
-    Example: farloop chaos --minutes 10 --seed 1
-    """
-    from farloop.cli.chaos import run_chaos
-
-    run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
-
-
-@app.command(rich_help_panel=TRAIN)
 def throttle(
     link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="E.g. 50mbit/50ms.")],
     to: Annotated[str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator.")],
@@ -423,7 +406,7 @@ def throttle(
 
     Example: farloop throttle 50mbit/50ms --to 127.0.0.1:7700
     """
-    from farloop.chaos import relay as relays
+    from farloop.local import relay as relays
 
     set_up(log_level, json_lines=log_json)
     relays.throttle(link, listen=listen, to=to)
@@ -501,30 +484,6 @@ def methods(as_json: AsJson = False) -> None:
         typer.echo(dumps(methods_json()))
     else:
         Console(highlight=False).print(methods_table())
-
-
-@app.command(rich_help_panel=INSPECT)
-def codecs(
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure them on this machine for some seconds.")
-    ] = True,
-    as_json: AsJson = False,
-) -> None:
-    """List the codecs: guarantees, error, speed on this machine, and parameters.
-
-    Example: farloop codecs --no-measure
-    """
-    from farloop.bench.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
-    from farloop.bench.codecs import brief
-    from farloop.quant.registry import CODECS
-
-    measured = brief(tuple(CODECS.values())) if measure else None
-    if as_json:
-        typer.echo(dumps(codec_list_json(measured), indent=1))
-    else:
-        # Full width in a pipe or file; on a narrow terminal columns wrap.
-        width = None if sys.stdout.isatty() else TABLE_COLUMNS
-        Console(highlight=False, width=width).print(codec_list(measured))
 
 
 @app.command(rich_help_panel=CONFIGURE)

@@ -1,12 +1,14 @@
 """What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
 
+import importlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
+import typer.main
 
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, ended_in_one_line, say_error
 from farloop.config.logs import LogLevel
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"  # sections of `--help`
 FIGURES = (".svg", ".png", ".pdf")
 STATE = Path("state")
 
@@ -92,6 +95,25 @@ class Commands(typer.Typer):
         return lambda function: register(ended_in_one_line()(function))
 
 
+class Elsewhere(NamedTuple):
+    """A command, or a group of them, whose module is imported when it is called."""
+
+    section: str
+    place: str  # module:attribute
+    summary: str  # the first paragraph of its help
+
+    def load(self, name: str) -> Any:
+        module, _, attribute = self.place.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        if not isinstance(found, Commands):
+            alone = Commands(self.summary)
+            alone.command(name)(found)
+            found = alone
+        command: Any = typer.main.get_command(found)
+        command.name, command.rich_help_panel = name, self.section
+        return command
+
+
 def version_of(package: str) -> str:
     """As it is installed here; a source tree that runs by its path alone is not."""
     from importlib.metadata import PackageNotFoundError, version
@@ -159,7 +181,7 @@ def check_model(name: str) -> None:
 
 def check_links(*names: str) -> None:
     """Raises CommandError unless each is a link, or empty."""
-    from farloop.chaos.relay import Link, LinkError
+    from farloop.local.relay import Link, LinkError
 
     try:
         for name in filter(None, names):

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.algo.spec import RunSpec
-from farloop.bench.machine import machine, source_commit
 from farloop.coordinator.observe.event_log import BYTE_KINDS, Totals, files, parsed
+from farloop.local.machine import machine, source_commit
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import data_parallel_bytes, left_with_the_last, merged_steps, reduction
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text

@@ -21,9 +21,9 @@ from loopback import Daemon, Run, node_of
 from plain_node import model, train
 from safetensors.torch import save_file
 
-from farloop.chaos.journal_referee import read_journal
-from farloop.chaos.recovery_watch import History
 from farloop.coordinator.storage.verify import verify
+from farloop.lab.chaos.journal_referee import read_journal
+from farloop.lab.chaos.recovery_watch import History
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 from prefork import Process
 
-from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.config.exit_codes import ExitCode
 from farloop.config.sources import dump_toml
 from farloop.coordinator.decide.records import Record
 from farloop.coordinator.storage.journal import Journal
+from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import NodeStatus, Status
 from farloop.monitoring.status_summary import left_with_the_last
 

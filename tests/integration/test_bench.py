@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from farloop.bench import gpu
-from farloop.bench.processes import run_together
-from farloop.bench.sync_trace import STAGES
 from farloop.cli.main import app
+from farloop.lab.bench import gpu
+from farloop.lab.bench.processes import run_together
+from farloop.lab.bench.sync_trace import STAGES
 
 pytestmark = pytest.mark.integration
 

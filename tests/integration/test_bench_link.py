@@ -1,4 +1,4 @@
-"""`python -m farloop.bench.link` as a person calls it, over loopback."""
+"""`python -m farloop.lab.bench.link` as a person calls it, over loopback."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ def lines(end: str, *words: str) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "farloop.bench.link"]
+    command = [sys.executable, "-m", "farloop.lab.bench.link"]
     there = subprocess.Popen([*command, "serve", address])
     try:
         done = subprocess.run([*command, end, address, *words], capture_output=True, text=True, timeout=120, check=True)

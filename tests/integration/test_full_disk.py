@@ -12,11 +12,11 @@ import pytest
 from loopback import PACED, NewRun, assert_all_agree
 from virtual_host import VirtualHost
 
-from farloop.chaos.faults import Ballast
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.lab.chaos.faults import Ballast
 from farloop.monitoring.status import Status
 
 pytestmark = [

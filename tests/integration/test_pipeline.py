@@ -7,8 +7,8 @@ import torch
 from pipeline_layouts import layout_of
 from pipeline_nodes import SMALL, Nodes, Steps, microbatches, model
 
-from farloop.bench.pipeline import CHAINS, DEALT, FULL, ONE_IN_FOUR, WHOLE, losses, makespan
-from farloop.bench.pipeline import alone as one_process
+from farloop.lab.bench.pipeline import CHAINS, DEALT, FULL, ONE_IN_FOUR, WHOLE, losses, makespan
+from farloop.lab.bench.pipeline import alone as one_process
 from farloop.node.model import GPT
 from farloop.node.pipeline.executor import Executor
 from farloop.node.pipeline.stage import StagePart

@@ -12,7 +12,7 @@ from cuda_branches import branches, traced
 from pretend_cuda import CUDA, Device
 from safetensors.torch import load_file
 
-from farloop.bench.loop import FIRST, Loop, coordinator
+from farloop.lab.bench.loop import FIRST, Loop, coordinator
 from farloop.node.inner_optimizer import orthogonal
 from farloop.node.library import Node, join
 from farloop.node.model import build

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from farloop.chaos.relay import Link, Relay, RelayThread
+from farloop.local.relay import Link, Relay, RelayThread
 
 pytestmark = pytest.mark.integration
 

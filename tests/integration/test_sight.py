@@ -14,9 +14,9 @@ from machines import Machine
 from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
-from farloop.chaos.relay import Link as ThinLink
-from farloop.chaos.relay import Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
+from farloop.local.relay import Link as ThinLink
+from farloop.local.relay import Relay, RelayThread
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 

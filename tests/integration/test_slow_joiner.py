@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
+from farloop.local.relay import Link, Relay, RelayThread
 from farloop.wire.limits import Limits
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

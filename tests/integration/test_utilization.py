@@ -17,9 +17,9 @@ from torch import nn
 
 from farloop.algo.fragments import partition
 from farloop.algo.spec import Identity, RunSpec
-from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.storage.store import Store
+from farloop.local.relay import Link, Relay, RelayThread
 from farloop.node.library import join
 from farloop.quant.digest import digest
 from farloop.sim.bandwidth import Training, utilization

@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    "cli": 9,
-    "plots": 8,
-    "bench": 7,
-    "chaos": 6,
+    "lab": 9,
+    "cli": 8,
+    "plots": 7,
+    "local": 6,
     "config": 5,
     "sim": 4,
     "node": 3,
@@ -133,8 +133,13 @@ def test_low_packages_need_little() -> None:
 def test_some_packages_are_used_in_one_place_only() -> None:
     places: dict[str, Iterable[str]] = {
         # The lying peers of a storm break what a session enforces, and its referee parses the journal by itself.
-        "zmq": {"node/zmq_dealer.py", "node/pipeline/link.py", "coordinator/net/zmq_router.py", "chaos/lying_peers.py"},
-        "msgpack": {"wire/messages.py", "chaos/journal_referee.py"},
+        "zmq": {
+            "node/zmq_dealer.py",
+            "node/pipeline/link.py",
+            "coordinator/net/zmq_router.py",
+            "lab/chaos/lying_peers.py",
+        },
+        "msgpack": {"wire/messages.py", "lab/chaos/journal_referee.py"},
         "obstore": {"coordinator/storage/copies.py"},
         "jinja2": {"monitoring/page.py"},
         "markupsafe": {"cli/report.py"},
@@ -148,11 +153,13 @@ def test_some_packages_are_used_in_one_place_only() -> None:
     for package, allowed in places.items():
         assert users_of(package) <= set(allowed), package
     for package in ("uvloop", "signal"):
-        assert all(user.startswith(("node/", "coordinator/", "chaos/", "cli/")) for user in users_of(package)), package
+        assert all(
+            user.startswith(("node/", "coordinator/", "local/", "lab/", "cli/")) for user in users_of(package)
+        ), package
     readers = {place_of(path) for path in ALL if "os.environ" in (text := path.read_text()) or "getenv" in text}
     # torchrun's variables; those of a script that calls join; a process of its own, as a command is
-    others = {"node/cluster.py", "node/arguments.py", "bench/gpu.py"}
-    assert all(place.startswith(("cli/", "config/", "chaos/")) or place in others for place in readers)
+    others = {"node/cluster.py", "node/arguments.py"}
+    assert all(place.startswith(("cli/", "config/", "local/", "lab/")) or place in others for place in readers)
 
 
 def test_decisions_load_no_torch() -> None:

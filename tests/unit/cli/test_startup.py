@@ -9,8 +9,11 @@ import pytest
 import typer.main
 
 from farloop.cli.main import ELSEWHERE, app
+from farloop.lab.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
+
+TABLE = {**ELSEWHERE, **COMMANDS}
 
 HEAVY = ["torch", "numba", "scipy", "matplotlib", "zmq"]
 
@@ -69,10 +72,18 @@ def test_top_help_and_version_import_no_command(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+def test_without_the_lab_its_commands_are_unknown_and_all_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    without = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert "bench" not in without and not COMMANDS.keys() & set(without)
+    monkeypatch.undo()
+    assert set(typer.main.get_command(app).commands) - set(without) == set(COMMANDS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", TABLE)
 def test_the_table_says_what_the_command_says(name: str) -> None:
-    command = ELSEWHERE[name].load(name)
-    assert " ".join(command.help.split("\n\n")[0].split()) == ELSEWHERE[name].summary
+    command = TABLE[name].load(name)
+    assert " ".join(command.help.split("\n\n")[0].split()) == TABLE[name].summary
     assert command.name == name
 
 

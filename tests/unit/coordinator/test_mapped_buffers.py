@@ -10,10 +10,10 @@ import torch
 from stored_runs import begun, recovered, run_rounds
 
 from farloop.algo.spec import RunSpec
-from farloop.bench.memory import status_bytes
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.store import Store
+from farloop.lab.bench.memory import status_bytes
 
 
 def buffers(numel: int) -> Buffers:

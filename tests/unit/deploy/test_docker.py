@@ -13,9 +13,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from farloop.chaos.relay import Link
 from farloop.cli.main import app
 from farloop.config.settings import load_node, load_run
+from farloop.local.relay import Link
 from farloop.monitoring.endpoint import HEALTH
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,559 @@
+"""`farloop bench`: options, progress and output of the measurements in `farloop.lab.bench`."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from farloop.cli.options import AsJson, Commands, TextData, check_codecs, check_links, check_model, make_output_folder
+from farloop.config.exit_codes import CommandError, ExitCode, write_output
+from farloop.monitoring.status import dumps
+from farloop.monitoring.units import count_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from farloop.lab.bench.codecs import Watch
+
+bench_app = Commands("Measure the cost of a codec, a method or a setting.")
+
+NewFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Empty folder for settings, state and logs.", show_default="out/COMMAND-TIME"),
+]
+
+Seeds = Annotated[int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")]
+
+Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")]
+
+NodesDevice = Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")]
+
+KeptRuns = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
+]
+
+_WIDE = 140  # columns of the quality table in a file or pipe
+
+
+@bench_app.command()
+def codecs(
+    codec: Annotated[
+        list[str] | None, typer.Option(show_default="all", help="A codec, e.g. q4r:step=0.7; repeatable.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A number of CPU threads; repeatable.", show_default="1, 2, 4, … all cores"),
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu or cuda; repeatable.", show_default="all available")
+    ] = None,
+    elements: Annotated[
+        float | None,
+        typer.Option(min=1, max=1e12, help="Elements of a timed vector, e.g. 64e6.", show_default="64 Mi; GPU: 256 Mi"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A sixth of the time: fewer repetitions, smaller vectors, a shorter run.")
+    ] = False,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
+    quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure the error.")] = True,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Also measure installed codecs of other projects.")
+    ] = True,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for codecs.json and the plots.")] = Path(
+        "out/codecs"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Measure the speed and the error of codecs on this machine.
+
+    Speed is in GB/s of fp32 and relative to a plain copy, which is timed before each repetition so
+    that other load affects both. add: decode into a sum. sum8: decode eight payloads at once. fused:
+    add the residual, encode, update the residual. outer: Nesterov step, encode, apply. The first
+    calls, which may compile, are not timed.
+
+    Quality is the squared error of one encoding, of random matrices and of outer gradients from a
+    short DiLoCo run, which is trained once and kept in --out. Bits are those of the blob after its
+    entropy stage.
+
+    bitsandbytes, hivemind, pi-quant (pypiquant) and torchao are also measured if installed. Run on an
+    idle machine; otherwise the results are meaningless.
+
+    Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
+    """
+    check_codecs(codec or [])
+    if not (speed or quality):
+        raise CommandError("without speed and quality nothing is left to measure")
+    from farloop.cli.progress import progress_console
+    from farloop.lab.bench.codec_peers import PEERS
+    from farloop.lab.bench.codec_quality import DISTRIBUTIONS
+    from farloop.lab.bench.codec_speed import QUICK, STEADY
+    from farloop.lab.bench.codec_tables import report_tables
+    from farloop.lab.bench.codecs import LONG, MEMORY_ELEMENTS, QUICK_ELEMENTS, SHORT, Plan, places, run
+    from farloop.lab.bench.quality_spec import check_device
+    from farloop.lab.plots.codecs import plot_quality, plot_speed
+    from farloop.quant.registry import CODECS, codec_named
+
+    for name in device or []:
+        check_device(name)
+    make_output_folder(out)
+    console = progress_console(json=as_json)
+    plan = Plan(
+        codecs=tuple(map(codec_named, codec or CODECS)),
+        places=places(threads, device) if speed else (),
+        elements=int(elements) if elements else QUICK_ELEMENTS if quick else None,
+        pace=QUICK if quick else STEADY,
+        samples=tuple(DISTRIBUTIONS) if quality else (),
+        outer=(SHORT if quick else LONG) if quality else None,
+        memory=MEMORY_ELEMENTS // (4 if quick else 1) if speed else None,
+        folder=out,
+        peers=PEERS if peers else (),
+    )
+    with _watched(console) as watch:
+        report = run(plan, watch=watch)
+    files, found = [out / "codecs.json"], dumps(report.plain(), indent=1)
+    write_output(files[0], found)
+    for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
+        for kind in ("svg", "png") if wanted else ():
+            files.append(out / f"codecs-{name}.{kind}")
+            plot(files[-1], report)
+    if as_json:
+        return typer.echo(found)
+    for table in report_tables(report):
+        console.print(table)
+    console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _watched(console: "Console") -> Iterator["Watch"]:
+    """A bar for the stage that runs."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from farloop.lab.bench.codecs import Watch
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Redrawn when something happened, not by a thread of its own: that would run beside what is timed.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("")
+        title = ""
+
+        def stage(name: str, parts: int) -> None:
+            nonlocal title
+            title = name
+            bar.reset(task, description=name, total=parts)
+
+        def part(name: str) -> None:
+            bar.update(task, description=f"{title}: {name}" if name else title, advance=1, refresh=True)
+
+        yield Watch(stage=stage, part=part)
+
+
+@bench_app.command()
+def memory(
+    model: Annotated[str, typer.Option(help="A built-in model, or hf:FOLDER.")] = "base",
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=64, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
+    ] = None,
+    out: NewFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the peak memory of a coordinator and of a node, and compare it with the prediction.
+
+    Two processes train 16 steps on CPUs, with an outer momentum: a join, commits, evaluations and
+    the end of the run. The prediction is that of `farloop config check`, without activations. The
+    model base has 122 M parameters and takes some minutes and 5 GB of memory.
+
+    With --ranks a loop trains the model, sharded over that many processes, without farloop and
+    then with it: the difference of the peaks is compared with the prediction.
+
+    Example: farloop bench memory --ranks 1 --ranks 2
+    """
+    check_model(model)
+    from farloop.lab.bench.memory import measure, measure_ranks, text
+
+    out = _empty_folder(out, "memory").resolve()
+    if ranks:
+        rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count), os.environ)]
+    else:
+        rows = measure(model, out, os.environ)
+    _tell({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
+
+
+@bench_app.command()
+def gpu(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the script on a CPU, with a tiny model.")] = False,
+    parts: Annotated[str, typer.Option(metavar="PART,…", help="Only these parts.")] = "",
+    model: Annotated[str, typer.Option(help="Of the loops: quarter (0.24 G parameters) or billion.")] = "quarter",
+    budget: Annotated[float, typer.Option(min=20, metavar="SECONDS", help="For all parts together.")] = 465,
+    out: NewFolder = None,
+) -> None:
+    """Measure on a CUDA device: kernels against the reference, copies, codecs, a loop with a node.
+
+    Each part has a time limit, prints JSON lines as numbers come, and is a row with the reason where
+    it fails; then the command exits with 1. A table is in gpu.md.
+
+    Example: farloop bench gpu --parts codecs,loop-device
+    """
+    from farloop.lab.bench.gpu import MODELS, PARTS, measure, require_cuda
+
+    if not dry_run:
+        require_cuda()
+    chosen = [_one_of("--parts", part, PARTS) for part in parts.split(",")] if parts else [*PARTS]
+    model, out = "nano" if dry_run else _one_of("--model", model, MODELS), _empty_folder(out, "gpu")
+    if not measure(chosen, model, out.resolve(), os.environ, budget, typer.echo, dry=dry_run):
+        raise typer.Exit(ExitCode.UNEXPECTED)
+
+
+@bench_app.command()
+def loop(
+    model: Annotated[str, typer.Option(help="A built-in model: nano, micro, tiny, small or base.")] = "small",
+    h: Annotated[int, typer.Option(min=3, help="Inner steps between two exchanges of a fragment.")] = 30,
+    turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
+    link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
+    out: NewFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
+
+    The time of the training thread, in which one core computes, is split: it ran, it was ready but
+    no core was free, or it slept, mostly for Python's interpreter lock. Needs Linux. The
+    coordinator and an emulated link run on this machine too: leave them a core.
+
+    Example: farloop bench loop --h 5 --link 50mbit/50ms
+    """
+    check_model(model)
+    check_links(link)
+    from farloop.lab.bench.loop import measure, text
+    from farloop.node.settings import PRESETS
+
+    out = _empty_folder(out, "loop").resolve()
+    rows = measure(PRESETS[model], h, turns, out, os.environ, link, lambda what: typer.echo(what, err=True))
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+
+
+@bench_app.command()
+def sync(
+    parameters: Annotated[float, typer.Option(min=25, max=1e11, help="Of the model, e.g. 25e6.")] = 25e6,
+    nodes: Annotated[int, typer.Option(min=2, max=256, help="Nodes, one process each.")] = 2,
+    codec: Annotated[
+        list[str] | None, typer.Option(show_default="q4", help="Codec of both directions; repeatable.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, after two that do not count.")] = 12,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
+    out: NewFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
+
+    Coordinator and nodes are processes of this machine, and nothing is trained. torchft and
+    hivemind are measured too where they are installed. Only the ratios tell something: run it
+    on an idle machine with two cores or more.
+
+    With --link, farloop also runs over emulated links, and the time is compared with that of
+    its bytes at the link's rate.
+
+    Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
+    """
+    codecs = codec or ["q4"]
+    check_codecs(codecs)
+    check_links(*(link or []))
+    from farloop.lab.bench.sync import Measured, measure, text
+
+    if trace and rounds < 2:
+        raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
+    out = _empty_folder(out, "sync")
+    what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
+    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace)
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+
+
+@bench_app.command()
+def coordinator(
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=512, show_default="2, 8, 32, 128", help="A number of nodes; repeatable."),
+    ] = None,
+    parameters: Annotated[float, typer.Option(min=256, max=1e11, help="Of the model, e.g. 1e6.")] = 1e6,
+    codec: Annotated[str, typer.Option(help="Codec of both directions.")] = "q4",
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Rounds of each number of nodes, after two that do not count.")
+    ] = 8,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes of nodes.", show_default="all cores")] = None,
+    step_s: Annotated[float, typer.Option("--step", metavar="S", min=0, max=3600, help="Seconds of a step.")] = 0.0,
+    out: NewFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a coordinator costs for each number of nodes.
+
+    Coordinator and sessions are real, over the loopback of this machine. Nodes have no model: each
+    offers a made-up delta in every round. Printed are the bytes of deltas and updates a second over
+    all links, the time from the close of a window until the last node heard of its commit and until
+    the last had its update, and the coordinator's processor time and peak memory.
+
+    The nodes run on the same machine and slow the coordinator: the processor time tells most. With
+    steps of some seconds neither is short of it, and the difference of two lengths is what a second
+    of a round costs: heartbeats, reports and the status.
+
+    Example: farloop bench coordinator --nodes 16 --nodes 64 --parameters 25e6
+    """
+    check_codecs([codec])
+    from farloop.lab.bench.coordinator import measure, text
+
+    out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
+    counts = dict.fromkeys(nodes or (2, 8, 32, 128))
+    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out, os.environ) for n in counts]
+    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+
+
+@bench_app.command()
+def routing(
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=12, show_default="20, 64, 256, 512", help="A number of nodes to plan for; repeatable."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(
+        "out/routing"
+    ),
+    run_processes: Annotated[
+        bool, typer.Option("--processes", help="Also run pipelines of real processes, for some minutes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the planner: its choices, its running time, and its gains in simulation.
+
+    The planning time is measured. All other times are predicted, or simulated with
+    microbatches on their paths and transfers that share links.
+
+    With --processes, the paths of one plan also run as eight processes with emulated
+    distances, to compare step times with the prediction and losses with those of one
+    process. Step times are valid only on an idle machine.
+
+    Example: farloop bench routing --nodes 20 --nodes 256
+    """
+    from farloop.cli.progress import progress_console
+    from farloop.lab.bench.pipeline import processes
+    from farloop.lab.bench.routing import measure, text
+    from farloop.lab.plots.routing import plot
+    from farloop.local.machine import source_commit
+
+    make_output_folder(out)
+    console = progress_console(json=as_json)
+
+    def say(line: str) -> None:
+        console.print(f" {line}", style="dim", soft_wrap=True)
+
+    findings = measure(list(dict.fromkeys(nodes or (20, 64, 256, 512))), say)
+    found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
+    made, what, shown = None, "Planning measured", text(findings)
+    if run_processes:
+        say("pipelines of four and eight processes; step times are valid only on an idle machine")
+        made, what = processes(say), "Planning, and steps and losses of processes, measured"
+        found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
+        shown += "".join(f"\n processes {line}" for line in made.lines)
+    write_output(out / "routing.json", dumps(found, indent=1) + "\n")
+    caption = f"farloop bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."
+    for kind in (".svg", ".png"):
+        plot(out / f"routing{kind}", findings, caption, made)
+    typer.echo(dumps(found, indent=1) if as_json else f"{shown}\n {out}/routing.json, .svg and .png")
+
+
+def _one_of(option: str, name: str, known: Iterable[str]) -> str:
+    if name not in known:
+        raise CommandError(f"{option} {name!r}: there are {', '.join(known)}")
+    return name
+
+
+def _empty_folder(out: Path | None, command: str) -> Path:
+    """That of `--out`, or a new one. Raises CommandError: it has something in it already, or no file can be written
+    there."""
+    out = out or Path("out") / f"{command}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if out.is_dir() and any(out.iterdir()):
+        raise CommandError(f"--out: {out} is not empty; name another folder")
+    make_output_folder(out)
+    return out
+
+
+def _tell(found: Mapping[str, Any], text: str, as_json: bool) -> None:
+    """Print the text; or as JSON what was found, with the machine and the commit that it was measured on."""
+    from farloop.local.machine import machine, source_commit
+
+    typer.echo(dumps({"machine": machine(), "commit": source_commit(), **found}, indent=1) if as_json else text)
+
+
+@bench_app.command()
+def quality(
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variant",
+            metavar="VARIANT",
+            show_default="nine variants",
+            help="A method, single or muon-data-parallel, with KEY=VALUE settings of a run, "
+            "e.g. 'streaming nodes=4 h=30 codec=q4'; repeatable.",
+        ),
+    ] = None,
+    grid: Annotated[
+        Path | None,
+        typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
+    ] = None,
+    seeds: Seeds = None,
+    model: Annotated[str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small or base.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="400", help="Inner steps of each node.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, show_default="16", help="Sequences per step, shared by the nodes.")
+    ] = None,
+    tuning: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune",
+            metavar="KEY=V,V,…",
+            show_default=False,
+            help="Values to try for every variant first, e.g. outer_lr=0.2,0.4,0.6; repeatable.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="A setting for all variants, e.g. nodes=4 or min_lr=1e-5; repeatable.",
+        ),
+    ] = None,
+    within: Annotated[float, typer.Option(min=0.0, help="Largest difference, in %, that counts as equal.")] = 1.0,
+    jobs: Jobs = None,
+    data: TextData = None,
+    data_bytes: Annotated[
+        int | None, typer.Option(min=1, show_default="16000000", help="Most bytes of the text to use.")
+    ] = None,
+    device: NodesDevice = "cpu",
+    out: KeptRuns = Path("out/quality"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare the validation loss of methods or settings at equal tokens.
+
+    Every variant trains the same tokens: the same number of steps, each with one
+    batch shared by its nodes. The baseline is data-parallel if it is among the
+    variants, else single, else the first. Runs of one seed start from the same
+    weights and see the same samples in the same steps; the cost of a variant is the
+    mean of its paired differences from the baseline. If their 95 % interval lies
+    within the bound, a larger effect is ruled out; if it crosses the bound, use more
+    --seeds.
+
+    With --tune, every variant first searches for its best setting on another seed,
+    all with the same number of runs; variants without an outer optimizer search for
+    their learning rate.
+
+    Nodes and coordinator run the production code on virtual time in one process: no
+    network, and on a CPU reproducible numbers. Finished runs are kept in --out and
+    reused, so it can be stopped, repeated and extended. Changes of the code are not
+    detected: use another --out then.
+
+    Example: farloop bench quality --tune outer_lr=0.2,0.4,0.6,0.8,1 --seeds 3
+
+    Example: farloop bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
+    """
+    check_model(model or "micro")
+    from farloop.cli.progress import progress_console
+    from farloop.config.run_config import DataConfig
+    from farloop.lab.bench.comparison import markdown, report, table, tuning_lines, watched
+    from farloop.lab.bench.quality import CPU, RunFailed, Tuned, plan_of, run_all, tune
+    from farloop.lab.bench.quality_spec import asked_for, check_device, command_of, plan_grid
+    from farloop.lab.bench.training import CURVE_SEQUENCES
+    from farloop.lab.plots.quality import plot_frontier, plot_methods
+
+    check_device(device)
+    make_output_folder(out)
+    flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
+    asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings})
+    text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
+    console, jobs, tuned = progress_console(json=as_json), jobs or os.cpu_count() or 1, tuple[Tuned, ...]()
+    planned = plan_grid(asked, data=text, out=out, device=device)
+    plan = planned.plan
+    try:
+        if (searches := plan_of(planned.trials, plan)) is not None:
+            console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
+            with watched(searches, console) as watch:
+                tuned = tune(searches, planned.trials, jobs=jobs, watch=watch)
+            picked = {one.label: one.picked for one in tuned}
+            plan = plan_grid(asked, data=text, out=out, device=device, picked=picked).plan
+        with watched(plan, console) as watch:
+            results = run_all(plan, jobs=jobs, watch=watch)
+    except RunFailed as error:
+        raise CommandError(str(error), ExitCode(error.exit_code)) from error
+    words = ["--data", str(data)] if data else []
+    words += ["--data-bytes", str(data_bytes)] if data_bytes else []
+    words += ["--device", device] if device != CPU else []
+    parameters = plan.variants[0].specs[0].identity.layout.num_parameters
+    command = command_of(asked, options=words)
+    found = report(plan, results, parameters=parameters, tuned=tuned, within_percent=within, command=command)
+    write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
+    write_output(out / "quality.md", markdown(found))
+    size = f"{count_text(parameters)} parameters"
+    moved = any(variant.fewer_bytes is not None for variant in found.variants)
+    figures = [out / f"{name}.svg" for name in (["frontier"] if moved else []) + ["quality"]]
+
+    def caption(of_seeds: str) -> str:
+        over = "1 seed" if asked.seeds == 1 else f"mean {of_seeds} of {asked.seeds} seeds"
+        return f"{asked.steps} steps of {asked.global_batch} sequences; {over}; commit {found.commit or 'unknown'}"
+
+    for kind in ("svg", "png"):
+        if moved:
+            of_mean = caption("and its 95 % interval")
+            plot_frontier(out / f"frontier.{kind}", found.variants, title=size, caption=of_mean)
+        plot_methods(
+            out / f"quality.{kind}",
+            results,
+            title=f"{len(results)} ways to train {size} on equal tokens",
+            caption=f"{caption('± standard deviation')}; curves on {CURVE_SEQUENCES} sequences, the table on all",
+        )
+    if as_json:
+        return typer.echo((out / "quality.json").read_text())
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    console.print(table(found))
+    for line in tuning_lines(found.tuned):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"numbers  {out / 'quality.json'}\nfigures  {', '.join(map(str, figures))}", soft_wrap=True)
+    console.print(f"again    {found.command}", markup=False, soft_wrap=True)
+
+
+@bench_app.command()
+def frontier(
+    data: TextData = None,
+    seeds: Seeds = None,
+    model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "nano",
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each node.")] = 2160,
+    jobs: Jobs = None,
+    device: NodesDevice = "cpu",
+    out: KeptRuns = Path("out/frontier"),
+    as_json: AsJson = False,
+) -> None:
+    """Draw the loss of eleven variants against the bytes that they move.
+
+    The variants differ in method, H, codec and number of nodes. They are trained and
+    compared as `bench quality` does, on any text. frontier.svg shows each one's
+    difference from data parallel over how many times fewer bytes it moves. The command
+    can be stopped and repeated: finished runs are kept in --out.
+
+    Example: farloop bench frontier --data my-text --seeds 1
+    """
+    from farloop.lab.bench.quality_spec import FRONTIER
+
+    quality(
+        list(FRONTIER), seeds=seeds, model=model, steps=steps, jobs=jobs, data=data, device=device, out=out,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":  # from a tree that is not installed
+    bench_app(prog_name="farloop bench")

@@ -1,0 +1,262 @@
+"""What a node costs its training loop on a CPU: the loop without farloop and with it, in turns, while bytes move.
+
+The time of the training thread is split by what it did: it computed, it waited for a core (the kernel's run queue), or
+it slept, which here is mostly waiting for Python's interpreter lock.
+"""
+
+import contextlib
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from farloop.config.exit_codes import CommandError, code_of, write_output
+from farloop.config.sources import dump_toml
+from farloop.lab.bench.processes import emulated, free_port, started
+from farloop.node.library import Node, join
+from farloop.node.model import GPT, build
+from farloop.node.settings import ModelConfig
+
+FIRST: Final = "first.safetensors"
+SEQUENCES: Final = 4
+TOKENS: Final = 128  # of a sequence
+_PATIENCE_S = 300.0  # for a coordinator's first snapshots
+
+
+class Loop:
+    """A training loop as anybody has one."""
+
+    def __init__(self, module: GPT, device: torch.device, sequences: int, tokens: int) -> None:
+        self.module, self.device = module.to(device), device
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True if device.type == "cuda" else None)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(256, (sequences, tokens + 1), generator=generator, dtype=torch.int64, device="cpu")
+        self.batch = drawn.to(device)
+        self.mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+    def loss(self, model: Callable[..., Any]) -> Tensor:
+        with self.mixed:
+            logits = model(self.batch[:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), self.batch[:, 1:].flatten())
+
+    def compute(self, model: Callable[..., Any] | None = None) -> None:
+        """Forward and backward."""
+        torch.autograd.backward(self.loss(self.module if model is None else model))
+
+    def update(self, node: Node | None = None) -> None:
+        """What follows: `node.step`, or what it stands for without farloop."""
+        if node is not None:
+            node.step()
+            return
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, node: Node | None = None, model: Callable[..., Any] | None = None) -> None:
+        """One inner step, without a word to the host about the loss."""
+        self.compute(model)
+        self.update(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of a thread: in all, of these on a core, and of these ready to run while no core was free."""
+
+    wall: float
+    core: float
+    queue: float
+
+    @property
+    def asleep(self) -> float:
+        return self.wall - self.core - self.queue
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.wall + other.wall, self.core + other.core, self.queue + other.queue)
+
+    def __sub__(self, other: "Spent") -> "Spent":
+        return Spent(self.wall - other.wall, self.core - other.core, self.queue - other.queue)
+
+    def __truediv__(self, count: int) -> "Spent":
+        return Spent(self.wall / count, self.core / count, self.queue / count)
+
+
+def spent() -> Spent:
+    """By this thread so far; differences count. Raises CommandError: not on Linux."""
+    try:
+        queue = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]
+    except OSError as error:
+        raise CommandError(f"the kernel does not tell how long a thread waits for a core: {error}") from error
+    return Spent(time.perf_counter(), time.thread_time(), int(queue) / 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A step of the loop, alone or with farloop: means in seconds."""
+
+    loop: str  # "alone" or "farloop"
+    steps: int
+    compute: Spent  # forward and backward
+    update: Spent  # `node.step`, or what it stands for: clipping, optimizer.step, zero_grad; without `blocked_s`
+    blocked_s: float  # by updates that were late
+    quiet_s: float  # farloop's own part of a `node.step` with nothing due, median; 0 where there was none
+    bytes_per_s: float  # sent and received meanwhile
+
+
+class _Sums:
+    """Of the turns of one kind."""
+
+    def __init__(self, loop: str, node: Node | None) -> None:
+        self._loop, self._node = loop, node
+        self._compute, self._update, self._blocked_s = Spent(0, 0, 0), Spent(0, 0, 0), 0.0
+        self._steps, self._quiet, self._bytes, self._seconds = 0, list[float](), 0, 0.0
+
+    def turn(self, loop: Loop, steps: int) -> None:
+        began, moved = time.monotonic(), self._moved()
+        for _ in range(steps):
+            start = spent()
+            loop.compute()
+            quiet, (own, blocked) = self._is_quiet(), self._account()
+            between = spent()
+            loop.update(self._node)
+            end, (own_after, blocked_after) = spent(), self._account()
+            self._compute += between - start
+            self._update += end - between
+            self._blocked_s += blocked_after - blocked
+            if quiet:
+                self._quiet.append(own_after - own)
+        self._steps += steps
+        self._bytes += self._moved() - moved
+        self._seconds += time.monotonic() - began
+
+    @property
+    def row(self) -> Row:
+        return Row(
+            loop=self._loop,
+            steps=self._steps,
+            compute=self._compute / self._steps,
+            update=(self._update - Spent(self._blocked_s, 0, 0)) / self._steps,
+            blocked_s=self._blocked_s / self._steps,
+            quiet_s=statistics.median(self._quiet) if self._quiet else 0.0,
+            bytes_per_s=self._bytes / self._seconds,
+        )
+
+    def _is_quiet(self) -> bool:
+        return (
+            self._node is not None and self._node.executor is not None and self._node.executor.machine.quiet_steps > 1
+        )
+
+    def _account(self) -> tuple[float, float]:
+        if self._node is None or self._node.executor is None:
+            return 0.0, 0.0
+        seconds = self._node.executor.account.all_seconds(time.monotonic())
+        return seconds["farloop"], seconds["blocked"]
+
+    def _moved(self) -> int:
+        if self._node is None or self._node.executor is None:
+            return 0
+        moved = self._node.executor.link.moved
+        return moved.up.total + moved.down.total
+
+
+def measure(
+    model: ModelConfig,
+    h: int,
+    turns: int,
+    out: Path,
+    environ: Mapping[str, str],
+    link: str,
+    say: Callable[[str], None],
+) -> list[Row]:
+    """Turns of H steps without farloop and with it, after two rounds that do not count; one thread computes.
+
+    `link`: from the node to the coordinator, as RATE/RTT; none if empty. Raises CommandError: a process failed.
+    """
+    spent()
+    torch.set_num_threads(1)
+    loop = Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)
+    with (
+        coordinator(loop, out, h, (turns + 3) * h, environ) as port,
+        emulated(link, port, 1) as (at,),
+        join(
+            f"tcp://127.0.0.1:{at}",
+            loop.module,
+            loop.optimizer,
+            name="loop",
+            state_dir=out / "loop",
+            give_up_s=60.0,
+            signals=False,
+        ) as node,
+    ):
+        alone, exchanging = _Sums("alone", None), _Sums("farloop", node)
+        for _ in range(2 * h):
+            loop.step(node)
+        for turn in range(turns):
+            say(f"turn {turn + 1} of {turns}")
+            alone.turn(loop, h)
+            exchanging.turn(loop, h)
+    return [alone.row, exchanging.row]
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A table of what `measure` found: where the time of a step goes, alone and with farloop."""
+    alone, with_node = rows
+    step_s = alone.compute.wall + alone.update.wall
+    lines = [f"{'ms of a step, mean':<32}{'alone':>9}{'farloop':>12}"]
+
+    def add(what: str, before: float, after: float) -> None:
+        change = 100 * (after - before) / step_s
+        lines.append(f"{what:<32}{1e3 * before:9.2f}{1e3 * after:12.2f}{change:+7.1f} % of a step")
+
+    for what, before, after in (
+        ("forward and backward", alone.compute, with_node.compute),
+        ("step(), or clip and optimizer", alone.update, with_node.update),
+    ):
+        add(what, before.wall, after.wall)
+        add("  on a core", before.core, after.core)
+        add("  ready, no core free", before.queue, after.queue)
+        add("  asleep", before.asleep, after.asleep)
+    add("waiting for updates", 0.0, with_node.blocked_s)
+    lines.append(f"{8e-6 * with_node.bytes_per_s:.1f} Mbit/s crossed the link, both directions together.")
+    if with_node.quiet_s:
+        lines.append(f"farloop's part of a step() with nothing to exchange: {1e6 * with_node.quiet_s:.0f} µs (median).")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def coordinator(loop: Loop, out: Path, h: int, steps: int, environ: Mapping[str, str]) -> Iterator[int]:
+    """Its port, while it runs in `out` for one node with the weights that the loop has now."""
+    port, (sequences, tokens) = free_port(), loop.batch.shape
+    first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
+    write_output(out / FIRST, save(first))
+    run = {
+        "name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1), "init": FIRST,
+        "batch_sequences": sequences, "sequence_tokens": tokens - 1,
+    }  # fmt: skip
+    settings = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
+    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": settings}))
+    words, alone = ["-m", "farloop.cli.main", "coordinator", "run.toml"], {"CUDA_VISIBLE_DEVICES": ""}
+    with started("coordinator", words, out, {**environ, **alone}) as process:
+        _wait_for(port, process, out / "coordinator.log")
+        yield port
+
+
+def _wait_for(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Until it listens, for it writes its first snapshots before. Raises CommandError."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            code = process.returncode
+            raise CommandError(f"the coordinator ended with exit code {code}: see {log}", code_of(code))
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return
+        time.sleep(0.2)
+    raise CommandError(f"the coordinator does not listen after {_PATIENCE_S:g} s: see {log}")

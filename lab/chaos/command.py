@@ -1,0 +1,241 @@
+"""`farloop chaos`: inject faults into a run of real processes on this machine, and report what happened.
+
+Recovery times are measured on the status page, every tenth of a second or as soon as it answers:
+
+    kill_node          from SIGKILL to the survivors' next commit, without the node (where every window waited for it)
+    node_back          from the start of its next process to the next commit that merges it
+    stop_node          from SIGCONT to the next commit that merges the node
+    cut_link           from the heal to the next commit that merges the node
+    slow_link          from the end to the next commit that merges the node
+    kill_coordinator   from SIGKILL to the next commit, beyond the journal that it left
+    stop_coordinator   from SIGCONT to the next commit
+    fill_disk          from the first free byte to the next commit
+    truncate_file      from the coordinator's next start (it is killed for a copy of its state) to the next commit
+    others             from the end of the fault to the next commit
+
+The times include other faults at the same time, the start of a Python process, and the delay of its supervisor (0.5
+to 6 s, random). A process that fails again before it recovered is not counted. `recovery_s_mean` and `recovery_s_max`
+leave out node_back, for which no other node waits.
+"""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+from rich.table import Table
+
+from farloop.cli.options import facts, table
+from farloop.cli.progress import progress_console
+from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
+from farloop.config.run_config import DataConfig, RunConfig
+from farloop.lab.chaos.faults import DATA, RUN, Ballast
+from farloop.lab.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
+from farloop.local.processes import stop_on_signals
+from farloop.monitoring.status import dumps
+from farloop.monitoring.units import duration_text, size_text
+
+if TYPE_CHECKING:
+    from farloop.lab.chaos.storm import Outcome
+
+NODE_BACK: Final = "node_back"
+
+MOST_NODES: Final = 26
+
+
+def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path | None, as_json: bool) -> None:
+    """Run the storm, report, and fail if anything was lost.
+
+    Raises:
+        CommandError: one line; also where something was lost, forked or unequal.
+    """
+    if not 0 < minutes < math.inf:
+        raise CommandError(f"--minutes is a number above 0, as 5, not {minutes:g}")
+    if not 2 <= nodes <= MOST_NODES:
+        raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
+    kinds = _kinds(wanted)
+    from farloop.config.run_spec import plan_run
+    from farloop.lab.chaos.storm import Stopped, Storm
+    from farloop.local.machine import machine, source_commit
+    from farloop.quant.registry import warm_for
+
+    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    _prepare(folder)
+    console = progress_console(json=as_json)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    skipped = {kind: why for kind, why in _skipped(folder).items() if kind in kinds}
+    for kind, why in skipped.items():
+        say(f"{kind} is left out: {why}")
+    names = [chr(ord("a") + i) for i in range(nodes)]
+    seconds = 60.0 * minutes
+    faults = plan(seed, seconds=seconds, nodes=names, kinds=[kind for kind in kinds if kind not in skipped])
+    say(f"{len(faults)} faults in {duration_text(seconds)}, seed {seed}; logs and numbers: {folder}")
+    # Compile the kernels once, before all processes would do it at the same time.
+    warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
+    with stop_on_signals() as stopped:
+        storm = Storm(out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped)
+        try:
+            outcome = storm.run()
+        except Stopped:
+            say("stopped: every process is ended")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    report = figures(outcome) | {
+        "good": outcome.good,
+        "minutes": minutes,
+        "seed": seed,
+        "nodes": nodes,
+        "skipped": skipped,
+        "machine": machine(),
+        **({"commit": commit} if (commit := source_commit()) else {}),
+    }
+    write_output(folder / "chaos.json", dumps(report, indent=1))
+    if outcome.memory:
+        draw_memory(folder / "memory.svg", outcome.memory)
+    if as_json:
+        typer.echo(dumps(report))
+    else:
+        console.print(faults_table(outcome))
+        console.print(result_table(outcome, folder))
+    if not outcome.good:
+        raise CommandError(_verdict(outcome, folder), ExitCode.UNEXPECTED)
+
+
+def _kinds(wanted: str) -> list[Kind]:
+    """Kinds from a comma-separated list; an empty one is all. Raises CommandError."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in KINDS:
+            nearest = get_close_matches(name, KINDS, n=1, cutoff=0.0)[0]
+            raise CommandError(f"--faults: there is no fault {name!r}; did you mean {nearest}? All: {', '.join(KINDS)}")
+    return [kind for kind in KINDS if kind in names or not names]
+
+
+def _prepare(folder: Path) -> None:
+    """Create an empty folder; it may contain a file system mounted at state. Raises CommandError."""
+    state = folder / "state"
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state and path.name != "lost+found"]
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    if found:
+        raise CommandError(f"--out: {folder} is not empty ({found[0].name}): chaos needs an empty folder")
+    (folder / "nodes").mkdir()
+
+
+def _skipped(folder: Path) -> dict[Kind, str]:
+    """Kinds that cannot happen here, and why."""
+    refusal = Ballast(folder / "state").refusal()
+    return {"fill_disk": refusal} if refusal else {}
+
+
+def _verdict(outcome: "Outcome", folder: Path) -> str:
+    wrong = [f"{outcome.lost} versions lost"] if outcome.lost else []
+    wrong += [f"{outcome.forks} forks"] if outcome.forks else []
+    wrong += [] if outcome.digests_equal else ["the last digests are not equal everywhere"]
+    wrong += outcome.problems[:3]
+    return f"{'; '.join(wrong)} (logs: {folder})"
+
+
+def figures(outcome: "Outcome") -> dict[str, Any]:
+    measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
+    return {
+        "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
+        "committed": outcome.committed,
+        "lost": outcome.lost,
+        "forks": outcome.forks,
+        "digests_equal": outcome.digests_equal,
+        "recovery_s_mean": _mean(measured),
+        "recovery_s_max": max(measured, default=None),
+        "recovery_s": {
+            what: {"count": len(seconds), "mean": _mean(seconds), "max": max(seconds)}
+            for what, seconds in sorted(outcome.recovery_s.items())
+        },
+        "rss_bytes": {
+            name: {"first": series[min(len(series) - 1, SETTLED)][1], "last": series[-1][1], "max": peak(series)}
+            for name, series in outcome.memory.items()
+        },
+        "released": outcome.released,
+        "problems": outcome.problems,
+    }
+
+
+SETTLED: Final = 15  # samples until the memory of a process has settled
+
+
+def peak(series: Sequence[tuple[float, int]]) -> int:
+    return max(size for _, size in series)
+
+
+def _mean(seconds: Sequence[float]) -> float | None:
+    return sum(seconds) / len(seconds) if seconds else None
+
+
+def faults_table(outcome: "Outcome") -> Table:
+    """A row per kind of fault: count and recovery times."""
+    shown = table("fault", "times", "recovered", "mean", "max", left=("fault",))
+    rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
+    for name, what, kind in [*rows, ("kill_node: the node itself", NODE_BACK, "kill_node")]:
+        seconds = outcome.recovery_s.get(what, [])
+        if times := outcome.faults[kind]:
+            shown.add_row(name, str(times), str(len(seconds)), _s(_mean(seconds)), _s(max(seconds, default=None)))
+    return shown
+
+
+def result_table(outcome: "Outcome", folder: Path) -> Table:
+    """What must be 0 or equal, and totals."""
+    told = figures(outcome)
+    shown = facts()
+    shown.add_row("windows committed", f"{outcome.committed:,}")
+    shown.add_row("faults", str(outcome.faults.total()))
+    shown.add_row("lost", str(outcome.lost))
+    shown.add_row("forks", str(outcome.forks))
+    shown.add_row("holds that the operator released", str(outcome.released))
+    shown.add_row("other findings", str(len(outcome.problems)))
+    shown.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
+    shown.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
+    if COORDINATOR in outcome.memory:
+        shown.add_row("coordinator's memory", f"at most {size_text(peak(outcome.memory[COORDINATOR]))}")
+    shown.add_row("numbers", str(folder / "chaos.json"))
+    return shown
+
+
+def _s(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f} s"
+
+
+def highest(series: Sequence[tuple[float, int]], stretch_s: float) -> list[tuple[float, int]]:
+    """(when, bytes) of the largest in each stretch of time that has any."""
+    largest: dict[int, tuple[float, int]] = {}
+    for at, size in series:
+        number = int(at / stretch_s) if stretch_s > 0.0 else 0
+        largest[number] = max(largest.get(number, (at, size)), (at, size), key=lambda one: one[1])
+    return [largest[number] for number in sorted(largest)]
+
+
+_STRETCHES: Final = 80  # of a figure
+
+
+def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
+    """Resident memory of every process over time; a new process of a name goes on in its curve.
+
+    Of each stretch the highest: a process that has just been started is small, and many starts would hide the rest.
+    """
+    from farloop.plots.style import INK, color_of, figure, ticks
+
+    stretch_s = max((series[-1][0] for series in memory.values()), default=0.0) / _STRETCHES
+    with figure(path, 9.6, 4.0) as drawn:
+        axes = drawn.add_subplot()
+        for number, (name, series) in enumerate(sorted(memory.items(), key=lambda item: item[0] != COORDINATOR)):
+            times, sizes = zip(*highest(series, stretch_s), strict=True)
+            color = INK if name == COORDINATOR else color_of(number - 1)
+            axes.plot([t / 60 for t in times], sizes, color=color, linewidth=1.6, label=name)
+        axes.set_ylim(0, 1.1 * max(peak(series) for series in memory.values()))
+        axes.set_xlabel("minutes")
+        axes.set_ylabel(f"resident memory, highest of {stretch_s:.0f} s")
+        ticks(axes.yaxis, None, size_text)
+        axes.legend(loc="lower right", ncols=3, labelcolor="linecolor")

@@ -1,0 +1,1 @@
+"""What runs a coordinator and nodes as processes of this machine, over links that are made slow."""

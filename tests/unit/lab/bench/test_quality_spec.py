@@ -1,0 +1,287 @@
+"""From the words of `farloop bench quality` to runs: spelling, grids, and plans on equal tokens."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from farloop.algo.methods import METHODS
+from farloop.cli.main import app
+from farloop.config.exit_codes import CommandError
+from farloop.config.run_config import DataConfig
+from farloop.config.settings import run_settings
+from farloop.lab.bench import command as bench
+from farloop.lab.bench.quality import SEED_OFFSET
+from farloop.lab.bench.quality_spec import (
+    DEFAULT_VARIANTS,
+    FRONTIER,
+    Grid,
+    GridPlan,
+    asked_for,
+    baseline_first,
+    command_of,
+    load_grid,
+    parse_knobs,
+    parse_variant,
+    plan_grid,
+    share_of,
+)
+
+# --- words
+
+ALONE = {
+    "method": "diloco",
+    "nodes": 1,
+    "codec_up": "fp32",
+    "codec_down": "fp32",
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "inner_optimizer": "adamw",
+}
+
+
+@pytest.mark.parametrize(
+    ("spelled", "fields"),
+    [
+        ("h=15 method=diloco", {"h": 15, "method": "diloco"}),
+        ("codec_up=topk:k=128,beta=0.9 mix=0.25", {"codec_up": "topk:k=128,beta=0.9", "mix": 0.25}),
+        ("codec=q4r:step=0.7 peak_lr=2e-3", {"codec_up": "q4r:step=0.7", "codec_down": "q4r:step=0.7", "lr": 2e-3}),
+        ("single lr=1e-3", {**ALONE, "lr": 1e-3}),
+        ("muon-data-parallel", {**ALONE, "inner_optimizer": "muon"}),
+        *((f"{method} nodes=3", {"method": method, "nodes": 3}) for method in METHODS),
+    ],
+)
+def test_a_variant_is_a_method_settings_or_both(spelled: str, fields: dict[str, Any]) -> None:
+    assert parse_variant(spelled) == fields
+
+
+@pytest.mark.parametrize(
+    ("parse", "spelled", "what"),
+    [
+        (parse_variant, "", "empty variant"),
+        (parse_variant, "streamin nodes=2", "did you mean streaming?"),
+        (parse_variant, "xyz", "neither a method nor KEY=VALUE, as h=15"),
+        (parse_variant, "streaming diloco", "one method is wanted, not streaming and diloco"),
+        (parse_variant, "peek_lr=1e-3", "no setting 'peek_lr'; did you mean peak_lr?"),
+        (parse_variant, "=15", "is not KEY=VALUE"),
+        (parse_variant, "h=often", "a whole number is wanted"),
+        (parse_variant, "seed=3", "seed is the same for all variants"),
+        (parse_variant, "diloco sequence_tokens=64", "sequence_tokens is the same for all variants"),
+        (parse_variant, "init=/some/where", "init is the same for all variants"),
+        (parse_variant, "steps=3", "--steps"),
+        (parse_variant, "batch_sequences=2", "--global-batch"),
+        (parse_variant, "seed=2", "--set"),
+        (lambda word: parse_knobs(word.split()), "outer_lr=", "KEY=VALUE,VALUE"),
+        (lambda word: parse_knobs(word.split()), "outer_rl=1", "outer_rl cannot be tuned; did you mean outer_lr?"),
+        (lambda word: parse_knobs(word.split()), "h=15,30", "h cannot be tuned"),
+        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,,1", "'' is not a number"),
+        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,0", "a number above 0"),
+        (lambda word: parse_knobs(word.split()), "outer_lr=nan", "a number above 0"),
+        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,0.40", "given twice"),
+        (lambda word: parse_knobs(word.split()), "lr=1e-3 peak_lr=2e-3", "lr is given twice"),
+    ],
+)
+def test_a_bad_spelling_is_one_line(parse: Any, spelled: str, what: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        parse(spelled)
+    assert what in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_settings_are_typed_and_knobs_are_numbers_in_rising_order() -> None:
+    assert run_settings(["min_lr=1e-5", "outer_correction=false"], origin="--set") == {
+        "min_lr": 1e-5,
+        "outer_correction": False,
+    }
+    nu, rate = parse_knobs(["outer_lr=0.8,0.4", "peak_lr=1e-3"])
+    assert (nu.name, nu.values, rate.name, rate.values) == ("outer_lr", (0.4, 0.8), "lr", (1e-3,))
+
+
+# --- grids
+
+FILE = """
+model = "nano"
+steps = 30
+global_batch = 8
+seeds = 2
+[set]
+lr = 4e-3
+outer_correction = false
+[tune]
+outer_lr = [0.4, 1]
+[[variant]]
+nodes = [2, 4]
+method = "streaming"
+codec = "q4"
+h = [30, 60]
+[[variant]]
+method = "single"
+"""
+
+
+def grid_of(folder: Path, text: str) -> Grid:
+    path = folder / "grid.toml"
+    path.write_text(text)
+    return load_grid(path)
+
+
+def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, FILE)
+    product = [f"streaming nodes={nodes} codec=q4 h={h}" for nodes in (2, 4) for h in (30, 60)]
+    assert grid.variants == (*product, "single")
+    assert (grid.settings, grid.tune) == (("lr=0.004", "outer_correction=false"), ("outer_lr=0.4,1.0",))
+    assert (grid.model, grid.steps, grid.global_batch, grid.seeds) == ("nano", 30, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("step = 3", "step: there is no such key; did you mean steps?"),
+        ("variants = 3", "there is no such key; did you mean variant?"),
+        ("steps = 0", "steps: input should be greater than 0, not 0"),
+        ("steps = '3'", "steps: a whole number is wanted, not '3'"),
+        ("model = 3", "model: text in quotes is wanted"),
+        ("variant = 3", "variant: a list is wanted, not 3"),
+        ("tune = 3", "tune: a table is wanted, not 3"),
+        ("[tune]\nouter_lr = 3", "tune.outer_lr: a list is wanted, not 3"),
+        ("steps = ", "is not TOML"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_path(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(CommandError, match=what) as caught:
+        grid_of(tmp_path, text)
+    assert str(tmp_path / "grid.toml") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
+    for variants, expected in (
+        (("streaming  nodes=2", "diloco"), ("streaming nodes=2", "diloco")),
+        (("streaming nodes=2", "single"), ("single", "streaming nodes=2")),
+        (("single", "data-parallel nodes=4"), ("data-parallel nodes=4", "single")),
+        (("single", "nodes=4 method=data-parallel"), ("nodes=4 method=data-parallel", "single")),
+    ):
+        assert baseline_first(variants) == expected
+    for variants in (DEFAULT_VARIANTS, FRONTIER):
+        assert variants[0] == "data-parallel nodes=2" and len(set(variants)) == len(variants)
+        assert {parse_variant(spelled)["method"] for spelled in variants} <= METHODS.keys()
+
+
+def test_the_frontier_is_a_comparison_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "quality", lambda variants, **options: asked.update(options, variants=variants))
+    words = ["bench", "frontier", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert asked["variants"] == list(FRONTIER) and (asked["data"], asked["seeds"]) == (tmp_path, 1)
+    assert (asked["model"], asked["steps"], asked["out"]) == ("nano", 2160, tmp_path / "out")
+
+
+def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text("steps = 30\nseeds = 2\n[set]\nlr = 1e-3\n[[variant]]\nmethod = 'diloco'\n")
+    lists: dict[str, list[str] | None] = {"variants": ["streaming"], "tune": ["outer_lr=1"], "settings": ["h=15"]}
+    grid = asked_for(path, {"steps": 60, "seeds": None}, lists)
+    assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15"))
+    assert grid.variants == ("diloco", "streaming") and grid.tune == ("outer_lr=1",)
+    assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
+
+
+def test_nodes_share_a_step_equally() -> None:
+    grid = Grid(global_batch=16)
+    assert [share_of(grid, nodes, "v") for nodes in (1, 2, 4)] == [16, 8, 4]
+    with pytest.raises(CommandError, match=r"v: 3 nodes cannot share 16 .* take nodes=2, or --global-batch 15"):
+        share_of(grid, 3, "v")
+
+
+def test_the_command_repeats_the_grid() -> None:
+    grid = Grid(
+        variants=("single", "streaming nodes=2"), steps=7, global_batch=4, seeds=2, settings=("lr=1e-3",),
+        tune=("outer_lr=0.4,1",),
+    )  # fmt: skip
+    assert shlex.split(command_of(grid, options=["--data", "some text"])) == [
+        "farloop", "bench", "quality", "--model", "micro", "--steps", "7", "--global-batch", "4", "--seeds", "2",
+        "--set", "lr=1e-3", "--tune", "outer_lr=0.4,1", "--variant", "single", "--variant", "streaming nodes=2",
+        "--data", "some text",
+    ]  # fmt: skip
+
+
+# --- plans
+
+
+def planned(text: Path, *variants: str, settings: tuple[str, ...] = (), picked: Any = None, **fields: Any) -> GridPlan:
+    known = {"model": "nano", "steps": 60, "global_batch": 8, "seeds": 2, **fields}
+    grid = Grid(variants=variants, settings=("sequence_tokens=16", "evaluation_sequences=4", *settings), **known)
+    return plan_grid(grid, data=DataConfig(path=text), out=Path("somewhere"), picked=picked)
+
+
+def test_every_variant_has_a_run_for_every_seed_and_pairs_begin_with_the_same_weights(text: Path) -> None:
+    plan = planned(text, "diloco codec=fp32", "diloco codec=q4 h=15", settings=("seed=7",)).plan
+    assert plan.seeds == (7, 8) and plan.folder == Path("somewhere/runs")
+    assert {spec.terms.schedule.h for spec in plan.variants[1].specs} == {15}
+    first = [[spec.identity.anchor_digests for spec in variant.specs] for variant in plan.variants]
+    assert first[0] == first[1]
+
+
+def test_settings_for_all_yield_to_what_a_method_fixes(text: Path) -> None:
+    plan = planned(text, "data-parallel", "diloco", "diloco evaluate_every_rounds=2", settings=("h=30",)).plan
+    schedules = [variant.specs[0].terms.schedule for variant in plan.variants]
+    assert [(one.h, one.evaluate_every_rounds) for one in schedules] == [(1, 4), (30, 1), (30, 2)]
+
+
+def test_every_variant_trains_the_same_tokens(text: Path) -> None:
+    plan = planned(text, "data-parallel nodes=2", "single", *(f"{m} nodes=4" for m in METHODS)).plan
+    terms = [spec.terms for variant in plan.variants for spec in variant.specs]
+    assert {one.schedule.steps * one.admission.min_nodes * one.inner.batch_sequences for one in terms} == {60 * 8}
+    assert {one.schedule.steps for one in terms} == {60} and {one.admission.min_nodes for one in terms} == {1, 2, 4}
+
+
+def test_the_learning_rate_ends_at_a_share_of_its_peak(text: Path) -> None:
+    plan = planned(text, "single lr=0.01", "single lr=0.02", "single min_lr=0.001").plan
+    ends = [variant.specs[0].terms.schedule.lr.minimum for variant in plan.variants]
+    assert ends == pytest.approx([5e-4, 1e-3, 1e-3])
+    given = planned(text, "single", settings=("min_lr=0.002",)).plan
+    assert given.variants[0].specs[0].terms.schedule.lr.minimum == 0.002
+
+
+@pytest.mark.parametrize(
+    ("variant", "grid", "what"),
+    [
+        ("single steps=3", {}, "steps is the same for all variants; set it with --steps"),
+        ("single", {"settings": ("batch_sequences=3",)}, "say --global-batch instead"),
+        ("diloco nodes=3", {}, "diloco nodes=3: 3 nodes cannot share 8"),
+        ("diloco nodes=0", {}, "nodes is 0; the least is 1"),
+        ("streaming tau=99", {}, "streaming tau=99: tau is 99; streaming with h = 15 takes 0 to"),
+        ("diloco codec=q5", {}, "diloco codec=q5: .*q5"),
+        ("data-parallel h=2", {}, "data-parallel h=2: data-parallel runs with h = 1 only"),
+        ("single", {"model": "nanno"}, "there is no 'nanno'; did you mean nano"),
+        ("single", {"seeds": 1001}, "at most 1000"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(text: Path, variant: str, grid: dict[str, Any], what: str) -> None:
+    with pytest.raises(CommandError, match=what) as caught:
+        planned(text, variant, **grid)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_variants_are_tuned_by_the_same_number_of_runs_on_another_seed(text: Path) -> None:
+    """A variant without a knob gets as many learning rates instead."""
+    trials = planned(text, "data-parallel", "single", "streaming", "async", tune=("outer_lr=0.4,0.7,1",)).trials
+    assert {t.spec.identity.seed for one in trials.values() for t in one} == {SEED_OFFSET}
+    for label in ("data-parallel", "single"):
+        assert [set(t.settings) for t in trials[label]] == [{"lr"}] * 3
+    for label in ("streaming", "async"):
+        assert [t.spec.terms.outer.lr for t in trials[label]] == [0.4, 0.7, 1.0]
+    both = planned(text, "data-parallel", "streaming", tune=("outer_lr=0.4,1", "peak_lr=1e-3,2e-3,4e-3")).trials
+    assert [len(one) for one in both.values()] == [6, 6]
+    rates = [t.spec.terms.schedule.lr.peak for t in both["data-parallel"]]
+    assert rates == sorted(rates) and (rates[0], rates[-1]) == (1e-3, 4e-3)
+    for fixed, tune in (("streaming outer_lr=0.5 lr=1e-3", ("outer_lr=0.4,1.0",)), ("single", ())):
+        assert planned(text, fixed, tune=tune).trials == {}
+
+
+def test_what_was_picked_goes_into_the_runs_and_not_into_the_label(text: Path) -> None:
+    found = planned(text, "streaming", "single", seeds=1, picked={"streaming": {"outer_lr": 0.3, "lr": 1e-3}})
+    first, second = found.plan.variants
+    terms = first.specs[0].terms
+    assert (first.label, terms.outer.lr, terms.schedule.lr.peak) == ("streaming", 0.3, 1e-3)
+    assert second.specs[0].terms.schedule.lr.peak != 1e-3 and found.trials == {}
