@@ -170,6 +170,52 @@ def test_show_says_who_gave_a_value_and_what_it_means(tmp_path: Path, monkeypatc
     assert "# (FARLOOP_NODE__THREADS) CPU threads per process" in farloop("config", "show", path).stdout
 
 
+def suited(where: str) -> dict[str, Any]:
+    return dict(found("methods", "--for", where)["recommended"])
+
+
+def test_the_recommended_method_is_the_first_that_keeps_a_node_busy() -> None:
+    assert suited("200mbit, 1b") == suited("1b, 2 nodes, 200 mbit/s, 1000ms")
+    wide, narrow, none = suited("200mbit, 1b"), suited("100 mbit, 1b, 4 nodes"), suited("1mbit, 1b")
+    assert (wide["method"], wide["h"], wide["tau"]) == ("streaming", 15, 3)
+    assert wide["busy"] >= 0.95 and wide["needed_bits_per_s"] < 200e6 and 200 < wide["fewer_bytes"] < 216
+    assert narrow["h"] > wide["h"] and narrow["busy"] >= 0.95, "fewer bytes where the link is slower"
+    assert suited("1gbit, 1b, 0.1s")["h"] == suited("100mbit, 1b")["h"], "ten times the rate for a tenth of the time"
+    assert none["busy"] == max(one["busy"] for one in found("methods", "--for", "1mbit, 1b")["choices"]) < 0.95
+
+
+def test_what_the_recommended_method_needs_is_what_simulate_says() -> None:
+    from farloop.quant.blob import typical_bytes
+    from farloop.quant.codec import flat
+    from farloop.quant.registry import codec_named
+
+    bits = 8 * typical_bytes(codec_named("q4r"), flat(1 << 20)) / (1 << 20)
+    words = f"--params 1B --layers 24 --step-s 1 --h 15 --overlap 3 --bits {bits!r}".split()
+    assert suited("200mbit, 1b")["needed_bits_per_s"] == pytest.approx(
+        1e9 * found("simulate", "bandwidth", *words)["required_gbit_s"]["0.95"]
+    )
+
+
+def test_the_text_of_a_recommendation_has_its_settings() -> None:
+    shown = farloop("methods", "--for", "10mbit, 350m, 3 nodes").stdout
+    assert '[run] method = "streaming", h = 120' in shown and "for 3 nodes" in shown
+    assert "No method keeps a node busy" in farloop("methods", "--for", "1kbit, 1b").stdout
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("fast, 1b", "--for: 'fast' is not understood; write a rate and a size"),
+        ("200mbit", "--for: there is no size"),
+        ("4 nodes", "--for: there is no rate and no size"),
+        ("1.2.3mbit, 1b", "--for: '1.2.3mbit' is not understood"),
+        ("0mbit, 1b", "--for takes numbers above 0, not '0mbit, 1b'"),
+    ],
+)
+def test_what_a_recommendation_cannot_be_made_for_is_one_line(where: str, line: str) -> None:
+    assert error_line("methods", "--for", where).startswith(line)
+
+
 def test_the_table_lists_all_methods() -> None:
     assert all(name in farloop("methods").stdout for name in METHODS)
     assert [row["name"] for row in found("methods")] == list(METHODS)
