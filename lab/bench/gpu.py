@@ -140,7 +140,7 @@ def _run(
 ) -> None:
     """One part as a process; what it prints beside JSON lines is in PART.log."""
     log = out / f"{part}.log"
-    where = Path(__file__).resolve().parent.parent if command[1:3] == ["-m", "pytest"] else out
+    where = Path(__file__).resolve().parents[2] if command[1:3] == ["-m", "pytest"] else out
     own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": ",".join(filter(_has, _PLUGINS))}
     if part == "laws":
         own |= {"KERNELS": "triton", "TRITON_INTERPRET": "0"}
@@ -174,7 +174,7 @@ def _run(
 def _command(part: str, model: str, *, dry: bool) -> list[str]:
     if part not in _TOGETHER:
         return ["python", "-m", "farloop.lab.bench.gpu", part, model, "dry" if dry else "cuda"]
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if part == "laws":
         files, only = [_LAWS], []
     else:  # by name: collecting every test takes longer than running these
