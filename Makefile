@@ -72,7 +72,7 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
 	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring -p farloop.runtime \
+		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.planner -p farloop.node -p farloop.pipeline -p farloop.coordinator -p farloop.monitoring -p farloop.runtime \
 		-p farloop.sim -p farloop.config -p farloop.local -p farloop.plots -p farloop.cli -p farloop.lab
 
 check: lint types test

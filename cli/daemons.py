@@ -33,8 +33,8 @@ from farloop.monitoring import descriptors
 from farloop.monitoring.status import saved_status
 from farloop.monitoring.status_summary import idle_steps
 from farloop.node.library import Node
-from farloop.node.pipeline.trainer import train_stage
 from farloop.node.trainer import train
+from farloop.pipeline.trainer import train_stage
 from farloop.quant.registry import warm_for
 from farloop.runtime.log_queue import say
 from farloop.runtime.system import keep_freed_blocks, trim_heap

@@ -1,4 +1,4 @@
-"""`farloop plan`: options, text and JSON. The planner is `farloop.coordinator.routing`."""
+"""`farloop plan`: options, text and JSON. The planner is `farloop.planner`."""
 
 import math
 import time
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from farloop.coordinator.routing.inventory import Inventory
-    from farloop.coordinator.routing.plan import Plan
+    from farloop.planner.inventory import Inventory
+    from farloop.planner.plan import Plan
 
 _MOST_ROWS = 24  # most paths in the text; JSON has all
 
@@ -94,7 +94,7 @@ def plan(
             "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
         )
     from farloop.config import layout_file
-    from farloop.coordinator.routing.plan import make_plan
+    from farloop.planner.plan import make_plan
 
     now = layout_file.present(layout) if layout is not None else None
     if layout is not None and now is not None:
@@ -112,7 +112,7 @@ def plan(
         where = str(inventory or live)
         laid = layout_file.write(layout, given, made, now=now, epoch=epoch, where=where, force=force, away=gone)
     if plot is not None:
-        from farloop.plots.planner import draw
+        from farloop.plots.plan import draw
 
         draw(plot, given, made)
     if as_json:
@@ -142,7 +142,7 @@ def _line(words: "Mapping[str, str]") -> str:
 
 def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:
     """The settings for a running coordinator, or why there are none."""
-    from farloop.coordinator.routing.sync_plan import NotInPlace, settings
+    from farloop.planner.sync_plan import NotInPlace, settings
 
     if status is None or plan.sync is None:
         return {}, ""

@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farloop.coordinator.routing.inventory import COORDINATOR
 from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Status, UplinkStatus
 from farloop.monitoring.status_summary import EventView, NodeView, RunView, WindowView, anomaly_lines, validation_text
 from farloop.monitoring.units import NOTHING, duration_text, plural, rate_text, size_text, thinned
+from farloop.planner.inventory import COORDINATOR
 
 SHOWN = 6  # recent events that are shown
 

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import WANTED, ConfigError, load_tables
-from farloop.coordinator.routing import inventory as plain
-from farloop.coordinator.routing.sync_plan import bits_of
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import nearest
+from farloop.planner import inventory as plain
+from farloop.planner.sync_plan import bits_of
 
 _MBIT, _GBIT = 125e3, 125e6  # Bytes/s
 

@@ -13,14 +13,14 @@ from typing import Any
 from farloop.algo.stages import StageLayout
 from farloop.config.exit_codes import CommandError, cannot_write
 from farloop.config.sources import dump_toml
-from farloop.coordinator.routing.inventory import COORDINATOR, Inventory, Node
-from farloop.coordinator.routing.mode import NotPredicted, present_step_s
-from farloop.coordinator.routing.plan import Plan
-from farloop.coordinator.routing.sync_plan import WORTH, worth_switching
 from farloop.coordinator.storage.files import DISK
 from farloop.monitoring.units import seconds_text
 from farloop.node.errors import LayoutError
-from farloop.node.pipeline.layout import layout_json, read_layout
+from farloop.pipeline.layout import layout_json, read_layout
+from farloop.planner.inventory import COORDINATOR, Inventory, Node
+from farloop.planner.mode import NotPredicted, present_step_s
+from farloop.planner.plan import Plan
+from farloop.planner.sync_plan import WORTH, worth_switching
 
 _MARGIN = f"{100 * WORTH:.0f} %"
 

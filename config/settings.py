@@ -428,7 +428,7 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     if values["peers"] is not None and node["key"] is None:
         raise settings.error("pipeline", "peers", "needs [node] key (this side's secret key), which is missing")
     settings.check("pipeline", "bind", lambda text: parse_tcp(text, listens=True))
-    from farloop.node.pipeline.layout import read_layout  # with the messages between stages, for pipelines alone
+    from farloop.pipeline.layout import read_layout  # with the messages between stages, for pipelines alone
 
     try:
         layout, addresses = read_layout(values["layout"])

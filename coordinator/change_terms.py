@@ -23,7 +23,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.revising import changes_text, described
 from farloop.coordinator.errors import NotNow
-from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
+from farloop.planner.sync_plan import Advice, NotInPlace, settings_of
 from farloop.quant.codec_checks import check_codecs, check_downlink
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsoundPairing
 from farloop.quant.registry import codec_named

@@ -10,10 +10,10 @@ from functools import partial
 from typing import assert_never
 
 from farloop.algo.stages import StageLayout
-from farloop.node.pipeline import events as ev
-from farloop.node.pipeline.layout import Settings
-from farloop.node.pipeline.machine import PipelineMachine
-from farloop.node.pipeline.messages import Kind, Leave, Message, PipelineMessage, Work
+from farloop.pipeline import events as ev
+from farloop.pipeline.layout import Settings
+from farloop.pipeline.machine import PipelineMachine
+from farloop.pipeline.messages import Kind, Leave, Message, PipelineMessage, Work
 from farloop.sim.virtual_time import EventQueue, Process
 
 BEAT_S = 2.0  # between two words of a node: of jobs that take a second or so

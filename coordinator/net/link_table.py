@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal
 
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.anomalies import suspects as slow_links
 from farloop.coordinator.settings import PROBE_SHARE, QUIET_S
 from farloop.monitoring.status import LinkStatus
+from farloop.planner.anomalies import UNREACHABLE_S
+from farloop.planner.anomalies import suspects as slow_links
 from farloop.wire.messages import Connection, Transfer
 from farloop.wire.meter import (
     PROBE_LEAST_S,

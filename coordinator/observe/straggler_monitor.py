@@ -17,7 +17,10 @@ from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.net.link_monitor import LinkMonitor
 from farloop.coordinator.net.link_table import COORDINATOR, Ends, LinkTable
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.coordinator.routing.anomalies import (
+from farloop.coordinator.settings import ADAPTS
+from farloop.monitoring.status import AnomalyStatus, WatchStatus
+from farloop.monitoring.status_summary import named
+from farloop.planner.anomalies import (
     LEAST_NODES,
     OF_ROUNDS,
     Action,
@@ -32,10 +35,7 @@ from farloop.coordinator.routing.anomalies import (
     next_step,
     slow,
 )
-from farloop.coordinator.routing.sync_plan import CHANGED, FOR_ROUNDS, Advice, Pace, lighter
-from farloop.coordinator.settings import ADAPTS
-from farloop.monitoring.status import AnomalyStatus, WatchStatus
-from farloop.monitoring.status_summary import named
+from farloop.planner.sync_plan import CHANGED, FOR_ROUNDS, Advice, Pace, lighter
 from farloop.wire import messages as msg
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from farloop.lab.bench.processes import free_ports, run_together
 from farloop.lab.bench.routing import small_instance
 from farloop.monitoring.status import dumps
 from farloop.node.model import GPT, build
-from farloop.node.pipeline.layout import layout_json
+from farloop.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
 
 Delays = Mapping[tuple[str, str], float]  # seconds between two nodes, in this order

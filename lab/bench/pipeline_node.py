@@ -13,12 +13,12 @@ from torch import Tensor
 
 from farloop.monitoring.status import dumps
 from farloop.node.model import build
-from farloop.node.pipeline.executor import Executor
-from farloop.node.pipeline.layout import Settings, read_layout
-from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.messages import Kind, Work
-from farloop.node.pipeline.stage import StageJobs, StagePart
 from farloop.node.settings import ModelConfig
+from farloop.pipeline.executor import Executor
+from farloop.pipeline.layout import Settings, read_layout
+from farloop.pipeline.link import PeerConfig
+from farloop.pipeline.messages import Kind, Work
+from farloop.pipeline.stage import StageJobs, StagePart
 
 MODEL = ModelConfig(layers=4, dim=32, heads=2, hidden=48, context=64)
 """A job of a stage takes a millisecond or two on one core: short beside the times that are emulated."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from farloop.coordinator.routing.anomalies import Action, Sample, next_step, slow
-from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
-from farloop.coordinator.routing.mode import simulated
-from farloop.coordinator.routing.plan import Plan, make_plan
+from farloop.planner.anomalies import Action, Sample, next_step, slow
+from farloop.planner.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
+from farloop.planner.mode import simulated
+from farloop.planner.plan import Plan, make_plan
 from farloop.sim.flow.links import SharedLink, Transfer
 from farloop.sim.virtual_time import EventQueue
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from farloop.algo.stages import StageLayout
 from farloop.node.model import GPT, build
-from farloop.node.pipeline.executor import Executor, Step
-from farloop.node.pipeline.layout import Settings
-from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.stage import StageJobs, StagePart
 from farloop.node.settings import ModelConfig, Normalise
+from farloop.pipeline.executor import Executor, Step
+from farloop.pipeline.layout import Settings
+from farloop.pipeline.link import PeerConfig
+from farloop.pipeline.stage import StageJobs, StagePart
 
 Steps = dict[str, list[Step]]
 """Of each node."""

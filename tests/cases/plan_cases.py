@@ -1,6 +1,6 @@
 """Inventories that several tests plan with."""
 
-from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
+from farloop.planner.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
 
 INSIDE = Link(latency_s=1e-3, bytes_per_s=1.25e9)
 ACROSS = Link(latency_s=0.05, bytes_per_s=0.0625e9)

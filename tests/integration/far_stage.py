@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from farloop.cli.main import app
-from farloop.node.pipeline import trainer
-from farloop.node.pipeline.link import PeerConfig
+from farloop.pipeline import trainer
+from farloop.pipeline.link import PeerConfig
 
 
 class Delays(Mapping[str, float]):

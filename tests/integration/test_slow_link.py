@@ -14,7 +14,7 @@ from test_stages import LONG_S
 
 from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
-from farloop.node.pipeline.layout import read_layout
+from farloop.pipeline.layout import read_layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # five processes, and times are compared
 

@@ -10,7 +10,7 @@ import pytest
 from loopback import FARLOOP, NewRun, Run, environment, free_port, node_of
 
 from farloop.algo.stages import StageLayout
-from farloop.node.pipeline.layout import read_layout
+from farloop.pipeline.layout import read_layout
 
 pytestmark = pytest.mark.integration
 

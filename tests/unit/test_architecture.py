@@ -12,15 +12,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    "lab": 9,
-    "cli": 8,
-    "plots": 7,
-    "local": 6,
-    "config": 5,
-    "sim": 4,
+    "lab": 10,
+    "cli": 9,
+    "plots": 8,
+    "local": 7,
+    "config": 6,
+    "sim": 5,
+    "pipeline": 4,
     "node": 3,
     "coordinator": 3,
     "wire": 2,
+    "planner": 2,
     "algo": 1,
     "quant": 1,
     "algo.spec": 0,
@@ -31,15 +33,15 @@ FLOORS = {
 
 SANS_IO = (
     *(f"farloop.algo.{name}" for name in ("schedule", "methods", "validation", "bit_allocation", "error_feedback")),
-    *("farloop.wire.session", "farloop.node.machine", "farloop.node.pipeline.machine"),
-    *("farloop.coordinator.decide.machine", "farloop.coordinator.decide.ledger", "farloop.coordinator.routing.plan"),
+    *("farloop.wire.session", "farloop.node.machine", "farloop.pipeline.machine"),
+    *("farloop.coordinator.decide.machine", "farloop.coordinator.decide.ledger", "farloop.planner.plan"),
 )
 """Modules that load no torch."""
 
 CLOCKLESS = (
-    *("coordinator/decide", "coordinator/routing", "wire", "algo", "sim"),
+    *("coordinator/decide", "planner", "wire", "algo", "sim"),
     *(f"node/{name}.py" for name in ("machine", "fragment_set", "send_schedule")),
-    *(f"node/pipeline/{name}.py" for name in ("machine", "routing", "layout", "messages")),
+    *(f"pipeline/{name}.py" for name in ("machine", "routing", "layout", "messages")),
     *(
         f"coordinator/{name}.py"
         for name in ("observe/straggler_monitor", "net/link_table", "net/router", "net/sessions")
@@ -135,7 +137,7 @@ def test_some_packages_are_used_in_one_place_only() -> None:
         # The lying peers of a storm break what a session enforces, and its referee parses the journal by itself.
         "zmq": {
             "node/zmq_dealer.py",
-            "node/pipeline/link.py",
+            "pipeline/link.py",
             "coordinator/net/zmq_router.py",
             "lab/chaos/lying_peers.py",
         },
@@ -154,7 +156,8 @@ def test_some_packages_are_used_in_one_place_only() -> None:
         assert users_of(package) <= set(allowed), package
     for package in ("uvloop", "signal"):
         assert all(
-            user.startswith(("node/", "coordinator/", "local/", "lab/", "cli/")) for user in users_of(package)
+            user.startswith(("node/", "pipeline/", "coordinator/", "local/", "lab/", "cli/"))
+            for user in users_of(package)
         ), package
     readers = {place_of(path) for path in ALL if "os.environ" in (text := path.read_text()) or "getenv" in text}
     # torchrun's variables; those of a script that calls join; a process of its own, as a command is

@@ -17,8 +17,8 @@ from farloop.config.sources import (
     read_file,
 )
 from farloop.monitoring.units import nearest
-from farloop.node.pipeline.layout import layout_json
 from farloop.node.settings import PRESETS, Share
+from farloop.pipeline.layout import layout_json
 
 NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
 SECTIONS = {"run": ["steps", "h"], "data": ["path"]}

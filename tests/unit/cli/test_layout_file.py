@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from farloop.config import layout_file
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.inventory_file import away, inventory_of, live_inventory
-from farloop.coordinator.routing.mode import present_step_s
-from farloop.coordinator.routing.plan import make_plan
-from farloop.node.pipeline.layout import read_layout, why_not
+from farloop.pipeline.layout import read_layout, why_not
+from farloop.planner.mode import present_step_s
+from farloop.planner.plan import make_plan
 
 NEAR = {"latency_ms": 0.1, "gbit_s": 10.0}
 

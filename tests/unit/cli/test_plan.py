@@ -20,9 +20,9 @@ from farloop.cli.plan import plan_json, show
 from farloop.config.exit_codes import CommandError
 from farloop.config.inventory_file import inventory_of, live_inventory, load_inventory
 from farloop.config.sources import ConfigError
-from farloop.coordinator.routing.plan import make_plan
-from farloop.coordinator.routing.sync_plan import BITS_OF, CODEC_OF, NotInPlace, Rate, settings, share_text
-from farloop.plots.planner import draw
+from farloop.planner.plan import make_plan
+from farloop.planner.sync_plan import BITS_OF, CODEC_OF, NotInPlace, Rate, settings, share_text
+from farloop.plots.plan import draw
 from farloop.quant.registry import CODECS
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/plans"

@@ -8,7 +8,7 @@ import pytest
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.net.link_table import COORDINATOR, Ends, LinkTable
 from farloop.coordinator.observe.straggler_monitor import LEAST_ROUNDS, USUAL_AFTER, RoundTimes, SlowLinks
-from farloop.coordinator.routing.anomalies import Kind, Sample, slow
+from farloop.planner.anomalies import Kind, Sample, slow
 from farloop.wire.meter import Burst
 
 A = NodeId("a")

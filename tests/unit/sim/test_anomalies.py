@@ -12,7 +12,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.observe import straggler_monitor
 from farloop.coordinator.observe.straggler_monitor import AnomalySeen, MitigationTaken
-from farloop.coordinator.routing.anomalies import Action, Kind
+from farloop.planner.anomalies import Action, Kind
 from farloop.sim.network import LinkConditions
 from farloop.wire.reasons import Reason
 

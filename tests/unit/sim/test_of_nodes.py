@@ -15,8 +15,8 @@ from toy_problem import terms_of
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.routing.sync_plan import Pace, choose
 from farloop.node import events as node_ev
+from farloop.planner.sync_plan import Pace, choose
 from farloop.sim.network import LinkConditions
 from farloop.wire.limits import Limits
 

@@ -15,9 +15,9 @@ from simulated_runs import scenario_of
 from farloop.algo.spec import NodeId
 from farloop.algo.stages import StageLayout
 from farloop.coordinator.decide import records as rec
-from farloop.node.pipeline import events as ev
-from farloop.node.pipeline.layout import Settings
-from farloop.node.pipeline.messages import Kind
+from farloop.pipeline import events as ev
+from farloop.pipeline.layout import Settings
+from farloop.pipeline.messages import Kind
 from farloop.sim import pipeline
 from farloop.sim.pipeline import Costs
 

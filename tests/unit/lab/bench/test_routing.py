@@ -13,7 +13,7 @@ from farloop.lab.bench import pipeline
 from farloop.lab.bench.pipeline_node import MODEL, Told
 from farloop.lab.bench.routing import Flow, planning, play, relaying, slow_link
 from farloop.node.model import build
-from farloop.node.pipeline.stage import StagePart
+from farloop.pipeline.stage import StagePart
 
 
 def test_relays_are_twice_as_fast_and_the_formula_is_right() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import two_islands
 
-from farloop.coordinator.routing.fabric import Fabric, fabric_of, islands_of
-from farloop.coordinator.routing.mode import Crossover, across_groups, inside_groups
-from farloop.coordinator.routing.placement import (
+from farloop.planner.fabric import Fabric, fabric_of, islands_of
+from farloop.planner.mode import Crossover, across_groups, inside_groups
+from farloop.planner.placement import (
     Costs,
     all_reduce_s,
     best_order,

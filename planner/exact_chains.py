@@ -9,9 +9,9 @@ layers of the stages stay. arXiv 2502.19913 plans the same paths by conflict-bas
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from farloop.coordinator.routing.chain_search import Chains
-from farloop.coordinator.routing.paths import Limits, Numbers, Work, fault_of, latency_s
-from farloop.coordinator.routing.simulator import simulated_s
+from farloop.planner.chain_search import Chains
+from farloop.planner.paths import Limits, Numbers, Work, fault_of, latency_s
+from farloop.planner.simulator import simulated_s
 
 _LISTED = 300_000  # nodes that may be tried at the end of a chain: about half a second
 _PIECES = 150_000  # pieces of work that may be simulated: about a third of a second

@@ -11,8 +11,8 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from farloop.coordinator.routing.fabric import Fabric
-from farloop.coordinator.routing.inventory import CardKind
+from farloop.planner.fabric import Fabric
+from farloop.planner.inventory import CardKind
 
 # --- Layers of each stage: the exact min-max rule, and Holmes' floor rule for comparison
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farloop.coordinator.routing.paths import Numbers, Work, latency_s
+from farloop.planner.paths import Numbers, Work, latency_s
 
 Kind = Literal["F", "L", "B"]
 

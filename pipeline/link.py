@@ -19,9 +19,9 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.monitoring.addresses import Address, look_up, parse_tcp, resolved
-from farloop.node.pipeline import messages
-from farloop.node.pipeline.events import PeerBindError
-from farloop.node.pipeline.messages import FramedMessage, Message, PipelineMessage
+from farloop.pipeline import messages
+from farloop.pipeline.events import PeerBindError
+from farloop.pipeline.messages import FramedMessage, Message, PipelineMessage
 from farloop.wire.frames import Buffer
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 from farloop.wire.messages import Seen, Transfer

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from farloop.algo.stages import StageLayout
 from farloop.node.errors import NodeError
-from farloop.node.pipeline.messages import Message, MicrobatchRoute, Work
+from farloop.pipeline.messages import Message, MicrobatchRoute, Work
 
 # --- Errors
 #

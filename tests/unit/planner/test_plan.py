@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import four_sites, two_islands, world
 
-from farloop.coordinator.routing.inventory import (
+from farloop.planner.inventory import (
     COORDINATOR,
     Card,
     CardKind,
@@ -20,8 +20,8 @@ from farloop.coordinator.routing.inventory import (
     Node,
     PlanRequest,
 )
-from farloop.coordinator.routing.placement import Transport
-from farloop.coordinator.routing.plan import Plan, make_plan
+from farloop.planner.placement import Transport
+from farloop.planner.plan import Plan, make_plan
 
 
 @pytest.mark.parametrize(("h", "mode"), [(1, Mode.B), (3, Mode.B), (4, Mode.A), (50, Mode.A)])

@@ -1,4 +1,4 @@
-"""Covers `node/pipeline`: frames, routes, layout files, the estimate of a link, the torch of a stage, late words.
+"""Covers `pipeline`: frames, routes, layout files, the estimate of a link, the torch of a stage, late words.
 
 Whole pipelines: `tests/unit/sim/test_stages.py` (virtual time) and `tests/integration/test_pipeline.py` (sockets).
 """
@@ -19,15 +19,15 @@ from pipeline_nodes import SMALL, microbatches, model
 from farloop.algo.fragments import partition
 from farloop.algo.stages import Hop, Stage
 from farloop.node.errors import LayoutError
-from farloop.node.pipeline import events as ev
-from farloop.node.pipeline import messages
-from farloop.node.pipeline.layout import layout_json, read_layout
-from farloop.node.pipeline.link import LEAST_S, LOOKS_BACK_S, Echo, LinkEstimate
-from farloop.node.pipeline.machine import PipelineMachine
-from farloop.node.pipeline.messages import FramedMessage, Kind, MicrobatchRoute, Work
-from farloop.node.pipeline.routing import Limits, Onward, is_legal, onward
-from farloop.node.pipeline.stage import StageJobs, StagePart, from_bytes, to_bytes
 from farloop.node.settings import Normalise
+from farloop.pipeline import events as ev
+from farloop.pipeline import messages
+from farloop.pipeline.layout import layout_json, read_layout
+from farloop.pipeline.link import LEAST_S, LOOKS_BACK_S, Echo, LinkEstimate
+from farloop.pipeline.machine import PipelineMachine
+from farloop.pipeline.messages import FramedMessage, Kind, MicrobatchRoute, Work
+from farloop.pipeline.routing import Limits, Onward, is_legal, onward
+from farloop.pipeline.stage import StageJobs, StagePart, from_bytes, to_bytes
 from farloop.wire.frames import Buffer
 from farloop.wire.messages import Transfer
 from farloop.wire.reasons import RemoteProtocolError

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from farloop.algo.stages import Hop, StageLayout
-from farloop.node.pipeline import events as ev
-from farloop.node.pipeline.layout import Letters, Settings, Switching, why_not
-from farloop.node.pipeline.messages import (
+from farloop.pipeline import events as ev
+from farloop.pipeline.layout import Letters, Settings, Switching, why_not
+from farloop.pipeline.messages import (
     Ended,
     Forget,
     Kind,
@@ -22,7 +22,7 @@ from farloop.node.pipeline.messages import (
     Switch,
     Work,
 )
-from farloop.node.pipeline.routing import InFlight, Peers, Sources, onward, others
+from farloop.pipeline.routing import InFlight, Peers, Sources, onward, others
 
 # --- Checks of incoming work
 

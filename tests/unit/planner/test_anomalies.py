@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farloop.coordinator.routing.anomalies import (
+from farloop.planner.anomalies import (
     Action,
     Finding,
     Kind,

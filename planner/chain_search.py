@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from farloop.coordinator.routing.paths import Limits, Numbers, Work, chain_s, fault_of
+from farloop.planner.paths import Limits, Numbers, Work, chain_s, fault_of
 
 # --- Simulated annealing: one chain per source, no node in two chains
 #

@@ -20,12 +20,12 @@ from farloop.node.errors import DataError, LayoutError
 from farloop.node.library import Node
 from farloop.node.link import LOOK_S
 from farloop.node.model import GPT, build, from_json
-from farloop.node.pipeline.executor import Executor
-from farloop.node.pipeline.layout import Settings, read_layout
-from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.stage import StageJobs, StagePart
 from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
 from farloop.node.trainer import check_data, corpora_of, joined, mixed_precision
+from farloop.pipeline.executor import Executor
+from farloop.pipeline.layout import Settings, read_layout
+from farloop.pipeline.link import PeerConfig
+from farloop.pipeline.stage import StageJobs, StagePart
 from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 
-from farloop.coordinator.routing.chain_search import Annealing, Chains, step_s, visits
-from farloop.coordinator.routing.exact_chains import lower_bound_s
-from farloop.coordinator.routing.fabric import fabric_of
-from farloop.coordinator.routing.paths import (
+from farloop.planner.chain_search import Annealing, Chains, step_s, visits
+from farloop.planner.exact_chains import lower_bound_s
+from farloop.planner.fabric import fabric_of
+from farloop.planner.paths import (
     IN_ORDER,
     PUBLISHED,
     Limits,
@@ -22,8 +22,8 @@ from farloop.coordinator.routing.paths import (
     latency_s,
     path_length,
 )
-from farloop.coordinator.routing.routes import Paths, Task, plan_paths
-from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
+from farloop.planner.routes import Paths, Task, plan_paths
+from farloop.planner.simulator import Route, bounds_s, simulate
 
 TINY = Work(layer_s=(1.0,) * 8, layers=(1,) * 4, slots=(1,) * 8, microbatches=1)
 

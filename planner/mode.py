@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from farloop.algo.stages import Path, StageLayout
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of
-from farloop.coordinator.routing.inventory import Inventory, Mode
-from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Numbers, Work, path_length
-from farloop.coordinator.routing.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split
-from farloop.coordinator.routing.routes import Paths, Task, plan_paths, random_paths
-from farloop.coordinator.routing.simulator import Outcome, Route, simulate
+from farloop.planner.anomalies import UNREACHABLE_S
+from farloop.planner.fabric import Fabric, Island, fabric_of
+from farloop.planner.inventory import Inventory, Mode
+from farloop.planner.paths import IN_ORDER, PUBLISHED, Numbers, Work, path_length
+from farloop.planner.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split
+from farloop.planner.routes import Paths, Task, plan_paths, random_paths
+from farloop.planner.simulator import Outcome, Route, simulate
 
 # --- Fragments or activations between islands: the cost of both layouts, and the H at which it turns
 #

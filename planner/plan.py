@@ -10,14 +10,14 @@ from statistics import median_low
 from typing import Literal
 
 from farloop.algo.stages import Hop, Path, Stage, StageLayout
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of, islands_of
-from farloop.coordinator.routing.inventory import LOCAL, Hub, Inventory, Mode, Provenance
-from farloop.coordinator.routing.mode import Decision, ModeChoice
-from farloop.coordinator.routing.placement import Groups, Transport, all_reduce_s, floor_split, slowest_s, transport
-from farloop.coordinator.routing.routes import Paths
-from farloop.coordinator.routing.simulator import Outcome, simulate
-from farloop.coordinator.routing.sync_plan import Pace, Rate, choose, utilization
+from farloop.planner.anomalies import UNREACHABLE_S
+from farloop.planner.fabric import Fabric, Island, fabric_of, islands_of
+from farloop.planner.inventory import LOCAL, Hub, Inventory, Mode, Provenance
+from farloop.planner.mode import Decision, ModeChoice
+from farloop.planner.placement import Groups, Transport, all_reduce_s, floor_split, slowest_s, transport
+from farloop.planner.routes import Paths
+from farloop.planner.simulator import Outcome, simulate
+from farloop.planner.sync_plan import Pace, Rate, choose, utilization
 
 # --- Sync topologies and their predicted times: star, shards, relays and rings
 #

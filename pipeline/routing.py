@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from farloop.algo.stages import Hop, Path, StageLayout
-from farloop.node.pipeline.messages import Ended, MicrobatchRoute, PipelineMessage
+from farloop.pipeline.messages import Ended, MicrobatchRoute, PipelineMessage
 
 # --- Next hop: the planned one, another replica of the stage, past the stage, or nowhere
 #

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands, world
 
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
-from farloop.coordinator.routing.fabric import FALLBACK_BYTES_PER_S, fabric_of, islands_of, threshold
-from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Link, Model, Node
-from farloop.coordinator.routing.placement import Transport, blocks, transport
+from farloop.planner.anomalies import UNREACHABLE_S, suspects
+from farloop.planner.fabric import FALLBACK_BYTES_PER_S, fabric_of, islands_of, threshold
+from farloop.planner.inventory import Card, CardKind, Inventory, Link, Model, Node
+from farloop.planner.placement import Transport, blocks, transport
 
 # --- Links
 

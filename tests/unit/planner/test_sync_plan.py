@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farloop.coordinator.routing.inventory import Hub
-from farloop.coordinator.routing.plan import (
+from farloop.planner.inventory import Hub
+from farloop.planner.plan import (
     Prediction,
     Site,
     Worker,
@@ -16,7 +16,7 @@ from farloop.coordinator.routing.plan import (
     sharded,
     star,
 )
-from farloop.coordinator.routing.sync_plan import (
+from farloop.planner.sync_plan import (
     Pace,
     choose,
     dylu_h,

@@ -9,8 +9,8 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
-from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Node
+from farloop.planner.anomalies import UNREACHABLE_S, suspects
+from farloop.planner.inventory import Card, CardKind, Inventory, Node
 
 # --- Link matrix in seconds, with checks of its entries
 #

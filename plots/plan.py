@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 
-from farloop.coordinator.routing.inventory import Inventory
-from farloop.coordinator.routing.plan import Plan
 from farloop.monitoring.units import seconds_text
+from farloop.planner.inventory import Inventory
+from farloop.planner.plan import Plan
 from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, WARN, beside, figure, rows
 
 _LINES: Final = (*SERIES, "#0e7490", "#7c5800", "#be185d", "#4d7c0f")

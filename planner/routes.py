@@ -5,12 +5,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from farloop.coordinator.routing.anomalies import UNREACHABLE_S
-from farloop.coordinator.routing.chain_search import Annealing, Chains, free_start, pinned_start, step_s, visits
-from farloop.coordinator.routing.exact_chains import best_chains
-from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
-from farloop.coordinator.routing.placement import min_max_split
-from farloop.coordinator.routing.simulator import Route, bounds_s, simulate, simulated_s
+from farloop.planner.anomalies import UNREACHABLE_S
+from farloop.planner.chain_search import Annealing, Chains, free_start, pinned_start, step_s, visits
+from farloop.planner.exact_chains import best_chains
+from farloop.planner.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
+from farloop.planner.placement import min_max_split
+from farloop.planner.simulator import Route, bounds_s, simulate, simulated_s
 
 # --- Paths of several sources over shared nodes, one source after the other
 #

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from farloop.algo.stages import Stage
 from farloop.node.model import GPT
-from farloop.node.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
 from farloop.node.settings import Normalise
+from farloop.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
 from farloop.quant.errors import BadPayload
 from farloop.quant.registry import codec_named
 from farloop.wire.frames import Buffer

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from farloop.algo.stages import StageLayout
 from farloop.node.errors import LayoutError
-from farloop.node.pipeline import events as ev
-from farloop.node.pipeline import messages
-from farloop.node.pipeline.events import PipelineBroken
-from farloop.node.pipeline.layout import Settings
-from farloop.node.pipeline.link import PeerConfig, PeerLink
-from farloop.node.pipeline.machine import PipelineMachine
-from farloop.node.pipeline.messages import FramedMessage, Leave, Message, MicrobatchRoute, PipelineMessage, Work
-from farloop.node.pipeline.stage import StageJobs, Trained, from_bytes, to_bytes
 from farloop.node.settings import Normalise
+from farloop.pipeline import events as ev
+from farloop.pipeline import messages
+from farloop.pipeline.events import PipelineBroken
+from farloop.pipeline.layout import Settings
+from farloop.pipeline.link import PeerConfig, PeerLink
+from farloop.pipeline.machine import PipelineMachine
+from farloop.pipeline.messages import FramedMessage, Leave, Message, MicrobatchRoute, PipelineMessage, Work
+from farloop.pipeline.stage import StageJobs, Trained, from_bytes, to_bytes
 from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)

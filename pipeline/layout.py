@@ -9,8 +9,8 @@ from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.monitoring.addresses import parse_tcp
 from farloop.node.errors import LayoutError
-from farloop.node.pipeline.messages import Prepare, Switch
-from farloop.node.pipeline.routing import Limits
+from farloop.pipeline.messages import Prepare, Switch
+from farloop.pipeline.routing import Limits
 from farloop.wire.messages import validate
 from farloop.wire.reasons import RemoteProtocolError
 
