@@ -3,6 +3,7 @@
 import pytest
 from ranks import ranks
 from sharded_models import mixed_precision, moved_copies, muon_steps, rounds
+from slow_cases import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -22,9 +23,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("way", "count", "dtype"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("way", "count", "dtype"), [*FAST, *slow(*SLOW)])
 def test_blobs_anchors_residuals_and_weights_are_those_of_one_process(way: str, count: int, dtype: str) -> None:
     """Nine codecs, two fragments, a merge that mixes and an eager one; no boundary is that of a block."""
     told = ranks(count, rounds, way=way, dtype=dtype)
@@ -65,9 +64,7 @@ def test_a_sharded_model_that_computes_in_bf16_keeps_fp32_shards() -> None:
 MUON_SLOW = [("columns", 2), ("tensor_parallel", 2), ("both", 4)]
 
 
-@pytest.mark.parametrize(
-    ("way", "count"), [("rows", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in MUON_SLOW)]
-)
+@pytest.mark.parametrize(("way", "count"), [("rows", 3), *slow(*MUON_SLOW)])
 def test_muon_of_a_sharded_model_steps_to_the_bits_of_one_process(way: str, count: int) -> None:
     """Rows that do not divide by the ranks too. Each direction is computed once, or once in each row of a mesh."""
     told = ranks(count, muon_steps, way=way)

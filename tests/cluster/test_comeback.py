@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from ranks import ranks
 from sharded_models import loaded, saved, shared_state
+from slow_cases import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -13,7 +14,7 @@ HARD = [("rows", 4, "columns", 3), ("both", 4, "rows", 1), ("replicas", 4, "tens
 
 @pytest.mark.parametrize(
     ("way", "count", "next_way", "next_count"),
-    [("rows", 2, "rows", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in HARD)],
+    [("rows", 2, "rows", 3), *slow(*HARD)],
 )
 def test_any_number_of_ranks_reads_what_others_wrote(
     tmp_path: Path, way: str, count: int, next_way: str, next_count: int

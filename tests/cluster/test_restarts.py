@@ -10,6 +10,7 @@ from pathlib import Path
 import loopback
 import pytest
 from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free_port, merged_since, node_of, own_run
+from slow_cases import slow
 
 from farloop.cli.doctor import connect
 from farloop.config.exit_codes import ExitCode
@@ -42,7 +43,7 @@ def kill(run: Run, agent: Daemon, rank: int) -> None:
     run.until("its work is merged", lambda status: merged_since(status, back["versions"], "many"), DEADLINE_S)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, *slow(0)])
 def test_a_node_of_two_ranks_is_back_after_one_was_killed(new_run: NewRun, rank: int) -> None:
     run = new_run(steps=150, **PACED)
     run.start_coordinator(), run.start_metronome("pace")
@@ -86,7 +87,7 @@ def start_loop(run: Run, *how: str, restarts: int = 1, loop: Path = HANGING_LOOP
     ("how", "line"),
     [
         ("sleeps", r"rank hangs rank=1 host=\S+ phase='training' step=20 for=\d+s why='others wait for it'"),
-        pytest.param("stops", r"rank hangs rank=0 .* why='it does not answer", marks=pytest.mark.slow),
+        *slow(("stops", r"rank hangs rank=0 .* why='it does not answer")),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: str, line: str) -> None:
@@ -104,7 +105,7 @@ def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: s
     ("how", "line"),
     [
         ("fails", "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here"),
-        pytest.param("fails-in-own-group", "FileNotFoundError: no base.safetensors here", marks=pytest.mark.slow),
+        *slow(("fails-in-own-group", "FileNotFoundError: no base.safetensors here")),
         ("differs", "parameter 'inward.weight' is torch.bfloat16 on rank 1 and torch.float32 on rank 0"),
         ("leaves", "rank 1 of this node has failed: it has left, and rank 0 goes on"),
     ],
@@ -134,7 +135,7 @@ def test_a_rank_killed_in_the_middle_of_a_fragment_costs_one_window_at_most(
     assert 40 <= len(steps) <= 50, steps
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, *slow(0)])
 def test_a_signal_to_any_rank_of_a_loop_ends_the_node_in_order(new_run: NewRun, rank: int) -> None:
     run = own_run(new_run, steps=100_000, method="diloco", h=10, nodes=1)
     run.start_coordinator()

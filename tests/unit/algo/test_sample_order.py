@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow
 
 from farloop.algo.sample_order import (
     BLOCK,
@@ -167,14 +168,18 @@ def test_a_weight_that_is_none_is_refused(weights: list[float]) -> None:
         quotas([1, 100_000])
 
 
-@settings(max_examples=20)  # each of them is a whole block of 10,000
-@given(seed=keys, block=st.integers(0, 2**40), weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
-def test_every_block_has_the_next_samples_of_each_part_once(seed: int, block: int, weights: list[float]) -> None:
-    counts = quotas(weights)
-    found = [part_of(block * BLOCK + place, counts, seed) for place in range(BLOCK)]
-    for number, count in enumerate(counts):
-        places = sorted(place for part, place in found if part == number)
-        assert places == list(range(block * count, (block + 1) * count))
+@pytest.mark.parametrize("examples", [20, *slow(200)])  # each of them is a whole block of 10,000
+def test_every_block_has_the_next_samples_of_each_part_once(examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(seed=keys, block=st.integers(0, 2**40), weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
+    def has_them(seed: int, block: int, weights: list[float]) -> None:
+        counts = quotas(weights)
+        found = [part_of(block * BLOCK + place, counts, seed) for place in range(BLOCK)]
+        for number, count in enumerate(counts):
+            places = sorted(place for part, place in found if part == number)
+            assert places == list(range(block * count, (block + 1) * count))
+
+    has_them()
 
 
 def test_parts_are_mixed_within_a_block_and_one_part_is_the_stream_itself() -> None:

@@ -7,6 +7,7 @@ import pytest
 from simulated_faults import Fault, NodeSetup, SlowLink, SlowNode
 from simulated_outcome import Outcome
 from simulated_runs import simulate
+from slow_cases import slow
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
@@ -75,7 +76,7 @@ def test_a_node_that_computes_slowly_is_named_and_not_its_link() -> None:
     assert climbed(outcome)[0][0] is Action.LIGHTEN, "it has no link to probe"
 
 
-@pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [50, *slow(200)])
 def test_a_node_that_was_slow_from_the_beginning_is_planned_for_and_jitter_is_no_fault(rounds: int) -> None:
     """b takes twice as long for everything, all vary by a fifth: nobody is named."""
     outcome = play(rounds=rounds, num_samples=0)

@@ -16,6 +16,7 @@ from shards import Shards
 from simulated_faults import CrashCoordinator, NodeSetup, Scenario
 from simulated_outcome import Outcome
 from simulated_runs import simulate
+from slow_cases import slow
 from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
@@ -97,9 +98,7 @@ def test_a_flipped_sign_is_seen_where_the_others_agree_and_asked_for() -> None:
     assert loss(outcome) < loss(train("flipped", foreign=1.0))
 
 
-@pytest.mark.parametrize(
-    ("foreign", "seed"), [(0.0, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.2, 1), (1.0, 2)))]
-)
+@pytest.mark.parametrize(("foreign", "seed"), [(0.0, 0), *slow((0.2, 1), (1.0, 2))])
 @pytest.mark.parametrize(
     "choices",
     [
@@ -128,7 +127,7 @@ def test_without_a_screen_a_long_delta_ruins_the_model(honest: float) -> None:
     assert loss(train("thousandfold", foreign=1.0, screen="off")) > 100 * honest
 
 
-@pytest.mark.parametrize("rule", ["clipped", *(pytest.param(r, marks=pytest.mark.slow) for r in ("median", "trimmed"))])
+@pytest.mark.parametrize("rule", ["clipped", *slow("median", "trimmed")])
 def test_without_a_screen_a_robust_merge_saves_the_model(rule: str, honest: float) -> None:
     assert loss(train("thousandfold", foreign=1.0, screen="off", merge=rule)) < 2 * honest
 

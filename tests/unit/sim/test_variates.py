@@ -9,6 +9,7 @@ import torch
 from simulated_faults import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, SpoilAnchor
 from simulated_outcome import Outcome
 from simulated_runs import simulate
+from slow_cases import slow
 from torch import Tensor
 from toy_problem import Stack, Toy, inner_optimizer
 
@@ -17,7 +18,7 @@ from farloop.algo.terms import LearningRate, Terms
 
 NODES, H, STEPS, LR = 4, 20, 400, 0.05
 NUMEL = Stack(1).flat().numel()
-SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+SEEDS = [1, *slow(2, 3)]
 TOY = Toy(blocks=1, blocks_per_fragment=1, together=False, inner="sgd", noise=0.0, num_samples=0, seed=0)
 """Of it the model alone is used here."""
 
@@ -112,7 +113,7 @@ def test_noise_is_what_remains(seed: int) -> None:
     assert with_them < 1.5 * distance(seed, variates=False, alike=True, noise=0.3)
 
 
-@pytest.mark.parametrize(("codec", "worst"), [pytest.param("fp32", 1.001, marks=pytest.mark.slow), ("q4", 1.05)])
+@pytest.mark.parametrize(("codec", "worst"), [("q4", 1.05), *slow(("fp32", 1.001))])
 def test_where_data_are_alike_they_do_no_harm(codec: str, worst: float) -> None:
     """Learned is noise then, and it cancels in the mean; with q4 a little less of the downlink's loss is made good."""
     means = [

@@ -7,6 +7,7 @@ import pytest
 from faulty_world import World, run
 from simulated_faults import TWO_NODES, CrashNode, Fault, NodeSetup, Scenario
 from simulated_runs import simulate
+from slow_cases import slow
 from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
@@ -32,7 +33,7 @@ def test_training_gets_closer_to_what_both_nodes_want(method: str) -> None:
 
 @pytest.mark.parametrize(
     "codec",
-    ["ternary", *(pytest.param(c, marks=pytest.mark.slow) for c in ("q4r", "lattice", "randk", "sign", "lowrank"))],
+    ["ternary", *slow("q4r", "lattice", "randk", "sign", "lowrank")],
 )
 def test_gradients_of_every_step_may_be_quantized(codec: str) -> None:
     """K: TernGrad, QSGD and rand-k send unbiased gradients, 1-bit methods feed the error back; nodes stay equal."""

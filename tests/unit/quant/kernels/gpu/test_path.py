@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 
 pytest.importorskip("triton")
 
@@ -33,7 +34,7 @@ def run_laws(which: str, **environment: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "which",
-    ["q8 or (absolute and nearest)", *(pytest.param(of, marks=pytest.mark.slow) for of in ("q4r", "not q4r"))],
+    ["q8 or (absolute and nearest)", *slow("q4r", "not q4r")],
 )
 def test_interpreted_kernels_give_the_bytes_of_the_reference(which: str) -> None:
     run_laws(which, TRITON_INTERPRET="1")
