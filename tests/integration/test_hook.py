@@ -103,9 +103,11 @@ def test_a_trainer_saves_resumes_and_loads_its_best_model(trainer_run: TrainerRu
 
 
 def test_a_trainer_that_begins_again_with_a_smaller_batch_is_one_node(trainer_run: TrainerRun) -> None:
-    trainer = trainer_run.trainer(Doubling(most=2), max_steps=100, auto_find_batch_size=True)
-    trainer.train()
-    assert trainer.state.train_batch_size == 2 and trainer.state.global_step == 24
+    trainer = trainer_run.trainer(Doubling(most=2), max_steps=12, auto_find_batch_size=True)
+    for _ in range(2):
+        assert not trainer_run.coordinator.executor.finished
+        trainer.train()
+        assert trainer.state.train_batch_size == 2 and trainer.state.global_step == 12
     assert trainer_run.coordinator.executor.finished
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from optimizers import Inside, Masters
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from farloop.config.settings import NODE_SCHEMA
 from farloop.coordinator.storage.store import Store
@@ -198,31 +199,52 @@ def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried
     assert caught.value.retriable and caught.value.exit_code == 5
 
 
+def begun(folder: Path) -> tuple[Path, Store, nn.Module]:
+    return folder, tiny_run.begin(folder, tiny_run.plan(steps=8, h=2, nodes=1)), tiny_run.model()
+
+
+def trained(folder: Path, store: Store, model: nn.Module, optimizer: Optimizer, **options: Any) -> list[Tensor]:
+    """The weights of the one node of a run."""
+    with tiny_run.serving(folder, store) as coordinator:
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
+        where = coordinator.link.endpoint
+        with join(where, model, optimizer, name="a", state_dir=folder / "a", **options) as node:
+            while node.running:
+                loss = nn.functional.mse_loss(node.model(x), 2 * x)
+                torch.autograd.backward(loss)
+                node.step(loss=loss)
+    store.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_loop_may_have_defaults_of_its_own_for_new_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
     """And the run is the one without them, bit for bit."""
-
-    def trained(folder: Path, store: Store) -> list[Tensor]:
-        with tiny_run.serving(folder, store) as coordinator:
-            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
-            optimizer = torch.optim.SGD((model := plain.requires_grad_()).parameters(), lr=1e-2)
-            with join(coordinator.link.endpoint, model, optimizer, name="a", state_dir=folder / "a") as node:
-                while node.running:
-                    loss = nn.functional.mse_loss(node.model(x), 2 * x)
-                    torch.autograd.backward(loss)
-                    node.step(loss=loss)
-        store.close()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    plain = tiny_run.model()
-    stores = [tiny_run.begin(tmp_path / name, tiny_run.plan(steps=8, h=2, nodes=1)) for name in ("plain", "own")]
-    expected = trained(tmp_path / "plain", stores[0])
+    plain, own = begun(tmp_path / "plain"), begun(tmp_path / "own")
+    expected = trained(*plain, SGD(plain[2].parameters(), lr=1e-2))
     torch.set_default_dtype(dtype), torch.set_default_device("meta")
     try:
-        found = trained(tmp_path / "own", stores[1])
+        found = trained(*own, SGD(own[2].parameters(), lr=1e-2))
     finally:
         torch.set_default_dtype(torch.float32), torch.set_default_device(None)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", [Inside, Masters])
+def test_a_run_s_merges_reach_copies_of_the_weights(tmp_path: Path, kind: type[Masters]) -> None:
+    """In the optimizer's state, or moved by on_merge: the run is the one without copies."""
+    plain, copied = begun(tmp_path / "plain"), begun(tmp_path / "copied")
+    expected = trained(*plain, SGD(plain[2].parameters(), lr=1e-2))
+    optimizer = kind(copied[2].parameters(), lr=1e-2)
+
+    def move(changes: Mapping[nn.Parameter, Tensor]) -> None:
+        for parameter, change in changes.items():
+            if parameter in optimizer.masters:  # not before the first step
+                optimizer.masters[parameter].add_(change)
+
+    options = {} if kind is Inside else {"on_merge": move}
+    for found, weights in zip(trained(*copied, optimizer, **options), expected, strict=True):
+        torch.testing.assert_close(found, weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12 on

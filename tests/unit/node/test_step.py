@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from node_story import identity
 from plain_runs import plain_spec, plain_terms
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
@@ -226,13 +226,19 @@ def test_what_deepspeed_has_made_is_refused_in_one_line() -> None:
 
 
 def test_the_dry_step_of_torch_s_checkpoint_library_is_none() -> None:
-    loop = Loop(lambda module: AdamW(module.parameters(), lr=0.1), hook=True)
-    get_optimizer_state_dict(loop.module, loop.optimizer)
-    assert loop.optimizer.state and loop.weights == ONES and not loop.notes.steps
-    for parameter in loop.module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    loop.optimizer.step()
-    assert len(loop.notes.steps) == 1, "a step without gradients, at a rate, is one"
+    def fresh() -> Loop:
+        return Loop(lambda module: AdamW(module.parameters(), lr=0.1), hook=True)
+
+    saved = get_optimizer_state_dict((loop := fresh()).module, loop.optimizer)
+    set_optimizer_state_dict((other := fresh()).module, other.optimizer, saved)
+    for dry in (loop, other):
+        assert dry.optimizer.state and dry.weights == ONES and not dry.notes.steps
+    for plain_step, rate, gradient in ((loop, 0.0, 0.0), (fresh(), 0.1, 0.0), (fresh(), 0.0, 1.0)):
+        plain_step.optimizer.param_groups[0]["lr"] = rate
+        for parameter in plain_step.module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        plain_step.optimizer.step()
+        assert len(plain_step.notes.steps) == 1, "with a state, a rate or a gradient it is one"
 
 
 # --- the learning rate
@@ -383,12 +389,14 @@ def test_a_number_of_steps_ahead_that_is_none_is_refused(given: Any) -> None:
         Loop(plain).node.samples_ahead(given)
 
 
-def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
+def test_a_parameter_whose_elements_share_memory_or_have_none_is_refused() -> None:
     module = two_layers()
     check_parameters(module)
     module.register_parameter("shared", nn.Parameter(torch.ones(1, 3).expand(3, 3)))
     with pytest.raises(LoopError, match=r"parameter 'shared' is expanded, .*: make it from tensor\.clone\(\)$"):
         check_parameters(module)
+    with pytest.raises(LoopError, match=r"is on the meta device: call model\.to_empty.*, and compute anew what"):
+        check_parameters(nn.Linear(1, 1, device="meta"))
 
 
 def test_a_layer_that_was_replaced_after_join_is_refused() -> None:
@@ -653,6 +661,25 @@ def test_statistics_that_training_changes_end_the_first_step() -> None:
     with pytest.raises(LoopError, match=r"^'1\.running_mean' is not exchanged, .* join\(buffers='own'\)$"):
         loop.node.step()
     assert loop.notes.told
+
+
+@pytest.mark.parametrize("own", [[], ["0.weight"]])
+def test_a_frozen_weight_that_changes_later_ends_the_node_or_is_told_when_it_leaves(
+    own: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a merge of an adapter into its base."""
+    module = two_layers()
+    module[0].requires_grad_(False)
+    loop = Loop(plain, module=module)
+    loop.node._begin("same", own)
+    with nullcontext() if own else pytest.raises(LoopError, match=r"^'0\.weight' is not exchanged, .* has changed"):
+        for step in range(17):
+            assert "have changed in training" not in caplog.text
+            module[0].weight.data.add_(step == 5)
+            loop.step(0.0, 1.0)
+    loop.node.leave()
+    assert len(loop.notes.steps) == (17 if own else 16), "the second look is at the 17th step"
+    assert ("1 tensors of this node's own have changed in training, as '0.weight'" in caplog.text) == bool(own)
 
 
 @pytest.mark.parametrize("hook", [False, True])
