@@ -577,7 +577,8 @@ def join(
             type, and counters (8 bytes a parameter more with AdamW); of one that holds another, the other's. What
             cannot be saved is named once. Without it a restarted node begins with none.
         on_merge: called after every merge, on every rank, to move copies of the weights outside of the optimizer's
-            state: with the change of each merged parameter, fp32, in its shape (of a sharded one that of its shard).
+            state, also those in its attributes, which else move by themselves: with the change of each merged
+            parameter, fp32, in its shape (of a sharded one that of its shard).
         signals: the first SIGTERM to any rank ends the node in order, as `Node.drain_on` does it, where `join` is
             called in the main thread.
         hang_timeout_s: of several ranks, one that all others have waited for this long, and for ten steps, ends all of

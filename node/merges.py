@@ -1,8 +1,8 @@
 """What the inner optimizer makes of a merge: one that keeps copies of the weights writes them back, and undoes it.
 
-Copies in its state are moved as the weights are. After a merge the weights are looked at for some steps, at a few
-elements and on their device. One step that goes back by the merge's own change, far longer than the steps around it
-and not for a gradient's sake, undoes the merge.
+Copies in its state and its attributes are moved as the weights are. After a merge the weights are looked at for some
+steps, at a few elements and on their device. One step that goes back by the merge's own change, far longer than the
+steps around it and not for a gradient's sake, undoes the merge.
 """
 
 import math
@@ -201,12 +201,12 @@ class Merges:
             told(changes)
 
     def copies(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-        """What the state has of the weights, by parameter. Devices are waited for until all keys of it are known."""
+        """What the optimizer has of the weights, by parameter. Devices are waited for until all its keys are known."""
         found = defaultdict[str, list[tuple[nn.Parameter, Tensor]]](list)
-        for state, parameter in ((part.state.get(p, {}), p) for part in self._parts for p in parameters):
-            for key, value in state.items():
-                if self.is_copy.get(key, True) and _is_like(value, parameter):
-                    found[key].append((parameter, value))
+        here = set(parameters)
+        for key, value, parameter in self._held():
+            if parameter in here and self.is_copy.get(key, True):
+                found[key].append((parameter, value))
         for key in found.keys() - self.is_copy.keys():
             weights = [local_of(parameter.detach()) for parameter, _ in found[key]]
             alike = all(_are_equal(local_of(copy), of) for (_, copy), of in zip(found[key], weights, strict=True))
@@ -216,11 +216,25 @@ class Merges:
                 del found[key]  # zeros are no copies of zeros
         return [pair for pairs in found.values() for pair in pairs]
 
+    def _held(self) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+        """Tensors that the optimizer has for parameters, each once, by key: in its state and, unless `on_merge` moves
+        those, in lists and dicts of its attributes."""
+        known = set(self._parameters.values())
+        seen = {local_of(parameter).data_ptr() for parameter in known}
+        for part in self._parts:
+            states = ((key, value, p) for p in known & part.state.keys() for key, value in part.state[p].items())
+            stepped = [p for group in part.param_groups for p in group["params"] if p in known]
+            others = [] if self._on_merge is not None else [item for item in vars(part).items() if item[0] != "state"]
+            beside = (_paired(_tensors_in(of, f"{type(part).__name__}.{name}"), stepped) for name, of in others)
+            for key, value, parameter in chain(states, *beside):
+                if _is_like(value, parameter) and (at := local_of(value).data_ptr()) not in seen:
+                    seen.add(at)
+                    yield key, value, parameter
+
     def before_step(self) -> None:
         """The optimizer steps next."""
         if self._first is None:
-            new = [p for p in self._parameters.values() if not any(part.state.get(p) for part in self._parts)]
-            self._first = {parameter: _some(parameter) for parameter in new if not parameter.is_meta}
+            self._first = {p: _some(p) for p in self._parameters.values() if not p.is_meta}
         for window in self._windows.values():
             window.begin()
 
@@ -243,14 +257,13 @@ class Merges:
         """What the first step has put into the state of the weights as they were before it, and may have stepped by
         itself: later it is too far from them to be known."""
         far, spread = defaultdict[str, float](float), defaultdict[str, float](float)
-        for parameter, weights in first.items():
-            for key, value in chain.from_iterable(part.state.get(parameter, {}).items() for part in self._parts):
-                if not _is_like(value, parameter):
-                    continue
-                some = _some(value)
-                is_gradient = parameter.grad is not None and torch.equal(some, _some(parameter.grad))
-                far[key] += math.inf if is_gradient else float((some - weights).square().sum())
-                spread[key] += float((weights - weights.mean()).square().sum())
+        for key, value, parameter in self._held():
+            if (weights := first.get(parameter)) is None:
+                continue
+            some = _some(value)
+            is_gradient = parameter.grad is not None and torch.equal(some, _some(parameter.grad))
+            far[key] += math.inf if is_gradient else float((some - weights).square().sum())
+            spread[key] += float((weights - weights.mean()).square().sum())
         self.is_copy |= {key: True for key in far if far[key] < _NEAR**2 * spread[key]}
 
     def _judge(self, verdict: Tensor) -> None:
@@ -301,6 +314,30 @@ def _is_like(value: object, parameter: nn.Parameter) -> bool:
     if is_dtensor(parameter):
         return value.shape == parameter.shape and getattr(value, "placements", 0) == getattr(parameter, "placements", 1)
     return type(value) in (Tensor, nn.Parameter) and value.shape in (parameter.shape, (parameter.numel(),))
+
+
+def _tensors_in(value: object, key: str, of: nn.Parameter | None = None) -> Iterator[tuple[str, Tensor, Any]]:
+    """Of lists and dicts, nested, by the words on the way there, and whose they are where a parameter leads there."""
+    if isinstance(value, Tensor):
+        yield key, value, of
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors_in(inner, key, of)
+    elif isinstance(value, Mapping):
+        for word, inner in value.items():
+            is_word, is_parameter = isinstance(word, str), isinstance(word, nn.Parameter)
+            yield from _tensors_in(inner, f"{key}.{word}" if is_word else key, word if is_parameter else of)
+
+
+def _paired(
+    tensors: Iterator[tuple[str, Tensor, Any]], parameters: Sequence[nn.Parameter]
+) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+    """By key, with those of their shape in the order of the parameters where nothing says whose they are."""
+    following = defaultdict[str, Iterator[nn.Parameter]](lambda: iter(parameters))
+    for key, tensor, of in tensors:
+        parameter = next((p for p in following[key] if _is_like(tensor, p)), None) if of is None else of
+        if parameter is not None:
+            yield key, tensor, parameter
 
 
 def _are_equal(copy: Tensor, weights: Tensor) -> bool:

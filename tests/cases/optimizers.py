@@ -1,7 +1,9 @@
 """Optimizers that keep copies of the weights, a model whose weights are merged, and one whose optimizer is saved."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,12 @@ class Masters(SGD):
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
         super().__init__(parameters, **options)
-        self.masters = dict[nn.Parameter, Tensor]()
+        self._elsewhere = SimpleNamespace(masters={})
+
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        masters: dict[nn.Parameter, Tensor] = self._elsewhere.masters
+        return masters
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -45,6 +52,47 @@ class Inside(Masters):
         for parameter in self.param_groups[0]["params"]:
             self.masters[parameter] = self.state[parameter].setdefault("master", parameter.detach().float().clone())
         super().step()
+
+
+class Listed(Masters):
+    """As masters, flat, in a list of lists that it begins with, in the order of its groups."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        groups = [{"params": [parameter]} for parameter in reversed([*parameters])]
+        super().__init__(groups, **options)
+        self.lists = [[p.detach().float().flatten().clone() for p in group["params"]] for group in groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, (flat,) in zip(self.param_groups, self.lists, strict=True):
+            self.masters[group["params"][0]] = flat.view_as(group["params"][0])
+        super().step()
+
+
+class Slow(SGD):
+    """As Lookahead: every `k` steps it goes half the way back to where it was, which it has made a copy of; and with
+    each step a part of that way. `where` it has it: in the state, an attribute, or elsewhere."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, k: int, drawn: float = 0.0, where: str = "", **options: Any
+    ) -> None:
+        super().__init__(parameters, **options)
+        self.kept = defaultdict[nn.Parameter, dict[str, Tensor]](dict)
+        self.k, self.drawn, self.where, self.count = k, drawn, where, 0
+        self._elsewhere = SimpleNamespace(kept=defaultdict(dict))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        kept = {"": self.kept, "state": self.state, "elsewhere": self._elsewhere.kept}[self.where]
+        weights = self.param_groups[0]["params"]
+        for weight in weights if not self.count else ():
+            kept[weight]["slow_buffer"] = weight.detach().clone()
+        super().step()
+        self.count += 1
+        for weight in weights:
+            weight.lerp_(kept[weight]["slow_buffer"], self.drawn)
+            if self.count % self.k == 0:
+                kept[weight]["slow_buffer"] = weight.lerp_(kept[weight]["slow_buffer"], 0.5).clone()
 
 
 class Previous(SGD):
@@ -114,7 +162,7 @@ class Node:
 
     def __init__(self, make: Make, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).to(dtype).to(device)
+        self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6)).to(dtype).to(device)
         shapes = [(name, tuple(p.shape)) for name, p in trainable_tensors(self.model)]
         self.optimizer = make(list(self.model.parameters()))
         parameters = dict(trainable_tensors(self.model))

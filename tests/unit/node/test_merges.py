@@ -2,11 +2,25 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from optimizers import Inside, Make, Masters, Node, Previous, Pulled, ScheduleFree, alike, noise, schedulefree
+from optimizers import (
+    Inside,
+    Listed,
+    Make,
+    Masters,
+    Node,
+    Previous,
+    Pulled,
+    ScheduleFree,
+    Slow,
+    alike,
+    noise,
+    schedulefree,
+)
 from pretend_cuda import Device
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
@@ -15,23 +29,6 @@ from farloop.algo.fragments import partition, statistics_of
 from farloop.node.errors import LoopError
 from farloop.node.merges import Merges
 from farloop.node.replica import Replica
-
-
-class Lookahead(AdamW):
-    """Every sixth step goes half the way back to where it was six steps before, as Ranger's."""
-
-    count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        weights = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not self.count:
-            self.far = [weight.detach().clone() for weight in weights]
-        super().step()
-        self.count += 1
-        if self.count % 6 == 0:
-            for far, weight in zip(self.far, weights, strict=True):
-                weight.copy_(far.lerp_(weight, 0.5))
 
 
 class Lion(Optimizer):
@@ -76,11 +73,11 @@ def test_an_optimizer_that_writes_its_copies_back_is_named(
 
 
 def test_one_that_goes_back_at_every_sixth_step_is_named_too() -> None:
-    node = Node(lambda parameters: Lookahead(parameters, lr=1e-3))
+    node = Node(lambda parameters: Slow(parameters, lr=1e-3, k=6, where="elsewhere"))
     for _ in range(9):
         node.step(noise(1.0))
     node.merge(noise(0.5))
-    with pytest.raises(LoopError, match="Lookahead undoes merges"):
+    with pytest.raises(LoopError, match="Slow undoes merges"):
         for _ in range(10):
             node.step(noise(1.0))
 
@@ -106,11 +103,11 @@ class Averaged(SGD):
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, inside: bool) -> None:
         super().__init__(parameters, lr=1e-3)
-        self.averages, self.inside, self.train_mode = dict[nn.Parameter, Tensor](), inside, True
+        self._elsewhere, self.inside, self.train_mode = SimpleNamespace(averages={}), inside, True
 
     @torch.no_grad()
     def _swap(self, train: bool) -> None:
-        for parameter, average in self.averages.items() if self.train_mode != train else ():
+        for parameter, average in self._elsewhere.averages.items() if self.train_mode != train else ():
             weights = parameter.clone()
             parameter.copy_(average)
             average.copy_(weights)
@@ -125,11 +122,11 @@ class Averaged(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            average = self.averages.setdefault(parameter, parameter.detach().clone())
+            average = self._elsewhere.averages.setdefault(parameter, parameter.detach().clone())
             if self.inside:
                 self.state[parameter]["average"] = average
         super().step()
-        for parameter, average in self.averages.items():
+        for parameter, average in self._elsewhere.averages.items():
             average.lerp_(parameter, 0.05)
 
 
@@ -154,43 +151,50 @@ def test_an_average_that_is_swapped_in_for_evaluations_moves_or_is_named(dtype: 
 # --- copies that are shifted
 
 
-class Far(Lookahead):
-    """As Lookahead, with what it goes back to in the state."""
-
-    def step(self, closure: Any = None) -> None:
-        if self.count:
-            self.far = [self.state[parameter]["slow_buffer"] for parameter in self.param_groups[0]["params"]]
-        super().step()
-        for parameter, far in zip(self.param_groups[0]["params"], self.far, strict=True):
-            self.state[parameter]["slow_buffer"] = far
-
-
 class Around(Optimizer):
-    """Holds another optimizer, and has no state of its own."""
+    """Holds another optimizer, and has no state of its own, or that one's."""
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, *, shared: bool = False) -> None:
         self.inner = inner
         super().__init__(inner.param_groups, {"lr": 0.1})
+        if shared:
+            self.state = inner.state
 
     def step(self, closure: Any = None) -> None:
         self.inner.step()
 
 
+def pulled(parameters: Iterable[nn.Parameter], lr: float, *, dry: bool = False) -> Optimizer:
+    """`dry`: it has a state before its first step, as torch's checkpoint library has it make one."""
+    made = Pulled(parameters, lr=0.0 if dry else lr / 16)
+    if dry:
+        for parameter in made.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        made.step()
+        made.param_groups[0]["lr"] = lr / 16
+    return made
+
+
 @pytest.mark.parametrize(
     "make",
-    [
-        Inside,
-        ScheduleFree,
-        partial(Far, weight_decay=0.0),
-        Previous,
-        lambda parameters, lr: Pulled(parameters, lr=lr / 16),
-        lambda parameters, lr: Around(Inside(parameters, lr=lr)),
-    ],
-    ids=["masters", "schedule-free", "lookahead", "the step before", "pulled", "wrapped"],
+    {
+        "masters": Inside,
+        "masters in lists": Listed,
+        "schedule-free": ScheduleFree,
+        "lookahead": partial(Slow, k=6, where="state"),
+        "slow": partial(Slow, k=12),
+        "drawn": partial(Slow, k=100, drawn=0.1),
+        "the step before": Previous,
+        "pulled": pulled,
+        "pulled after a dry step": partial(pulled, dry=True),
+        "wrapped": lambda parameters, lr: Around(Inside(parameters, lr=lr)),
+        "in one state": lambda parameters, lr: Around(Inside(parameters, lr=lr), shared=True),
+    }.items(),
+    ids=lambda case: case[0],
 )
-def test_what_the_state_has_of_the_weights_moves_with_them(make: Callable[..., Optimizer]) -> None:
+def test_what_an_optimizer_has_of_the_weights_moves_with_them(make: tuple[str, Callable[..., Optimizer]]) -> None:
     """A merge that moves everything by 2 leaves training as it was, 2 further on: the gradients are the same."""
-    merged, alone = (Node(lambda parameters: make(parameters, lr=0.125)) for _ in range(2))
+    merged, alone = (Node(lambda parameters: make[1](parameters, lr=0.125)) for _ in range(2))
     for step in range(14):
         for node in (merged, alone):
             node.step(lambda weights, step=step: torch.full_like(weights, 0.25 * (step % 3)))
@@ -251,9 +255,11 @@ def test_moments_are_no_copies() -> None:
     assert all(torch.equal(s[k], before[k]) for s in [[*node.optimizer.state.values()][-1]] for k in before)
 
 
-def test_copies_elsewhere_move_by_what_on_merge_is_given() -> None:
+@pytest.mark.parametrize("kind", [Masters, Listed])
+def test_copies_elsewhere_move_by_what_on_merge_is_given(kind: type[Masters]) -> None:
+    """Those in attributes too, and then by nothing else."""
     told = list[dict[nn.Parameter, Tensor]]()
-    node = Node(lambda parameters: Masters(parameters, lr=0.125), on_merge=lambda changes: told.append(dict(changes)))
+    node = Node(lambda parameters: kind(parameters, lr=0.125), on_merge=lambda changes: told.append(dict(changes)))
     node.step(torch.ones_like)
     before = [parameter.detach().clone() for parameter in node.model.parameters()]
     node.merge(alike(2.0))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from optimizers import Inside, Masters, Node, Process, alike
+from optimizers import Inside, Listed, Masters, Node, Process, alike
 from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
@@ -59,6 +59,7 @@ ROWS = {
     "AdamW8bit (bitsandbytes)": Row("bitsandbytes.optim", lambda it, p: it.AdamW8bit(p, lr=1e-2), saved=False),
     "AdamW8bit (torchao)": Row("torchao.optim", lambda it, p: it.AdamW8bit(p, lr=1e-2), saved=False),
     "fp32 masters in the state": Row("torch.optim", lambda _, p: Inside(p, lr=1e-2), "moved"),
+    "fp32 masters in an attribute": Row("torch.optim", lambda _, p: Listed(p, lr=1e-2), "moved", saved=False),
     "fp32 masters elsewhere": Row("torch.optim", lambda _, p: Masters(p, lr=1e-2), "ended", saved=False),
 }
 
