@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.cli.interrupts import end_at_once, on_signals
 from farloop.cli.pages import LoopWatch, Viewers, pages
@@ -149,7 +149,7 @@ def open_run(
         if kept.identity != plan.spec.identity:
             raise CommandError(
                 f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
-                f"{plan.spec.identity.fingerprint()}): {different_identity(kept.identity, plan.spec.identity)}; "
+                f"{plan.spec.identity.fingerprint()}): {different_run(kept, plan.spec)}; "
                 "give the new run a folder of its own with --state DIR, or undo the change",
                 ExitCode.REFUSED,
             )
@@ -196,11 +196,15 @@ def _once_there_is_room(recover: Callable[[], Store | None]) -> Store | None:
             time.sleep(RETRY_S)
 
 
-def different_identity(kept: Identity, wanted: Identity) -> str:
-    """The differences between two identities."""
-    told = []
-    for field in dataclasses.fields(kept):
-        old, new = getattr(kept, field.name), getattr(wanted, field.name)
+def different_run(kept: RunSpec, wanted: RunSpec) -> str:
+    """The differences between the identities of two runs, and the method where it divides the model otherwise."""
+    cuts = kept.identity.layout != wanted.identity.layout
+    methods = kept.terms.method, wanted.terms.method
+    told = [f"method was {methods[0]}, is {methods[1]}"] if cuts and methods[0] != methods[1] else []
+    for field in dataclasses.fields(kept.identity):
+        if cuts and field.name == "anchor_digests":  # of other fragments, so they differ whatever the weights are
+            continue
+        old, new = getattr(kept.identity, field.name), getattr(wanted.identity, field.name)
         if old != new:
             short = isinstance(old, str | int) and len(f"{old}{new}") < 60
             told.append(f"{field.name} was {old}, is {new}" if short else _DIFFERS[field.name])

@@ -116,7 +116,7 @@ def evaluate(
     import torch
 
     from farloop.coordinator.storage.recovery import newest_model
-    from farloop.node.data import EvaluationSet, load_corpus
+    from farloop.node.data import CorpusError, EvaluationSet, load_corpus
     from farloop.node.errors import ModelError
     from farloop.node.named_model import fill_, materialise_, model_of_run
     from farloop.node.trainer import EVALUATION_BATCH, evaluation_name, evaluation_sequences
@@ -126,7 +126,10 @@ def evaluate(
     named_set = "x" in identity.evaluation_set
     count = sequences or (evaluation_sequences(identity.evaluation_set) if named_set else 256)
     corpus = load_corpus(data)
-    chosen = EvaluationSet(corpus, sequences=count, sequence_tokens=terms.inner.sequence_tokens)
+    try:
+        chosen = EvaluationSet(corpus, sequences=count, sequence_tokens=terms.inner.sequence_tokens)
+    except CorpusError as error:
+        raise CommandError(f"{data}: {error}") from error
     try:
         named = model_of_run(identity.model, 0, model)
         named.check(corpus.vocabulary, terms.inner.sequence_tokens)

@@ -24,14 +24,14 @@ ALLOWED = Path("allowed")
 def new_keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Created if it is missing.")],
     name: Annotated[
-        str, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
-    ] = "",
+        str | None, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
+    ] = None,
 ) -> None:
     """Create a key pair: NAME.key is secret (mode 0600), NAME.pub is for the other side.
 
     Example: farloop keys new keys --name paris
     """
-    secret, public = write_pair(folder, name or platform.node().partition(".")[0])
+    secret, public = write_pair(folder, platform.node().partition(".")[0] if name is None else name)
     typer.echo(f"{secret}  secret: stays on this machine, as key = '{secret}' in its TOML file")
     typer.echo(
         f"{public}  public: a node's goes into the coordinator's allow folder (farloop keys authorize), "

@@ -34,7 +34,9 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         if run := finished_run(state):
-            raise CommandError(over(run["name"], run["steps"], state), ExitCode.REFUSED) from error
+            told = f"run {run['name']} is finished after {run['steps']} steps: it waits for no node and misses none"
+            told = over(run["name"], run["steps"], state) if request["do"] == "set" else told
+            raise CommandError(told, ExitCode.REFUSED) from error
         what = getattr(error, "strerror", None) or str(error)
         raise CommandError(
             f"no coordinator at {state / NAME}: {what.lower()}; is one running on this folder?", ExitCode.UNREACHABLE

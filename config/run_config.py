@@ -21,7 +21,7 @@ class RunConfig:
     """The table `[run]` of a RUN.toml. None: derived from the method and the size of the run."""
 
     name: str = "run"
-    """Name of the run."""
+    """Name of the run: at most 100 printable characters."""
     seed: int = 0
     """Seed of the initial weights and the sample order."""
     model: str = "tiny"

@@ -249,6 +249,7 @@ LEAST = {
 }
 
 _MOST = 2**63 - 1  # largest integer of the wire and of torch
+MOST_NAME = 100  # characters of a run's name
 _NO_OPTIONS: Mapping[str, str] = {}
 
 _SHARES = {
@@ -335,6 +336,7 @@ def load_run(
     """A RUN.toml with the environment and `section.key=value` flags on top; such flags by the `options` that stand for
     them. Raises ConfigError."""
     settings = _resolve(path, RUN_SCHEMA, flags, environ, options)
+    settings.check("run", "name", _check_run_name)
     settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
@@ -391,9 +393,16 @@ def load_node(
     return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
 
 
+def _check_run_name(name: str) -> None:
+    if not (0 < len(name) <= MOST_NAME and name.isprintable() and name == name.strip()):
+        raise ValueError(f"1 to {MOST_NAME} printable characters are wanted, no space first or last, not {name!r:.60}")
+
+
 def _check_data(settings: Settings) -> None:
     """What names the data, and what goes with it. Raises ConfigError."""
     data = settings.section("data")
+    if data["mixture"] == ():
+        raise settings.error("data", "mixture", 'at least one part is wanted, as [{ path = "a.bin", weight = 1 }]')
     if data["path"] is not None and data["mixture"] is not None:
         raise settings.error("data", "mixture", "stands in place of path: give one of them")
     if (data["digest"] is None) != (data["samples"] is None):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +81,9 @@ def check_types(given: Mapping[str, object]) -> None:
         if one and isinstance(value, Sequence) and all(type(each) is one for each in value):
             continue
         told = a_kind(value)
-        if argument in _BUILDERS and callable(value):
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            told = f"the class {value.__name__}, not a module of it"
+        elif argument in _BUILDERS and callable(value):
             if _takes(value, len(_BUILDERS[argument])):
                 continue
             told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
@@ -146,6 +149,8 @@ def bare(module: object) -> nn.Module:
         )
     if type(inner).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in inner.parameters()):  # ZeRO-3's
         raise LoopError(_DEEPSPEED)
+    if isinstance(inner, torch.jit.ScriptModule):
+        raise LoopError("join(model=…) got a scripted module: give the module that it was made from")
     if isinstance(inner, nn.DataParallel | DistributedDataParallel):
         raise LoopError(
             f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "
@@ -279,6 +284,8 @@ def check_parameters(module: nn.Module) -> None:
                 f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join, and compute "
                 "anew what no state_dict has, as rotary frequencies, which that leaves unset"
             )
+        if parameter.is_inference():
+            raise LoopError(f"parameter {name!r} was made under torch.inference_mode(): build the model outside it")
         if parameter.requires_grad and is_traceable_wrapper_subclass(parameter) and not is_dtensor(parameter):
             raise LoopError(
                 f"parameter {name!r} is trained as {a_kind(parameter)}, which cannot be averaged: train a "
@@ -294,6 +301,8 @@ def check_parameters(module: nn.Module) -> None:
 def number_of(argument: str, given: object) -> float:
     """An argument of `step` as a plain number; a tensor of one element is one."""
     try:
+        if isinstance(given, str | bytes | bool):
+            raise TypeError
         return float(given.detach() if isinstance(given, Tensor) else given)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf

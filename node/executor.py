@@ -175,7 +175,7 @@ class NodeExecutor:
         self._residuals = Residuals(run, self.replica.zeros, self._state.folder, self._in_worker)
         self._variates = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
-            if parameter.dtype != torch.float32:
+            if torch.finfo(parameter.dtype).bits < 32:
                 _log.warning(
                     "parameters are %s without fp32 masters: small steps and merges are lost in rounding. Keep them "
                     "fp32, and compute in bfloat16 with torch.autocast, or with MixedPrecisionPolicy(param_dtype="

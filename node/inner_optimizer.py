@@ -212,6 +212,7 @@ class InnerStep:
         `all_agree`: whether all ranks of the node say yes.
         Raises LoopError: this cannot be stepped; one line that says what to change."""
         self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.inner.clip
+        self._kinds = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
         self._module = module
         self._rate, self._clip, self._scaler, self._all_agree = rate, clip, scaler, all_agree
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
@@ -348,6 +349,11 @@ class InnerStep:
                     f"parameter {name!r} was frozen after join, but the run goes on exchanging it: freeze it before "
                     "join, on every node, in a run that begins without it"
                 )
+            if (parameter.dtype, parameter.device) != self._kinds[name]:
+                raise LoopError(
+                    f"parameter {name!r} was {_kind(*self._kinds[name])} at join and is "
+                    f"{_kind(parameter.dtype, parameter.device)}: convert and move the model before join"
+                )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise LoopError(f"the gradient of parameter {name!r} is sparse, which step cannot clip: make it dense")
         for name, parameter in self._frozen.items():
@@ -390,6 +396,10 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mappin
         raise LoopError(f"{kind} has no parameter of the model: build it from the module that is given to join")
     if missing:
         _log.warning("%s does not step %d of the model's parameters, as %r", kind, len(missing), missing[0])
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _check_steps(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

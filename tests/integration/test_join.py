@@ -69,6 +69,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"model": [nn.Linear(1, 1), 3]}, "join(model=…) got a list: a torch.nn.Module, a list of such, or a function"),
         ({"model": None}, "join(model=…) got None"),
         ({"model": lambda: nn.Linear(1, 1)}, "<lambda>, which cannot be called with (spec)"),
+        ({"model": nn.Linear}, "join(model=…) got the class Linear, not a module of it: a torch.nn.Module"),
         ({"optimizer": 3}, "join(optimizer=…) got an int: a torch.optim.Optimizer"),
         ({"optimizer": AdamW}, "AdamW, which cannot be called with (module, spec)"),
         ({"optimizer": lambda module: None}, "<lambda>, which cannot be called with (module, spec)"),

@@ -11,7 +11,7 @@ import pytest
 import statuses
 from command_line import error_line, farloop
 
-from farloop.cli.daemons import _last_line, different_identity, different_terms, open_run
+from farloop.cli.daemons import _last_line, different_run, different_terms, open_run
 from farloop.cli.main import adoption
 from farloop.cli.pages import Viewers, pages
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -123,8 +123,18 @@ def test_every_part_of_an_identity_can_be_told(plan: Plan) -> None:
     blank: dict[type, Any] = {int: -1, str: "x" * 99}
     for field in dataclasses.fields(kept):
         changes: dict[str, Any] = {field.name: blank.get(type(getattr(kept, field.name)), ())}
-        told = different_identity(kept, dataclasses.replace(kept, **changes))
+        told = different_run(plan.spec, dataclasses.replace(plan.spec, identity=dataclasses.replace(kept, **changes)))
         assert field.name in told or "differ" in told
+
+
+def test_a_method_that_divides_the_model_otherwise_is_named_and_the_first_weights_are_not(
+    tmp_path: Path, plan: Plan
+) -> None:
+    open_run(tmp_path / "state", plan).close()
+    other = plan_run(dataclasses.replace(plan.config, method="diloco"), DATA)
+    with pytest.raises(CommandError, match=r"method was streaming, is diloco, the division of the model") as refused:
+        open_run(tmp_path / "state", other)
+    assert "first weights" not in str(refused.value)
 
 
 def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -211,6 +211,10 @@ def test_the_loss_of_the_newest_model_is_that_of_the_run_s_evaluation(tmp_path: 
     (tmp_path / "text.txt").write_text("words " * 4000)
     shown = farloop("eval", *state, "--data", str(tmp_path / "text.txt"), "--sequences", "2")
     assert shown.exit_code == 0 and "2 sequences of 32 tokens, another set than the run's" in shown.stdout
+    (tmp_path / "short.txt").write_text("ab")
+    assert f"{tmp_path}/short.txt: the validation text has" in error_line(
+        "eval", *state, "--data", f"{tmp_path}/short.txt"
+    )
     absent = ["nowhere", "cuda:99"] if torch.cuda.is_available() else ["nowhere", "cuda"]
     for device in absent:
         assert f"--device {device}: " in error_line("eval", *state, "--sequences", "2", "--device", device)

@@ -56,6 +56,7 @@ def test_a_pair_that_cannot_be_made_is_one_line_and_nothing_is_overwritten(tmp_p
     (tmp_path / there).write_text("old")
     assert "never overwritten" in error_line("keys", "new", str(tmp_path), "--name", "oslo")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "old")]
+    assert "--name: '' is not a node name" in error_line("keys", "new", str(tmp_path), "--name", "")
     assert "--name: '../x' is not a node name" in error_line("keys", "new", str(tmp_path), "--name", "../x")
     assert "is a file, not a folder" in error_line("keys", "new", str(tmp_path / there / "keys"), "--name", "oslo")
 

@@ -93,9 +93,10 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
     ):
         assert line in error_line("set", *words, code=code)
     (tmp_path / "state" / "status.json").write_text(json.dumps(statuses.finished()))
-    for told in (["set", "steps=48"], ["forget", "b"]):
-        line = error_line(*told, code=ExitCode.REFUSED)
-        assert " is finished after " in line and '[run] init = "state/model.safetensors"' in line
+    line = error_line("set", "steps=48", code=ExitCode.REFUSED)
+    assert " is finished after " in line and '[run] init = "state/model.safetensors"' in line
+    for told in (["forget", "b"], ["release"]):
+        assert error_line(*told, code=ExitCode.REFUSED).endswith("steps: it waits for no node and misses none")
 
 
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:

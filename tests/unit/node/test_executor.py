@@ -447,7 +447,7 @@ def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play
     assert play.executor.replica is not None and play.executor.replica.versions == {0: -1}
 
 
-@pytest.mark.parametrize(("dtype", "warned"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "warned"), [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True)])
 def test_weights_below_fp32_without_masters_are_warned_of(
     play: Play, dtype: torch.dtype, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -604,6 +604,30 @@ def test_a_parameter_that_is_frozen_or_unfrozen_after_join_is_refused(frozen: bo
         loop.step(1.0)
 
 
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def test_a_model_that_is_converted_after_join_is_refused(other: torch.dtype, request: pytest.FixtureRequest) -> None:
+    module = two_layers()
+    loop = Loop(plain, module=module)
+    loop.step(1.0)
+    module.to(other)
+    how = f"{request.node.callspec.id} on cpu"
+    with pytest.raises(LoopError, match=rf"'0\.weight' was float32 on cpu at join and is {how}: convert and move"):
+        loop.node.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.raises(LoopError, match=r"got a scripted module: give the module that it was made from$"):
+        bare(torch.jit.script(two_layers()))
+
+
+def test_a_model_that_was_made_under_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        module = two_layers()
+    with pytest.raises(LoopError, match=r"made under torch\.inference_mode\(\): build the model outside it"):
+        check_parameters(module)
+
+
 def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(lambda module: None, **WHOLE)
     loop.step(1.0)
@@ -781,6 +805,8 @@ def test_a_step_has_the_tokens_of_the_batch_or_fewer(tokens: int | None) -> None
         (lambda: Loop(plain), {"tokens": "many"}, "tokens=…) got a str: a number is wanted"),
         (lambda: Loop(plain), {"tokens": torch.ones(2)}, "tokens=…) got a tensor of shape (2,): a number is wanted"),
         (lambda: Loop(plain), {"loss": "low"}, "loss=…) got a str: a number is wanted"),
+        (lambda: Loop(plain), {"loss": "1"}, "loss=…) got a str: a number is wanted"),
+        (lambda: Loop(plain), {"tokens": True}, "tokens=…) got a bool: a number is wanted"),
     ],
 )
 def test_what_no_message_can_hold_is_refused_in_one_line_before_anything_is_done(
