@@ -5,6 +5,7 @@ wrong usage are answered at once.
 """
 
 import dataclasses
+import gc
 import math
 import os
 import sys
@@ -607,6 +608,7 @@ def main() -> None:
             end_rank(code)
         sys.stdout.flush()
         on_signals(lambda *_: os._exit(code))  # it stands
+        gc.freeze()  # the interpreter's last collections would take a second for the modules of torch
         raise
 
 

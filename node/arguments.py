@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import itertools
 import math
 import os
 import re
@@ -296,6 +297,22 @@ def check_parameters(module: nn.Module) -> None:
         sizes = {stride: size for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1}
         if 0 in sizes and parameter.requires_grad:
             raise LoopError(f"parameter {name!r} is expanded, its elements share memory: make it from tensor.clone()")
+    _check_overlaps(module)
+
+
+def _check_overlaps(module: nn.Module) -> None:
+    """Raises LoopError for two parameters that share a part of their memory: a merge would write it twice. All of it
+    they may share: they are tied."""
+    places = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.numel() * parameter.element_size(), name)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter) and parameter.is_contiguous()
+    )
+    for (start, end, name), (other_start, other_end, other) in itertools.pairwise(places):
+        if other_start < end and (start, end) != (other_start, other_end):
+            raise LoopError(
+                f"parameters {name!r} and {other!r} share a part of their memory: make one by tensor.clone()"
+            )
 
 
 def number_of(argument: str, given: object) -> float:

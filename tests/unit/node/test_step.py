@@ -399,6 +399,16 @@ def test_a_parameter_whose_elements_share_memory_or_have_none_is_refused() -> No
         check_parameters(nn.Linear(1, 1, device="meta"))
 
 
+def test_parameters_that_share_a_part_of_their_memory_are_refused_and_neighbours_and_ties_are_not() -> None:
+    memory, module = torch.ones(2, 8), nn.Module()
+    for name, part in (("a", memory[0]), ("b", memory[1, :4]), ("left", memory[:, :2]), ("tied", memory[0])):
+        module.register_parameter(name, nn.Parameter(part))
+    check_parameters(module)
+    module.register_parameter("c", nn.Parameter(memory[1, 2:]))
+    with pytest.raises(LoopError, match=r"parameters 'b' and 'c' share a part of their memory: make one by tensor"):
+        check_parameters(module)
+
+
 def test_a_layer_that_was_replaced_after_join_is_refused() -> None:
     for hook, steps in ((False, 0), (True, 0), (False, 2)):
         loop = Loop(plain, hook=hook)
