@@ -51,7 +51,7 @@ def export(
 
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.monitoring.units import plural, size_text
-    from farloop.node.errors import CorpusError, ModelError
+    from farloop.node.errors import ModelError
     from farloop.node.named_model import save_tokenizer, save_weights
     from farloop.runtime.system import hold, remove_abandoned
 
