@@ -6,6 +6,7 @@ in `farloop --help`.
 
 import errno
 import re
+import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class CommandError(Exception):
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DISK = {*_FULL, errno.EIO}
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 """A file that could be written is not: the disk, not the command, has to change."""
 
 _TOO_LARGE = re.compile(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes")  # torch's MemoryError on CPUs
@@ -136,6 +138,12 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
         case OSError() if error.errno in _FULL:  # only writing fails so
             told = cannot_write(Path(error.filename or "a file"), error)
             return told.code, str(told)
+        case OSError() if error.errno in _NO_DESCRIPTOR:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            return (
+                ExitCode.USAGE,
+                f"too many open files: {most} may be open here; raise the limit, as by ulimit -n 4096",
+            )
         case RuntimeError() if asked := _TOO_LARGE.search(str(error)):
             return ExitCode.USAGE, f"there is not enough memory: {int(asked[1]) / 1e9:.3g} GB were asked for at once"
         case _:

@@ -88,6 +88,11 @@ def test_every_storage_error_names_the_next_step() -> None:
             r"farloop: error: cannot write a file: no space left on device; .*\n",
         ),
         (
+            OSError(24, "Too many open files"),
+            2,
+            r"farloop: error: too many open files: \d+ may be .*, as by ulimit -n 4096\n",
+        ),
+        (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to "
                 "allocate 4000000000 bytes. Error code 12"
