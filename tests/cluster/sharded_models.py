@@ -506,6 +506,36 @@ def mixed_precision() -> dict[str, Any]:
     }
 
 
+def give_gradients(ours: nn.Module, alone: nn.Module, generator: torch.Generator) -> None:
+    """Equal ones to a sharded model and to one process'."""
+    for mine, one in zip(trainable_tensors(ours), trainable_tensors(alone), strict=True):
+        gradient = torch.randn(one[1].shape, generator=generator)
+        one[1].grad, spread = gradient, is_dtensor(mine[1])
+        mine[1].grad = torch.zeros_like(mine[1]) if spread else gradient
+        part = gradient
+        for dimension, (begin, count) in enumerate(zip(*box_of(*mine), strict=True)):
+            part = part.narrow(dimension, begin, count)
+        local_of(mine[1].grad).copy_(part)
+
+
+def torch_muon_steps(way: str) -> tuple[float, float]:
+    """How far three steps of torch's Muon on a sharded model end from those of one process, and how far they go,
+    as norms of all matrices."""
+    ours, alone = awkward(), awkward()
+    WAYS[way](ours)
+    generator = torch.Generator().manual_seed(2)
+    first = [p.detach().clone() for _, p in trainable_tensors(alone) if p.ndim == 2]
+    muons = [torch.optim.Muon([p for _, p in trainable_tensors(m) if p.ndim == 2], lr=0.1) for m in (ours, alone)]
+    for _ in range(3):
+        give_gradients(ours, alone, generator)
+        for muon in muons:
+            muon.step()
+    ends = [[whole(p.detach()) for group in muon.param_groups for p in group["params"]] for muon in muons]
+    far = sum(float((mine - one).square().sum()) for mine, one in zip(*ends, strict=True)) ** 0.5
+    went = sum(float((one - begin).square().sum()) for one, begin in zip(ends[1], first, strict=True)) ** 0.5
+    return far, went
+
+
 def muon_steps(way: str) -> tuple[bool, int, int]:
     """Whether three steps of the default Muon on a sharded model have the bits of those of one process, how many of
     its matrices were sharded, and of how many this rank computed a direction, over all steps."""
@@ -517,14 +547,7 @@ def muon_steps(way: str) -> tuple[bool, int, int]:
     optimizers = default_optimizer(ours, terms), default_optimizer(alone, terms)
     generator, computed = torch.Generator().manual_seed(2), 0
     for _ in range(3):
-        for mine, one in zip(trainable_tensors(ours), trainable_tensors(alone), strict=True):
-            gradient = torch.randn(one[1].shape, generator=generator)
-            one[1].grad, spread = gradient, is_dtensor(mine[1])
-            mine[1].grad = torch.zeros_like(mine[1]) if spread else gradient
-            part = gradient
-            for dimension, (begin, count) in enumerate(zip(*box_of(*mine), strict=True)):
-                part = part.narrow(dimension, begin, count)
-            local_of(mine[1].grad).copy_(part)
+        give_gradients(ours, alone, generator)
         optimizers[0].step()
         computed += sum(int(bool(matrix.any())) for stack in stacks for matrix in stack)
         optimizers[1].step()
