@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1800)]
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-ROOMS = ("algo", "bench", "chaos", "cli", "config", "coordinator", "monitoring", "node", "plots", "quant", "runtime",
-         "sim", "wire")  # fmt: skip
+ROOMS = ("algo", "cli", "config", "coordinator", "lab", "local", "monitoring", "node", "pipeline", "planner", "plots",
+         "quant", "runtime", "sim", "wire")  # fmt: skip
 
 
 def copied(to: Path) -> Path:
