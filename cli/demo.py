@@ -27,10 +27,9 @@ from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
-from farloop.local.processes import Children, free_port, stop_on_signals, write_coordinator, write_node
+from farloop.local.processes import Children, free_port, page, stop_on_signals, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
-from farloop.local.status import final_status, page
-from farloop.monitoring.status import Status, dumps
+from farloop.monitoring.status import Status, dumps, finished_status
 from farloop.monitoring.units import loss_text
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
@@ -83,7 +82,7 @@ def run_demo(
     # Compile the kernels once, before all processes would do it at the same time.
     with console.status("compiling kernels (once for this machine and version)"):
         warm_for(planned.spec.terms)
-    status = final_status(plan.out / "state") or _train(plan, console)
+    status = finished_status(plan.out / "state") or _train(plan, console)
     if status is None:
         console.print(f"stopped; continue with: farloop demo --resume {plan.out}", soft_wrap=True)
         raise typer.Exit(130)
@@ -154,9 +153,9 @@ def _train(plan: DemoPlan, console: Console) -> Status | None:
                 time.sleep(POLL_S)
             if not stopped:
                 children.check(all_done=True)
-                if (end := final_status(state)) is not None:  # later than any page: with the last bytes and losses
+                if (end := finished_status(state)) is not None:  # later than any page: with the last bytes and losses
                     display.update(end, last=True)
-    return None if stopped else final_status(state)
+    return None if stopped else finished_status(state)
 
 
 def _first_status(http: int, children: Children) -> Status:

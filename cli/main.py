@@ -110,21 +110,21 @@ class _Commands(UserDict[str, Any]):
     """Commands by name. One from elsewhere is made when it is asked for, and other packages' are looked for when
     a name is not one of farloop's own, or all are listed."""
 
-    _whole = False
+    _is_complete = False
 
     def listed(self, name: str) -> Any:
-        """With what the table says of it."""
+        """A command that is as the table says and imports nothing, for `--help`."""
         entry = self.data[name]
         alone = isinstance(entry, Elsewhere)
         return typer.core.TyperCommand(name, help=entry.summary, rich_help_panel=entry.section) if alone else entry
 
     def _complete(self) -> None:
-        """With the commands of installed packages, whose entry points in the group `farloop.commands` are tables as
+        """Add the commands of installed packages, whose entry points in the group `farloop.commands` are tables as
         `ELSEWHERE`."""
-        if not self._whole:
+        if not self._is_complete:
             from importlib.metadata import entry_points
 
-            self._whole = True
+            self._is_complete = True
             for point in entry_points(group="farloop.commands"):
                 self.data.update(point.load())
 
@@ -150,7 +150,7 @@ class FrontDoor(typer.core.TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = self._whole = _Commands({**self.commands, **ELSEWHERE})
+        self.commands = self._table = _Commands({**self.commands, **ELSEWHERE})
 
     def make_context(self, *given: Any, **more: Any) -> Any:
         with usage_in_one_line():
@@ -165,9 +165,9 @@ class FrontDoor(typer.core.TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes what the table says, so nothing is imported."""
-        self.commands = {name: self._whole.listed(name) for name in self._whole}
+        self.commands = {name: self._table.listed(name) for name in self._table}
         super().format_help(ctx, formatter)
-        self.commands = self._whole
+        self.commands = self._table
 
 
 app = Commands(
@@ -481,9 +481,7 @@ def top(
 def methods(
     where: Annotated[
         str | None,
-        typer.Option(
-            "--for", metavar="RATE,SIZE,…", show_default=False, help="Which suits: '200mbit, 1b, 4 nodes, 1s'."
-        ),
+        typer.Option("--for", metavar="RATE,SIZE,…", show_default=False, help="Which one suits, e.g. '200mbit, 1b'."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

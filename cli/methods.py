@@ -11,6 +11,7 @@ from rich.table import Table
 
 from farloop.algo.methods import METHODS, Method
 from farloop.cli.options import table
+from farloop.cli.simulate import SCALES
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.units import percent_text, rate_text
 
@@ -60,14 +61,12 @@ LADDER = (
 """Methods and H, by the loss that docs/quality.md has of them or of their like, the least first."""
 
 _WORDS = {
-    "bits_per_s": (re.compile(r"([0-9.]+) ?([kmg])bit(?:/s)?", re.ASCII), {"k": 1e3, "m": 1e6, "g": 1e9}),
-    "params": (
-        re.compile(r"([0-9.]+) ?([kmbt])(?: parameters)?", re.ASCII),
-        {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12},
-    ),
-    "step_s": (re.compile(r"([0-9.]+) ?(ms|s)(?: step[a-z]*| a step)?", re.ASCII), {"ms": 1e-3, "s": 1.0}),
-    "nodes": (re.compile(r"([0-9]+) nodes?()", re.ASCII), {"": 1.0}),
+    "bits_per_s": re.compile(r"([0-9.]+) ?([kmg])bit(?:/s)?", re.ASCII),
+    "params": re.compile(r"([0-9.]+) ?([kmbt])(?: parameters)?", re.ASCII),
+    "step_s": re.compile(r"([0-9.]+) ?(ms|s)(?: step[a-z]*| a step)?", re.ASCII),
+    "nodes": re.compile(r"([0-9]+) nodes?()", re.ASCII),
 }
+_SCALES = {**SCALES, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +96,11 @@ def situation(text: str) -> Situation:
     example = "write a rate and a size, and a number of nodes and the seconds of a step: '200mbit, 1b, 4 nodes, 0.5s'"
     given = dict[str, float]()
     for word in (word.strip().lower() for word in text.split(",")):
-        found = next(((name, match, scales) for name, (pattern, scales) in _WORDS.items()
-                      if (match := pattern.fullmatch(word))), None)  # fmt: skip
+        found = [(name, match) for name, pattern in _WORDS.items() if (match := pattern.fullmatch(word))]
         try:
-            name, match, scales = found  # type: ignore[misc]
-            given[name] = float(match[1]) * scales[match[2]]
-        except (TypeError, ValueError):
+            ((name, match),) = found
+            given[name] = float(match[1]) * _SCALES[match[2]]
+        except ValueError:
             raise CommandError(f"--for: {word!r} is not understood; {example}") from None
     if missing := [what for what, name in (("rate", "bits_per_s"), ("size", "params")) if name not in given]:
         raise CommandError(f"--for: there is no {' and no '.join(missing)}; {example}")

@@ -32,7 +32,7 @@ H, LAYERS_PER_FRAGMENT = 100, 3  # those of Table 4 of Streaming DiLoCo (arXiv 2
 LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
 """Overlap and bits that the upper steps of `--method all` add: the paper's longest and `q4`; those of that table."""
 
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def parse_number(text: str) -> float:
     """`1e9`, `1B` or `350M` as a number. Raises ValueError."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) ?([kKmMbBgGtT]?)", text.strip())
     try:
-        return float(match[1]) * _SCALES[match[2].lower()] if match else float(ascii_number(text))
+        return float(match[1]) * SCALES[match[2].lower()] if match else float(ascii_number(text))
     except ValueError:
         raise ValueError(f"{text!r} is no number of parameters, as 1e9, 1B and 350M are") from None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import NAME, ask, over
-from farloop.monitoring.status import finished_run
+from farloop.monitoring.status import finished_status
 
 TIMEOUT_S = 60.0  # time limit for an answer, which comes once the change is durable
 
@@ -33,9 +33,10 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
             ExitCode.UNREACHABLE,
         ) from error
     except (OSError, ValueError) as error:
-        if run := finished_run(state):
-            told = f"run {run['name']} is finished after {run['steps']} steps: it waits for no node and misses none"
-            told = over(run["name"], run["steps"], state) if request["do"] == "set" else told
+        if ended := finished_status(state):
+            name, steps = ended["run"]["name"], ended["run"]["steps"]
+            none_left = f"run {name} is finished after {steps} steps: it waits for no node and misses none"
+            told = over(name, steps, state) if request["do"] == "set" else none_left
             raise CommandError(told, ExitCode.REFUSED) from error
         what = getattr(error, "strerror", None) or str(error)
         raise CommandError(

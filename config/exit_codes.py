@@ -6,7 +6,6 @@ in `farloop --help`.
 
 import errno
 import re
-import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +70,6 @@ class CommandError(Exception):
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DISK = {*_FULL, errno.EIO}
-_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 """A file that could be written is not: the disk, not the command, has to change."""
 
 _TOO_LARGE = re.compile(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes")  # torch's MemoryError on CPUs
@@ -113,6 +111,8 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     """Code and line of an expected error, also inside a group; None for others."""
     # Late, for the speed of `farloop --help`.
     from farloop.coordinator.errors import Fenced, NoFolder, StorageError
+    from farloop.coordinator.storage.files import NO_DESCRIPTOR
+    from farloop.monitoring.descriptors import hard_limit
     from farloop.monitoring.endpoint import EndpointError
     from farloop.node.errors import CorpusError, ModelError, NodeError
     from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing, UnsupportedHost
@@ -138,12 +138,9 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
         case OSError() if error.errno in _FULL:  # only writing fails so
             told = cannot_write(Path(error.filename or "a file"), error)
             return told.code, str(told)
-        case OSError() if error.errno in _NO_DESCRIPTOR:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            return (
-                ExitCode.USAGE,
-                f"too many open files: {most} may be open here; raise the limit, as by ulimit -n 4096",
-            )
+        case OSError() if error.errno in NO_DESCRIPTOR:
+            limit = f"{hard_limit()} may be open here; raise the limit, as by ulimit -n 4096"
+            return ExitCode.USAGE, f"too many open files: {limit}"
         case RuntimeError() if asked := _TOO_LARGE.search(str(error)):
             return ExitCode.USAGE, f"there is not enough memory: {int(asked[1]) / 1e9:.3g} GB were asked for at once"
         case _:

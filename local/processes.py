@@ -1,5 +1,6 @@
 """Child processes of a command: started as a person would start them, watched, and always ended."""
 
+import json
 import os
 import random
 import signal
@@ -14,8 +15,11 @@ from pathlib import Path
 
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.sources import dump_toml
+from farloop.monitoring.healthcheck import open_page
+from farloop.monitoring.status import Status
 
 STOP_S = 45.0  # how long a process may take to finish what it has begun
+PAGE_TIMEOUT_S = 0.5  # a coordinator that stands still does not answer, and whoever asks goes on
 FARLOOP = ("-m", "farloop.cli.main")  # the command, in whatever environment this Python has
 
 _PORTS = range(15_000, 32_000)
@@ -125,6 +129,15 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)
+
+
+def page(http: int, timeout_s: float = PAGE_TIMEOUT_S) -> Status | None:
+    """The status page at a port of this machine, if it answers."""
+    url = f"http://127.0.0.1:{http}/status"
+    with suppress(OSError, ValueError), open_page(url, timeout_s) as answer:
+        status: Status = json.load(answer)
+        return status or None  # nothing is on the page before the first look at the run
+    return None
 
 
 def write_coordinator(

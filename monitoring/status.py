@@ -445,15 +445,15 @@ def saved_status(folder: Path) -> Status | None:
     """The status in a state folder; None where none can be read."""
     try:
         status = json.loads((folder / STATUS_FILE).read_bytes())
-        return cast(Status, status) if "totals" in status else None
-    except (OSError, ValueError, TypeError):
+        return cast(Status, status) if "totals" in status and "state" in status["run"] else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def finished_run(folder: Path) -> RunStatus | None:
-    """The run of the status in a state folder, if it is finished; None otherwise."""
+def finished_status(folder: Path) -> Status | None:
+    """The status in a state folder, if it is that of a finished run; None otherwise."""
     status = saved_status(folder)
-    return status["run"] if status and status["run"]["state"] == "finished" else None
+    return status if status and status["run"]["state"] == "finished" else None
 
 
 # --- JSON

@@ -38,7 +38,7 @@ from farloop.monitoring.status import (
     WatchStatus,
     WindowStatus,
     dumps,
-    finished_run,
+    finished_status,
     finite_or_none,
     not_finite,
 )
@@ -99,7 +99,7 @@ class Observer(executor.Observer):
     def save_status(self, path: Path) -> None:
         """Write the status to a file; a failure is only logged. A start after the run's end knows less than the one
         that ended it, whose status stays."""
-        if self._began_finished and finished_run(path.parent):
+        if self._began_finished and finished_status(path.parent):
             return
         try:
             with DISK.replacing(path) as temporary:

@@ -11,8 +11,7 @@ from typing import Final
 from farloop.config.admin_client import change_terms
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.lab.chaos.journal_referee import Journal, Unreadable, read_journal
-from farloop.local.processes import Child, Children, free_port
-from farloop.local.status import page
+from farloop.local.processes import Child, Children, free_port, page
 from farloop.monitoring.status import Status
 
 # --- Full disk: a file that takes the free space of a small file system used by nothing else

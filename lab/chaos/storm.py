@@ -26,20 +26,11 @@ from farloop.lab.chaos import faults as files
 from farloop.lab.chaos.faults import Ballast, copy_truncated, examine, second_start, small_enough
 from farloop.lab.chaos.journal_referee import Journal, Tail, Unreadable, read_journal
 from farloop.lab.chaos.lying_peers import LYING, SILENT
-from farloop.lab.chaos.recovery_watch import (
-    Book,
-    History,
-    Memory,
-    Recoveries,
-    in_words,
-    is_expected,
-    trains,
-)
+from farloop.lab.chaos.recovery_watch import Book, History, Memory, Recoveries, in_words, is_expected, trains
 from farloop.lab.chaos.storm_plan import COORDINATOR, JOINER, OF_NODES, Fault, Kind
-from farloop.local.processes import Child, Children, free_port, write_coordinator, write_node
+from farloop.local.processes import Child, Children, free_port, page, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
-from farloop.local.status import final_status, page
-from farloop.monitoring.status import Status
+from farloop.monitoring.status import Status, finished_status
 
 # --- Visitors: joiners, silent and lying peers, floods, and second starts, which end with their fault; trials of damage
 # to a copy of the state, which continue after it
@@ -575,7 +566,7 @@ class Storm:
     def _outcome(self) -> Outcome:
         self._compare_journal()
         self._history.over()
-        final = final_status(self.state_dir)
+        final = finished_status(self.state_dir)
         return Outcome(
             seconds=self.seconds,
             faults=self._happened,

@@ -18,7 +18,7 @@ from farloop.cli.doctor import connect, port, wall_clock
 from farloop.cli.main import app
 from farloop.cli.status import fetch
 from farloop.config.logs import print_anywhere
-from farloop.local.status import page
+from farloop.local.processes import page
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.healthcheck import probe
