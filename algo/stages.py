@@ -7,8 +7,8 @@ from farloop.algo.spec import Fragment, Layout
 
 # --- Pipeline layout: layers of each node, and the path of a microbatch
 #
-# The planner (planner) makes a layout, the pipeline of a node runs it, and neither knows of the other. Pure
-# data, stdlib only. Source of the constraints: SkipPipe (arXiv 2502.19913), as its published code has them.
+# The planner makes a layout, the pipeline of a node runs it, and neither knows of the other. Pure data, stdlib only.
+# Source of the constraints: SkipPipe (arXiv 2502.19913), as its published code has them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
