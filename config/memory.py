@@ -4,9 +4,11 @@ P is the number of parameters, F the elements of the largest fragment (both with
 `farloop bench memory` compares these numbers with what two processes really take.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from farloop.algo.fragments import is_hidden_matrix
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
@@ -19,6 +21,7 @@ from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
 from farloop.coordinator.uploads import MOST_BYTES as MOST_UPLOAD_BYTES
+from farloop.node.inner_optimizer import MOST_AT_ONCE
 from farloop.node.settings import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
 from farloop.quant.formats.blocks import BlockCodec
@@ -126,10 +129,13 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         "payloads in flight": up + one_down,
         "moments that are being written": 2 * FP32 * largest.numel // part if method.inner else 0,
     }
+    moments, stepped = _of_inner(spec)
     trained = {
         "parameters": FP32 * parameters // part,
         "gradients": FP32 * parameters // part,
-        "optimizer's moments": 2 * FP32 * parameters // part if method.inner else 0,
+        "optimizer's moments": FP32 * moments // part,
+        # The stack, its two forms of a step of Newton–Schulz and their products; of shards also what all ranks found.
+        "muon's working memory": (5 + (ranks if shard else 0)) * FP32 * stepped,
         # Gradients are freed and made anew in every step, and do not fill the same places.
         "allocator's slack": 3 * parameters // part,
         "two encode buffers": 2 * FP32 * largest.numel // part,  # on CPUs one
@@ -141,7 +147,7 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         node_disk |= {
             "anchors": FP32 * parameters,
             "updates since": SAVE_EVERY_ROUNDS * down,
-            "optimizer's moments": 2 * FP32 * parameters,
+            "optimizer's moments": FP32 * moments,
             "file that replaces another": 2 * FP32 * largest.numel,
         }
     return Memory(
@@ -152,6 +158,19 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         node_disk=_there(node_disk),
         ranks=ranks,
     )
+
+
+def _of_inner(spec: RunSpec) -> tuple[int, int]:
+    """Elements of the inner optimizer's state, without padding, and of the matrices that Muon steps together. Muon has
+    one for each element of its matrices, AdamW two."""
+    if not method_named(spec.terms.method).inner:
+        return 0, 0
+    sizes, matrices = Counter[str](), Counter[str]()
+    for slot in (slot for fragment in spec.identity.layout.fragments for slot in fragment.tensors):
+        hidden = len(slot.shape) == 2 and is_hidden_matrix(slot.name, slot.shape)
+        (matrices if hidden and spec.terms.inner.optimizer == "muon" else sizes)[slot.name] += slot.numel
+    held = matrices.total()
+    return 2 * sizes.total() + held, min(held, max(MOST_AT_ONCE, *matrices.values())) if held else 0
 
 
 def _has_no_sum(terms: Terms) -> bool:

@@ -34,7 +34,7 @@ _NESTEROV = True  # as torch's default; MuLoCo's has none, which did worse in 40
 _MUON_RMS = 0.4  # of an element of a step, by the rate
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # K. Jordan's coefficients, which torch has too
 _NEWTON_SCHULZ_STEPS = 5
-_MOST_AT_ONCE = 1 << 24  # elements of a stack of matrices: bounds its copies, of which there are about four
+MOST_AT_ONCE = 1 << 24  # elements of a stack of matrices: bounds its copies, of which there are about four
 
 
 def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
@@ -107,7 +107,7 @@ class Muon(Optimizer):
                 mesh = getattr(parameter, "device_mesh", None)  # of a sharded one
                 alike.setdefault((parameter.shape, parameter.device, mesh), []).append(parameter)
             for (shape, _, mesh), parameters in alike.items():
-                count = max(1, _MOST_AT_ONCE // shape.numel()) * (1 if mesh is None else max(mesh.shape))
+                count = max(1, MOST_AT_ONCE // shape.numel()) * (1 if mesh is None else max(mesh.shape))
                 for first in range(0, len(parameters), count):
                     self._step_alike(parameters[first : first + count], group, mesh)
         return loss

@@ -156,7 +156,7 @@ def test_muon_steps_as_torchs_does_in_whatever_stacks(
     shapes: list[tuple[int, int]], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for bf16, in which torch's computes on a CPU too, and for the length of a step: torch's is half as long."""
-    monkeypatch.setattr("farloop.node.inner_optimizer._MOST_AT_ONCE", at_once)
+    monkeypatch.setattr("farloop.node.inner_optimizer.MOST_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(3)
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
