@@ -1,5 +1,6 @@
 """What `join` and `step` are given: types, the environment, and one line for what cannot be used."""
 
+import dataclasses
 import difflib
 import inspect
 import itertools
@@ -7,8 +8,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +21,45 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from farloop.algo.spec import RunSpec
+from farloop.algo.stages import Part
 from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.settings import check_fingerprint
-from farloop.node.shards import is_dtensor
+from farloop.node.inner_optimizer import Whose
+from farloop.node.merges import OnMerge
+from farloop.node.settings import Buffers, NodeConfig, Where, check_fingerprint
+from farloop.node.shards import ModelParts, is_dtensor
 from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import check_name
 from farloop.wire.limits import check_lanes
 from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
+
+ModelOf = Callable[[RunSpec], nn.Module]
+OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
+
+Wrap = Literal["ddp", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What a training loop gives a node besides a `NodeConfig`; `join` says what each of them means."""
+
+    model: nn.Module | ModelOf
+    optimizer: Optimizer | OptimizerOf | None = None
+    evaluate: Callable[[nn.Module], float] | None = None
+    holds: Part = None
+    rate: Whose = "run"
+    clip: Whose = "run"
+    scaler: GradScaler | None = None
+    data: DeviceMesh | None = None
+    hook: bool = False
+    wrap: Wrap = "ddp"
+    own: Sequence[str] = ()
+    on_merge: OnMerge | None = None
+    signals: bool = True
+
 
 _OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
 WANTED: dict[str, tuple[tuple[type, ...], str]] = {
@@ -58,25 +89,24 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "signals": ((bool,), "True or False"),
     "hang_timeout_s": ((int, float), "seconds, as 600.0, or 0 for no watch"),
 }
-"""By argument of `join`: its types, None apart, and in words what to give."""
+"""By argument of `join`: its types, and in words what to give, with None where that will do."""
 
-_NEEDED = frozenset(
-    {
-        "coordinator", "model", "name", "http", "http_names", "own", "hook", "save_every_rounds", "save_optimizer",
-        "signals", "hang_timeout_s",
-    }
-)  # fmt: skip
+_CHOICES = {"rate": Whose, "clip": Whose, "wrap": Wrap, "buffers": Buffers, "anchors": Where}
 _SEQUENCES = {"holds": int, "own": str}
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",), "on_merge": ("changes",)}
 """arguments that may be functions, and their parameters"""
 
 
 def check_types(given: Mapping[str, object]) -> None:
-    """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here."""
+    """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here. ValueError for a word
+    that is none of those to choose from."""
+    for argument, words in _CHOICES.items():
+        if given[argument] not in get_args(words):
+            raise ValueError(f"{argument} is {given[argument]!r}: take {' or '.join(map(repr, get_args(words)))}")
     for argument, (types, wanted) in WANTED.items():
         value = given[argument]
         fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if fits or (value is None and argument not in _NEEDED):
+        if fits or (value is None and "or None" in wanted):
             continue
         one = _SEQUENCES.get(argument)
         if one and isinstance(value, Sequence) and all(type(each) is one for each in value):
@@ -211,16 +241,12 @@ _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
     "give_up": float, **_OF_THE_LINK,
 }  # fmt: skip
-"""How the text of a variable is read, under the name that the key has in [node] of a settings file. Raises
-ValueError. All but those of the link are arguments of `join`."""
-_OF_THE_DAEMON = frozenset(
-    {
-        "address", "anchors", "buffers", "checkpoint", "compile", "hang_timeout", "hosts", "insecure", "leave_code",
-        "microbatch", "model", "nics", "nproc", "rendezvous", "restarts", "save_every_rounds", "save_optimizer",
-        "shard", "site", "threads",
-    }
-)  # fmt: skip
-"""Keys of [node] that only `farloop node` reads."""
+"""How the text of a variable is read, by its key in [node]. Raises ValueError. All but those of the link are arguments
+of `join`."""
+_KEYS = tuple(field.name for field in dataclasses.fields(NodeConfig) if not field.name.startswith("data"))
+"""Of [node]. Those that `join` does not read are of `farloop node`."""
+_IN_SECONDS = {"give_up": "give_up_s", "hang_timeout": "hang_timeout_s"}
+"""Arguments of `join` that are named otherwise than their key."""
 
 
 def check_variables(environ: Mapping[str, str] | None = None) -> None:
@@ -228,7 +254,7 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     keys = {name: name.removeprefix(_PREFIX).lower() for name in sorted(environ) if name.startswith(_PREFIX)}
     for name, key in keys.items():
-        if key in _FROM_ENVIRONMENT or key in _OF_THE_DAEMON:
+        if key in _KEYS or key == "insecure":
             continue
         if near := difflib.get_close_matches(key, _FROM_ENVIRONMENT, n=1, cutoff=ALIKE):
             raise LoopError(f"{name} is not read: did you mean {_PREFIX}{near[0].upper()}?")
@@ -253,18 +279,41 @@ def setting(argument: str, given: Any) -> Any:
     return given
 
 
-def link_setting(link: LinkConfig | None, coordinator: str) -> LinkConfig:
-    """The argument `link` of `join`, from the environment where it is None. Raises LoopError."""
-    if link is not None:
-        return link
-    found = {key: value for key in _OF_THE_LINK if (value := setting(key, None)) is not None}
-    rates = {key: found.pop(key, "") for key in ("max_uplink", "quiet_hours", "quiet_uplink")}
+def resolved(given: Mapping[str, Any]) -> tuple[NodeConfig, LinkConfig, LoopOptions]:
+    """The arguments of `join`, by name, with the environment where they are None. Raises LoopError and ValueError."""
+    check_variables()
+    read = _FROM_ENVIRONMENT if given["link"] is None else _FROM_ENVIRONMENT.keys() - _OF_THE_LINK
+    named = {key: _IN_SECONDS.get(key, key) for key in _KEYS if key != "model"}
+    found = {
+        key: setting(key, given.get(argument)) if key in read else given[argument]
+        for key, argument in named.items()
+        if key in read or argument in given
+    }
+    config = NodeConfig(**{key: value for key, value in found.items() if value is not None or key not in read})
+    model = given["model"]
+    if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
+        model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
+    while (given["hook"] or given["wrap"] == "none") and isinstance(model, DistributedDataParallel):
+        model = model.module
+    values = {**given, **{argument: getattr(config, key) for key, argument in named.items() if argument in given}}
+    values.update(model=model, optimizer=unwrapped(given["optimizer"]))
+    check_types(values)
+    if isinstance(own := values["own"], str):
+        values["own"] = [own]
+    if (holds := values["holds"]) is not None:
+        values["holds"] = tuple(sorted(holds))
+    options = LoopOptions(**{field.name: values[field.name] for field in dataclasses.fields(LoopOptions)})
+    return config, given["link"] or _link_of(config), options
+
+
+def _link_of(config: NodeConfig) -> LinkConfig:
+    """By the environment alone. Raises LoopError."""
     try:
-        uplink = UplinkLimit.parse(**rates)
+        UplinkLimit.parse(config.max_uplink, config.quiet_hours, config.quiet_uplink)
     except ValueError as error:
         raise LoopError(f"{_PREFIX}QUIET_UPLINK: {error}") from None
     try:
-        return LinkConfig(coordinator=coordinator, uplink=uplink, **found)
+        return LinkConfig.of(config)
     except ValueError as error:  # of the source alone, which has to go with the coordinator's address
         raise LoopError(f"{_PREFIX}BULK_SOURCE: {str(error).removeprefix('bulk_source: ')}") from None
 

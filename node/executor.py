@@ -27,6 +27,7 @@ from farloop.node.metrics import Metrics
 from farloop.node.replica import OwnDelta, Replica, replica_of
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor, OverlapChooser
+from farloop.node.settings import NodeConfig
 from farloop.node.shards import Weights
 from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.runtime.ports import Worker
@@ -78,20 +79,16 @@ class NodeExecutor:
 
     def __init__(
         self,
-        name: NodeId,
+        config: NodeConfig,
         *,
         inbox: queue.SimpleQueue[Input],
         now: Callable[[], float],
         worker: Worker,
         link: Link,
         state: NodeState,
-        fingerprint: str | None = None,
         device: str = "",
-        tau: int | None = None,
-        adapt_tau: bool | None = False,
         holds: Part = None,
         files: AnchorFiles | None = None,
-        save_every: int = 0,
         can_evaluate: bool = True,
         check: bool = False,
         saw: Callable[[ev.Event | ev.Command], None] = lambda what: None,
@@ -99,31 +96,27 @@ class NodeExecutor:
         """Begin to dial.
 
         Args:
-            name: of this node.
+            config: of this node.
             inbox: takes events from other threads, and from signal handlers.
             now: monotonic seconds.
             worker: encodes deltas and writes residuals; it reports into `inbox`.
             link: the connection to the coordinator.
             state: what survives a restart.
-            fingerprint: of the run that is wanted; None takes any.
             device: what the node trains on, for the coordinator's displays.
-            tau: the node's own overlap; the run's unless given.
-            adapt_tau: choose the overlap by how long deltas and updates take; None: as the run's terms say, if `tau` is
-                None.
             holds: the node's part of the model; all of it unless given.
             files: where anchors are saved, if anywhere.
-            save_every: updates of a fragment between two saved anchors of it.
             can_evaluate: whether `evaluate` will be set.
             check: assert the machine's invariants after every event, and that steps lead to nothing where it says so.
             saw: called with every event that the machine has taken, and every command before it is carried out.
         """
+        name = NodeId(config.name)
         self.machine = NodeMachine(
             name=name,
             incarnation=state.incarnation,
             epoch=state.epoch,
             run=state.run,
-            tau=tau,
-            adapt_tau=adapt_tau,
+            tau=config.tau,
+            adapt_tau=config.adapt_tau,
             holds=holds,
         )
         self.account = TimeAccount()
@@ -138,7 +131,7 @@ class NodeExecutor:
         self._overlap = OverlapChooser(1)
         self._stages = StageLog()
         self._reports = Reports(
-            self.machine, self.account, self.samples, state, device, fingerprint, can_evaluate=can_evaluate
+            self.machine, self.account, self.samples, state, device, config.fingerprint, can_evaluate=can_evaluate
         )
         self._isolation = Isolation(name)
         self._was_isolated: IsolationKind = ""
@@ -151,7 +144,7 @@ class NodeExecutor:
         """Fragments that the last Welcome had at version 0, until it is known whether this node's weights are those."""
         self._residuals: Residuals | None = None
         self._variates: ControlVariates | None = None
-        self._files, self._save_every = files, save_every
+        self._files, self._save_every = files, config.save_every_rounds
         self._restorable: set[int] = set()
         """Fragments of which a Welcome said that the anchor on disk will do, until it is read."""
         self._unsaved: dict[int, None] = {}  # merged fragments that may have to be saved, the newest merge last

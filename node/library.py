@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self, get_args
+from typing import IO, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,25 +33,25 @@ from torch.utils.hooks import RemovableHandle
 
 from farloop.algo.fragments import kept_ties, trainable_tensors
 from farloop.algo.methods import method_named
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import (
+    LoopOptions,
+    ModelOf,
+    OptimizerOf,
+    Wrap,
     a_kind,
     bare,
     check_hooks,
     check_parameters,
     check_seconds,
-    check_types,
-    check_variables,
-    link_setting,
     loss_of,
     number_of,
-    setting,
+    resolved,
     shown,
-    unwrapped,
 )
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Awaited, device_of
@@ -65,9 +65,8 @@ from farloop.node.merges import Merges, OnMerge
 from farloop.node.metrics import serve
 from farloop.node.moments import Moments
 from farloop.node.replica import Replica, matched_parameters, replica_of
-from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, Where, check_fingerprint
+from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, NodeConfig, Where, check_fingerprint
 from farloop.node.shards import (
-    ModelParts,
     Shards,
     Weights,
     check_codecs,
@@ -87,11 +86,6 @@ from farloop.wire.keys import check_name
 
 _log = logging.getLogger(__name__)
 
-ModelOf = Callable[[RunSpec], nn.Module]
-OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
-
-Wrap = Literal["ddp", "none"]
-
 DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
@@ -103,57 +97,86 @@ _LEAST_BETWEEN_LOOKS = 16  # steps between two looks at what is not exchanged, w
 _MANY_NOTES = 100  # without a step of the optimizer: a trainer may note every forward pass, and accumulate gradients
 
 
+@dataclasses.dataclass(slots=True)
+class Held:
+    """What a rank of a node has open, from `join` to `leave`."""
+
+    cluster: Cluster
+    watch: HangWatch | None = None
+    files: AnchorFiles | None = None
+    """Where anchors are saved, and the optimizer's state."""
+    reserved: IO[str] | None = None
+    """The state folder, on rank 0."""
+    driver: Driver | None = None
+    """On rank 0."""
+    endpoint: Endpoint | None = None
+    """Where the node shows itself, if anywhere."""
+
+    def failure_told(self) -> contextlib.AbstractContextManager[None]:
+        return self.driver.failure_told() if self.driver is not None else contextlib.nullcontext()
+
+    def first_error(self, error: BaseException) -> BaseException:
+        """What ended the node: this error, or that of another rank."""
+        return (self.watch.failed(error) if self.watch is not None else None) or error
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop all threads, without a message unless there is an error to tell. More than once is harmless."""
+        if self.watch is not None:
+            self.watch.stop()
+        if self.endpoint is not None:
+            self.endpoint.close()
+        if self.driver is not None:
+            self.driver.close(error)
+        if self.files is not None:
+            self.files.close()
+        if self.reserved is not None:
+            self.reserved.close()
+        self.cluster.close()
+
+
 class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        driver: Driver | None,
-        spec: RunSpec,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: Optimizer | None,
-        holds: Part = None,
-        *,
-        rate: Whose = "run",
-        clip: Whose = "run",
-        scaler: GradScaler | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
-        hook: bool = False,
-        wrap: Wrap = "ddp",
-        anchors: Where = "auto",
-        spread: bool = False,
-        files: AnchorFiles | None = None,
-        save_optimizer: bool = False,
-        on_merge: OnMerge | None = None,
-        watch: HangWatch | None = None,
-    ) -> None:
-        """Not to be called: `join` is the way in. `parameters`: the module's, by the layout's names, and those that are
-        `elsewhere`. `spread`: no rank has all of the model. `files`: where anchors are saved, and the optimizer's state
-        with `save_optimizer`. Raises LoopError."""
-        self.spec, self.cluster = spec, cluster
-        self._driver = driver
-        self.module = module
-        self._parameters, self._evaluate = parameters, evaluate
-        sharded, layout = spread, spec.identity.layout
+    def __init__(self, held: Held, config: NodeConfig, options: LoopOptions, spec: RunSpec) -> None:
+        """Not to be called: `join` is the way in. Raises NodeError."""
+        self.spec, self.cluster = spec, held.cluster
+        self._held, self._config, self._options = held, config, options
+        self._driver, self._watch = held.driver, held.watch
+        self.module = module = _placed(options.model, spec, self.cluster)
+        layout, cluster = spec.identity.layout, self.cluster
+        absent = elsewhere(cluster, dict(trainable_tensors(module)))
+        self._parameters = parameters = matched_parameters(module, layout, options.holds, absent)
+        sharded = is_spread(cluster, [*module.parameters(), *parameters.values()])
+        if sharded:
+            check_codecs((spec.terms.codec_of(NodeId(config.name)), spec.terms.codecs.down))
+            _check_evaluate(cluster, options.evaluate is not None)
+        else:
+            _check_ranks(spec, cluster)
+        if options.clip == "run" and not options.hook:
+            _check_clip(cluster, absent)
+        self._optimizer = optimizer = _inner_optimizer(options.optimizer, module, spec)
+        if options.hook and optimizer is None:
+            raise LoopError(
+                f"with the method {spec.terms.method} the coordinator takes the step: hook=True cannot be used; "
+                "call node.step() in a loop of your own"
+            )
+        anchors = cast(Where, config.anchors)
         self._weights = (
-            Shards(cluster, module, layout, parameters, holds, anchors)
+            Shards(cluster, module, layout, parameters, options.holds, anchors)
             if sharded
-            else Weights(layout, parameters, holds, anchors)
+            else Weights(layout, parameters, options.holds, anchors)
         )
         self._follower: Replica | None = None  # of a rank that does not lead, where the model is sharded
         if sharded and not cluster.leads:
-            self._follower = replica_of(module, spec, holds, self._weights)
-        self._files = files
-        self._merges = Merges(optimizer, parameters, layout, on_merge)
+            self._follower = replica_of(module, spec, options.holds, self._weights)
+        self._merges = Merges(optimizer, parameters, layout, options.on_merge)
         self._moments: Moments | None = None
-        if files is not None and optimizer is not None and save_optimizer:
-            self._moments = Moments(optimizer, self._weights, layout, files, self._merges)
+        if held.files is not None and optimizer is not None and config.save_optimizer:
+            self._moments = Moments(optimizer, self._weights, layout, held.files, self._merges)
         if self._follower is not None:
-            self._follower.files, self._follower.moments = files, self._moments
+            self._follower.files, self._follower.moments = held.files, self._moments
             self._follower.merges = self._merges
-        wraps = wrap == "ddp" and not (cluster.alone or hook or sharded)
+        wraps = options.wrap == "ddp" and not (cluster.alone or options.hook or sharded)
         self.model = DistributedDataParallel(module, gradient_as_bucket_view=True) if wraps else module
         """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
         by the loop where it has sharded the module, steps by hook or took wrap="none"."""
@@ -163,26 +186,23 @@ class Node:
             module,
             {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta},
             spec.terms,
-            rate=rate,
-            clip=clip,
-            scaler=scaler,
+            rate=options.rate,
+            clip=options.clip,
+            scaler=options.scaler,
             all_agree=bool if alike else cluster.all_agree,
         )
-        self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
+        self._hooks = list[RemovableHandle]()
         self._noted: tuple[int | None, float | None] = None, None
         self._losses = Awaited()
         self._frozen: Frozen | None = None
         self._steps = 0
-        self._steps_to_place = 2 if anchors == "auto" and self._weights.apart else 0
+        self._steps_to_place = 2 if config.anchors == "auto" and self._weights.apart else 0
         self._notes, self._dry, self._stepped = 0, False, True  # since the optimizer's last step; whether it was none
         self._decision = Decision(running=False, lr=0.0)
         self._decided = deque[Decision]()  # of the steps after the next one
         self._left = self._told_of_end = False
         self.asked_to_leave = False
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
-        self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
-        self._watch = watch
-        self._reserved: IO[str] | None = None  # the state folder, on rank 0
         self._handlers = Handlers()  # of signals
 
     @property
@@ -250,7 +270,7 @@ class Node:
             LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient; or the run is over.
             Refused: the coordinator ended this node's part for good.
         """
-        if self._hook:
+        if self._options.hook:
             raise LoopError("step was called on a node with hook=True, which exchanges after every optimizer.step()")
         if not self.running:
             raise LoopError(
@@ -277,7 +297,7 @@ class Node:
 
         Raises ValueError as `step`. LoopError: the node was joined without it.
         """
-        if not self._hook:
+        if not self._options.hook:
             raise LoopError("note is for a node with hook=True: call step, or join with hook=True")
         self._notes += 1
         if self._notes == _MANY_NOTES:
@@ -312,7 +332,7 @@ class Node:
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         self._steps += 1
-        with self._driver.failure_told() if self._driver is not None else contextlib.nullcontext():
+        with self._held.failure_told():
             self._merges.after_step()
             if self._frozen is not None and self._steps % max(self.spec.terms.schedule.h, _LEAST_BETWEEN_LOOKS) == 1:
                 self._frozen.check()
@@ -385,20 +405,9 @@ class Node:
         self._merges.resume()
         _live.discard(self)
         self._handlers.give_back()
-        if self._watch is not None:
-            self._watch.stop()
         for handle in self._hooks:
             handle.remove()
-        if self.endpoint is not None:
-            self.endpoint.close()
-            self.endpoint = None
-        if self._driver is not None:
-            self._driver.close(error)
-        if self._files is not None:
-            self._files.close()
-        if self._reserved is not None:
-            self._reserved.close()
-        self.cluster.close()
+        self._held.close(error)
 
     def __enter__(self) -> Self:
         return self
@@ -408,15 +417,16 @@ class Node:
     ) -> None:
         if error is None:
             return self.leave()
-        first = self._watch.failed(error) if self._watch is not None else None
-        self.abandon(first or error)
-        if first is not None:
+        first = self._held.first_error(error)
+        self.abandon(first)
+        if first is not error:
             raise first from error
 
-    def _begin(self, buffers: Buffers = "same", own: Sequence[str] = ()) -> None:
-        self._frozen = frozen = Frozen(self.module, self.cluster, self._parameters, buffers=buffers == "same", own=own)
+    def _begin(self) -> None:
+        own, same = self._options.own, self._config.buffers == "same"
+        self._frozen = frozen = Frozen(self.module, self.cluster, self._parameters, buffers=same, own=own)
         if self._driver is not None:
-            executor, evaluate = self._driver.executor, self._evaluate
+            executor, evaluate = self._driver.executor, self._options.evaluate
             executor.attach(self.module, self._weights, frozen.digest, frozen.unsaved)
             replica = executor.replica
             if replica is not None:
@@ -427,7 +437,7 @@ class Node:
         if self._moments is not None and not self._weights.sharded:
             self._moments.share(self.cluster)
         self._merges.resume()
-        if self._hook and self._optimizer is not None:
+        if self._options.hook and self._optimizer is not None:
             self._hooks = [
                 self._optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
                 self._optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
@@ -446,7 +456,7 @@ class Node:
     def _catch_up(self) -> None:
         """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""
         if self._follower is not None:
-            evaluate = self._evaluate
+            evaluate = self._options.evaluate
             self._follower.follow(lambda: self._evaluated(evaluate) if evaluate is not None else None)
         elif self.executor is not None and self.executor.replica is not None:
             self.executor.replica.go_on()
@@ -527,6 +537,9 @@ def join(
     None, the variable FARLOOP_NODE__COORDINATOR (…__NAME, …__GIVE_UP) is read, as by `farloop node`. Where `link` is
     None, so are …__LANES, …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
 
+    These, `buffers`, `anchors`, `save_every_rounds`, `save_optimizer` and `hang_timeout_s` are settings of a node:
+    `farloop.node.settings.NodeConfig` and docs/configuration.md explain them (section [node], without `_s`).
+
     Args:
         coordinator: its address, as tcp://host:port.
         model: the module, or a function of the run's spec that builds it. The run's weights replace its own. It
@@ -534,25 +547,11 @@ def join(
             layers of it, under the names of the whole model, as one module or a list (stages of a pipeline that the
             loop runs). farloop wraps it only where several ranks hold it whole.
         optimizer: the inner optimizer, or a function that builds it; by the run's terms unless given.
-        name: this node's name in the run; with a key, the name its public key has on the allow-list.
-        key: secret key file; needed where the coordinator encrypts.
-        server_key: the coordinator's public key file.
-        state_dir: folder that survives restarts, with room for 8 bytes a parameter; `.farloop/NAME` in the working
-            folder unless given.
-        fingerprint: refuse any other run than this one.
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
-        http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
-        http_names: host names under which these pages may be asked for, besides addresses and private names (security).
         link: limits and timing of the link; address and keys are taken from the arguments above.
-        tau: inner steps between a send and its merge on this node; the run's unless given.
-        adapt_tau: choose it again at every send: the shortest with which no update comes late because of this node's
-            link, as far as the run's rounds have room for it. It begins with `tau`. Unless given, it is chosen where
-            neither the run nor `tau` says what it is, and is then at most a quarter of a round.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
             has the parameters of these stages alone, under the names that they have in the whole model. A node without
             stage 0 is granted no samples: its `Node.samples` is empty.
-        give_up_s: seconds without a session with the coordinator, now or later, after which `join` or `step` raises
-            Unreachable; 0, or nothing given: never.
         rate: "own" leaves the learning rate to the loop, and its scheduler; by the run's schedule unless given.
         clip: "own" leaves clipping to the loop, before it calls `step`; to the run's norm unless given.
         scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
@@ -564,26 +563,16 @@ def join(
             `Node.running` is False.
         wrap: "none" leaves it to the loop to average gradients over several ranks that hold the model whole; `model`
             may be in DistributedDataParallel. Otherwise farloop does that: `Node.model` is in DistributedDataParallel.
-        buffers: of frozen parameters and buffers only statistics are exchanged, where the run averages them; a node
-            ends whose others (saved, in floating point) differ from those of the run's other nodes, or change later.
-            "own" leaves buffers out of that, for those that training changes.
-        own: names of such parameters and buffers, or patterns as "teacher.*", that are each node's own.
-        anchors: where the node keeps what deltas are measured from (4 bytes a parameter, and residuals): in the host's
-            memory, from which a fragment at a time is copied to the "device", or there; "auto": there if its first two
-            steps leave the room. On CPUs it is the same.
-        save_every_rounds: rounds between two whole copies of an anchor in `state_dir`, with the updates in between
-            beside it: a restarted node takes the updates that it missed and no snapshots. 0 keeps nothing.
-        save_optimizer: save the optimizer's state beside each of these copies: plain tensors of a parameter's shape and
-            type, and counters (8 bytes a parameter more with AdamW); of one that holds another, the other's. What
-            cannot be saved is named once. Without it a restarted node begins with none.
+        own: names of frozen parameters and buffers, or patterns as "teacher.*", that are each node's own: of others a
+            node ends if they change, or differ from those of the run's other nodes.
+        save_optimizer: plain tensors of a parameter's shape and type are saved, and counters (8 bytes a parameter more
+            with AdamW); of one that holds another, the other's. What cannot be saved is named once.
         on_merge: called after every merge, on every rank, to move copies of the weights outside of the optimizer's
             state, also those in its attributes, which else move by themselves: with the change of each merged
             parameter, fp32, in its shape (of a sharded one that of its shard).
         signals: the first SIGTERM to any rank ends the node in order, as `Node.drain_on` does it, where `join` is
             called in the main thread.
-        hang_timeout_s: of several ranks, one that all others have waited for this long, and for ten steps, ends all of
-            them with exit code 7, so that torchrun starts them again. Longer than what rank 0 does alone, as saving a
-            checkpoint. 0: never.
+        hang_timeout_s: has to be longer than what rank 0 does alone, as saving a checkpoint.
 
     Raises:
         NodeError: refused, unreachable, over (`RunOver`), an argument of a wrong type, a model or optimizer of a node
@@ -594,143 +583,91 @@ def join(
             given, `rate`, `clip`, `wrap`, `buffers` or `anchors` is none of its words, `give_up_s` or `hang_timeout_s`
             is NaN or negative, or `save_every_rounds` is negative.
     """
-    choices = (("rate", rate, Whose), ("clip", clip, Whose), ("wrap", wrap, Wrap), ("buffers", buffers, Buffers))
-    for argument, value, words in (*choices, ("anchors", anchors, Where)):
-        if value not in get_args(words):
-            raise ValueError(f"{argument} is {value!r}: take {' or '.join(map(repr, get_args(words)))}")
-    check_variables()
-    coordinator, name = setting("coordinator", coordinator), setting("name", name)
-    own_key, their_key = setting("key", key), setting("server_key", server_key)
-    state, fingerprint = setting("state_dir", state_dir), setting("fingerprint", fingerprint)
-    http, http_names = setting("http", http) or "", setting("http_names", http_names) or ""
-    tau, adapt_tau, give_up_s = setting("tau", tau), setting("adapt_tau", adapt_tau), setting("give_up", give_up_s)
-    if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
-        model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
-    while (hook or wrap == "none") and isinstance(model, DistributedDataParallel):
-        model = model.module
-    optimizer = unwrapped(optimizer)
-    check_types(locals())
-    mine = {id(optimizer), *(map(id, model.parameters()) if isinstance(model, nn.Module) else ())}
-    for other in _live:
-        if mine & {id(other._optimizer or other), *map(id, other._parameters.values())}:
-            raise LoopError("join got the model or optimizer of a node that has not left: call its leave() before")
-    for argument, seconds in (("give_up_s", give_up_s), ("hang_timeout_s", hang_timeout_s)):
-        if seconds is not None:
-            check_seconds("join", seconds, argument)
-    if save_every_rounds < 0:
-        raise ValueError(f"join(save_every_rounds={save_every_rounds}): 0 or more are wanted, 0 for never")
-    if hook:
-        check_hooks(optimizer)
-    if hook and scaler is not None:
-        raise LoopError("join(hook=True) takes no scaler=: the trainer scales and steps")
-    if fingerprint is not None:
-        check_fingerprint(fingerprint)
-    node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
-    link = dataclasses.replace(link_setting(link, coordinator), coordinator=coordinator, give_up_s=give_up_s or 0.0)
-    config = dataclasses.replace(link, key=own_key, server_key=their_key)
-    folder: Path = state or Path(".farloop") / name
-    files = AnchorFiles(folder / "anchors") if save_every_rounds else None
-    cluster = Cluster.from_torchrun(data)
-    driver, endpoint, watch, reserved = None, None, None, None
+    return join_run(*resolved(locals()))
+
+
+def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node:
+    """`join` with its options as wholes, none of them from the environment. Address, keys and patience of the link are
+    those of `config`. Raises as `join`."""
+    _check_options(config, options)
+    name, folder = check_name(config.name), config.state_dir or Path(".farloop") / config.name
+    link = dataclasses.replace(link, coordinator=config.coordinator, give_up_s=config.give_up)
+    link = dataclasses.replace(link, key=config.key, server_key=config.server_key)
+    held = Held(cluster := Cluster.from_torchrun(options.data))
     try:
-        watch = HangWatch(cluster, hang_timeout_s)
-        reserved = reserve(folder, name) if cluster.leads else None
+        held.watch = watch = HangWatch(cluster, config.hang_timeout)
+        held.files = AnchorFiles(folder / "anchors") if config.save_every_rounds else None
+        held.reserved = reserve(folder, name) if cluster.leads else None
         state = _counted(folder, cluster)
         if state is not None:
-            config = dataclasses.replace(
-                config, inventory=cluster.described(config.inventory), kept=folder / "link.json"
-            )
+            link = dataclasses.replace(link, inventory=cluster.described(link.inventory), kept=folder / "link.json")
             make = partial(
                 NodeExecutor,
-                node_id,
-                fingerprint=fingerprint,
+                config,
                 device=cluster.describe(),
-                tau=tau,
-                adapt_tau=adapt_tau,
-                holds=part,
-                files=files,
-                save_every=save_every_rounds,
-                can_evaluate=evaluate is not None,
+                holds=options.holds,
+                files=held.files,
+                can_evaluate=options.evaluate is not None,
             )
-            driver = Driver(LinkThread(config), state, make, alone=cluster.alone)
-            driver.on_wait = partial(watch.enter, WAITING)
-            endpoint = serve(http, driver.executor.metrics, http_names) if http else None
-        spec = cluster.share_spec(driver.wait_for_spec() if driver else None)
-        with driver.failure_told() if driver is not None else contextlib.nullcontext():
-            _check_batch(spec, cluster, part)
-            _check_tau(spec, 0 if adapt_tau and tau is None else tau)
-            if evaluate is None and spec.identity.evaluation_set != "none":
+            held.driver = Driver(LinkThread(link), state, make, alone=cluster.alone)
+            held.driver.on_wait = partial(watch.enter, WAITING)
+            if config.http:
+                held.endpoint = serve(config.http, held.driver.executor.metrics, config.http_names)
+        spec = cluster.share_spec(held.driver.wait_for_spec() if held.driver else None)
+        with held.failure_told():
+            _check_batch(spec, cluster, options.holds)
+            _check_tau(spec, 0 if config.adapt_tau and config.tau is None else config.tau)
+            if options.evaluate is None and spec.identity.evaluation_set != "none":
                 _log.info("this node is not asked for the loss, which the run measures: it has no join(evaluate=…)")
-            module = bare(model(spec) if callable(model) and not isinstance(model, nn.Module) else model)
-            reshard(module)  # the loop may have evaluated it
-            check_parameters(module)
-            if not is_sharded(module):
-                cluster.device = device_of(module, cluster.device)
-                with kept_ties(module):
-                    module.to(cluster.device)
-                if cluster.device.type == "cuda":
-                    torch.cuda.set_device(cluster.device)
-            absent = elsewhere(cluster, dict(trainable_tensors(module)))
-            parameters = matched_parameters(module, spec.identity.layout, part, absent)
-            spread = is_spread(cluster, [*module.parameters(), *parameters.values()])
-            if spread:
-                check_codecs((spec.terms.codec_of(node_id), spec.terms.codecs.down))
-                _check_evaluate(cluster, evaluate is not None)
-            else:
-                _check_ranks(spec, cluster)
-            if clip == "run" and not hook:
-                _check_clip(cluster, absent)
-            inner = _inner_optimizer(optimizer, module, spec)
-            if hook and inner is None:
-                raise LoopError(
-                    f"with the method {spec.terms.method} the coordinator takes the step: hook=True cannot be used; "
-                    "call node.step() in a loop of your own"
-                )
-            node = Node(
-                cluster,
-                driver,
-                spec,
-                module,
-                parameters,
-                inner,
-                part,
-                rate=rate,
-                clip=clip,
-                scaler=scaler,
-                evaluate=evaluate,
-                hook=hook,
-                wrap=wrap,
-                anchors=anchors,
-                spread=spread,
-                files=files,
-                save_optimizer=save_optimizer,
-                on_merge=on_merge,
-                watch=watch,
-            )
-        node.endpoint, node._reserved = endpoint, reserved
+            node = Node(held, config, options, spec)
         warm_for(spec.terms, cluster.device)
         watch.on_ask = node.request_drain
-        node._begin(buffers, [own] if isinstance(own, str) else own)
-        if signals and threading.current_thread() is threading.main_thread():
+        node._begin()
+        if options.signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
         _live.add(node)
     except BaseException as error:
-        first = watch.failed(error) if watch is not None else None
-        if endpoint is not None:
-            endpoint.close()
-        if driver is not None:
-            driver.close(first or error)
-        if files is not None:
-            files.close()
-        if watch is not None:
-            watch.stop()
-        if reserved is not None:
-            reserved.close()
-        cluster.close()
-        if first is not None:
+        first = held.first_error(error)
+        held.close(first)
+        if first is not error:
             raise first from error
         raise
     return node
+
+
+def _check_options(config: NodeConfig, options: LoopOptions) -> None:
+    """Raises LoopError and ValueError for what could not work with any run."""
+    mine = {
+        id(options.optimizer),
+        *(map(id, options.model.parameters()) if isinstance(options.model, nn.Module) else ()),
+    }
+    for other in _live:
+        if mine & {id(other._optimizer or other), *map(id, other._parameters.values())}:
+            raise LoopError("join got the model or optimizer of a node that has not left: call its leave() before")
+    check_seconds("join", config.give_up, "give_up_s")
+    check_seconds("join", config.hang_timeout, "hang_timeout_s")
+    if config.save_every_rounds < 0:
+        raise ValueError(f"join(save_every_rounds={config.save_every_rounds}): 0 or more are wanted, 0 for never")
+    if options.hook:
+        check_hooks(options.optimizer)
+        if options.scaler is not None:
+            raise LoopError("join(hook=True) takes no scaler=: the trainer scales and steps")
+    if config.fingerprint is not None:
+        check_fingerprint(config.fingerprint)
+
+
+def _placed(model: nn.Module | ModelOf, spec: RunSpec, cluster: Cluster) -> nn.Module:
+    """The module that will be trained, on the rank's device unless the loop has sharded it. Raises LoopError."""
+    module = bare(model if isinstance(model, nn.Module) else model(spec))
+    reshard(module)  # the loop may have evaluated it
+    check_parameters(module)
+    if not is_sharded(module):
+        cluster.device = device_of(module, cluster.device)
+        with kept_ties(module):
+            module.to(cluster.device)
+        if cluster.device.type == "cuda":
+            torch.cuda.set_device(cluster.device)
+    return module
 
 
 def _counted(folder: Path, cluster: Cluster) -> NodeState | None:

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
+from farloop.node.arguments import LoopOptions
 from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.library import Node, join
+from farloop.node.library import Node, join_run
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.named_model import (
     LossOf,
@@ -27,7 +27,7 @@ from farloop.node.named_model import (
     model_of_run,
     shard_blocks_,
 )
-from farloop.node.settings import Buffers, NodeConfig, Where
+from farloop.node.settings import NodeConfig
 from farloop.node.shards import unaveraged
 from farloop.node.zmq_dealer import LinkConfig
 
@@ -57,45 +57,12 @@ def train(
     def evaluate(module: nn.Module) -> float:
         return evaluation[0].loss(module, EVALUATION_BATCH, trained[0].loss)
 
-    node = joined(
-        config,
-        model_of,
-        environ or {},
-        evaluate=evaluate,
-        buffers=cast(Buffers, config.buffers),
-        anchors=cast(Where, config.anchors),
-        hang_timeout_s=config.hang_timeout,
-    )
+    node = join_run(config, link_of(config, environ or {}), LoopOptions(model=model_of, evaluate=evaluate))
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
         node.drain_on(signal.SIGINT)
         on_join(node)
         _loop(node, corpora, trained[0].loss, config.microbatch)
-
-
-def joined(
-    config: NodeConfig, model: Callable[[RunSpec], nn.Module], environ: Mapping[str, str], **options: Any
-) -> Node:
-    """Join the run with the settings that every trainer of the daemon has, and `options` of `join`. `environ`: as
-    `train` has it."""
-    return join(
-        config.coordinator,
-        model,
-        name=config.name,
-        key=config.key,
-        server_key=config.server_key,
-        state_dir=config.state_dir,
-        fingerprint=config.fingerprint,
-        http=config.http,
-        http_names=config.http_names,
-        link=link_of(config, environ),
-        give_up_s=config.give_up,
-        tau=config.tau,
-        adapt_tau=config.adapt_tau,
-        save_every_rounds=config.save_every_rounds,
-        save_optimizer=config.save_optimizer,
-        **options,
-    )
 
 
 def corpora_of(config: NodeConfig) -> list[Corpus]:
@@ -108,15 +75,7 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
 
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
     """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
-    seen = look_around(environ, OperatorLabels.of(config.site, config.address, config.nics))
-    return LinkConfig(
-        coordinator=config.coordinator,
-        congestion=config.congestion,
-        lanes=config.lanes,
-        bulk_source=config.bulk_source,
-        uplink=config.uplink,
-        inventory=seen,
-    )
+    return LinkConfig.of(config, look_around(environ, OperatorLabels.of(config.site, config.address, config.nics)))
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import uvloop
 import zmq
@@ -26,6 +27,7 @@ from farloop.monitoring.addresses import Address, check_source, look_up, parse_t
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, end_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
+from farloop.node.settings import NodeConfig
 from farloop.runtime import ports
 from farloop.runtime.ports import Buffer
 from farloop.runtime.system import LoopClock
@@ -73,6 +75,18 @@ class LinkConfig:
     """File for what is known of the link, so that the first blobs of the next start fill it."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
+
+    @classmethod
+    def of(cls, config: NodeConfig, inventory: Inventory = NOTHING) -> Self:
+        """By a node's settings, without keys. Raises ValueError."""
+        return cls(
+            coordinator=config.coordinator,
+            congestion=config.congestion,
+            lanes=config.lanes,
+            bulk_source=config.bulk_source,
+            uplink=config.uplink,
+            inventory=inventory,
+        )
 
     def __post_init__(self) -> None:
         if (self.key is None) != (self.server_key is None):

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import StageLayout
+from farloop.node.arguments import LoopOptions
 from farloop.node.data import Corpus, Mixture
 from farloop.node.errors import DataError, LayoutError
-from farloop.node.library import Node
+from farloop.node.library import Node, join_run
 from farloop.node.link import LOOK_S
 from farloop.node.model import GPT, build, from_json
 from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
-from farloop.node.trainer import check_data, corpora_of, joined, mixed_precision
+from farloop.node.trainer import check_data, corpora_of, link_of, mixed_precision
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.layout import Settings, read_layout
 from farloop.pipeline.link import PeerConfig
@@ -57,7 +58,7 @@ def train_stage(
             _check_batch(spec, pipeline)
         return StagePart(_whole(spec, layout), layout.stages[number], source=is_source)
 
-    node = joined(config, part_of, environ or {}, holds=(number,))
+    node = join_run(config, link_of(config, environ or {}), LoopOptions(model=part_of, holds=(number,)))
     with node:
         node.drain_on(signal.SIGINT)
         on_join(node)

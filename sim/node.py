@@ -17,6 +17,7 @@ from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import NodeLink, Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Replica
+from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial, VirtualDialer
 from farloop.sim.scenario import NodeSetup, Scenario
@@ -112,13 +113,12 @@ class SimulatedNode:
         self.link = self._on(link)
         inbox = _Inbox(self._go_on)
         self.executor = NodeExecutor(
-            setup.name,
+            NodeConfig(name=setup.name, tau=setup.tau, adapt_tau=False),
             inbox=inbox,
             now=lambda: process.now,
             worker=VirtualWorker(process, lambda: rng.uniform(*scenario.job_s), inbox.put),
             link=self.link,
             state=state,
-            tau=setup.tau,
             holds=setup.holds,
             check=True,
             saw=self.saw,

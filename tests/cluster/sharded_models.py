@@ -25,19 +25,20 @@ from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
 from farloop.node import inner_optimizer, shards
 from farloop.node.anchor_files import AnchorFiles, Head
+from farloop.node.arguments import LoopOptions
 from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
 from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
 from farloop.node.frozen import Frozen
 from farloop.node.inner_optimizer import default_optimizer, orthogonal
-from farloop.node.library import Node
+from farloop.node.library import Held, Node
 from farloop.node.merges import Merges
 from farloop.node.model import build
 from farloop.node.moments import Moments
 from farloop.node.named_model import causal_lm_loss, shard_blocks_
 from farloop.node.replica import OwnDelta, Replica, matched_parameters
-from farloop.node.settings import PRESETS
+from farloop.node.settings import PRESETS, NodeConfig
 from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, local_of, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
@@ -686,9 +687,12 @@ def accumulated() -> dict[str, Any]:
             fully_shard(module)
         layout = partition([("weight", (2, 2))], pattern="whole")
         spec = RunSpec(identity=identity(layout), terms=plain_terms(method="diloco"))
-        optimizer, parameters = torch.optim.SGD(module.parameters(), lr=1.0), dict(trainable_tensors(module))
-        options: dict[str, Any] = {"wrap": "none"} if way == "none" else {"spread": way == "fully_shard"}
-        node = Node(cluster, None, spec, module, parameters, optimizer, **options)
+        options = LoopOptions(
+            model=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+            wrap="none" if way == "none" else "ddp",
+        )
+        node = Node(Held(cluster), NodeConfig(name="a"), options, spec)
         x = torch.full((1, 2), 1.0 + cluster.rank)
         with node.no_sync():
             node.model(x).sum().backward()

@@ -22,7 +22,7 @@ from farloop.config.settings import NODE_SCHEMA
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.anchor_files import AnchorFiles
-from farloop.node.arguments import WANTED, check_variables, link_setting, setting
+from farloop.node.arguments import WANTED, check_variables, resolved
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
 from farloop.node.executor import NodeExecutor
 from farloop.node.library import join
@@ -147,12 +147,20 @@ def test_settings_of_the_link_come_from_the_environment_unless_one_is_given(monk
     }  # fmt: skip
     for key, value in told.items():
         monkeypatch.setenv(f"FARLOOP_NODE__{key}", value)
-    link = link_setting(None, NOWHERE)
+    config, link, _ = resolved(given())
     assert (link.coordinator, link.lanes, link.bulk_source) == (NOWHERE, 3, "127.0.0.2")
     assert link.uplink == UplinkLimit.parse("20mbit", "08:00-18:00", "2mbit")
-    assert (setting("tau", None), setting("adapt_tau", None), setting("tau", 5)) == (2, True, 5)
+    assert (config.tau, config.adapt_tau, config.lanes) == (2, True, 3)
     own = LinkConfig(coordinator=NOWHERE, lanes=1)
-    assert link_setting(own, NOWHERE) is own
+    config, link, _ = resolved(given(tau=5, link=own))
+    assert (config.tau, config.lanes, link) == (5, 0, own)
+
+
+def given(**arguments: object) -> dict[str, Any]:
+    """All arguments of a call of `join`."""
+    told = inspect.signature(join).bind(NOWHERE, nn.Linear(1, 1), name="oslo", **arguments)
+    told.apply_defaults()
+    return told.arguments
 
 
 def test_every_argument_of_join_is_checked() -> None:

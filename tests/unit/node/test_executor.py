@@ -28,6 +28,7 @@ from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
 from farloop.node.replica import Replica, Sent
 from farloop.node.send_schedule import SendSchedule
+from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkThread
 from farloop.quant.blob import BlobHeader, pack_blob
@@ -119,22 +120,20 @@ class Play:
         self.link, self.worker, self.now = Link(), Worker(), 0.0
         self.saved: msg.SavedAnchors | None = None
         state = NodeState.claim(folder)
+        config = NodeConfig(name=A, save_every_rounds=2, tau=node_tau, adapt_tau=adapt_tau)
         if driven:
-            self.driver = Driver(cast(LinkThread, self.link), state, partial(NodeExecutor, A))
+            self.driver = Driver(cast(LinkThread, self.link), state, partial(NodeExecutor, config))
             self.executor = self.driver.executor
         else:
             inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
             self.executor = NodeExecutor(
-                A,
+                config,
                 inbox=inbox,
                 now=lambda: self.now,
                 worker=self.worker,
                 link=self.link,
                 state=state,
                 files=AnchorFiles(folder, at_once),
-                save_every=2,
-                tau=node_tau,
-                adapt_tau=adapt_tau,
                 check=check,
             )
 

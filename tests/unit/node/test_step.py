@@ -21,12 +21,13 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Layout, RunSpec
-from farloop.node.arguments import bare, check_hooks, check_parameters, unwrapped
+from farloop.node.arguments import LoopOptions, bare, check_hooks, check_parameters, unwrapped
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Held, Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.settings import NodeConfig
 from farloop.node.shards import ModelParts, is_dtensor
 from farloop.wire.limits import Timing
 
@@ -83,7 +84,7 @@ class Loop:
         terms: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`options` are those of `Node`."""
+        """`options` are those of the loop."""
         self.module = module or two_layers()
         with torch.no_grad():
             for parameter in self.module.parameters():
@@ -92,9 +93,9 @@ class Loop:
         own = plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})})
         spec = RunSpec(identity=identity(partition(shapes, pattern="whole")), terms=own)
         self.notes, self._optimizer = Notes(), optimizer(self.module)
-        parameters = dict(trainable_tensors(self.module))
-        driver = cast(Driver, self.notes)
-        self.node = Node(Cluster(), driver, spec, self.module, parameters, self._optimizer, **options)
+        held = Held(Cluster(), driver=cast(Driver, self.notes))
+        given = LoopOptions(model=self.module, optimizer=self._optimizer, **options)
+        self.node = Node(held, NodeConfig(name="a"), given, spec)
         self.node._begin()
 
     @property
@@ -704,8 +705,7 @@ def test_a_frozen_weight_that_changes_later_ends_the_node_or_is_told_when_it_lea
     """As by a merge of an adapter into its base."""
     module = two_layers()
     module[0].requires_grad_(False)
-    loop = Loop(plain, module=module)
-    loop.node._begin("same", own)
+    loop = Loop(plain, module=module, own=own)
     with nullcontext() if own else pytest.raises(LoopError, match=r"^'0\.weight' is not exchanged, .* has changed"):
         for step in range(17):
             assert "have changed in training" not in caplog.text
