@@ -142,7 +142,8 @@ def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, factor: floa
 #
 # Limits. Every node must be in every merge (quorum = all): who was absent would need the change of c. A node must know
 # Δ̄: with an outer optimizer without momentum the update says it; with momentum it does not, and nothing here guesses.
-# With AdamW inside there is no theorem. Which runs can have it: `validation.py`; when: `node/control_variates.py`.
+# With AdamW inside there is no theorem. Which runs can have it: `validation.py`; when:
+# `node/model/control_variates.py`.
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Every element of a fragment lies in one *range*: its rank encodes it and keeps i
 elements that it keeps and does not hold move to it; a merge moves the new weights back to every rank that holds them.
 
 A pure function of the layout and the boxes, which all ranks know: they need not negotiate. All of it is arithmetic on
-numbers; `farloop.node.shards` reads the boxes from a module and moves tensors.
+numbers; `farloop.node.model.shards` reads the boxes from a module and moves tensors.
 """
 
 import math

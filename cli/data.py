@@ -15,8 +15,8 @@ from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
-    from farloop.node.data_builder import Progress
-    from farloop.node.token_file import Header
+    from farloop.node.data.builder import Progress
+    from farloop.node.data.token_file import Header
 
 data_app = Commands("Build token files from texts, JSONL, Parquet and Hugging Face datasets, and check them.")
 
@@ -67,7 +67,7 @@ def build_data(
 
     Example: farloop data build corpus.jsonl docs/ --train-tokenizer 4096 --out tokens.bin
     """
-    from farloop.node import data_builder
+    from farloop.node.data import builder
 
     if tokenizer is not None and train is not None:
         raise CommandError("--tokenizer and --train-tokenizer: give one of them")
@@ -79,14 +79,14 @@ def build_data(
             replace = "it is a folder" if path.is_dir() else f"or --force to replace it{instead}"
             raise CommandError(f"{path} exists: give another --out, {replace}")
     reading: dict[str, Any] = {"field": field, "split": split, "skip_bad": skip_bad}
-    used: data_builder.Tokenizer = data_builder.ByteTokenizer()
+    used: builder.Tokenizer = builder.ByteTokenizer()
     with _Display(progress_console(json=as_json)) as display, writing(out):
         if train is not None:
-            data_builder.train_tokenizer(sources, made, train, on_progress=display.update, **reading)
+            builder.train_tokenizer(sources, made, train, on_progress=display.update, **reading)
             tokenizer = made
         if tokenizer is not None:
-            used = data_builder.FileTokenizer(tokenizer, end_token)
-        header, progress = data_builder.build(
+            used = builder.FileTokenizer(tokenizer, end_token)
+        header, progress = builder.build(
             sources, out, used, validation_share=validation, on_progress=display.update, **reading
         )
     told = {"characters": progress.characters, "skipped": progress.skipped, "tokenizer_file": tokenizer}
@@ -103,7 +103,7 @@ def show_data(
 
     Example: farloop data show tokens.bin --verify
     """
-    from farloop.node import token_file
+    from farloop.node.data import token_file
 
     header = token_file.verify(file) if verify else token_file.open_tokens(file).header
     _tell(file, header, {}, as_json=as_json)

@@ -31,7 +31,7 @@ from farloop.local.processes import Children, free_port, page, stop_on_signals, 
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status, dumps, finished_status
 from farloop.monitoring.units import loss_text
-from farloop.node.model import build, from_json
+from farloop.node.model.built_in import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 

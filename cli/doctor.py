@@ -37,11 +37,11 @@ from farloop.monitoring.addresses import Address, bound_socket, parse_host_port,
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
-from farloop.node.data import load_corpus
+from farloop.node.data.corpus import load_corpus
+from farloop.node.data.token_file import BYTES
 from farloop.node.errors import CorpusError, NodeError, StateUnusable
 from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
 from farloop.node.state_dir import NodeState
-from farloop.node.token_file import BYTES
 from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named

@@ -52,7 +52,7 @@ def export(
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.monitoring.units import plural, size_text
     from farloop.node.errors import ModelError
-    from farloop.node.named_model import save_tokenizer, save_weights
+    from farloop.node.model.named import save_tokenizer, save_weights
     from farloop.runtime.system import hold, remove_abandoned
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -116,9 +116,9 @@ def evaluate(
     import torch
 
     from farloop.coordinator.storage.recovery import newest_model
-    from farloop.node.data import EvaluationSet, load_corpus
+    from farloop.node.data.corpus import EvaluationSet, load_corpus
     from farloop.node.errors import CorpusError, ModelError
-    from farloop.node.named_model import fill_, materialise_, model_of_run
+    from farloop.node.model.named import fill_, materialise_, model_of_run
     from farloop.node.trainer import EVALUATION_BATCH, evaluation_name, evaluation_sequences
 
     ledger, weights = newest_model(state)

@@ -21,7 +21,7 @@ from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
 from farloop.coordinator.uploads import MOST_BYTES as MOST_UPLOAD_BYTES
-from farloop.node.inner_optimizer import MOST_AT_ONCE
+from farloop.node.model.inner_optimizer import MOST_AT_ONCE
 from farloop.node.settings import SAVE_EVERY_ROUNDS
 from farloop.quant.blob import blob_bytes
 from farloop.quant.formats.blocks import BlockCodec

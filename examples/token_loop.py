@@ -17,9 +17,9 @@ from own_loop import Mixer
 from torch import nn
 
 from farloop.node import join
-from farloop.node.data import Mixture, load_corpus
+from farloop.node.data.corpus import Mixture, load_corpus
+from farloop.node.data.loader import Batches
 from farloop.node.errors import CorpusError, NodeError
-from farloop.node.loader import Batches
 
 WORKERS = 2
 

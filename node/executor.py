@@ -16,19 +16,19 @@ from torch import nn
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.algo.stages import Part
 from farloop.node import events as ev
-from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.cluster import Decision
-from farloop.node.control_variates import ControlVariates
-from farloop.node.encoder import Encoded, encode_anchor, encode_delta, finish, pack_at_once
 from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused
 from farloop.node.link import REPEAT_S, Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
-from farloop.node.replica import OwnDelta, Replica, replica_of
+from farloop.node.model.anchor_files import AnchorFiles, Head
+from farloop.node.model.control_variates import ControlVariates
+from farloop.node.model.encoder import Encoded, encode_anchor, encode_delta, finish, pack_at_once
+from farloop.node.model.replica import OwnDelta, Replica, replica_of
+from farloop.node.model.shards import Weights
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor, OverlapChooser
 from farloop.node.settings import NodeConfig
-from farloop.node.shards import Weights
 from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.runtime.ports import Worker
 from farloop.wire import events as wire_ev

@@ -37,7 +37,6 @@ from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
-from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import (
     LoopOptions,
     ModelOf,
@@ -58,15 +57,15 @@ from farloop.node.devices import Awaited, device_of
 from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
-from farloop.node.frozen import Frozen
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
-from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
-from farloop.node.merges import Merges, OnMerge
 from farloop.node.metrics import serve
-from farloop.node.moments import Moments
-from farloop.node.replica import Replica, matched_parameters, replica_of
-from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, NodeConfig, Where, check_fingerprint
-from farloop.node.shards import (
+from farloop.node.model.anchor_files import AnchorFiles
+from farloop.node.model.frozen import Frozen
+from farloop.node.model.inner_optimizer import InnerStep, Whose, default_optimizer
+from farloop.node.model.merges import Merges, OnMerge
+from farloop.node.model.moments import Moments
+from farloop.node.model.replica import Replica, matched_parameters, replica_of
+from farloop.node.model.shards import (
     Shards,
     Weights,
     check_codecs,
@@ -77,6 +76,7 @@ from farloop.node.shards import (
     reshard,
     unaveraged,
 )
+from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, NodeConfig, Where, check_fingerprint
 from farloop.node.signals import Handlers
 from farloop.node.state_dir import NodeState, reserve
 from farloop.node.zmq_dealer import LinkConfig, LinkThread

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from farloop.algo.spec import NodeId
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
-from farloop.node.replica import Replica
+from farloop.node.model.replica import Replica
 from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg

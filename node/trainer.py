@@ -14,11 +14,11 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.node.arguments import LoopOptions
-from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
+from farloop.node.data.corpus import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import Node, join_run
 from farloop.node.machine_info import OperatorLabels, look_around
-from farloop.node.named_model import (
+from farloop.node.model.named import (
     LossOf,
     NamedModel,
     blocks_of,
@@ -27,8 +27,8 @@ from farloop.node.named_model import (
     model_of_run,
     shard_blocks_,
 )
+from farloop.node.model.shards import unaveraged
 from farloop.node.settings import NodeConfig
-from farloop.node.shards import unaveraged
 from farloop.node.zmq_dealer import LinkConfig
 
 _log = logging.getLogger(__name__)

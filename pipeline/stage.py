@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farloop.algo.stages import Stage
-from farloop.node.model import GPT
+from farloop.node.model.built_in import GPT
 from farloop.node.settings import Normalise
 from farloop.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
 from farloop.quant.errors import BadPayload
@@ -65,7 +65,7 @@ def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str 
 # (activation checkpointing at the stage boundary). So an optimizer step in between does not corrupt a rerouted
 # microbatch. A skipped stage is the identity, because the residual stream bypasses it.
 #
-# Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
+# Shape suffixes as in `node/model/built_in.py`: B batch, T time (tokens), S = T + 1, D model width.
 
 
 class StagePart(nn.Module):

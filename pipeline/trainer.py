@@ -16,11 +16,11 @@ from torch import Tensor
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import StageLayout
 from farloop.node.arguments import LoopOptions
-from farloop.node.data import Corpus, Mixture
+from farloop.node.data.corpus import Corpus, Mixture
 from farloop.node.errors import DataError, LayoutError
 from farloop.node.library import Node, join_run
 from farloop.node.link import LOOK_S
-from farloop.node.model import GPT, build, from_json
+from farloop.node.model.built_in import GPT, build, from_json
 from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
 from farloop.node.trainer import check_data, corpora_of, link_of, mixed_precision
 from farloop.pipeline.executor import Executor

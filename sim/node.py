@@ -16,7 +16,7 @@ from farloop.node.errors import LayoutMismatch, Refused
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import NodeLink, Traffic
 from farloop.node.machine import NodeMachine
-from farloop.node.replica import Replica
+from farloop.node.model.replica import Replica
 from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial, VirtualDialer

@@ -33,7 +33,7 @@ from farloop.local.machine import machine, source_commit
 from farloop.monitoring.status import dumps
 from farloop.node.devices import locked_zeros
 from farloop.node.library import Node, join
-from farloop.node.model import build
+from farloop.node.model.built_in import build
 from farloop.node.settings import PRESETS, ModelConfig
 from farloop.node.settings import Where as Place
 from farloop.quant.digest import digest

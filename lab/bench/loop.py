@@ -23,7 +23,7 @@ from farloop.config.exit_codes import CommandError, code_of, write_output
 from farloop.config.sources import dump_toml
 from farloop.lab.bench.processes import emulated, free_port, started
 from farloop.node.library import Node, join
-from farloop.node.model import GPT, build
+from farloop.node.model.built_in import GPT, build
 from farloop.node.settings import ModelConfig
 
 FIRST: Final = "first.safetensors"

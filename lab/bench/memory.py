@@ -22,8 +22,8 @@ from farloop.config.sources import dump_toml
 from farloop.lab.bench.processes import free_port, run_together, status_bytes
 from farloop.monitoring.units import size_text
 from farloop.node.library import join
-from farloop.node.model import build
-from farloop.node.named_model import causal_lm_loss, shard_blocks_
+from farloop.node.model.built_in import build
+from farloop.node.model.named import causal_lm_loss, shard_blocks_
 from farloop.node.settings import PRESETS
 from farloop.quant.kernels.dispatch import warm
 

@@ -22,7 +22,7 @@ from farloop.lab.bench.pipeline_node import MODEL, NodeSettings, Told, batches, 
 from farloop.lab.bench.processes import free_ports, run_together
 from farloop.lab.bench.routing import small_instance
 from farloop.monitoring.status import dumps
-from farloop.node.model import GPT, build
+from farloop.node.model.built_in import GPT, build
 from farloop.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
 

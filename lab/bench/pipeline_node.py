@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.monitoring.status import dumps
-from farloop.node.model import build
+from farloop.node.model.built_in import build
 from farloop.node.settings import ModelConfig
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.layout import Settings, read_layout

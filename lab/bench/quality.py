@@ -28,7 +28,7 @@ from farloop.algo.terms import Terms, field_of
 from farloop.config.exit_codes import writing
 from farloop.lab.bench.training import BuiltIn, OnStep, cpu_threads
 from farloop.monitoring.status import dumps
-from farloop.node.data import Corpus, load_corpus
+from farloop.node.data.corpus import Corpus, load_corpus
 from farloop.node.errors import NodeError
 from farloop.sim.network import LinkConditions
 from farloop.sim.scenario import NodeSetup, Scenario

@@ -33,7 +33,7 @@ from farloop.lab.bench.quality import (
 )
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import nearest
-from farloop.node.data import load_corpus
+from farloop.node.data.corpus import load_corpus
 from farloop.node.settings import PRESETS
 
 # --- how variants, settings and knobs are spelled

@@ -22,9 +22,9 @@ from farloop.algo.terms import Terms
 from farloop.config.exit_codes import writing
 from farloop.coordinator.aggregator import first_anchor
 from farloop.monitoring.status import dumps
-from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corpus
-from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.model import GPT, build, from_json
+from farloop.node.data.corpus import Corpus, EvaluationSet, Mixture, Samples, load_corpus
+from farloop.node.model.built_in import GPT, build, from_json
+from farloop.node.model.inner_optimizer import default_optimizer
 from farloop.node.settings import PRESETS
 from farloop.node.trainer import EVALUATION_BATCH, check_data, mixed_precision
 from farloop.quant.digest import digest

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, NodeId, WindowTerms
-from farloop.node import encoder
 from farloop.node import events as ev
 from farloop.node.cluster import Cluster
-from farloop.node.encoder import Encoded, finish, pack_at_once
-from farloop.node.replica import OwnDelta, Replica, matched_parameters
-from farloop.node.shards import Shards, Weights
+from farloop.node.model import encoder
+from farloop.node.model.encoder import Encoded, finish, pack_at_once
+from farloop.node.model.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.model.shards import Shards, Weights
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.node.anchor_files import AnchorFiles, Head
-from farloop.node.merges import Merges
-from farloop.node.moments import Moments
-from farloop.node.shards import Weights
+from farloop.node.model.anchor_files import AnchorFiles, Head
+from farloop.node.model.merges import Merges
+from farloop.node.model.moments import Moments
+from farloop.node.model.shards import Weights
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.stages import StageLayout
-from farloop.node.model import GPT, build
+from farloop.node.model.built_in import GPT, build
 from farloop.node.settings import ModelConfig, Normalise
 from farloop.pipeline.executor import Executor, Step
 from farloop.pipeline.layout import Settings

@@ -26,8 +26,9 @@ from farloop.cli.main import main
 from farloop.coordinator import executor as coordinator
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage import files, journal, snapshots, store
-from farloop.node import anchor_files, executor, link, machine, replica, state_dir
 from farloop.node import events as node_ev
+from farloop.node import executor, link, machine, state_dir
+from farloop.node.model import anchor_files, replica
 from farloop.wire import messages as msg
 
 SEGMENT_BYTES = 80 << 10

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from farloop.node import join
-from farloop.node.replica import Replica
+from farloop.node.model.replica import Replica
 
 Told = Callable[[int, int, str], None]
 """Fragment, version and digest of an anchor that the node holds."""

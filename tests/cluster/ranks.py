@@ -18,7 +18,7 @@ _SERVER.set_forkserver_preload(
     [
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "farloop.node.encoder",
+        "farloop.node.model.encoder",
         "farloop.quant.kernels.cpu.kernels",
         "pytest",
     ]

@@ -23,23 +23,23 @@ from farloop.algo.fragments import partition, statistics_of, trainable_tensors, 
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, RunSpec, WindowTerms
 from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
-from farloop.node import inner_optimizer, shards
-from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.arguments import LoopOptions
 from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
-from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import LoopError, NonFiniteDelta
-from farloop.node.frozen import Frozen
-from farloop.node.inner_optimizer import default_optimizer, orthogonal
 from farloop.node.library import Held, Node
-from farloop.node.merges import Merges
-from farloop.node.model import build
-from farloop.node.moments import Moments
-from farloop.node.named_model import causal_lm_loss, shard_blocks_
-from farloop.node.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.model import inner_optimizer, shards
+from farloop.node.model.anchor_files import AnchorFiles, Head
+from farloop.node.model.built_in import build
+from farloop.node.model.encoder import Encoded, encode_delta, finish, pack_at_once
+from farloop.node.model.frozen import Frozen
+from farloop.node.model.inner_optimizer import default_optimizer, orthogonal
+from farloop.node.model.merges import Merges
+from farloop.node.model.moments import Moments
+from farloop.node.model.named import causal_lm_loss, shard_blocks_
+from farloop.node.model.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.model.shards import Shards, Weights, box_of, elsewhere, is_dtensor, local_of, reshard, whole
 from farloop.node.settings import PRESETS, NodeConfig
-from farloop.node.shards import Shards, Weights, box_of, elsewhere, is_dtensor, local_of, reshard, whole
 from farloop.quant.blob import BlobHeader, pack_anchor, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.digest import digest

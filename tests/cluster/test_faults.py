@@ -5,7 +5,7 @@ from ranks import ranks
 from sharded_models import accumulated, evaluated_before, faults, refusals, samples
 
 from farloop.node.errors import TermsMismatch
-from farloop.node.shards import check_codecs
+from farloop.node.model.shards import check_codecs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from farloop.algo.spec import RunSpec
 from farloop.cli.ranks import end_rank
 from farloop.node import join
-from farloop.node.shards import Shards
+from farloop.node.model.shards import Shards
 from farloop.quant.formats.blocks import BlockCodec
 
 HIT = 3

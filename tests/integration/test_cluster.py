@@ -161,7 +161,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path)
     first, second = two_ranks(
         tmp_path,
         """
-        from farloop.node.inner_optimizer import InnerStep
+        from farloop.node.model.inner_optimizer import InnerStep
         step = InnerStep(torch.optim.SGD(module.parameters(), lr=0.1), module, parameters, spec.terms,
                          all_agree=cluster.all_agree)
         before = module[0].bias.tolist()

@@ -21,11 +21,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from farloop.config.settings import NODE_SCHEMA
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.anchor_files import AnchorFiles
 from farloop.node.arguments import WANTED, check_variables, resolved
 from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
 from farloop.node.executor import NodeExecutor
 from farloop.node.library import join
+from farloop.node.model.anchor_files import AnchorFiles
 from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import KeyFileError
 from farloop.wire.uplink import UplinkLimit

@@ -21,9 +21,9 @@ from farloop.algo.terms import Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.decide import records as rec
 from farloop.monitoring.status import Status
-from farloop.node.data import EvaluationSet, Samples, load_corpus
-from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.model import GPT, build
+from farloop.node.data.corpus import EvaluationSet, Samples, load_corpus
+from farloop.node.model.built_in import GPT, build
+from farloop.node.model.inner_optimizer import default_optimizer
 from farloop.node.settings import PRESETS
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.wire.limits import Limits

@@ -9,7 +9,7 @@ from loopback import FARLOOP, NewRun, assert_all_agree
 from safetensors.torch import load_file
 from slow_cases import slow
 
-from farloop.node.named_model import config_text, fill_, hf_model
+from farloop.node.model.named import config_text, fill_, hf_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

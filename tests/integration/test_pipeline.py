@@ -9,7 +9,7 @@ from pipeline_nodes import SMALL, Nodes, Steps, microbatches, model
 
 from farloop.lab.bench.pipeline import CHAINS, DEALT, FULL, ONE_IN_FOUR, WHOLE, losses, makespan
 from farloop.lab.bench.pipeline import alone as one_process
-from farloop.node.model import GPT
+from farloop.node.model.built_in import GPT
 from farloop.node.zmq_dealer import new_key_pair
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.stage import StagePart

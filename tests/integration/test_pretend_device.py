@@ -13,9 +13,9 @@ from pretend_cuda import CUDA, Device
 from safetensors.torch import load_file
 
 from farloop.lab.bench.loop import FIRST, Loop, coordinator
-from farloop.node.inner_optimizer import orthogonal
 from farloop.node.library import Node, join
-from farloop.node.model import build
+from farloop.node.model.built_in import build
+from farloop.node.model.inner_optimizer import orthogonal
 from farloop.node.settings import ModelConfig
 from farloop.node.trainer import backward, mixed_precision
 from farloop.quant.codec import flat

@@ -10,7 +10,7 @@ from loopback import FARLOOP, TEXT, NewRun, Run, assert_all_agree, assert_one_li
 from safetensors.torch import load_file
 
 from farloop.coordinator.decide.records import LeaseGranted, RunFinished
-from farloop.node.token_file import Header, open_tokens, verify
+from farloop.node.data.token_file import Header, open_tokens, verify
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

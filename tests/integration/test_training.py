@@ -19,8 +19,8 @@ from farloop.algo import schedule
 from farloop.algo.terms import Terms
 from farloop.coordinator.decide.records import LeaseGranted, NodeStarted, Record, RunStarted
 from farloop.monitoring.status import Status
-from farloop.node.data import EvaluationSet, Samples, load_corpus
-from farloop.node.model import build
+from farloop.node.data.corpus import EvaluationSet, Samples, load_corpus
+from farloop.node.model.built_in import build
 from farloop.node.settings import PRESETS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

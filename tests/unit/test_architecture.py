@@ -147,9 +147,9 @@ def test_some_packages_are_used_in_one_place_only() -> None:
         "markupsafe": {"cli/report.py"},
         "prometheus_client": {"node/metrics.py", "coordinator/observe/metrics.py"},
         "grafana_foundation_sdk": {"monitoring/dashboards/generate.py", "monitoring/dashboards/panels.py"},
-        "datasets": {"node/data_builder.py"},
-        "tokenizers": {"node/data_builder.py"},
-        "pyarrow": {"node/data_builder.py"},
+        "datasets": {"node/data/builder.py"},
+        "tokenizers": {"node/data/builder.py"},
+        "pyarrow": {"node/data/builder.py"},
         "triton": map(place_of, sources("quant/kernels/gpu")),
     }
     for package, allowed in places.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command_line import error_line, farloop, found
 
-from farloop.node.token_file import open_tokens
+from farloop.node.data.token_file import open_tokens
 
 
 @pytest.fixture(autouse=True)

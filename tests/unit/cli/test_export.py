@@ -13,8 +13,8 @@ from stored_runs import run_rounds
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.coordinator.storage.store import Store
-from farloop.node.data import EvaluationSet, load_corpus
-from farloop.node.named_model import fill_, model_of_run
+from farloop.node.data.corpus import EvaluationSet, load_corpus
+from farloop.node.model.named import fill_, model_of_run
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,8 +15,8 @@ from farloop.cli.main import app
 from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, PROCESS_BYTES, TRAINING_BYTES, memory_of
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
-from farloop.node.inner_optimizer import Together, default_optimizer
-from farloop.node.model import build
+from farloop.node.model.built_in import build
+from farloop.node.model.inner_optimizer import Together, default_optimizer
 from farloop.node.settings import PRESETS
 
 RUN = """

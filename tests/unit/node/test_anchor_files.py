@@ -1,4 +1,4 @@
-"""Covers `node/anchor_files.py`: what a crash, another run, a full disk and other ranks make of it."""
+"""Covers `node/model/anchor_files.py`: what a crash, another run, a full disk and other ranks make of it."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ import torch
 from node_story import at_once
 from torch import Tensor
 
-from farloop.node.anchor_files import AnchorFiles, Head
+from farloop.node.model.anchor_files import AnchorFiles, Head
 from farloop.quant.digest import digest
 from farloop.runtime.system import DIRECT_BYTES
 

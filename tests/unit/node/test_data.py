@@ -1,4 +1,4 @@
-"""Covers `node/data.py`, and of `node/trainer.py` what needs no coordinator (protocol J, Z)."""
+"""Covers `node/data/corpus.py`, and of `node/trainer.py` what needs no coordinator (protocol J, Z)."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from plain_runs import plain_terms
 from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Layout, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
-from farloop.node.data import (
+from farloop.node.data.corpus import (
     Corpus,
     EvaluationSet,
     Mixture,
@@ -31,10 +31,10 @@ from farloop.node.data import (
     mixture_of,
     num_samples,
 )
+from farloop.node.data.token_file import TokenWriter
 from farloop.node.errors import CorpusError, DataError
-from farloop.node.model import build
+from farloop.node.model.built_in import build
 from farloop.node.settings import PRESETS, Share
-from farloop.node.token_file import TokenWriter
 from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
 
 

@@ -1,4 +1,4 @@
-"""Covers `node/data_builder.py`: sources, tokenizers, and token files that depend on neither batches nor threads."""
+"""Covers `node/data/builder.py`: sources, tokenizers, and token files that depend on neither batches nor threads."""
 
 import ast
 import importlib.util
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.node import data_builder
-from farloop.node.data import load_corpus
-from farloop.node.data_builder import ByteTokenizer, FileTokenizer, Progress, Tokenizer, build, train_tokenizer
+from farloop.node.data import builder
+from farloop.node.data.builder import ByteTokenizer, FileTokenizer, Progress, Tokenizer, build, train_tokenizer
+from farloop.node.data.corpus import load_corpus
+from farloop.node.data.token_file import TokenFile, open_tokens
 from farloop.node.errors import CorpusError
-from farloop.node.token_file import TokenFile, open_tokens
 
 TEXTS = ["eins", "zwei ü\n\n𝄞", "drei <|endoftext|> drei", "vier " * 40, "fünf"]
 
@@ -126,7 +126,7 @@ def test_a_bad_record_is_named_with_its_file_and_line_and_left_out_if_asked_to(
 
 
 def test_bad_files_are_named_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_builder, "PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(builder, "PIECE_CHARACTERS", 7)
     latin, binary, table = tmp_path / "latin.txt", tmp_path / "binary", tmp_path / "x.parquet"
     latin.write_bytes("one\ntwo\nthree\n größer".encode("latin-1"))
     binary.write_bytes(b"one\ntwo\nthree\n4\0")
@@ -158,7 +158,7 @@ def test_what_is_not_installed_is_named_with_its_extra(tmp_path: Path, monkeypat
     for make in (lambda: FileTokenizer(tmp_path), lambda: train_tokenizer([table], tmp_path / "t.json", 300)):
         with pytest.raises(CorpusError, match=r"a tokenizer needs the package tokenizers: install farloop with"):
             make()
-    tree = ast.parse(Path(data_builder.__file__).read_text())
+    tree = ast.parse(Path(builder.__file__).read_text())
     first = {name.name.partition(".")[0] for node in tree.body if isinstance(node, ast.Import) for name in node.names}
     first |= {str(node.module).partition(".")[0] for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert not first & {"datasets", "tokenizers", "pyarrow"}, "not imported before they are used"
@@ -218,7 +218,7 @@ def test_no_source_fills_the_text_that_a_tokenizer_is_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read in turn, and no further than needed."""
-    monkeypatch.setattr(data_builder, "TRAINING_CHARACTERS", 300)
+    monkeypatch.setattr(builder, "TRAINING_CHARACTERS", 300)
     sources = [jsonl(tmp_path / f"{word}.jsonl", [f"{word} "] * 100) for word in ("kittiwake", "guillemot")]
     seen: list[int] = []
     train_tokenizer(sources, tmp_path / "t.json", 300, on_progress=lambda progress: seen.append(progress.characters))
@@ -242,7 +242,7 @@ def test_tokens_depend_on_the_text_alone(
     """Not on how much of it is encoded together, nor on what kind of file it stands in."""
     folder = tmp_path_factory.mktemp("chunks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_builder, "PIECE_CHARACTERS", piece)
+        patch.setattr(builder, "PIECE_CHARACTERS", piece)
         used, source = FileTokenizer(tokenizer), jsonl(folder / "x.jsonl", texts)
         whole = built([source], folder / "whole.bin", used, validation_share=0.2)
         parts = built([source], folder / "parts.bin", used, validation_share=0.2, batch_characters=batch)

@@ -15,12 +15,12 @@ from pretend_cuda import CUDA, Device
 from torch import Tensor, nn
 
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
-from farloop.node.anchor_files import AnchorFiles
 from farloop.node.cluster import Cluster
-from farloop.node.encoder import encode_delta
-from farloop.node.inner_optimizer import InnerStep, default_optimizer
-from farloop.node.replica import Replica, matched_parameters
-from farloop.node.shards import Shards, Weights
+from farloop.node.model.anchor_files import AnchorFiles
+from farloop.node.model.encoder import encode_delta
+from farloop.node.model.inner_optimizer import InnerStep, default_optimizer
+from farloop.node.model.replica import Replica, matched_parameters
+from farloop.node.model.shards import Shards, Weights
 from farloop.node.state_dir import Residuals
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named

@@ -1,4 +1,4 @@
-"""Covers `node/control_variates.py`, step by step; two nodes with one parameter each, by hand."""
+"""Covers `node/model/control_variates.py`, step by step; two nodes with one parameter each, by hand."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, NodeId, WindowTerms
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
-from farloop.node.control_variates import ALPHA, ControlVariates
-from farloop.node.encoder import encode_delta
-from farloop.node.replica import Replica
+from farloop.node.model.control_variates import ALPHA, ControlVariates
+from farloop.node.model.encoder import encode_delta
+from farloop.node.model.replica import Replica
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.messages import Committed, Share

@@ -1,4 +1,4 @@
-"""Covers `node/encoder.py` (protocol H, M, Q)."""
+"""Covers `node/model/encoder.py` (protocol H, M, Q)."""
 
 import dataclasses
 import itertools
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
-from farloop.node.encoder import Encoded, encode_delta, finish, pack_at_once
 from farloop.node.errors import NonFiniteDelta
-from farloop.node.replica import Replica
+from farloop.node.model.encoder import Encoded, encode_delta, finish, pack_at_once
+from farloop.node.model.replica import Replica
 from farloop.quant.blob import Expected, parse_blob
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.blobs import blob_digest

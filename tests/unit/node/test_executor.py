@@ -20,13 +20,13 @@ from farloop.algo.spec import BlobId, BlobKind, Lease
 from farloop.node import driver as driver_module
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
-from farloop.node.anchor_files import AnchorFiles
-from farloop.node.control_variates import ALPHA
 from farloop.node.driver import Driver
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, RunOver, StateUnusable, Unreachable
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
-from farloop.node.replica import Replica, Sent
+from farloop.node.model.anchor_files import AnchorFiles
+from farloop.node.model.control_variates import ALPHA
+from farloop.node.model.replica import Replica, Sent
 from farloop.node.send_schedule import SendSchedule
 from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState

@@ -1,4 +1,4 @@
-"""Covers `node/frozen.py`."""
+"""Covers `node/model/frozen.py`."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from farloop.node.arguments import check_parameters
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError
-from farloop.node.frozen import Frozen
+from farloop.node.model.frozen import Frozen
 
 
 def digest_of(module: nn.Module, **settings: Any) -> int:

@@ -23,8 +23,8 @@ from torch import nn
 
 from farloop.algo.spec import BlobKind, Lease, NodeId
 from farloop.node import events as ev
-from farloop.node.encoder import encode_anchor
-from farloop.node.replica import Replica
+from farloop.node.model.encoder import encode_anchor
+from farloop.node.model.replica import Replica
 from farloop.node.reports import Announced, Reports, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState

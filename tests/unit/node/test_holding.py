@@ -15,7 +15,7 @@ from farloop.node import events as ev
 from farloop.node.errors import LayoutMismatch
 from farloop.node.fragment_set import FragmentSet
 from farloop.node.link import Traffic
-from farloop.node.replica import Replica
+from farloop.node.model.replica import Replica
 from farloop.node.reports import Reports, TimeAccount, anchors_of
 from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState

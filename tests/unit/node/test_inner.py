@@ -1,4 +1,4 @@
-"""Covers `node/inner_optimizer.py`: the optimizers of loops that bring none of their own."""
+"""Covers `node/model/inner_optimizer.py`: the optimizers of loops that bring none of their own."""
 
 import copy
 
@@ -10,8 +10,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim import Muon as TorchMuon
 
 from farloop.algo.terms import InnerOptimizer, LearningRate
-from farloop.node.inner_optimizer import Muon, Together, default_optimizer, orthogonal
-from farloop.node.model import build
+from farloop.node.model.built_in import build
+from farloop.node.model.inner_optimizer import Muon, Together, default_optimizer, orthogonal
 from farloop.node.settings import PRESETS
 
 
@@ -156,7 +156,7 @@ def test_muon_steps_as_torchs_does_in_whatever_stacks(
     shapes: list[tuple[int, int]], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for bf16, in which torch's computes on a CPU too, and for the length of a step: torch's is half as long."""
-    monkeypatch.setattr("farloop.node.inner_optimizer.MOST_AT_ONCE", at_once)
+    monkeypatch.setattr("farloop.node.model.inner_optimizer.MOST_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(3)
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]

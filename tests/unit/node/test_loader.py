@@ -1,4 +1,4 @@
-"""Covers `node/loader.py`: batches are the samples that are granted, whoever loads them."""
+"""Covers `node/data/loader.py`: batches are the samples that are granted, whoever loads them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Layout, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.data import Corpus, Mixture, load_corpus, mixture_of, num_samples
+from farloop.node.data.corpus import Corpus, Mixture, load_corpus, mixture_of, num_samples
+from farloop.node.data.loader import Batches
+from farloop.node.data.token_file import TokenWriter
 from farloop.node.errors import DataError, LoopError
 from farloop.node.library import Node
-from farloop.node.loader import Batches
-from farloop.node.token_file import TokenWriter
 
 BATCH = 4
 OWN = "0123456789abcdef"

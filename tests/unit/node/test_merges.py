@@ -1,4 +1,4 @@
-"""What `node/merges.py` makes of optimizers that keep copies of the weights, and of those that keep none."""
+"""What `node/model/merges.py` makes of optimizers that keep copies of the weights, and of those that keep none."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,8 +27,8 @@ from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
 from farloop.algo.fragments import partition, statistics_of
 from farloop.node.errors import LoopError
-from farloop.node.merges import Merges
-from farloop.node.replica import Replica
+from farloop.node.model.merges import Merges
+from farloop.node.model.replica import Replica
 
 
 class Lion(Optimizer):

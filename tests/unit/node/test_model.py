@@ -1,4 +1,4 @@
-"""Covers `node/model.py`."""
+"""Covers `node/model/built_in.py`."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farloop.node.model import GPT, INIT_STD, build, config_json, from_json, rope_tables, rotate
+from farloop.node.model.built_in import GPT, INIT_STD, build, config_json, from_json, rope_tables, rotate
 from farloop.node.settings import PRESETS, ModelConfig
 
 NANO = PRESETS["nano"]

@@ -1,4 +1,4 @@
-"""Covers `node/moments.py` in one process; `tests/cluster/test_comeback.py` covers ranks."""
+"""Covers `node/model/moments.py` in one process; `tests/cluster/test_comeback.py` covers ranks."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
-from farloop.node.inner_optimizer import Muon, Together
+from farloop.node.model.inner_optimizer import Muon, Together
 
 
 def adamw(model: nn.Module) -> Optimizer:

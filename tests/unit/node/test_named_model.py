@@ -1,4 +1,4 @@
-"""Covers `node/named_model.py`, and what the daemon's trainer does with such a module."""
+"""Covers `node/model/named.py`, and what the daemon's trainer does with such a module."""
 
 import json
 import sys
@@ -19,10 +19,10 @@ from farloop.algo.fragments import kept_ties, partition, trainable_tensors, whol
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
-from farloop.node import named_model
 from farloop.node.errors import LayoutMismatch, ModelError
-from farloop.node.model import build
-from farloop.node.named_model import (
+from farloop.node.model import named as named_model
+from farloop.node.model.built_in import build
+from farloop.node.model.named import (
     blocks_of,
     causal_lm_loss,
     checkpoint_blocks_,
@@ -33,7 +33,7 @@ from farloop.node.named_model import (
     materialise_,
     model_of_run,
 )
-from farloop.node.replica import Replica, matched_parameters
+from farloop.node.model.replica import Replica, matched_parameters
 from farloop.node.settings import PRESETS, located
 from farloop.node.trainer import backward
 

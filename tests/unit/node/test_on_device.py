@@ -15,11 +15,12 @@ from device_story import CODECS, EPOCH, asked, in_the_codecs_thread, of, story
 from pretend_cuda import Device, Event, Stream
 from torch import Tensor
 
-from farloop.node import devices, encoder
+from farloop.node import devices
 from farloop.node import events as ev
-from farloop.node.encoder import Encoded, encode_delta
 from farloop.node.errors import NonFiniteDelta
-from farloop.node.replica import Replica
+from farloop.node.model import encoder
+from farloop.node.model.encoder import Encoded, encode_delta
+from farloop.node.model.replica import Replica
 from farloop.quant.registry import CODECS as CODECS_THERE_ARE
 from farloop.quant.registry import codec_named
 

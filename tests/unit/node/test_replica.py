@@ -1,4 +1,4 @@
-"""Covers `node/replica.py` (protocol J, K, L, N)."""
+"""Covers `node/model/replica.py` (protocol J, K, L, N)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, statistics_of, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId, WindowTerms
-from farloop.node import replica as replica_module
 from farloop.node.errors import LayoutMismatch
-from farloop.node.replica import OwnDelta, Replica, matched_parameters
+from farloop.node.model import replica as replica_module
+from farloop.node.model.replica import OwnDelta, Replica, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
 from farloop.quant.digest import digest
 from farloop.quant.registry import codec_named

@@ -25,10 +25,10 @@ from farloop.node.arguments import LoopOptions, bare, check_hooks, check_paramet
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
-from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Held, Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.model.inner_optimizer import default_optimizer
+from farloop.node.model.shards import ModelParts, is_dtensor
 from farloop.node.settings import NodeConfig
-from farloop.node.shards import ModelParts, is_dtensor
 from farloop.wire.limits import Timing
 
 RATE = 0.25

@@ -1,4 +1,4 @@
-"""Covers `node/token_file.py`: the format, and that a file is whole or refused."""
+"""Covers `node/data/token_file.py`: the format, and that a file is whole or refused."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farloop.node.data.token_file import HEADER_BYTES, TokenWriter, dtype_for, is_token_file, open_tokens, verify
 from farloop.node.errors import CorpusError
-from farloop.node.token_file import HEADER_BYTES, TokenWriter, dtype_for, is_token_file, open_tokens, verify
 from farloop.runtime.system import remove_abandoned
 
 DOCUMENTS = [[5, 6, 7], [8], [300, 301], [9, 9, 9, 9]]

@@ -10,7 +10,7 @@ import torch
 from farloop.algo.spec import RunSpec
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
-from farloop.node.data import Corpus, load_corpus
+from farloop.node.data.corpus import Corpus, load_corpus
 from farloop.node.settings import PRESETS, ModelConfig
 
 SpecOf = Callable[..., RunSpec]

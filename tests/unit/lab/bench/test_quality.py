@@ -38,10 +38,10 @@ from farloop.lab.bench.quality import (
     tune,
 )
 from farloop.lab.bench.training import BuiltIn
-from farloop.node.data import Corpus, Mixture, Samples, data_name, load_corpus
+from farloop.node.data.corpus import Corpus, Mixture, Samples, data_name, load_corpus
 from farloop.node.errors import DataError
-from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.model import GPT, build, from_json
+from farloop.node.model.built_in import GPT, build, from_json
+from farloop.node.model.inner_optimizer import default_optimizer
 from farloop.node.trainer import EVALUATION_BATCH, check_data
 
 SpecOf = Callable[..., RunSpec]

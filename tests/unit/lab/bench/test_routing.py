@@ -12,7 +12,7 @@ from farloop.algo.stages import StageLayout
 from farloop.lab.bench import pipeline
 from farloop.lab.bench.pipeline_node import MODEL, Told
 from farloop.lab.bench.routing import Flow, planning, play, relaying, slow_link
-from farloop.node.model import build
+from farloop.node.model.built_in import build
 from farloop.pipeline.stage import StagePart
 
 

@@ -19,7 +19,7 @@ from farloop.algo.fragments import plain_name
 from farloop.algo.spec import is_statistic
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError
-from farloop.node.shards import elsewhere, is_dtensor, local_of, tensor_digests
+from farloop.node.model.shards import elsewhere, is_dtensor, local_of, tensor_digests
 
 _log = logging.getLogger(__name__)
 

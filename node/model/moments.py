@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.fragments import flatten_into
 from farloop.algo.spec import Fragment, Layout
-from farloop.node.anchor_files import AnchorFiles, Head, Runs
 from farloop.node.cluster import Cluster
-from farloop.node.inner_optimizer import held_by, parts_of
-from farloop.node.merges import Merges
-from farloop.node.shards import Weights, local_of
+from farloop.node.model.anchor_files import AnchorFiles, Head, Runs
+from farloop.node.model.inner_optimizer import held_by, parts_of
+from farloop.node.model.merges import Merges
+from farloop.node.model.shards import Weights, local_of
 
 _log = logging.getLogger(__name__)
 

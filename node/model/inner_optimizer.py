@@ -23,7 +23,7 @@ from farloop.algo.fragments import is_hidden_matrix
 from farloop.algo.terms import Terms
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.shards import box_of, is_dtensor, local_of, whole
+from farloop.node.model.shards import box_of, is_dtensor, local_of, whole
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import RunSpec
-from farloop.node.data import Mixture
+from farloop.node.data.corpus import Mixture
 from farloop.node.errors import DataError, LoopError
 from farloop.node.library import Node
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
 from farloop.node.errors import NonFiniteDelta
-from farloop.node.replica import Replica
-from farloop.node.shards import Collected
+from farloop.node.model.replica import Replica
+from farloop.node.model.shards import Collected
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError

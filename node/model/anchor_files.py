@@ -2,7 +2,7 @@
 
     3-17.anchor   fragment 3 at version 17: fp32, in the order of the fragment
     3-18.update   what makes it version 18: the blob as it came
-    3-17.optimizer   what the inner optimizer had of its parameters then (`node/moments.py`)
+    3-17.optimizer   what the inner optimizer had of its parameters then (`node/model/moments.py`)
 
 Each file begins with a head, one line of JSON and its checksum, which is written last: a file without one does not
 count. An update has an eighth of the bytes where the codec has 4 bits, so whole anchors are written seldom, and every

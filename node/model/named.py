@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from farloop.algo.fragments import kept_ties, plain_name, statistics_of, trainable_tensors
 from farloop.algo.spec import Identity
 from farloop.node.errors import ModelError
-from farloop.node.model import build, from_json
+from farloop.node.model.built_in import build, from_json
 from farloop.node.settings import HF, OWN, PRESETS, is_factory
 
 _log = logging.getLogger(__name__)

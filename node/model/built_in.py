@@ -1,6 +1,6 @@
 """The built-in model: a small GPT over bytes or tokens, which the daemon's own trainer, the demo and benchmarks train.
 
-Not a model zoo: models of others come by name (`named_model.py`), or with a loop of their own (`library.py`).
+Not a model zoo: models of others come by name (`named.py`), or with a loop of their own (`node/library.py`).
 
 Pre-norm transformer: RMSNorm, rotary positions (RoFormer, arXiv:2104.09864), SwiGLU (arXiv:2002.05202), causal
 attention, no biases. Parameters of layer i are named `blocks.<i>.…`, the others `embed.weight`, `norm.weight` and, when

@@ -20,8 +20,8 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, TensorSlot
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
-from farloop.node.inner_optimizer import groups_of, held_by, rates_of
-from farloop.node.shards import is_dtensor, local_of
+from farloop.node.model.inner_optimizer import groups_of, held_by, rates_of
+from farloop.node.model.shards import is_dtensor, local_of
 
 _STEPS: Final = 10  # that are looked at after a merge: some optimizers go back at every fifth or sixth step alone
 _FEWEST: Final = 4  # where the next merge comes earlier: a step is told by the others

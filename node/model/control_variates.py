@@ -21,7 +21,7 @@ from typing import Final
 from farloop.algo.spec import BlobId, NodeId
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
-from farloop.node.replica import Replica
+from farloop.node.model.replica import Replica
 from farloop.quant.errors import BadBlob
 from farloop.wire.messages import Committed, Message
 

@@ -31,12 +31,12 @@ from farloop.algo.local_update import eager_start_into, fragment_delta_into, lea
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
-from farloop.node.anchor_files import AnchorFiles, Head
 from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
 from farloop.node.errors import LayoutMismatch, NonFiniteDelta
-from farloop.node.merges import Merges
-from farloop.node.moments import Moments
-from farloop.node.shards import Collected, Weights, check_codecs, is_dtensor
+from farloop.node.model.anchor_files import AnchorFiles, Head
+from farloop.node.model.merges import Merges
+from farloop.node.model.moments import Moments
+from farloop.node.model.shards import Collected, Weights, check_codecs, is_dtensor
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.codec import Codec
 from farloop.quant.digest import canonicalise_

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from farloop.node.data.token_file import BYTES, SEPARATOR, VALIDATION_SHARE, Header, Tokens, TokenWriter, files_under
 from farloop.node.errors import CorpusError
 from farloop.node.settings import VOCABULARY
-from farloop.node.token_file import BYTES, SEPARATOR, VALIDATION_SHARE, Header, Tokens, TokenWriter, files_under
 
 if TYPE_CHECKING:
     import tokenizers

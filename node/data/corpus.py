@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from farloop.algo.sample_order import BLOCK, arrivals, part_of, quotas, sample_index, source_of
 from farloop.algo.spec import RunSpec
-from farloop.node.errors import CorpusError
-from farloop.node.named_model import LossOf, causal_lm_loss
-from farloop.node.settings import VOCABULARY, Share
-from farloop.node.token_file import (
+from farloop.node.data.token_file import (
     BYTES,
     SEPARATOR,
     VALIDATION_SHARE,
@@ -29,6 +26,9 @@ from farloop.node.token_file import (
     open_tokens,
     walk,
 )
+from farloop.node.errors import CorpusError
+from farloop.node.model.named import LossOf, causal_lm_loss
+from farloop.node.settings import VOCABULARY, Share
 
 # --- Corpus
 #
