@@ -45,7 +45,6 @@ class _Node(_Table):
     max_layers: int | None = None
     memory_bytes: float | None = None
     slots: int = 1
-    reachable: bool = False
     stage: int | None = None
     address: str = ""
 
@@ -232,7 +231,6 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
             layer_s=node.layer_s,
             max_layers=max_layers,
             slots=node.slots,
-            reachable=node.reachable,
             stage=node.stage,
             address=address,
         )
@@ -360,7 +358,7 @@ def live_inventory(
 ) -> plain.Inventory:
     """Nodes and links as a coordinator sees them; the model and the plan's wishes from a file where there is one.
 
-    `status["inventory"]` has `nodes` (name, connected, site, nics, reachable, seconds_per_step, …) and `links` (from,
+    `status["inventory"]` has `nodes` (name, connected, site, nics, seconds_per_step, …) and `links` (from,
     to, rtt_s, bytes_per_s, provenance, age_s, suspect), an end being a node or `coordinator`.
 
     Raises:
@@ -418,7 +416,6 @@ def _seen_node(node: Mapping[str, Any], given: Mapping[str, Any], model: Mapping
     found: dict[str, Any] = {
         "name": node["name"],
         "site": node.get("site") or "",
-        "reachable": bool(node.get("reachable")),
         "address": node.get("address") or "",
         "nics": [
             {

@@ -87,7 +87,6 @@ class Node:
     layer_s: float = 0.0  # seconds of the forward pass of one microbatch through one layer, measured
     max_layers: int | None = None  # how many layers its memory holds; None: any number
     slots: int = 1  # microbatches that it may keep between their forward and their backward pass
-    reachable: bool = False  # whether others can dial it: only then it may relay
     stage: int | None = None  # must replicate this stage; None: the planner chooses
     address: str = ""
     """Where the other stages reach it, as tcp://host:port. Nothing is planned by it: it goes into the layout file."""

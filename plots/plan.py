@@ -199,9 +199,7 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) ->
         if plan.sync is not None and node.name in plan.sync.rates:
             own = plan.sync.rates[node.name]
             words += f"   {own.bits} bit, H = {own.h}"
-        relay = plan.sync is not None and node.name in plan.sync.relays
-        look = {"ha": "right", "va": "center", "color": GOOD if relay else INK, "fontsize": 8.5}
-        beside(axes, words + ("   would relay" if relay else ""), (0.0, index), (-12, 0), **look)
+        beside(axes, words, (0.0, index), (-12, 0), ha="right", va="center", color=INK, fontsize=8.5)
     axes.plot([hub[0]], [hub[1]], marker="s", markersize=17, color=INK, zorder=4)
     size = f"\n{8 * inventory.hub.in_bytes_per_s / 1e9:g} Gbit/s in" if inventory.hub is not None else ""
     beside(axes, f"coordinator{size}", hub, (0, 16), ha="center", va="bottom")

@@ -151,31 +151,7 @@ def planning(sizes: Sequence[int], clock: Clock = time.perf_counter) -> Iterator
         )
 
 
-# --- 4: relays
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaying:
-    """A sync of 16 nodes at 4 sites, 100 MB each: predicted by formula, and simulated as fluids."""
-
-    star_s: float
-    star_simulated_s: float
-    relay_s: float
-    relay_simulated_s: float
-
-
-def four_sites() -> Inventory:
-    """25 MB/s and 40 ms from each node to a coordinator of 125 MB/s, 1.25 GB/s inside a site."""
-    lan, wan = Link(latency_s=1e-4, bytes_per_s=1.25e9), Link(latency_s=0.04, bytes_per_s=25e6)
-    links = {(site, site): lan for site in "ABCD"}
-    links |= {ends: wan for site in "ABCD" for ends in ((site, COORDINATOR), (COORDINATOR, site))}
-    return Inventory(
-        nodes=tuple(Node(name=f"{s}{n}", site=s, layer_s=0.05, reachable=True) for s in "ABCD" for n in range(4)),
-        model=Model(layers=12, parameter_bytes=800e6),
-        links=links,
-        hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),
-        wish=PlanRequest(bits=(4,)),
-    )
+# --- 4: a link becomes slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,54 +189,6 @@ def play(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> dict[str, f
     while agenda.step():
         pass
     return arrived
-
-
-def relaying() -> Relaying:
-    plan = make_plan(four_sites())
-    assert plan.sync is not None
-    predicted = {one.name: one.round_s for one in plan.sync.topologies}
-    names, payload = [f"{site}{n}" for site in "ABCD" for n in range(4)], 100_000_000
-    heads = set(plan.sync.relays)
-    rates = {f"{name} {way}": 25e6 for name in names for way in ("up", "down")}
-    rates |= {f"{name} lan": 1.25e9 for name in names} | {"hub in": 125e6, "hub out": 125e6}
-    ups = [Flow(name=f"up {n}", num_bytes=payload, links=(f"{n} up", "hub in"), latency_s=0.04) for n in names]
-    all_up = tuple(flow.name for flow in ups)
-    star = [*ups] + [
-        Flow(name=f"down {n}", num_bytes=payload, links=("hub out", f"{n} down"), latency_s=0.04, after=all_up)
-        for n in names
-    ]
-    tree: list[Flow] = []
-    for head in sorted(heads):
-        own = [name for name in names if name[0] == head[0] and name != head]
-        tree += [Flow(name=f"gather {n}", num_bytes=payload, links=(f"{head} lan",)) for n in own]
-        tree.append(
-            Flow(name=f"up {head}", num_bytes=payload, links=(f"{head} up", "hub in"), latency_s=0.04,
-                 after=tuple(f"gather {n}" for n in own))
-        )  # fmt: skip
-    heads_up = tuple(f"up {head}" for head in sorted(heads))
-    for head in sorted(heads):
-        own = [name for name in names if name[0] == head[0] and name != head]
-        tree.append(
-            Flow(
-                name=f"down {head}",
-                num_bytes=payload,
-                links=("hub out", f"{head} down"),
-                latency_s=0.04,
-                after=heads_up,
-            )
-        )
-        tree += [
-            Flow(name=f"spread {n}", num_bytes=payload, links=(f"{head} lan",), after=(f"down {head}",)) for n in own
-        ]
-    return Relaying(
-        star_s=predicted["star"],
-        star_simulated_s=max(play(star, rates).values()),
-        relay_s=predicted["relay per site"],
-        relay_simulated_s=max(play(tree, rates).values()),
-    )
-
-
-# --- 5: a link becomes slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,7 +327,6 @@ class Findings:
     h_star: float
     small: SmallPaths
     planning: tuple[Planning, ...]
-    relaying: Relaying
     slow_link: SlowLink
 
     @property
@@ -421,14 +348,13 @@ def measure(sizes: Sequence[int], say: Callable[[str], None]) -> Findings:
         h_star=star,
         small=small_paths(),
         planning=tuple(timed),
-        relaying=relaying(),
         slow_link=slow_link(),
     )
 
 
 def text(findings: Findings) -> str:
     """What was found, in lines."""
-    small, relays, slow = findings.small, findings.relaying, findings.slow_link
+    small, slow = findings.small, findings.slow_link
     chosen = ", ".join(f"{row.chosen} at H = {row.h}" for row in findings.modes)
     lines = [
         f" modes     {chosen}; H* = {findings.h_star:.2f}",
@@ -440,11 +366,6 @@ def text(findings: Findings) -> str:
         f"step {row.step_s:.1f} s, random {row.random_s:.1f} s, again {'the same' if row.same_again else 'ANOTHER'}"
         for row in findings.planning
     ]
-    lines.append(
-        f" relays    star {relays.star_simulated_s:.2f} s ({relays.star_s:.2f} predicted), "
-        f"relays {relays.relay_simulated_s:.2f} s ({relays.relay_s:.2f} predicted): "
-        f"{relays.star_simulated_s / relays.relay_simulated_s:.1f} times"
-    )
     lines.append(
         f" slow link from round {slow.slow_from}, named in round {slow.found_at}: {slow.found}; "
         f"{slow.before} → {slow.after}, rounds {findings.recovered:.1f} times as fast as before the new plan; "

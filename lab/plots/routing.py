@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 def plot(path: Path, findings: Findings, caption: str, processes: "Processes | None" = None) -> None:
     """Write the figure; `processes` adds a column of what was measured."""
-    with figure(path, 12.5 if processes is None else 18.5, 8.2, note=caption) as drawn:
+    with figure(path, 18.5, 4.4 if processes is None else 8.2, note=caption) as drawn:
         drawn.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
-        (modes, planning, *steps), (relays, slow, *losses) = drawn.subplots(2, 2 if processes is None else 3)
+        modes, planning, slow, *measured = drawn.subplots(1 if processes is None else 2, 3).flat
         if processes is not None:
-            _steps(steps[0], processes)
-            _losses(losses[0], processes)
+            _steps(measured[0], processes)
+            _losses(measured[1], processes)
+            measured[2].set_axis_off()
         _modes(modes, findings)
         _planning(planning, findings)
-        _relays(relays, findings)
         _slow(slow, findings)
 
 
@@ -59,15 +59,6 @@ def _planning(axes: Axes, findings: Findings) -> None:
     axes.grid(visible=False, axis="x")
     axes.set_title("seconds of one core to make a plan")
     axes.legend(loc="upper left")
-
-
-def _relays(axes: Axes, findings: Findings) -> None:
-    found = findings.relaying
-    pairs = [("star", found.star_s, found.star_simulated_s), ("relay per site", found.relay_s, found.relay_simulated_s)]
-    _pairs(axes, pairs, "simulated", lambda seconds: f"{seconds:.1f} s", 1.2 * found.star_s)
-    axes.set_xlabel("seconds")
-    factor = found.star_simulated_s / found.relay_simulated_s
-    axes.set_title(f"a sync of 16 nodes at 4 sites, 100 MB each: {factor:.1f} times")
 
 
 def _pairs(

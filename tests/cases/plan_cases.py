@@ -22,11 +22,7 @@ def four_sites() -> Inventory:
     links = {(site, site): lan for site in "ABCD"}
     links |= {ends: wan for site in "ABCD" for ends in ((site, COORDINATOR), (COORDINATOR, site))}
     return Inventory(
-        nodes=tuple(
-            Node(name=f"{site}{number}", site=site, layer_s=0.05, reachable=True)
-            for site in "ABCD"
-            for number in range(4)
-        ),
+        nodes=tuple(Node(name=f"{site}{number}", site=site, layer_s=0.05) for site in "ABCD" for number in range(4)),
         model=Model(layers=12, parameter_bytes=800e6),
         links=links,
         hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),

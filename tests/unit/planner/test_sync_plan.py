@@ -1,21 +1,11 @@
-"""The sync of a plan: bits and steps of a node, lighter terms, topologies, and when a new plan is worth the switch."""
+"""The sync of a plan: bits and steps of a node, lighter terms, seconds, and when a new plan is worth the switch."""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farloop.planner.inventory import Hub
-from farloop.planner.plan import (
-    Prediction,
-    Site,
-    Worker,
-    relay_of,
-    relays,
-    ring,
-    ring_of_relays,
-    sharded,
-    star,
-)
+from farloop.planner.plan import Prediction, Worker, star
 from farloop.planner.sync_plan import (
     Pace,
     choose,
@@ -106,34 +96,12 @@ def test_what_gains_nothing_is_not_worth_other_terms(node: str, known: dict[str,
     assert lighter(node, known, h=50, parameters=100e6, bits=4, overlap=overlap) is None
 
 
-# --- Topologies: predicted seconds of star, shards, relays and rings
-
-WORKERS = [Worker(up=25e6, down=25e6, latency_s=0.04, payload=100e6, reachable=True)] * 16
-SITES = [Site(workers=tuple(range(first, first + 4)), rate=1250e6) for first in (0, 4, 8, 12)]
-HUB = Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6)
+# --- Predicted seconds of a sync
 
 
-def test_the_worked_example_of_topologies() -> None:
-    assert star(WORKERS, HUB).up_s == pytest.approx(12.84)
-    assert star(WORKERS, HUB).round_s == pytest.approx(25.68)
-    assert sharded(WORKERS, [HUB] * 2).round_s == pytest.approx(12.88)
-    assert sharded(WORKERS, [HUB] * 4).round_s == pytest.approx(8.08)
-    tree = relays(WORKERS, SITES, HUB)
-    assert (tree.up_s, tree.round_s) == pytest.approx((4.28, 8.56))
-    assert tree.relays == (0, 4, 8, 12)
-    assert ring(100e6, [25e6] * 16, 0.04).round_s == pytest.approx(8.7)
-    heads = ring_of_relays(WORKERS, SITES)
-    assert heads is not None and heads.round_s == pytest.approx(6.72)
+def test_the_worked_example_of_a_star() -> None:
+    workers = [Worker(up=25e6, down=25e6, latency_s=0.04, payload=100e6)] * 16
+    found = star(workers, Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6))
+    assert (found.up_s, found.round_s) == pytest.approx((12.84, 25.68))
     both_ways = Prediction(name="", up_s=10.0, down_s=6.0)
     assert (both_ways.overlapped_s(8), both_ways.overlapped_s(1)) == (12.0, 16.0)
-
-
-def test_the_relay_is_the_one_with_the_fastest_way_out_that_can_be_dialled() -> None:
-    workers = [
-        Worker(up=rate, down=rate, latency_s=0.0, payload=1e6, reachable=True) for rate in (1e6, 9e6, 9e6, 5e6)
-    ]  # fmt: skip
-    assert relay_of(workers, Site(workers=(0, 1, 2, 3))) == 1
-    quiet = [Worker(up=25e6, down=25e6, latency_s=0.04, payload=100e6)] * 16
-    assert relay_of(quiet, SITES[0]) is None and ring_of_relays(quiet, SITES) is None
-    plain, tree = star(quiet, HUB), relays(quiet, SITES, HUB)
-    assert tree.relays == () and tree.round_s == pytest.approx(plain.round_s)
