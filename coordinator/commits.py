@@ -25,7 +25,6 @@ from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
 from farloop.quant.formats.q4r import L_GRECO_FACTORS, Q4rCodec
-from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named, spelling_of
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import AnchorRef, Share
@@ -243,7 +242,7 @@ def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | 
     expected = _expected(ledger, draft, [addend.blob for addend in draft.blobs])
     for (data, _), expect in zip(inputs, expected, strict=True):
         header, payload, _ = parse_blob(data, expect)
-        norms.append(payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed))
+        norms.append(header.codec.norm_sq(payload, expect.fragment, seed=header.seed))
     return draft.blobs[norms.index(max(norms))].blob if norms else None
 
 

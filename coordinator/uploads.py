@@ -20,7 +20,6 @@ from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import Expected, blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
-from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.runtime.ports import Clock, Worker
 from farloop.wire import messages as msg
@@ -58,7 +57,7 @@ def verify(data: bytearray, offer: Offer, expect: Expected, measures: bool) -> V
     delta = data if coded else parsed  # decompressed it would take more memory until its window closes
     if not measures:
         return Verified(offer=offer, delta=delta)
-    norm_sq = payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed)
+    norm_sq = header.codec.norm_sq(payload, expect.fragment, seed=header.seed)
     if coded:
         digest = xxhash.xxh3_64_intdigest(payload.numpy().data)
     return Verified(offer=measured(offer, norm_sq), delta=delta, payload=digest)

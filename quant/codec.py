@@ -19,6 +19,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadPayload, NonFiniteError
+from farloop.quant.norm import norm_sq
 
 # --- The interface
 
@@ -154,6 +155,13 @@ class Codec(ABC):
         """
         self._require_operands(fragment, payload)
         yield from self._tiles(payload, fragment, seed=seed, device=device or payload.device)
+
+    def norm_sq(self, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> float:
+        """The squared norm of what a valid payload decodes to, without decoding all of it at once."""
+        total = 0.0
+        for tile in self.decoded_tiles(payload, fragment, seed=seed):
+            total = norm_sq(tile, total)
+        return total
 
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
         """acc += weight · decoded, with two roundings: u = fl(w·t), acc = fl(acc + u), w = fl(weight).

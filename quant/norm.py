@@ -6,26 +6,17 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.codec import Codec
-from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.kernels.dispatch import fast_path, fast_tile_sums
+from farloop.quant.kernels.dispatch import fast_tile_sums
 from farloop.quant.kernels.interface import NORM_TILE
 
 
-def norm_sq(x: Tensor) -> float:
-    """Σ x² of x fp32 [numel] in fp64: a fixed tree inside each tile of 4096 elements, the tiles one after the other."""
-    return _add_tiles(0.0, x)
-
-
-def payload_norm_sq(codec: Codec, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> float:
-    """`norm_sq` of what a valid payload decodes to, without decoding all of it at once."""
-    if isinstance(codec, BlockCodec) and (fast := fast_path(codec.kernel_key(), payload.device)) is not None:
-        sums = fast.tile_sums(payload, fragment.numel)
-        if sums is not None:
-            return total_of(sums)
-    total = 0.0
-    for tile in codec.decoded_tiles(payload, fragment, seed=seed):
-        total = _add_tiles(total, tile)
+def norm_sq(x: Tensor, total: float = 0.0) -> float:
+    """Σ x² of x fp32 [numel] in fp64: a fixed tree inside each tile of 4096 elements, the tiles one after the other, to
+    the `total` of those before."""
+    if (fast := fast_tile_sums(x.device)) is not None:
+        return total_of(fast(x.contiguous()), total)
+    for start in range(0, x.numel(), TILE):
+        total = total_of(sums_by_reference(x[start : start + TILE]), total)
     return total
 
 
@@ -43,18 +34,10 @@ def tensor_norms(pieces: Iterable[Tensor], fragment: Fragment) -> list[float]:
                 continue
             part = torch.cat([begun[k].to(piece.device), piece[first - start : last - start]])
             whole = part.numel() - part.numel() % NORM_TILE
-            totals[k] = _add_tiles(totals[k], part[:whole])
+            totals[k] = norm_sq(part[:whole], totals[k])
             begun[k] = part[whole:].clone()  # the piece may be a buffer that is reused
         start = end
-    return [_add_tiles(total, rest) ** 0.5 for total, rest in zip(totals, begun, strict=True)]
-
-
-def _add_tiles(total: float, x: Tensor) -> float:
-    if (fast := fast_tile_sums(x.device)) is not None:
-        return total_of(fast(x.contiguous()), total)
-    for start in range(0, x.numel(), TILE):
-        total = total_of(sums_by_reference(x[start : start + TILE]), total)
-    return total
+    return [norm_sq(rest, total) ** 0.5 for total, rest in zip(totals, begun, strict=True)]
 
 
 def total_of(tile_sums: Iterable[float], total: float = 0.0) -> float:

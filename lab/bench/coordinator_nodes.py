@@ -23,7 +23,6 @@ from farloop.node.link import NodeLink
 from farloop.node.machine import NodeMachine
 from farloop.node.zmq_dealer import LinkConfig, ZmqDialer
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
-from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
@@ -145,7 +144,7 @@ class Node:
         data = self._blobs[blob] = seal(header, data)
         own = Contribution(
             node=blob.node, incarnation=1, base=blob.version, steps=command.steps, tokens=command.tokens,
-            norm_sq=payload_norm_sq(codec, payload, fragment),
+            norm_sq=codec.norm_sq(payload, fragment),
         )  # fmt: skip
         return msg.Offer(
             blob=blob, size=len(data), digest=blob_digest(data), window=command.window, contributors=(own,),

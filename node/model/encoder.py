@@ -18,7 +18,7 @@ from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, 
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.norm import norm_sq, payload_norm_sq
+from farloop.quant.norm import norm_sq
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import Offer
@@ -127,7 +127,7 @@ def finish(packed: Packed) -> Encoded:
         base=command.blob.version,
         steps=command.steps,
         tokens=command.tokens,
-        norm_sq=payload_norm_sq(header.codec, payload, header.fragment, seed=header.seed) if command.measure else 0.0,
+        norm_sq=header.codec.norm_sq(payload, header.fragment, seed=header.seed) if command.measure else 0.0,
     )
     data = seal(header, packed.data)
     offer = Offer(

@@ -21,6 +21,7 @@ from farloop.quant.errors import BadPayload, NonFiniteError
 from farloop.quant.formats.sparse import padding, within
 from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey
+from farloop.quant.norm import total_of
 from farloop.quant.packing import Layout, bf16_bits, check_scales, from_bf16, unpack_into
 
 
@@ -187,6 +188,12 @@ class BlockCodec(Codec):
             return
         self._require_operands(fragment, payload, acc=acc)
         fast.add([payload], [finite_weight(weight)], acc, overwrite=False)
+
+    def norm_sq(self, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> float:
+        """As `Codec.norm_sq`; kernels read the payload alone."""
+        fast = self._kernels(payload)
+        sums = None if fast is None else fast.tile_sums(payload, fragment.numel)
+        return Codec.norm_sq(self, payload, fragment, seed=seed) if sums is None else total_of(sums)
 
     def apply_into(self, payload: Tensor, base: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> int:
         """As `Codec.apply_into`; kernels do it in one pass."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId
 from farloop.node.link import NodeLink
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
-from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.sim.node import SimulatedLink
 from farloop.sim.scenario import NodeSetup
@@ -87,9 +86,7 @@ class ForgingLink(SimulatedLink):
             forged = payload
         data = pack_blob(header, forged)
         if self._deceit != "nan":
-            share = dataclasses.replace(
-                share, norm_sq=payload_norm_sq(header.codec, forged, fragment, seed=header.seed)
-            )
+            share = dataclasses.replace(share, norm_sq=header.codec.norm_sq(forged, fragment, seed=header.seed))
         return dataclasses.replace(offer, size=len(data), digest=blob_digest(data), contributors=(share,)), data
 
     def _payload(self, header: BlobHeader, payload: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from farloop.algo.spec import TILE
 from farloop.quant import norm
 from farloop.quant.codec import flat
 from farloop.quant.kernels.cpu.primitives import kernel_threads
-from farloop.quant.norm import norm_sq, payload_norm_sq, tensor_norms
+from farloop.quant.norm import norm_sq, tensor_norms
 from farloop.quant.registry import CODECS
 
 
@@ -67,7 +67,7 @@ def test_the_largest_numbers_do_not_overflow() -> None:
 def test_a_payload_has_the_norm_of_its_numbers(name: str, numel: int) -> None:
     codec, fragment = CODECS[name], flat(numel)
     payload = codec.encode(spread(numel), fragment, seed=3)
-    assert payload_norm_sq(codec, payload, fragment, seed=3) == norm_sq(codec.decode(payload, fragment, seed=3))
+    assert codec.norm_sq(payload, fragment, seed=3) == norm_sq(codec.decode(payload, fragment, seed=3))
 
 
 @pytest.mark.parametrize("size", [100, 4096, 5000, TILE])
