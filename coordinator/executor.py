@@ -26,6 +26,7 @@ from farloop.coordinator.errors import MachineBroken
 from farloop.coordinator.net.link_monitor import LinkMonitor
 from farloop.coordinator.net.router import OF_THE_PROCESS
 from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.observe.interface import Observer
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
@@ -49,20 +50,6 @@ class Router(Protocol):
     def working_for(self, peer: Peer) -> AbstractContextManager[Session]: ...
 
     def closed_by_us(self, peer: Peer, reason: Reason, told: str) -> None: ...
-
-
-class Observer:
-    """Hears what happens in a run, and decides nothing; this one records nothing."""
-
-    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
-
-    def carries_out(self, command: ev.Command) -> None: ...
-
-    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
-
-    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None: ...
-
-    def refresh(self, machine: CoordinatorMachine) -> None: ...
 
 
 class CoordinatorExecutor:

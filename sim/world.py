@@ -17,8 +17,9 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.records import EvaluationTaken
-from farloop.coordinator.executor import CoordinatorExecutor, Observer
+from farloop.coordinator.executor import CoordinatorExecutor
 from farloop.coordinator.net.router import SessionRouter
+from farloop.coordinator.observe.interface import Observer
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState

@@ -13,7 +13,6 @@ from typing import Literal
 from farloop.algo.schedule import learning_rate
 from farloop.algo.spec import Layout, NodeId, RoundPlan, to_plain
 from farloop.algo.stages import fragments_of
-from farloop.coordinator import executor
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -22,6 +21,7 @@ from farloop.coordinator.decide.revising import last_change
 from farloop.coordinator.decide.roster import Member, stages_held
 from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
+from farloop.coordinator.observe import interface
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
 from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time, shown
@@ -53,7 +53,7 @@ _TRAINS = "nodes are training and nothing holds the run"
 _TOTALS_EVERY = 500  # lines of progress between two of totals: 0.2 MB, of the end of the file that a start reads
 
 
-class Observer(executor.Observer):
+class Observer(interface.Observer):
     """What one coordinator shows of its run."""
 
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:

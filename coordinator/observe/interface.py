@@ -1,0 +1,22 @@
+"""What the executor tells whoever watches a run."""
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator.aggregator import Result
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.wire.reasons import Reason
+
+
+class Observer:
+    """Hears what happens in a run, and decides nothing; this one records nothing."""
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
+
+    def carries_out(self, command: ev.Command) -> None: ...
+
+    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
+
+    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None: ...
+
+    def refresh(self, machine: CoordinatorMachine) -> None: ...
