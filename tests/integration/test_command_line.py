@@ -223,7 +223,7 @@ def test_a_coordinator_whose_port_is_taken_says_so_and_leaves_the_state_free(tmp
         )
         for _ in range(2):
             command = [sys.executable, "-m", "farloop.cli.main", "coordinator", str(path), "--log-level", "error"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
             assert done.returncode == 2
             assert "is in use; stop the other process, or choose another port in [coordinator] bind" in done.stderr
             assert done.stderr.count("\n") == 1

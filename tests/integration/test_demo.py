@@ -82,7 +82,7 @@ def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folde
     """A finished run is told again; an option that would say otherwise than its begin is refused."""
     resume = [sys.executable, *DEMO, "--resume", str(out)]
     again, other = (
-        subprocess.run([*resume, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+        subprocess.run([*resume, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
         for more in (["--json"], ["--steps", "90"])
     )
     assert again.returncode == 0, again.stderr
