@@ -235,14 +235,14 @@ def _cut(text: bytes, limit: int) -> bytes:
 def _standard_library_files() -> list[Path]:
     """The interpreter's own modules, without tests, installed packages and what differs from one build to the next."""
     root = Path(sysconfig.get_path("stdlib"))
-    return by_hashed_path(root, (file for file in walk(root) if _is_library_source(file.relative_to(root))))
+    foreign = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+    return by_hashed_path(root, (file for file in walk(root, foreign) if _is_library_source(file.relative_to(root))))
 
 
 def _is_library_source(relative: Path) -> bool:
-    foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     # Compiler flags, install paths and a distribution's own hooks: two clusters with the same Python would disagree.
     local = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
-    return relative.suffix == ".py" and foreign.isdisjoint(relative.parts) and not relative.parts[0].startswith(local)
+    return relative.suffix == ".py" and not relative.parts[0].startswith(local)
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:

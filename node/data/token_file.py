@@ -15,7 +15,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -248,12 +248,13 @@ def by_hashed_path(root: Path, files: Iterable[Path]) -> list[Path]:
     return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest())
 
 
-def walk(root: Path) -> Iterator[Path]:
-    """Paths of all entries below `root` that are not folders or hidden; links to folders are not followed."""
+def walk(root: Path, without: Container[str] = ()) -> Iterator[Path]:
+    """Paths of all entries below `root` that are not folders or hidden; links to folders are not followed. `without`:
+    names of folders that are left out."""
 
     def refuse(error: OSError) -> None:
         raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n != "__pycache__" and n not in without]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
