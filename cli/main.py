@@ -240,15 +240,18 @@ def _check_demo(run: dict[str, Any], data: Path | None, link: str) -> None:
     """Refuse a run that cannot start, before torch is loaded. Raises CommandError."""
     from farloop.algo.methods import method_named
     from farloop.config.run_config import RunConfig, terms_of
-    from farloop.config.settings import LEAST
+    from farloop.config.settings import RUN_SCHEMA
 
     check_model(run["model"])
     check_links(link)
     if data is not None and not data.exists():
         raise CommandError(f"no file or folder {data}")
     for key in ("nodes", "seed"):
-        if run[key] < (least := LEAST["run", key]):
-            raise CommandError(f"--{key}: the least is {least}, not {run[key]}")
+        for rule in RUN_SCHEMA["run"][key].rules:
+            try:
+                rule(run[key])
+            except ValueError as error:
+                raise CommandError(f"--{key}: {error}") from error
     try:
         terms_of(RunConfig(**run), method_named(run["method"]))
     except ValueError as error:

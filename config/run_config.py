@@ -3,45 +3,62 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from farloop.algo.methods import Method, default_mix
+from farloop.algo.methods import METHODS, Method, default_mix
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer, fewest_outer_steps
 from farloop.algo.schedule import first_rounds, initial_h
 from farloop.algo.terms import InnerOptimizer, LearningRate, LearningRateShape, Rewarm, Terms
-from farloop.algo.validation import check_learning_rate, check_rounds, given_as, may_own_tau
-from farloop.monitoring.units import ascii_number, is_digits
-from farloop.node.settings import PRESETS, Share
-from farloop.quant.spelling import downlink_spelling
+from farloop.algo.validation import (
+    INNER_OPTIMIZERS,
+    ROBUST_RULES,
+    RULES,
+    SCREENS,
+    SHAPES,
+    check_learning_rate,
+    check_rounds,
+    given_as,
+    may_own_tau,
+)
+from farloop.monitoring.units import AtLeast, OneOf, ascii_number, is_digits
+from farloop.node.settings import PRESETS, Share, check_model_name
+from farloop.quant.spelling import check_codec, downlink_spelling
 from farloop.wire.keys import check_name
+
+_MOST_NAME = 100  # characters
+
+
+def _check_run_name(name: str) -> None:
+    if not (0 < len(name) <= _MOST_NAME and name.isprintable() and name == name.strip()):
+        raise ValueError(f"1 to {_MOST_NAME} printable characters are wanted, no space first or last, not {name!r:.60}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The table `[run]` of a RUN.toml. None: derived from the method and the size of the run."""
 
-    name: str = "run"
+    name: Annotated[str, _check_run_name] = "run"
     """Name of the run: at most 100 printable characters."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0)] = 0
     """Seed of the initial weights and the sample order."""
-    model: str = "tiny"
+    model: Annotated[str, check_model_name] = "tiny"
     """A built-in model (nano, micro, tiny, small or base), hf:FOLDER for a folder with the config.json of a causal
     language model, or package.module:factory for your own code."""
     init: Path | None = None
     """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
     drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring. They bring the
     data too, unless [data] names some: then the coordinator grants their samples."""
-    buffers: str = "own"
+    buffers: Annotated[str, OneOf(("own", "average"))] = "own"
     """average: the running_mean and running_var of batch normalisation become the mean of the nodes' at every merge,
     weighted as the weights are, and are in the run's model. They begin as those of init, or of the factory's model.
     own: no buffer is exchanged."""
-    nodes: int = 2
+    nodes: Annotated[int, AtLeast(1)] = 2
     """Nodes that the run waits for before it starts."""
-    steps: int = 600
+    steps: Annotated[int, AtLeast(1)] = 600
     """Inner steps of each node."""
-    method: str = "streaming"
+    method: Annotated[str, OneOf(METHODS)] = "streaming"
     """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` compares them."""
-    h: int | None = None
+    h: Annotated[int | None, AtLeast(1)] = None
     """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
     bytes_goal: float | None = None
     """In place of h: how many times fewer bytes than data parallel in fp32 the run is to move, e.g. 200."""
@@ -61,11 +78,11 @@ class RunConfig:
     stages: str | None = None
     """First block of each pipeline stage but the first, e.g. "4,8". No fragment crosses a cut; embedding and head
     belong to stage 0. A node may hold some stages; nodes and quorum count per stage."""
-    codec_up: str | None = None
+    codec_up: Annotated[str | None, check_codec] = None
     """Codec from the nodes to the coordinator: a name from `farloop codecs`, or with parameters, e.g. q4r:step=0.7."""
     codec_up_of: str | None = None
     """Nodes with another uplink codec, e.g. "rome=q4r oslo=q8", for slower links."""
-    codec_down: str | None = None
+    codec_down: Annotated[str | None, check_codec] = None
     """Codec from the coordinator to the nodes."""
     outer_lr: float | None = None
     """Learning rate ν of the outer optimizer."""
@@ -79,21 +96,21 @@ class RunConfig:
     """async: share of the momentum in each of these steps, 0 to 1/outer_buffer (same source; 0.1 is no better)."""
     outer_restart: int = 0
     """Outer steps after which the outer momentum is reset to zero; 0: never (arXiv 2605.28585)."""
-    inner_optimizer: str | None = None
+    inner_optimizer: Annotated[str | None, OneOf(INNER_OPTIMIZERS)] = None
     """adamw, or muon for the matrices of layers and adamw for the rest, at the same learning rate. Default: muon; adamw
     with control_variates, where the nodes' own loops bring the model (init), or where it has no such matrices."""
-    screen: str = "norm"
+    screen: Annotated[str, OneOf(SCREENS)] = "norm"
     """Screening of deltas: norm (far too long, replayed or copied), full (also directions), or off."""
     norm_band: float = 8.0
     """Largest norm of a delta, as a multiple of the recent norm."""
-    merge: str | None = None
+    merge: Annotated[str | None, OneOf(ROBUST_RULES)] = None
     """Robust aggregation for untrusted nodes: clipped, median, trimmed or krum. Default: the mean."""
     control_variates: bool = False
     """Correct the steps of each node for its data distribution (arXiv 2308.08165), for shards that differ. Needs
     diloco, outer_momentum = 0 and a dense codec_up such as q4; costs one more fp32 copy of the model per node."""
     outer_correction: bool = True
     """If rounds differ in length, correct ν, μ and the delta for the work in each (arXiv 2609.36662)."""
-    h_rule: str = "constant"
+    h_rule: Annotated[str, OneOf(RULES)] = "constant"
     """Length of rounds: constant, qsr (α/η)², linear α/η, cubic (α/η)³, or post-local."""
     h_alpha: float | None = None
     """α of qsr, linear and cubic. With lr·√h, qsr has h steps at the peak (arXiv 2310.14423)."""
@@ -109,7 +126,7 @@ class RunConfig:
     """Learning rate at the start and the end."""
     warmup_steps: int | None = None
     """Schedule positions from min_lr to lr. Default: a tenth of the run, at most 100."""
-    schedule: str = "cosine"
+    schedule: Annotated[str, OneOf(SHAPES)] = "cosine"
     """Learning rate after the warm-up: cosine, linear, step, wsd, infinite or constant."""
     drops: str | None = None
     """step: positions at which the learning rate is multiplied by drop_factor, e.g. "300,450"."""
@@ -117,7 +134,7 @@ class RunConfig:
     """step: factor of each drop."""
     decay_share: float = 0.2
     """wsd: share of the run, at its end, for the decay from lr to min_lr (arXiv 2405.18392)."""
-    decay: str = "sqrt"
+    decay: Annotated[str, OneOf(("sqrt", "linear"))] = "sqrt"
     """wsd: shape of the decay, sqrt or linear."""
     constant_lr: float | None = None
     """infinite: learning rate after the cool-down. Default: the mean of lr and min_lr."""
@@ -145,7 +162,7 @@ class RunConfig:
     evaluate_every_rounds: int | None = None
     """Rounds between two evaluations. Default: about every 30 steps; with `init`: none, set it where loops have
     `join(evaluate=...)`."""
-    evaluation_sequences: int = 64
+    evaluation_sequences: Annotated[int, AtLeast(1)] = 64
     """Sequences of the fixed evaluation set."""
 
 
@@ -159,13 +176,13 @@ class DataConfig:
     mixture: tuple[Share, ...] | None = None
     """Several of these in place of path, and their shares of the samples, e.g. [{path = "wiki.bin", weight = 3},
     {path = "code.bin", weight = 1}]."""
-    max_bytes: int = 16_000_000
+    max_bytes: Annotated[int, AtLeast(1)] = 16_000_000
     """Most bytes to read from each text; a token file is used whole."""
     phases: tuple[Path, ...] | None = None
     """Data like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
     digest: str | None = None
     """RUN.toml with init: a name for the dataset of your own loops, which each of them compares."""
-    samples: int | None = None
+    samples: Annotated[int | None, AtLeast(1)] = None
     """With digest: its number of samples."""
 
 

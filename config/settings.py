@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from farloop.algo.methods import METHODS, method_named
+from farloop.algo.methods import method_named
 from farloop.algo.spec import Fragment, Layout
-from farloop.algo.validation import INNER_OPTIMIZERS, MOST_WHOLE, ROBUST_RULES, RULES, SCREENS, SHAPES, check
+from farloop.algo.validation import MOST_WHOLE, check
 from farloop.config.exit_codes import ExitCode
 from farloop.config.run_config import DataConfig, RunConfig, terms_of
 from farloop.config.sources import (
@@ -36,29 +36,21 @@ from farloop.config.sources import (
     read_file,
     read_flags,
 )
-from farloop.coordinator.settings import ADAPTS, CoordinatorConfig, check_url
+from farloop.coordinator.settings import CoordinatorConfig
 from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.node.errors import LayoutError
-from farloop.node.machine_info import parse_nics
 from farloop.node.settings import (
-    NORMALISE,
     PRESETS,
-    Buffers,
     NodeConfig,
     PipelineConfig,
     Share,
-    Where,
-    check_fingerprint,
-    check_model_name,
     located,
 )
-from farloop.quant.spelling import PARAMETERS, read_spelling
-from farloop.wire.keys import AllowList, check_name, load_public, load_secret
-from farloop.wire.limits import check_lanes
-from farloop.wire.uplink import UplinkLimit, nearest_rate, parse_hours, parse_rate
+from farloop.wire.keys import AllowList, load_public, load_secret
+from farloop.wire.uplink import UplinkLimit, nearest_rate
 
 _PATHS = tuple[Path, ...]
 _SHARES_OF_DATA = tuple[Share, ...]
@@ -92,6 +84,7 @@ class Key:
     optional: bool  # whether None is allowed
     default: object  # `dataclasses.MISSING` for a required key
     owner: type  # the dataclass whose field it is
+    rules: tuple[Callable[[Any], object], ...]  # beside its type; each raises ValueError
 
     @property
     def meaning(self) -> str:
@@ -152,10 +145,12 @@ Schema = Mapping[str, Mapping[str, Key]]  # section → key → what it is
 def _section(name: str, *owners: type, without: frozenset[str] = frozenset()) -> dict[str, Key]:
     keys = {}
     for owner in owners:
-        hints = get_type_hints(owner)
+        hints = get_type_hints(owner, include_extras=True)
         for field in dataclasses.fields(owner):
             if field.name not in without:
-                kind, optional = _kind(hints[field.name])
+                hint = hints[field.name]
+                hint, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+                kind, optional = _kind(hint)
                 keys[field.name] = Key(
                     section=name,
                     name=field.name,
@@ -163,6 +158,7 @@ def _section(name: str, *owners: type, without: frozenset[str] = frozenset()) ->
                     optional=optional,
                     default=field.default,
                     owner=owner,
+                    rules=tuple(rules),
                 )
     return keys
 
@@ -212,56 +208,8 @@ NODE_SCHEMA: Schema = {
 }
 
 
-CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
-    ("run", "method"): METHODS,
-    ("run", "schedule"): SHAPES,
-    ("run", "decay"): ("sqrt", "linear"),
-    ("run", "h_rule"): RULES,
-    ("run", "inner_optimizer"): INNER_OPTIMIZERS,
-    ("run", "screen"): SCREENS,
-    ("run", "merge"): ROBUST_RULES,
-    ("run", "buffers"): ("own", "average"),
-    ("pipeline", "normalise"): NORMALISE,
-    ("coordinator", "mitigation"): ADAPTS,
-    ("coordinator", "after_end"): ("stop", "serve"),
-    ("node", "buffers"): get_args(Buffers),
-    ("node", "anchors"): get_args(Where),
-}
-
-LEAST = {
-    ("run", "seed"): 0,
-    ("run", "nodes"): 1,
-    ("run", "steps"): 1,
-    ("run", "h"): 1,
-    ("run", "evaluation_sequences"): 1,
-    ("data", "max_bytes"): 1,
-    ("data", "samples"): 1,
-    ("node", "nproc"): 1,
-    ("node", "restarts"): 0,
-    ("node", "save_every_rounds"): 0,
-    ("node", "threads"): 0,
-    ("node", "microbatch"): 0,
-    ("node", "tau"): 0,
-    ("coordinator", "probe_bytes"): 0,
-    ("pipeline", "microbatches"): 1,
-    ("pipeline", "credit"): 1,
-    ("pipeline", "memory"): 1,
-}
-
 _MOST = 2**63 - 1  # largest integer of the wire and of torch
-MOST_NAME = 100  # characters of a run's name
 _NO_OPTIONS: Mapping[str, str] = {}
-
-_SHARES = {
-    ("coordinator", "min_participation"): (1.0, "share; 0 to 1 is wanted, as 0.5"),
-    ("coordinator", "egress_price_per_gb"): (math.inf, "price; 0 or more is wanted"),
-    ("coordinator", "probe_share"): (math.inf, "share; 0 or more is wanted, as 0.01"),
-    **{
-        place: (math.inf, "time; 0 seconds or more are wanted, as 60")
-        for place in (("coordinator", "probe_idle_s"), ("node", "hang_timeout"), ("node", "give_up"))
-    },
-}
-"""Largest value, and what is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,13 +284,8 @@ def load_run(
     """A RUN.toml with the environment and `section.key=value` flags on top; such flags by the `options` that stand for
     them. Raises ConfigError."""
     settings = _resolve(path, RUN_SCHEMA, flags, environ, options)
-    settings.check("run", "name", _check_run_name)
-    settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
-    settings.check("coordinator", "copy_to", check_url)
-    if coordinator["copy_every_s"] <= 0.0:
-        raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted, as 600")
     _check_http_port(settings, "coordinator", coordinator["bind"])
     coordinator.pop("insecure")
     _check_data(settings)
@@ -359,21 +302,14 @@ def load_node(
 ) -> NodeFile:
     """A NODE.toml with the environment, flags and options on top, as `load_run`. Raises ConfigError."""
     settings = _resolve(path, NODE_SCHEMA, flags, environ, options)
-    settings.check("node", "name", check_name)
-    settings.check("node", "fingerprint", check_fingerprint)
-    settings.check("node", "address", parse_tcp)
-    settings.check("node", "nics", parse_nics)
-    settings.check("node", "coordinator", parse_tcp)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     settings.check("node", "leave_code", _check_leave_code)
-    settings.check("node", "lanes", check_lanes)
     host = parse_tcp(settings.section("node")["coordinator"]).host
     settings.check("node", "bulk_source", lambda text: check_source(text, host))
     if settings.section("node")["bulk_source"] and settings.section("node")["key"] is None:
         what = "needs key and server_key: without keys the lanes of a session come from one address"
         raise settings.error("node", "bulk_source", what)
     settings.check("node", "hosts", check_hosts)
-    settings.check("node", "rendezvous", parse_host_port)
     node = settings.section("node")
     node.pop("insecure")
     if node["hosts"] != "1" and not node["rendezvous"]:
@@ -391,11 +327,6 @@ def load_node(
         data_phases=data.phases or (),
     )
     return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
-
-
-def _check_run_name(name: str) -> None:
-    if not (0 < len(name) <= MOST_NAME and name.isprintable() and name == name.strip()):
-        raise ValueError(f"1 to {MOST_NAME} printable characters are wanted, no space first or last, not {name!r:.60}")
 
 
 def _check_data(settings: Settings) -> None:
@@ -430,13 +361,8 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
     for key in ("model", "microbatch", "checkpoint", "compile", "shard", "rendezvous"):
         if node[key]:
             raise settings.error("node", key, "a stage of a pipeline trains its part of a built-in model; leave it out")
-    settings.check("pipeline", "codec", _check_codec)
-    for key in ("patience_s", "late_s", "liveness_s"):
-        if values[key] <= 0.0:
-            raise settings.error("pipeline", key, f"{values[key]:g} is not a duration; seconds above 0 are wanted")
     if values["peers"] is not None and node["key"] is None:
         raise settings.error("pipeline", "peers", "needs [node] key (this side's secret key), which is missing")
-    settings.check("pipeline", "bind", lambda text: parse_tcp(text, listens=True))
     from farloop.pipeline.layout import read_layout  # with the messages between stages, for pipelines alone
 
     try:
@@ -547,26 +473,12 @@ def _resolve(
     }
     settings = Settings(path=path, by_name=by_name)
     for (section, name), setting in by_name.items():
-        choices, value = CHOICES.get((section, name)), setting.value
-        if choices and value is not None and value not in list(choices):
-            raise settings.error(section, name, f"there is no {value!r}; {nearest(value, choices)}")
-        least = LEAST.get((section, name), -_MOST)
-        largest = MOST_WHOLE if section == "run" and name != "seed" else _MOST
-        if type(value) is int and not least <= value <= largest:
-            bound = f"the least is {least}" if value < least else f"the most is {largest}"
-            raise settings.error(section, name, f"{bound}, not {value}")
-        if (section, name) in _SHARES and value is not None:
-            most, what = _SHARES[section, name]
-            if not 0.0 <= value <= most:
-                raise settings.error(section, name, f"{value:g} is not a {what}")
-    for section, name, rule in (
-        ("run", "model", check_model_name),
-        ("run", "codec_up", _check_codec),
-        ("run", "codec_down", _check_codec),
-        ("node", "model", check_model_name),
-    ):
-        if section in schema:
+        for rule in setting.key.rules:
             settings.check(section, name, rule)
+        largest, value = MOST_WHOLE if section == "run" and name != "seed" else _MOST, setting.value
+        if type(value) is int and abs(value) > largest:
+            bound = f"the least is {-largest}" if value < 0 else f"the most is {largest}"
+            raise settings.error(section, name, f"{bound}, not {value}")
     return settings
 
 
@@ -581,13 +493,6 @@ def _setting(path: Path, key: Key, given: Given | None) -> Setting:
     return Setting(key=key, value=key.default, given=None)
 
 
-def _check_codec(spelling: str) -> None:
-    name = spelling.partition(":")[0]
-    if name not in PARAMETERS:
-        raise ValueError(f"there is no {name!r}; {nearest(name, PARAMETERS)}")
-    read_spelling(spelling)
-
-
 def _check_http_port(settings: Settings, section: str, bind: str) -> None:
     """The pages have a port of their own. Raises ConfigError."""
     if not (http := settings.section(section)["http"]):
@@ -599,11 +504,8 @@ def _check_http_port(settings: Settings, section: str, bind: str) -> None:
 
 
 def _check_daemon(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
-    """HTTP address, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
+    """Quiet hours, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
     values = settings.section(section)
-    settings.check(section, "http", lambda text: text and parse_host_port(text, listens=True))
-    for key, rule in (("max_uplink", parse_rate), ("quiet_hours", parse_hours), ("quiet_uplink", parse_rate)):
-        settings.check(section, key, rule)
     for key, other in (("quiet_hours", "quiet_uplink"), ("quiet_uplink", "quiet_hours")):
         if values[key] and not values[other]:
             example = "2mbit" if other == "quiet_uplink" else "08:00-18:00"

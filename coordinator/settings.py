@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
+from farloop.monitoring.addresses import check_listening, check_tcp_listening
+from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.uplink import UplinkLimit
+from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 
 QUIET_S: Final = 10.0
 """Seconds without waiting transfers before a probe: until then `router.py` paces downloads, and probes with them."""
@@ -44,51 +46,51 @@ class CoordinatorConfig:
 
     state_dir: Path
     """Journal, snapshots, metrics.jsonl and the final model."""
-    bind: str = "tcp://127.0.0.1:7700"
+    bind: Annotated[str, check_tcp_listening] = "tcp://127.0.0.1:7700"
     """The one port that nodes must reach. Host * is every interface, of IPv4 and IPv6; an IPv6 address stands in
     brackets, as tcp://[::1]:7700."""
     key: Path | None = None
     """Secret key file. CURVE is on with it, and required beyond loopback."""
     allow: Path | None = None
     """Folder of the nodes' public keys."""
-    http: str = "127.0.0.1:9700"
+    http: Annotated[str, check_listening] = "127.0.0.1:9700"
     """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
     http_names: str = ""
     """Public host names under which these pages may be asked for, as run.example.com, with commas between them. IP
     addresses and private names need not be given; * takes any name."""
-    min_participation: float | None = None
+    min_participation: Annotated[float | None, AtLeast(0.0, 1.0, "share; 0 to 1 is wanted, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
-    copy_to: str = ""
+    copy_to: Annotated[str, check_url] = ""
     """Where the state is copied to: s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH. Without it, there are no
     copies."""
-    copy_every_s: float = 600.0
+    copy_every_s: Annotated[float, check_duration] = 600.0
     """Seconds between two copies, also over restarts. One more is made at the run's end, and at an orderly stop."""
     map_buffers: bool = False
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
-    egress_price_per_gb: float = 0.0
+    egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="price; 0 or more is wanted")] = 0.0
     """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
     congestion: str = ""
     """Congestion control of the connections to nodes, as bbr; the system's unless given."""
-    max_uplink: str = ""
+    max_uplink: Annotated[str, parse_rate] = ""
     """Most that the coordinator sends to all nodes together, as 20mbit; empty: as fast as the links."""
-    quiet_hours: str = ""
+    quiet_hours: Annotated[str, parse_hours] = ""
     """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
-    quiet_uplink: str = ""
+    quiet_uplink: Annotated[str, parse_rate] = ""
     """Most that it sends in the quiet hours, as 2mbit."""
-    probe_bytes: int = 32 << 20
+    probe_bytes: Annotated[int, AtLeast(0)] = 32 << 20
     """Most bytes of one probe, which measures one direction of a link while nobody waits for bytes; 0 measures by what
     has to be sent anyway, alone."""
-    probe_share: float = PROBE_SHARE
+    probe_share: Annotated[float, AtLeast(0.0, wanted="share; 0 or more is wanted, as 0.01")] = PROBE_SHARE
     """Share of the bytes that a node's link moves for the run that probes of the link may take, beyond one of 64 KiB in
     each direction."""
-    probe_idle_s: float = QUIET_S
+    probe_idle_s: Annotated[float, TIME] = QUIET_S
     """Seconds without waiting transfers before a link is probed."""
-    after_end: str = "stop"
+    after_end: Annotated[str, OneOf(("stop", "serve"))] = "stop"
     """What the coordinator does once the run is finished. "stop": it serves until all nodes know of the end, 13 s where
     some are away, and ends. "serve": it serves until it is stopped."""
-    mitigation: str = "drop"
+    mitigation: Annotated[str, OneOf(ADAPTS)] = "drop"
     """What to do about nodes and links that become slow or silent. "off": nothing. "advise": measure links again and
     report what would help. "drop": also close a window without a node that sends nothing for several times its usual
     time. "act": also give a slow node lighter terms, or leave it out of a round."""

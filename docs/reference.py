@@ -17,8 +17,9 @@ import typer.main
 from typer.models import Context
 
 from farloop.cli.main import app
-from farloop.config.settings import CHOICES, LEAST, NODE_SCHEMA, RUN_SCHEMA, Key, Schema
+from farloop.config.settings import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
 from farloop.config.sources import PREFIX
+from farloop.monitoring.units import AtLeast, OneOf
 from farloop.node.settings import Share
 
 DOCS = Path(__file__).resolve().parent
@@ -91,10 +92,13 @@ def _tables(schema: Schema, said: dict[str, str] | None = None) -> str:
 
 
 def _sort(key: Key) -> str:
-    if choices := CHOICES.get((key.section, key.name)):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    least = LEAST.get((key.section, key.name))
-    return _SORTS[key.kind] + (f", at least {least}" if least is not None else "")
+    match key.rules:
+        case (OneOf(words),):
+            return ", ".join(f"`{word}`" for word in words)
+        case (AtLeast(least, wanted=""),):
+            return f"{_SORTS[key.kind]}, at least {least}"
+        case _:
+            return _SORTS[key.kind]
 
 
 def _default(key: Key) -> str:

@@ -98,6 +98,17 @@ def parse_host_port(text: str, *, listens: bool = False) -> Address:
     return Address(host=host, port=int(port))
 
 
+def check_listening(text: str) -> None:
+    """Raises ValueError unless it is empty, or `host:port` where something can listen."""
+    if text:
+        parse_host_port(text, listens=True)
+
+
+def check_tcp_listening(text: str) -> None:
+    """Raises ValueError unless something can listen at `tcp://host:port`."""
+    parse_tcp(text, listens=True)
+
+
 def is_ip(host: str) -> bool:
     """Whether it is an IP address rather than a name."""
     try:

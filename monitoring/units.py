@@ -3,7 +3,8 @@ what people write is read."""
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -100,6 +101,41 @@ def nearest(word: str, words: Iterable[str]) -> str:
     known = list(words)
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """A rule of a setting's values, beside its type: `Annotated[int, AtLeast(1)]`. Called, it raises ValueError."""
+
+    least: float
+    most: float = math.inf
+    wanted: str = ""  # in words, as "share; 0 to 1 is wanted"
+
+    def __call__(self, value: float) -> None:
+        if not self.least <= value <= self.most:
+            raise ValueError(
+                f"{value:g} is not a {self.wanted}" if self.wanted else f"the least is {self.least}, not {value}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A rule as `AtLeast`: the words that a setting can have."""
+
+    words: Collection[str]
+
+    def __call__(self, word: str) -> None:
+        if word not in self.words:
+            raise ValueError(f"there is no {word!r}; {nearest(word, self.words)}")
+
+
+def check_duration(seconds: float) -> None:
+    """Raises ValueError unless it is above 0."""
+    if seconds <= 0.0:
+        raise ValueError(f"{seconds:g} is not a duration; seconds above 0 are wanted, as 600")
+
+
+TIME = AtLeast(0.0, wanted="time; 0 seconds or more are wanted, as 60")
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

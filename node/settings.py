@@ -4,10 +4,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
-from farloop.monitoring.units import nearest
-from farloop.wire.uplink import UplinkLimit
+from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_host_port, parse_tcp
+from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration, nearest
+from farloop.node.machine_info import parse_nics
+from farloop.quant.spelling import check_codec
+from farloop.wire.keys import check_name
+from farloop.wire.limits import check_lanes
+from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 
 VOCABULARY = 256  # of data without a tokenizer, where tokens are bytes
 
@@ -112,9 +117,9 @@ SAVE_EVERY_ROUNDS = 8
 class NodeConfig:
     """What is local to a node."""
 
-    name: str
+    name: Annotated[str, check_name]
     """Unique in the run; with a key, the name of its public key on the coordinator's allow-list."""
-    coordinator: str = "tcp://127.0.0.1:7700"
+    coordinator: Annotated[str, parse_tcp] = "tcp://127.0.0.1:7700"
     """The coordinator's address."""
     key: Path | None = None
     """Secret key file; turns on encryption."""
@@ -122,14 +127,14 @@ class NodeConfig:
     """Public key file of the coordinator."""
     state_dir: Path | None = None
     """Folder for starts, epochs, residuals and anchors. Default: `.farloop/NAME`."""
-    save_every_rounds: int = SAVE_EVERY_ROUNDS
+    save_every_rounds: Annotated[int, AtLeast(0)] = SAVE_EVERY_ROUNDS
     """Rounds between two whole copies of an anchor in `state_dir`, beside which each update is kept: a restarted node
     takes the updates that it missed, and no snapshots. 0: nothing is kept."""
     save_optimizer: bool = True
     """Save the inner optimizer's state beside each of these copies. Off: a restarted node begins with empty moments."""
-    fingerprint: str | None = None
+    fingerprint: Annotated[str | None, check_fingerprint] = None
     """Join only the run with this fingerprint."""
-    http: str = ""
+    http: Annotated[str, check_listening] = ""
     """Address of /metrics, /healthz and /readyz, as host:port; empty: none."""
     http_names: str = ""
     """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
@@ -142,28 +147,28 @@ class NodeConfig:
     """Most bytes to read from each text."""
     data_phases: tuple[Path, ...] = ()
     """The text of each re-warm that brings new data, in order."""
-    give_up: float = 0.0
+    give_up: Annotated[float, TIME] = 0.0
     """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
     never."""
     leave_code: int = 0
     """Exit code after a signal before the run's end: 130 for a supervisor that takes 0 for the end of the work, as a
     Kubernetes Job does."""
-    nproc: int = 1
+    nproc: Annotated[int, AtLeast(1)] = 1
     """Processes on this host, one per device."""
-    restarts: int = 3
+    restarts: Annotated[int, AtLeast(0)] = 3
     """How often, within an hour of their start, all processes are started again after one of them has died."""
-    hang_timeout: float = 60.0
+    hang_timeout: Annotated[float, TIME] = 60.0
     """Seconds for which all other processes of the node may wait for one, and at least ten steps, before it counts as
     hanging: all are started again. 0: for ever."""
     hosts: str = "1"
     """Hosts of this node, as 4, or 3:4 to go on with 3 when one is lost. Start the same command on each."""
-    rendezvous: str = ""
+    rendezvous: Annotated[str, parse_host_port] = ""
     """Where the hosts of this node meet, as HOST:PORT of one of them. Keep the port from others: who reaches it can run
     code on all of them."""
-    model: str = ""
+    model: Annotated[str, check_model_name] = ""
     """Your model, as package.module:factory or hf:FOLDER. Default: what the run names. Code is loaded from here alone,
     never because a run says so."""
-    microbatch: int = 0
+    microbatch: Annotated[int, AtLeast(0)] = 0
     """Sequences in one forward pass of a process; gradients add up over a batch. 0: all of its part of the batch."""
     checkpoint: bool = False
     """Activation checkpointing: every block keeps its inputs alone and is computed again in the backward pass."""
@@ -171,15 +176,15 @@ class NodeConfig:
     """Compile every block with torch.compile."""
     shard: bool = False
     """Shard parameters, gradients and the optimizer over the processes (FSDP2: every block, then the rest)."""
-    buffers: str = "same"
+    buffers: Annotated[str, OneOf(get_args(Buffers))] = "same"
     """Of buffers that are not exchanged. same: a node whose saved floating-point ones change, or differ from those of
     the other nodes, ends; own: each node has its own. The run's `buffers` averages those of batch normalisation."""
-    anchors: str = "auto"
+    anchors: Annotated[str, OneOf(get_args(Where))] = "auto"
     """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
     memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""
-    threads: int = 0
+    threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads per process; 0: torch decides."""
-    tau: int | None = None
+    tau: Annotated[int | None, AtLeast(0)] = None
     """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
     adapt_tau: bool | None = None
     """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
@@ -187,22 +192,22 @@ class NodeConfig:
     to a quarter of a round."""
     site: str = ""
     """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
-    address: str = ""
+    address: Annotated[str, parse_tcp] = ""
     """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
-    nics: str = ""
+    nics: Annotated[str, parse_nics] = ""
     """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
     congestion: str = ""
     """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
-    lanes: int = 0
+    lanes: Annotated[int, check_lanes] = 0
     """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""
     bulk_source: str = ""
     """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
     several. It needs keys. Default: the system's choice, as for control messages."""
-    max_uplink: str = ""
+    max_uplink: Annotated[str, parse_rate] = ""
     """Most that the node sends, as 20mbit; empty: as fast as the link."""
-    quiet_hours: str = ""
+    quiet_hours: Annotated[str, parse_hours] = ""
     """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
-    quiet_uplink: str = ""
+    quiet_uplink: Annotated[str, parse_rate] = ""
     """Most that it sends in the quiet hours, as 2mbit."""
 
     @property
@@ -230,23 +235,23 @@ class PipelineConfig:
     layout: Path | None = None
     """Layout file with stages, paths and addresses, the same on all nodes; this node trains its stage. A file with a
     higher epoch is adopted at the end of a round."""
-    bind: str = ""
+    bind: Annotated[str, check_tcp_listening] = ""
     """Address to listen on for other stages. Default: that of the layout file."""
     peers: Path | None = None
     """Folder of the public keys of other stages; needs [node] key, and is required beyond loopback."""
-    microbatches: int = 4
+    microbatches: Annotated[int, AtLeast(1)] = 4
     """Parts of the batch of a source; each takes its own path."""
-    credit: int = 4
+    credit: Annotated[int, AtLeast(1)] = 4
     """Most microbatches of a source in flight."""
-    memory: int = 16
+    memory: Annotated[int, AtLeast(1)] = 16
     """Most inputs that a stage keeps for their backward passes."""
-    codec: str = ""
+    codec: Annotated[str, check_codec] = ""
     """Codec of activations and gradients between stages, e.g. q8; empty: uncompressed."""
-    normalise: str = "visits"
+    normalise: Annotated[str, OneOf(NORMALISE)] = "visits"
     """Divisor of the gradient of a stage: visits, or share as in SkipPipe (see Pipelines in the docs)."""
-    patience_s: float = 120.0
+    patience_s: Annotated[float, check_duration] = 120.0
     """A microbatch that takes longer is sent again, or dropped and counted."""
-    late_s: float = 10.0
+    late_s: Annotated[float, check_duration] = 10.0
     """A stage that would start later than this is replaced by a replica that would start earlier."""
-    liveness_s: float = 5.0
+    liveness_s: Annotated[float, check_duration] = 5.0
     """Silence after which another stage counts as gone."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farloop.monitoring.units import ascii_number, is_digits
+from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsupportedHost
 
 
@@ -183,3 +183,11 @@ def downlink_spelling(spelling: str) -> str:
     name, chosen = read_spelling(spelling)
     differs = {"rounding": "nearest", "beta": 0.0}
     return write_spelling(name, {key: value for key, value in differs.items() if key in PARAMETERS[name]} | chosen)
+
+
+def check_codec(spelling: str) -> None:
+    """Raises ValueError, with the nearest name, unless it is a codec with parameters that it has."""
+    name = spelling.partition(":")[0]
+    if name not in PARAMETERS:
+        raise ValueError(f"there is no {name!r}; {nearest(name, PARAMETERS)}")
+    read_spelling(spelling)
