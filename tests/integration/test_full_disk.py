@@ -96,6 +96,7 @@ def test_a_run_is_held_by_a_full_disk_and_goes_on(new_run: NewRun) -> None:
         held = run.until("it is held", lambda status: status["run"]["state"] == "held")
         (alarm,) = (alarm for alarm in held["alarms"] if alarm.startswith("storage: "))
         assert "free space on its file system, and it goes on by itself" in alarm
+        held = run.until("what was being written has ended", partial(is_older, held["run"]["uptime_s"] + 3))
         later = run.until("eleven seconds have passed", partial(is_older, held["run"]["uptime_s"] + 11))
         assert later["run"]["state"] == "held" and later["versions"] == held["versions"]
         assert all(node["connected"] and node["incarnation"] == 1 for node in later["nodes"])
