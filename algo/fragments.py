@@ -44,6 +44,11 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return any(part.isdecimal() for part in parts) or not _OUTSIDE.intersection(parts)
 
 
+def is_muon_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon steps the tensor: a hidden matrix of two dimensions."""
+    return len(shape) == 2 and is_hidden_matrix(name, shape)
+
+
 # --- Partition and flat layout
 #
 # Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from farloop.algo.fragments import is_hidden_matrix
+from farloop.algo.fragments import is_muon_matrix
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import RunSpec
@@ -165,12 +165,13 @@ def _of_inner(spec: RunSpec) -> tuple[int, int]:
     one for each element of its matrices, AdamW two."""
     if not method_named(spec.terms.method).inner:
         return 0, 0
-    sizes, matrices = Counter[str](), Counter[str]()
+    rest, matrices = 0, Counter[str]()  # a large tensor may lie in several fragments
     for slot in (slot for fragment in spec.identity.layout.fragments for slot in fragment.tensors):
-        hidden = len(slot.shape) == 2 and is_hidden_matrix(slot.name, slot.shape)
-        (matrices if hidden and spec.terms.inner.optimizer == "muon" else sizes)[slot.name] += slot.numel
-    held = matrices.total()
-    return 2 * sizes.total() + held, min(held, max(MOST_AT_ONCE, *matrices.values())) if held else 0
+        if spec.terms.inner.optimizer == "muon" and is_muon_matrix(slot.name, slot.shape):
+            matrices[slot.name] += slot.numel
+        else:
+            rest += slot.numel
+    return 2 * rest + matrices.total(), min(matrices.total(), max((MOST_AT_ONCE, *matrices.values())))
 
 
 def _has_no_sum(terms: Terms) -> bool:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farloop.algo.fragments import is_hidden_matrix, partition, plain_name, trainable_tensors
+from farloop.algo.fragments import is_muon_matrix, partition, plain_name, trainable_tensors
 from farloop.algo.methods import Method, method_named
 from farloop.algo.sample_order import arrivals
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, is_statistic
@@ -98,7 +98,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
     )
     if config.bytes_goal is not None:
         config = dataclasses.replace(config, h=_h_for(config.bytes_goal, config, method, layout))
-    has_matrices = any(tensor.ndim == 2 and is_hidden_matrix(name, tensor.shape) for name, tensor in tensors.items())
+    has_matrices = any(is_muon_matrix(name, tensor.shape) for name, tensor in tensors.items())
     terms, notes = terms_of(config, method, slots=layout.slots, has_matrices=has_matrices)
     check(terms, layout)
     check_codecs(terms)

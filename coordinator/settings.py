@@ -58,7 +58,7 @@ class CoordinatorConfig:
     http_names: str = ""
     """Public host names under which these pages may be asked for, as run.example.com, with commas between them. IP
     addresses and private names need not be given; * takes any name."""
-    min_participation: Annotated[float | None, AtLeast(0.0, 1.0, "share; 0 to 1 is wanted, as 0.5")] = None
+    min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="share; 0 to 1 is wanted, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
     copy_to: Annotated[str, check_url] = ""

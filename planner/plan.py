@@ -82,7 +82,7 @@ class Sync:
     @property
     def priced(self) -> Prediction:
         """What the plan counts: the faster."""
-        return min((self.star, self.within or self.star), key=lambda one: one.round_s)
+        return min(self.predicted, key=lambda one: one.round_s)
 
     @property
     def predicted(self) -> tuple[Prediction, ...]:

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Adam, AdamW, Optimizer, SparseAdam
 
 from farloop.algo.adamw import is_decayed
-from farloop.algo.fragments import is_hidden_matrix
+from farloop.algo.fragments import is_muon_matrix
 from farloop.algo.terms import Terms
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
@@ -34,7 +34,7 @@ _NESTEROV = True  # as torch's default; MuLoCo's has none, which did worse in 40
 _MUON_RMS = 0.4  # of an element of a step, by the rate
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # K. Jordan's coefficients, which torch has too
 _NEWTON_SCHULZ_STEPS = 5
-MOST_AT_ONCE = 1 << 24  # elements of a stack of matrices: bounds its copies, of which there are about four
+MOST_AT_ONCE = 1 << 24  # elements of a stack of matrices: bounds its copies, of which there are about five
 
 
 def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
@@ -44,7 +44,7 @@ def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
     if terms.inner.optimizer == "adamw":
         return _adamw([parameter for _, parameter in named], terms)
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    hidden = {id(p) for name, p in named if p.ndim == 2 and is_hidden_matrix(name, p.shape) and id(p) not in tables}
+    hidden = {id(p) for name, p in named if is_muon_matrix(name, p.shape) and id(p) not in tables}
     matrices = [parameter for _, parameter in named if id(parameter) in hidden]
     rest = [parameter for _, parameter in named if id(parameter) not in hidden]
     if not matrices:
