@@ -3,7 +3,7 @@
     export FARLOOP_NODE__COORDINATOR=tcp://coordinator.example:7700 FARLOOP_NODE__NAME=oslo
     torchrun --nproc-per-node 8 examples/torchtitan_trainer.py --job.config_file llama3_8b.toml
 
-The run's first weights have torchtitan's names: save those of a seed checkpoint once (docs/trainers.md). Parameters are
+The run's first weights have torchtitan's names: save those of a seed checkpoint once (docs/models.md). Parameters are
 as torchtitan shards them, by FSDP2 or HSDP, tensor parallelism, or stages of a pipeline.
 """
 
