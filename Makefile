@@ -9,7 +9,7 @@ FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo demo-hf demo-pretrained test test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
+.PHONY: demo demo-hf demo-pretrained test test-slow test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -39,10 +39,14 @@ test-cluster: $(VENV)/.dev
 test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
-# The tests of tests/chaos and tests/unit that `make test` leaves out (every crash point of the daemons, thousands of
-# simulated runs, more seeds), and ten minutes of fault injection: an hour or two on two cores.
-chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/chaos tests/unit -m slow $(TEST_ARGS)
+# Every test that `make test` leaves out, but those of `make test-deploy`: every crash point of the daemons, thousands of
+# simulated runs, more seeds, codecs and methods, benches and pages with more processes: an hour or two on two cores.
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto tests/unit -m slow $(TEST_ARGS)
+	$(BIN)/python -m pytest $(WAITING) tests/integration tests/cluster tests/chaos -m slow $(TEST_ARGS)
+
+# Ten minutes of fault injection.
+chaos: $(VENV)/.base
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
 
 # Plausible mistakes, each in a copy of the tree: a test has to notice every one of them.

@@ -1,5 +1,6 @@
-"""Cases that are left out of the default run: `make chaos` and `make test-cluster` run them."""
+"""Cases that are left out of the default run: `make test-slow` runs them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -8,3 +9,8 @@ import pytest
 def slow(*cases: Any) -> list[Any]:
     """For `parametrize`: a value each, or a tuple where the test has several names."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def mostly_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """For `parametrize`: all cases in their order, slow unless they are among `kept`."""
+    return [case if case in kept else slow(case)[0] for case in cases]

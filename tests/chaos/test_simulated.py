@@ -1,6 +1,6 @@
 """Random runs in which anything goes wrong: all end, and none forks.
 
-With `-m slow` thousands of others, which `make chaos` plays. A failure names its scenario:
+With `-m slow` thousands of others, which `make test-slow` plays. A failure names its scenario:
 `faulty_world.run(random_scenario(SEED, faults=N)).check()` plays it again.
 """
 
@@ -14,6 +14,7 @@ import toy_problem as problems
 from faulty_world import run
 from random_scenarios import parted_scenario, random_scenario
 from simulated_outcome import Outcome
+from slow_cases import slow
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
@@ -54,7 +55,7 @@ def test_whatever_goes_wrong_every_fragment_ends_final_and_equal_everywhere(firs
     play(random_scenario, first)
 
 
-@pytest.mark.parametrize("seed", [323, 2057, 3679])
+@pytest.mark.parametrize("seed", [323, *slow(2057, 3679)])
 def test_scenarios_that_found_a_fault(seed: int) -> None:
     """Weights told after a clipped merge; a share taken for that of the next delta; who was late for a window that had
     to open again."""
@@ -92,7 +93,7 @@ def undisturbed() -> Outcome:
     return run(calm())
 
 
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [True, *slow(False)])
 def test_a_crash_at_any_write_of_a_run_changes_nothing_that_was_told(undisturbed: Outcome, durable: bool) -> None:
     """Before the write or behind it; all nodes' deltas are merged, for both wait for the coordinator."""
     writes = len(undisturbed.records) - 1
@@ -164,7 +165,7 @@ def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once
     assert outcome.versions == undisturbed.versions
 
 
-@pytest.mark.parametrize("gently", [True, False])
+@pytest.mark.parametrize("gently", [True, *slow(False)])
 def test_a_node_may_come_and_go_a_dozen_times_under_one_name(gently: bool) -> None:
     """Every start is another incarnation that begins from what it received."""
     fault = ft.Rejoin(node=sc.TWO_NODES[0].name, at=0.5, times=12, stays_s=0.2, gently=gently)

@@ -79,6 +79,6 @@ def test_torch_s_muon_of_a_sharded_model_steps_by_whole_matrices() -> None:
         assert far < 0.05 * went, (far, went)
 
 
-@pytest.mark.parametrize("way", ["rows", "both"])
+@pytest.mark.parametrize("way", ["rows", *slow("both")])
 def test_copies_of_shards_move_with_them(way: str) -> None:
     assert max(ranks(4 if way == "both" else 2, moved_copies, way=way)) < 1e-6

@@ -83,6 +83,7 @@ def start_loop(run: Run, *how: str, restarts: int = 1, loop: Path = HANGING_LOOP
     return run.start("many", *torchrun, str(loop), *how, run.address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "line"),
     [

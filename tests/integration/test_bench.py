@@ -78,6 +78,7 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it
     assert run_together(waits, tmp_path, os.environ)["held"] < len(held) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: Path) -> None:
     """In a model as small as this one nearly all of it is the process itself."""
@@ -91,6 +92,7 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
     assert again.exit_code == 2 and "is not empty" in again.output
 
 
+@pytest.mark.slow
 def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
     words = ["bench", "sync", "--parameters", "204800", "--rounds", "2", "--link", "1gbit/1ms", "--trace", "--json"]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)], prog_name="farloop")
@@ -154,6 +156,7 @@ def test_a_loop_is_measured_with_a_model_that_there_is(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "--model: there is no 'huge'; there are nano, micro, tiny" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_gpu_is_measured_with_runs_on_a_cpu(tmp_path: Path) -> None:
     """Every part, so that its first run on a GPU does not end at a typo; on a CPU it claims nothing."""
@@ -184,6 +187,7 @@ def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
     words = [
         "bench",

@@ -37,6 +37,7 @@ def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -
     assert (out / "memory.svg").exists()
 
 
+@pytest.mark.slow
 def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     out = tmp_path / "storm"
     words = [*CHAOS, "--minutes", "5", "--out", str(out)]

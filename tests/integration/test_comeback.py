@@ -40,6 +40,7 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
     assert sum(files) <= sum(told.values()) + 4096 * len(files), "as was predicted, but for the heads of the files"
 
 
+@pytest.mark.slow
 def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: NewRun) -> None:
     run = new_run(steps=450, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
@@ -57,6 +58,7 @@ def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: Ne
     assert "going on as start 3" in b.said, b.said
 
 
+@pytest.mark.slow
 def test_of_two_machines_with_one_name_the_newer_goes_on_and_the_older_ends(new_run: NewRun) -> None:
     """Each begins with an empty folder, so that all of them count their starts from 1; and one was only suspended."""
     run = new_run(steps=100_000, **PACED)

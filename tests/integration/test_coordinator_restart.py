@@ -55,6 +55,7 @@ def test_totals_do_not_fall_when_node_and_coordinator_are_killed(new_run: NewRun
     assert steps_in_all(after, "b") > max(steps_told(after, "b"), 6)
 
 
+@pytest.mark.slow
 def test_nodes_lose_no_work_to_a_coordinator_that_is_stopped_and_started_again(new_run: NewRun) -> None:
     """E: its farewell ends their sessions, and no window closes for want of them."""
     run = new_run(steps=120, **PACED)
@@ -155,6 +156,7 @@ def assert_nothing_lost(before: Status, after: Status) -> None:
     assert all(old <= new for old, new in pairs), f"versions (before, after): {pairs}"
 
 
+@pytest.mark.slow
 def test_a_second_start_after_the_lock_was_deleted_ends_the_first_and_nothing_is_lost(new_run: NewRun) -> None:
     """S: the first had a window open, and would have committed to a journal that is not its own any more."""
     run = new_run(steps=60, **PACED)

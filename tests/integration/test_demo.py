@@ -94,6 +94,7 @@ def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folde
     ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_demo_and_resume_finishes_it(new_run: NewRun, tmp_path: Path) -> None:
     out = tmp_path / "demo"
     run = new_run()

@@ -28,6 +28,7 @@ def start_limited(run: Run) -> Daemon:
     return run.start("coordinator", "-c", LIMITED.format(few=FEW), "coordinator", str(run.write_toml()))
 
 
+@pytest.mark.slow
 def test_a_crowd_without_a_key_and_without_a_word_stops_no_run(new_run: NewRun) -> None:
     """1,085 connections ended the coordinator with 6 within 12 s: the epoch could not be read at a commit."""
     run = new_run(steps=400, **PACED)

@@ -56,6 +56,7 @@ def test_a_coordinator_may_serve_on_after_the_end(new_run: NewRun) -> None:
     assert_one_line(more, "run tokyo is finished after 8 steps", f'init = "{run.state_dir}/model.safetensors"')
 
 
+@pytest.mark.slow
 def test_a_node_gives_up_at_its_start_and_later_and_ends_as_told_after_a_signal(new_run: NewRun) -> None:
     run = new_run(steps=100_000, nodes=1, method="streaming", h=4, tau=1)
     early = run.start_node("early", give_up=0.2)

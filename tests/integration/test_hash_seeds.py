@@ -16,6 +16,7 @@ SIMULATED = Path(__file__).with_name("simulated.py")
 CASES = SIMULATED.parents[1] / "cases"
 
 
+@pytest.mark.slow
 def test_equal_scenarios_give_equal_tapes_in_processes_that_hash_otherwise() -> None:
     """Y, for every method."""
     processes = [

@@ -50,6 +50,7 @@ def test_a_node_told_to_stop_leaves_cleanly_and_one_that_comes_late_takes_part(n
     assert node_of(status, "c")["lost_steps"] <= 2 * 3, "more is lost than the delta with which c overtook a"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_a_thin_link_is_cut_and_its_node_returns(new_run: NewRun) -> None:
     run = new_run(steps=150, method="streaming", h=6, tau=4)
     coordinator = run.start_coordinator()
@@ -65,6 +66,7 @@ def test_a_run_goes_on_while_a_thin_link_is_cut_and_its_node_returns(new_run: Ne
     assert node_of(status, "b")["incarnation"] == 1
 
 
+@pytest.mark.slow
 def test_a_link_that_becomes_eight_times_slower_is_named_in_the_status(new_run: NewRun) -> None:
     """Four nodes behind links that a delta takes a while to cross; nothing is said of them before."""
     run = new_run(steps=100_000, method="diloco", h=4, nodes=4)

@@ -11,6 +11,7 @@ from faulty_world import run as simulate
 from loopback import TEXT, NewRun, Run, assert_all_agree, own_run
 from simulated_faults import Scenario
 from simulated_outcome import commit_of
+from slow_cases import mostly_slow
 from tapes import Tape, replay
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ STEPS, H = 48, 12
 """Four rounds on the samples of each node's first grant: later ones would depend on who reports first."""
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "streaming", "decoupled"))
 def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_run: NewRun, method: str) -> None:
     """Y. One run for all of it: to look at a run takes less time than to play it."""
     rounds = {"evaluate_every_rounds": H} if "h" in METHODS[method].fixed else {"h": H, "evaluate_every_rounds": 1}
@@ -54,7 +55,7 @@ def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_
         assert_its_simulation_is_the_same(journal)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "data-parallel"])
+@pytest.mark.parametrize("method", mostly_slow(METHODS.keys() - {"data-parallel"}, "streaming"))
 def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_its_share_of_the_rounds(
     new_run: NewRun, method: str
 ) -> None:

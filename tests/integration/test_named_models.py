@@ -45,7 +45,7 @@ def loss(module, tokens):
 """
 
 
-@pytest.mark.parametrize("kind", ["llama", *slow("qwen3", "mixtral")])
+@pytest.mark.parametrize("kind", slow("llama", "qwen3", "mixtral"))
 def test_nodes_train_a_model_of_hugging_face_that_only_the_coordinator_has_a_folder_of(
     new_run: NewRun, tmp_path: Path, kind: str
 ) -> None:

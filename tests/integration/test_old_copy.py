@@ -15,6 +15,7 @@ from farloop.monitoring.status import Status
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
+@pytest.mark.slow
 def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new_run: NewRun) -> None:
     run = new_run(steps=120, **PACED)
     a, b, later = with_an_old_copy(run)
@@ -63,6 +64,7 @@ def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
     assert not status["alarms"] and not verify(run.state_dir).faults
 
 
+@pytest.mark.slow
 def test_the_epoch_of_another_run_holds_nothing_and_that_of_a_former_one_until_the_folders_are_gone(
     new_run: NewRun,
 ) -> None:

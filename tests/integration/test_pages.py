@@ -234,6 +234,7 @@ def test_quickstart_by_hand(opened: Open, tmp_path: Path) -> None:
     assert not reader.left, "commands of the page that were not run"
 
 
+@pytest.mark.slow
 def test_two_clusters_step_by_step(opened: Open) -> None:
     smaller = two_machines(http := free_port())
     page_http = {'model = "small"\n': "", "nproc = 8": "nproc = 1", '"127.0.0.1:9700"': f'"127.0.0.1:{http}"'}

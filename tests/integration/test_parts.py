@@ -20,6 +20,7 @@ def cut_run(new_run: NewRun, **settings: object) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_two_stages_agree_fragment_by_fragment_though_a_stage_dies(new_run: NewRun) -> None:
     """Streaming, 4 bits both ways; each node has the memory of its own stage alone."""
     run = cut_run(new_run, steps=150, method="streaming", h=6, tau=1, nodes=2, codec_up="q4", codec_down="q4")

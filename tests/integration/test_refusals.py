@@ -68,6 +68,7 @@ def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins
     assert left == [Reason.NON_FINITE], "the coordinator is told why, and does not wait for it"
 
 
+@pytest.mark.slow
 def test_a_node_with_other_frozen_weights_is_refused_and_the_others_go_on(new_run: NewRun) -> None:
     run = own_run(new_run, steps=100_000, h=10, nodes=1, method="diloco")
     run.start_coordinator()

@@ -66,7 +66,7 @@ def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(n
 
 
 def test_garbage_on_the_port_harms_nobody(new_run: NewRun) -> None:
-    run = new_run(steps=240, **PACED)
+    run = new_run(steps=600, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
     versions = run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))["versions"]
     throw(run, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64, GREETING + os.urandom(512))
@@ -107,6 +107,7 @@ def turned_away(run: Run) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 
 
+@pytest.mark.slow
 def test_strangers_a_thief_and_half_open_connections_stop_nobody(new_run: NewRun) -> None:
     run = new_run(steps=150, **PACED)
     keys = new_keys(run, "coordinator", "a", "b", "thief")

@@ -39,6 +39,7 @@ def merged(coordinator: Coordinator, name: str) -> bool:
     return any(share.node == name for c in list(coordinator.store.ledger.commits.values()) for share in c.merged)
 
 
+@pytest.mark.slow
 def test_a_joiner_behind_a_thin_link_stops_nobody_and_takes_part_once_its_link_allows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

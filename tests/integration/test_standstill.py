@@ -51,6 +51,7 @@ def full_pipe() -> Iterator[int]:
         os.close(read)
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_stops_neither_daemon(new_run: NewRun) -> None:
     run = new_run(steps=100_000, nodes=1, **PACED)
     toml, node_port = run.write_toml(), free_port()

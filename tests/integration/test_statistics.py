@@ -8,6 +8,7 @@ import torch
 from loopback import FARLOOP, OWN_NODE, Daemon, NewRun, Run, assert_all_agree, merged_since, own_run
 from own_node import WIDTH, Model, loss_of
 from safetensors.torch import load_file
+from slow_cases import slow
 from torch import Tensor
 
 from farloop.coordinator.storage.verify import verify
@@ -44,7 +45,7 @@ def assert_is_the_mean(run: Run, status: Status, **tokens: int) -> None:
     assert verify(run.state_dir).faults == []
 
 
-@pytest.mark.parametrize("method", ["diloco", "streaming"])
+@pytest.mark.parametrize("method", ["streaming", *slow("diloco")])
 def test_the_run_s_model_has_the_mean_by_tokens_and_computes_as_the_nodes(new_run: NewRun, method: str) -> None:
     run = normed_run(new_run, steps=40, h=10, method=method, mix=0.0)
     run.start_coordinator()
@@ -68,6 +69,7 @@ def test_a_late_node_takes_part_and_the_coordinator_may_start_again(new_run: New
     assert_is_the_mean(run, status, a=8, b=24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--rewind",), ("--adopt-from-nodes", "--adopt-newest")])
 def test_an_old_copy_goes_back_or_takes_what_the_nodes_have(new_run: NewRun, options: tuple[str, ...]) -> None:
     run = normed_run(new_run, steps=120, h=5, method="diloco")
@@ -84,6 +86,7 @@ def test_an_old_copy_goes_back_or_takes_what_the_nodes_have(new_run: NewRun, opt
     assert_is_the_mean(run, status, a=8, b=24)
 
 
+@pytest.mark.slow
 def test_a_copy_in_a_store_has_the_statistics(new_run: NewRun) -> None:
     pytest.importorskip("obstore")
     run = normed_run(new_run, steps=60, h=5, nodes=1, method="diloco")
@@ -112,6 +115,7 @@ def test_a_copy_in_a_store_has_the_statistics(new_run: NewRun) -> None:
     assert_is_the_mean(run, run.until_done(), a=8)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_hold_the_model_whole_have_the_statistics_of_the_first(new_run: NewRun) -> None:
     run = normed_run(new_run, steps=20, h=5, nodes=1, method="diloco")
     run.start_coordinator()

@@ -24,6 +24,7 @@ def build(run: Run, out: str, *words: str) -> Header:
     return verify(run.folder / out)
 
 
+@pytest.mark.slow
 def test_two_nodes_train_on_a_mixture_of_token_files_with_a_tokenizer_of_their_own(new_run: NewRun) -> None:
     run = new_run(steps=120, method="streaming")
     first = build(run, "a.bin", str(TEXT), "--train-tokenizer", "400")

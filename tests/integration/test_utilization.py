@@ -186,6 +186,7 @@ def real(point: Point, folder: Path) -> float:
     return max(shares)
 
 
+@pytest.mark.slow
 def test_prediction_simulation_and_a_real_run_agree(tmp_path: Path) -> None:
     found: dict[Point, float] = {}
 

@@ -28,7 +28,10 @@ def talk(folder: Path, *requests: bytes) -> list[bytes]:
             client.connect(address)
             client.sendall(line)
             client.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: client.recv(4096), b""))
+            try:
+                return b"".join(iter(lambda: client.recv(4096), b""))
+            except ConnectionResetError:  # closed with bytes of a line that is too long still unread
+                return b""
 
     async def serve() -> list[bytes]:
         door = AdminSocket(folder, {"echo": echo})

@@ -10,7 +10,7 @@
     <!-- checked: COMMAND → "TEXT {key[key]:.2f}" "TEXT" -->
         any block: each text, with values of COMMAND's JSON put in, is in it; objects of a list go by their first value
 
-`checked slowly` is for what takes longer than some seconds: `make chaos` runs it.
+`checked slowly` is for what takes longer than some seconds: `make test-slow` runs it.
 """
 
 import dataclasses

@@ -140,13 +140,14 @@ def golden() -> dict[str, dict[str, str]]:
 
 
 def compare(name: str) -> None:
-    same_arithmetic = GOLDEN.read_text().splitlines()[0] == f"arithmetic {arithmetic()}"
-    keys = (*EXACT, *COMPUTED) if same_arithmetic else EXACT
     now, then = parts_of(run(SCENARIOS[name])), golden()[name]
-    different = [key for key in keys if now[key] != then[key]]
+    same_arithmetic = GOLDEN.read_text().splitlines()[0] == f"arithmetic {arithmetic()}"
+    different = [key for key in (*EXACT, *(COMPUTED if same_arithmetic else ())) if now[key] != then[key]]
     assert not different, (
         f"{name} has other {', '.join(different)} than in the file: {now['kinds']}, was {then['kinds']}"
     )
+    if not same_arithmetic:
+        pytest.skip("equal decisions; the weights are not compared: this processor rounds sums in another order")
 
 
 @pytest.mark.parametrize("name", DEFAULT)

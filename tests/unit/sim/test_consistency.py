@@ -22,6 +22,7 @@ from simulated_faults import (
 )
 from simulated_outcome import Commit, Outcome
 from simulated_runs import simulate
+from slow_cases import mostly_slow, slow
 from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
@@ -63,7 +64,7 @@ def test_all_hold_the_decoded_anchors(method: str) -> None:
         assert applied == [(c.fragment, c.version) for c in history(outcome)]
 
 
-@pytest.mark.parametrize("seed", (0, 1, 2, 3, 5))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 5)])
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_doubling_overtaking_and_damage_change_nothing(method: str, seed: int) -> None:
     """B18, B19, T, Q: with quorum = all, a storm gives the anchors and optimizer state of the clean run (bit)."""
@@ -113,7 +114,7 @@ def crash_points(clean: Outcome) -> range:
     return range(max(offered.values()), finished + 1)
 
 
-@pytest.mark.parametrize(("method", "steps"), [("diloco", 12), ("streaming", 8)])
+@pytest.mark.parametrize(("method", "steps"), [("diloco", 12), *slow(("streaming", 8))])
 def test_a_coordinator_that_dies_after_any_event_goes_on_as_if_it_had_not(method: str, steps: int) -> None:
     """B21, O, P, S: a crash right after the n-th event, for every n; all commits are those of the clean run (bit)."""
     clean = simulate(method, steps=steps)
@@ -264,7 +265,7 @@ def test_a_slow_node_does_not_hold_a_quorum() -> None:
 
 
 NODES = tuple(NodeSetup(name=NodeId(name), seed=i) for i, name in enumerate("abc"))
-MOMENTS = [2.0, 2.13, 2.26, 2.39]
+MOMENTS = [2.0, *slow(2.13, 2.26, 2.39)]
 """Everywhere in a round: it takes 0.4 s."""
 
 PROMISED_S = 2.0
@@ -339,9 +340,10 @@ def test_a_node_that_was_killed_contributes_to_the_round_that_begins_after_it_is
 
 UNFIT = ("randk", "sketch", "ternary", "lowrank")
 """For the way down (tests/unit/quant/test_registry.py)."""
+DOWN = [*(downlink_spelling(name) for name in CODECS if name not in UNFIT), "q4r"]
 
 
-@pytest.mark.parametrize("codec", [*(downlink_spelling(name) for name in CODECS if name not in UNFIT), "q4r"])
+@pytest.mark.parametrize("codec", mostly_slow(DOWN, "q4r", "bf16"))
 def test_anchors_stay_bit_identical_by_every_codec_that_may_serve_the_way_down(codec: str) -> None:
     """B17, O: through duplicates, replay, snapshots and restarts on both sides."""
     faults = (

@@ -9,6 +9,7 @@ import pytest
 from simulated_faults import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator
 from simulated_outcome import Outcome
 from simulated_runs import simulate
+from slow_cases import mostly_slow, slow
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
@@ -104,7 +105,7 @@ def test_a_slow_node_does_fewer_steps_in_the_time_of_a_round() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seconds", [0.1, 0.4])
+@pytest.mark.parametrize("seconds", [0.4, *slow(0.1)])
 def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: str, seconds: float) -> None:
     """F: nodes that stood still sent deltas without a step as fast as the network carried them, and each was a version:
     whoever did a step meanwhile was late."""
@@ -139,7 +140,7 @@ def test_a_node_that_comes_back_takes_part_again(method: str) -> None:
     assert any(blob.incarnation == 2 for commit in outcome.commits for blob in commit.blobs)
 
 
-@pytest.mark.parametrize("at_event", range(20, 200, 45))
+@pytest.mark.parametrize("at_event", mostly_slow(range(20, 200, 45), 65))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_coordinator_that_dies_costs_no_step(method: str, at_event: int) -> None:
     """P, Q: what was stored is merged, what was merged is not merged again."""
@@ -156,7 +157,7 @@ def test_a_coordinator_that_is_away_for_less_than_a_round_stops_nobody(method: s
     assert trained_for(outcome, A) < trained_for(without, A) + 0.05
 
 
-@pytest.mark.parametrize("mix", [0.0, 1.0])
+@pytest.mark.parametrize("mix", [0.0, *slow(1.0)])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_step_is_in_one_delta(method: str, mix: float) -> None:
     """H: with mix = 1 all of them, with mix = 0 all but those of the overlap; late or not."""

@@ -132,7 +132,7 @@ def test_without_a_screen_a_robust_merge_saves_the_model(rule: str, honest: floa
     assert loss(train("thousandfold", foreign=1.0, screen="off", merge=rule)) < 2 * honest
 
 
-@pytest.mark.parametrize("merge", ["clipped", "median", "trimmed", "krum"])
+@pytest.mark.parametrize("merge", ["clipped", *slow("median", "trimmed", "krum")])
 def test_a_robust_merge_comes_out_the_same_after_a_crash(merge: str) -> None:
     """P: what the rule chose is in the record, or is chosen again."""
     nodes = tuple(NodeSetup(name=NodeId(name), seed=number) for number, name in enumerate("abcde"))

@@ -9,6 +9,7 @@ import simulated_faults as sc
 from faulty_world import World, run
 from random_scenarios import restored_scenario
 from simulated_outcome import Outcome
+from slow_cases import slow
 from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
@@ -18,7 +19,7 @@ from farloop.node import events as node_ev
 from farloop.wire.messages import Refused
 from farloop.wire.reasons import Reason
 
-RUNS, BATCH = 320, 20
+RUNS, BATCH = 320, 10
 
 COPY = sc.RestoreCopy(after_commits=6, commits_ago=3, down_s=1.0, decides_s=2.0)
 
@@ -111,7 +112,7 @@ def test_who_is_away_for_too_long_is_not_waited_for() -> None:
     assert start.stage == "finished" and start.anchor_digests == outcome.anchor_digests
 
 
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [True, *slow(False)])
 def test_an_adoption_that_dies_at_any_write_goes_on_or_leaves_the_copy(durable: bool) -> None:
     """With every start the person says the same; nothing was told before all of it is durable."""
     terms = terms_of("streaming", steps=24, h=4, tau=1, mix=0.5, min_nodes=2)

@@ -8,6 +8,7 @@ import pytest
 from faulty_world import run
 from simulated_faults import CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
 from simulated_outcome import Outcome
+from slow_cases import mostly_slow, slow
 from toy_problem import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
 
 from farloop.algo.methods import METHODS
@@ -65,7 +66,7 @@ def test_a_run_with_rounds_of_its_own_ends_with_equal_anchors_everywhere(method:
         assert {commit.round for commit in outcome.of(fragment.index)} == {*range(first, len(rounds))}
 
 
-@pytest.mark.parametrize("at_event", range(3, 60, 7))
+@pytest.mark.parametrize("at_event", mostly_slow(range(3, 60, 7), 31))
 def test_a_coordinator_that_dies_has_planned_the_same_rounds_when_it_is_back(at_event: int) -> None:
     """B21: and corrected the same steps, to the bit."""
     terms = varied()
@@ -84,7 +85,7 @@ def test_rounds_that_were_planned_are_kept_even_if_another_machine_would_plan_ot
     assert Ledger.resume(ledger.saved()).rounds == ledger.rounds
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_a_storm_and_a_node_that_dies_change_no_round(seed: int) -> None:
     terms = varied()
     outcome = play(terms, CrashNode(node=NodeId("b"), at=1.0 + seed, down_s=1.0), weather=HOSTILE_LINK)

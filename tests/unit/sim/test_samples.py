@@ -8,6 +8,7 @@ import pytest
 from simulated_faults import CrashCoordinator, CrashNode, CutLink, DrainNode, Fault
 from simulated_outcome import Outcome, SampleBook, check_samples
 from simulated_runs import simulate
+from slow_cases import slow
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
@@ -36,7 +37,7 @@ def test_a_node_that_drains_leaves_nothing_that_is_not_counted() -> None:
     assert end.counted == book.ledger.leases.uncertain_total > 0
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", [False, *slow(True)])
 def test_a_node_that_was_away_for_too_long_goes_on_with_other_samples(reset: bool) -> None:
     """Its own went to the other one meanwhile. What it had trained on by then is all that comes twice, and counted."""
     cut = CutLink(node=B, at=2.0, for_s=15.0, reset=reset)

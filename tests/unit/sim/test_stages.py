@@ -356,7 +356,7 @@ def layouts(draw: st.DrawFn) -> StageLayout:
     return layout_of(replicas, paths)
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(data=st.data(), layout=layouts())
 def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: StageLayout) -> None:
     """Machines check their own invariants after every event; at the end nothing of what is settled is kept anywhere."""
@@ -399,7 +399,7 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
                 assert source.flights.is_flying(trip) or news(world, trip.source), f"{name} keeps {trip}"
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(layout=layouts(), microbatches=st.integers(1, 5), credit=st.integers(1, 4), data=st.data())
 def test_where_nothing_dies_nothing_is_lost(
     layout: StageLayout, microbatches: int, credit: int, data: st.DataObject

@@ -16,6 +16,7 @@ from simulated_faults import (
     Scenario,
     SpoilAnchor,
 )
+from slow_cases import mostly_slow
 from tapes import TOLD_BY, Call, Diverged, Tape, recording, replay
 from toy_problem import terms_of
 
@@ -58,7 +59,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 DAYS = {name: {"method": name} for name in METHODS} | BESIDE
 
 
-@pytest.mark.parametrize("choices", DAYS.values(), ids=DAYS)
+@pytest.mark.parametrize("choices", mostly_slow(DAYS.values(), DAYS["streaming"], DAYS["async"]), ids=DAYS)
 def test_every_machine_of_a_bad_day_answers_its_tape_again(choices: dict[str, Any]) -> None:
     """Y."""
     terms = terms_of(**{"steps": 60, "min_nodes": 3, **choices})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 from session_pairs import delta, opened, update
+from slow_cases import slow
 
 from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BytesSource, Ranges
@@ -166,7 +167,7 @@ UNEQUAL = (320.0, 320.0, 320.0, 40.0)
 
 
 @pytest.mark.parametrize("up", [True, False])
-@pytest.mark.parametrize("lanes", [UNEQUAL, (250.0,) * 4, (1000.0,), (62.5,) * 16, (900.0, 100.0)])
+@pytest.mark.parametrize("lanes", [UNEQUAL, *slow(((250.0,) * 4,), ((1000.0,),), ((62.5,) * 16,), ((900.0, 100.0),))])
 def test_lanes_that_are_not_equal_fill_their_links_together(lanes: tuple[float, ...], up: bool) -> None:
     """Dealt in turn, the chunks of the second blob fill 16 % of the first of these."""
     pipe = IdealPipe(*lanes, rtt_s=0.1)
@@ -178,7 +179,7 @@ def test_lanes_that_are_not_equal_fill_their_links_together(lanes: tuple[float, 
 
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("dead", [1, 4])
-@pytest.mark.parametrize("after_s", [0.001, 0.06, 0.5, 0.9])
+@pytest.mark.parametrize("after_s", [0.06, *slow(0.001, 0.5, 0.9)])
 def test_a_lane_that_dies_costs_its_own_chunks_and_no_others(dead: int, after_s: float, up: bool) -> None:
     pipe = IdealPipe(*UNEQUAL, rtt_s=0.1)
     pipe.share(1, 64 * MB, up=up)

@@ -352,7 +352,7 @@ def test_the_window_falls_back_after_the_link_has_become_slow() -> None:
 def test_a_link_that_is_never_idle_does_not_double_its_window_each_minute() -> None:
     """The window's own queue makes every round trip longer."""
     flight = Flight(TIMING)
-    saturate(flight, 25e6, 0.1, 300.0)
+    saturate(flight, 25e6, 0.1, 130.0)
     assert flight.window(EARLY_BYTES, 0.0) <= 2.2 * 25e6 * 0.1
 
 
