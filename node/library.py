@@ -58,7 +58,7 @@ from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
-from farloop.node.metrics import serve
+from farloop.node.metrics import Metrics, serve
 from farloop.node.model.anchor_files import AnchorFiles
 from farloop.node.model.frozen import Frozen
 from farloop.node.model.inner_optimizer import InnerStep, Whose, default_optimizer
@@ -611,8 +611,9 @@ def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node
             )
             held.driver = Driver(LinkThread(link), state, make, alone=cluster.alone)
             held.driver.on_wait = partial(watch.enter, WAITING)
-            if config.http:
-                held.endpoint = serve(config.http, held.driver.executor.metrics, config.http_names)
+        metrics = held.driver.executor.metrics if held.driver else Metrics(name)
+        if config.http and (cluster.leads or cluster.first_on_host):
+            held.endpoint = serve(config.http, metrics, config.http_names)
         spec = cluster.share_spec(held.driver.wait_for_spec() if held.driver else None)
         with held.failure_told():
             _check_batch(spec, cluster, options.holds)
@@ -623,6 +624,7 @@ def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node
         warm_for(spec.terms, cluster.device)
         watch.on_ask = node.request_drain
         node._begin()
+        metrics.follows = "" if cluster.leads else "training: rank 0 of the node, on another host, reports for all"
         if options.signals and threading.current_thread() is threading.main_thread():
             node.drain_on(signal.SIGTERM)
         _live.add(node)

@@ -42,6 +42,8 @@ class Metrics(Collector):
         self.mismatches = 0  # anchors that did not have their digest; a snapshot replaces each
         self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
         self._piped: tuple[Mapping[str, int], int, int] | None = None
+        self.follows = ""
+        """On a host without rank 0, once it trains: what `/readyz` says. Rank 0 reports for the node."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -77,7 +79,7 @@ class Metrics(Collector):
     def standing(self) -> tuple[bool, str]:
         """Whether the node has joined and started, and its state in words."""
         if self._seen is None:
-            return False, "starting"
+            return bool(self.follows), self.follows or "starting"
         progress = self._seen[0]
         words = f"{progress.state}: {progress.detail}" if progress.detail else progress.state
         return progress.state in _STARTED, words

@@ -135,7 +135,7 @@ class NodeConfig:
     fingerprint: Annotated[str | None, check_fingerprint] = None
     """Join only the run with this fingerprint."""
     http: Annotated[str, check_listening] = ""
-    """Address of /metrics, /healthz and /readyz, as host:port; empty: none."""
+    """Address of /metrics, /healthz and /readyz on every host of the node, as host:port; empty: none."""
     http_names: str = ""
     """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
     and private names are always allowed; * allows any name."""

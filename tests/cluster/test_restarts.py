@@ -1,11 +1,13 @@
 """T4: a node of several ranks that loses one starts them all again, and takes part in the next round."""
 
+import itertools
 import json
 import os
 import re
 import signal
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import loopback
 import pytest
@@ -152,11 +154,11 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
     """Two agents on this machine are the hosts. torch waits for half a minute before it goes on with fewer."""
     run = new_run(steps=100_000, **PACED)
     run.start_coordinator(), run.start_metronome("pace")
-    place = free_port()
-    first = run.start_node("many", nproc=1, hosts="1:2", rendezvous=f"127.0.0.1:{place}")
+    place, *pages = (free_port() for _ in range(3))
+    first = run.start_node("many", nproc=1, hosts="1:2", rendezvous=f"127.0.0.1:{place}", http=f"127.0.0.1:{pages[0]}")
     while connect(Address(host="127.0.0.1", port=place)) is not None:  # the first to come keeps the store
         time.sleep(0.05)
-    own_folder = ("--set", f"node.state_dir={run.folder / 'second'}")
+    own = ("--set", f"node.state_dir={run.folder / 'second'}", "--set", f"node.http=127.0.0.1:{pages[1]}")
 
     def until_hosts(count: int, incarnation: int) -> None:
         def there(status: Status) -> bool:
@@ -167,8 +169,10 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
         run.until("its work is merged", lambda now: merged_since(now, status["versions"], "many"), DEADLINE_S)
 
     for start in (1, 3):
-        second = run.start("second", *FARLOOP, "node", str(run.folder / "node-many.toml"), *own_folder)
+        second = run.start("second", *FARLOOP, "node", str(run.folder / "node-many.toml"), *own)
         until_hosts(2, start)
+        for page, path in itertools.product(pages, ("healthz", "readyz", "metrics")):  # of the host without rank 0 too
+            assert urlopen(f"http://127.0.0.1:{page}/{path}", timeout=30).status == 200
         second.kill()
         until_hosts(1, start + 1)
     folders = [run.folder / name / "node.json" for name in ("many", "second")]
