@@ -65,7 +65,8 @@ METHODS: Final = {
             summary="One fragment after the other, each merged τ inner steps after it was sent (arXiv 2501.18512).",
             pattern="strided",
             tau=1,  # the paper's; a slow link lets a node take more (docs/protocol.md)
-            mix=0.5,
+            # The paper keeps ½ of the local weights in a merge (mix). With Muon and τ = 1, 0 did better with 2 and 4
+            # nodes, and was no worse with τ = 5 (docs/quality.md).
             max_lag=1,
             in_flight=None,
             # As diloco. The paper kept 0.4, tuned once at a small size, for 2 nodes mostly, and does not print its μ;
@@ -159,7 +160,7 @@ def screens_deltas(terms: Terms) -> bool:
 def default_mix(method: Method, nodes: int) -> float:
     """Share of the local weights that a merge keeps: no more than what a node's own delta weighs in the mean.
 
-    The paper has ½ for 2 nodes (arXiv 2501.18512). With 4 nodes ¼ did better than ½ and than 0 (docs/quality.md).
+    With 4 nodes of `decoupled` ¼ did better than ½ and than 0 (docs/quality.md).
     """
     return min(method.mix, 1 / nodes)
 
