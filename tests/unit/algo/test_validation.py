@@ -127,7 +127,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("streaming", {"quorum": 2, "floor": 3}, "floor is 3, but a window can close with 2 contributions: at most 2"),
     ("streaming", {"lag": 2}, "lag is 2; streaming takes at most 1"),
     ("streaming", {"lag": -1}, "lag is -1; streaming takes at most 1"),
-    ("streaming", {"lag": 1, "tau": 0, "mix": 0.5}, "mix is 0.5; with lag = 1 it is 0, for what stayed would be sent twice"),
+    ("streaming", {**LAGS, "mix": 0.5}, "mix is 0.5; with lag = 1 it is 0, for what stayed would be sent twice"),
     ("streaming", {**LAGS, "tau": 5}, "tau is 5; with lag = 1 it is 0, for the overlap is a whole round"),
     ("streaming", {**LAGS, "on_late_update": "continue"}, "on_late_update is continue; with lag = 1"),
     ("streaming", {"eager": True}, "eager needs an update that is a round late; set lag = 1"),
