@@ -118,7 +118,13 @@ class Cluster:
 
     @property
     def first_on_host(self) -> bool:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        """Whether this rank acts for its host; without LOCAL_RANK each does."""
+        return self.leads or os.environ.get("LOCAL_RANK", "0") == "0"
+
+    @property
+    def serves_pages(self) -> bool:
+        """Whether this rank has its host's port. Without LOCAL_RANK rank 0 alone: others may share its host."""
+        return self.leads or os.environ.get("LOCAL_RANK") == "0"
 
     def describe(self) -> str:
         if self.device.type == "cuda":

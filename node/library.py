@@ -612,7 +612,7 @@ def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node
             held.driver = Driver(LinkThread(link), state, make, alone=cluster.alone)
             held.driver.on_wait = partial(watch.enter, WAITING)
         metrics = held.driver.executor.metrics if held.driver else Metrics(name)
-        if config.http and (cluster.leads or cluster.first_on_host):
+        if config.http and cluster.serves_pages:
             held.endpoint = serve(config.http, metrics, config.http_names)
         spec = cluster.share_spec(held.driver.wait_for_spec() if held.driver else None)
         with held.failure_told():
@@ -676,7 +676,7 @@ def _counted(folder: Path, cluster: Cluster) -> NodeState | None:
     """Count this start of the node on all of its hosts: any of them may have the lead at the next one. The lead's."""
     kept = NodeState.read(folder)
     incarnation, run, epoch = max(cluster.gather([kept.incarnation, kept.run, kept.epoch]))
-    if not (cluster.leads or cluster.first_on_host):
+    if not cluster.first_on_host:
         return None
     state = NodeState.claim(folder, dataclasses.replace(kept, incarnation=incarnation, epoch=epoch, run=run))
     return state if cluster.leads else None

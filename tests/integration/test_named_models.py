@@ -7,7 +7,6 @@ import pytest
 import torch
 from loopback import FARLOOP, NewRun, assert_all_agree
 from safetensors.torch import load_file
-from slow_cases import slow
 
 from farloop.node.model.named import config_text, fill_, hf_model
 
@@ -45,7 +44,8 @@ def loss(module, tokens):
 """
 
 
-@pytest.mark.parametrize("kind", slow("llama", "qwen3", "mixtral"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
 def test_nodes_train_a_model_of_hugging_face_that_only_the_coordinator_has_a_folder_of(
     new_run: NewRun, tmp_path: Path, kind: str
 ) -> None:
