@@ -6,11 +6,14 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import loopback
 import pytest
+import tiny_run
 from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free_port, merged_since, node_of, own_run
 from slow_cases import slow
 
@@ -149,6 +152,13 @@ def test_a_signal_to_any_rank_of_a_loop_ends_the_node_in_order(new_run: NewRun, 
     run.until("it said good-bye", lambda status: "after finishing its work" in node_of(status, "many")["reason"], 30.0)
 
 
+def answers(url: str) -> bool:
+    try:
+        return urlopen(url, timeout=30).status == 200
+    except HTTPError:
+        return False
+
+
 @pytest.mark.slow
 def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: NewRun) -> None:
     """Two agents on this machine are the hosts. torch waits for half a minute before it goes on with fewer."""
@@ -172,7 +182,7 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
         second = run.start("second", *FARLOOP, "node", str(run.folder / "node-many.toml"), *own)
         until_hosts(2, start)
         for page, path in itertools.product(pages, ("healthz", "readyz", "metrics")):  # of the host without rank 0 too
-            assert urlopen(f"http://127.0.0.1:{page}/{path}", timeout=30).status == 200
+            tiny_run.until(partial(answers, f"http://127.0.0.1:{page}/{path}"))  # rank 0 reports once a second
         second.kill()
         until_hosts(1, start + 1)
     folders = [run.folder / name / "node.json" for name in ("many", "second")]
