@@ -244,9 +244,7 @@ def _check_steps(terms: Terms) -> None:
     lr, third = schedule.lr, schedule.steps // 3
     require(len(lr.drops) > 0, f"lr.drops is empty; lr.shape = step falls there, as at {third},{2 * third}")
     inside = all(0 < drop < schedule.steps for drop in lr.drops) and list(lr.drops) == sorted(set(lr.drops))
-    require(
-        inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {schedule.steps - 1} in rising order are wanted"
-    )
+    require(inside, f"lr.drops is {list(lr.drops)}; expected rising positions from 1 to {schedule.steps - 1}")
     require(0.0 < lr.drop_factor < 1.0, f"lr.drop_factor is {lr.drop_factor}; it is above 0 and below 1, as 0.1 is")
 
 
@@ -480,7 +478,7 @@ def own_shares(text: str) -> OwnShares:
 def codec(word: str) -> str:
     """A codec's spelling, as far as one can say here. Raises ValueError."""
     if not word:
-        raise ValueError("a codec is wanted")
+        raise ValueError("expected a codec")
     return word
 
 
@@ -491,7 +489,7 @@ def share(word: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 < value <= 1.0:
-        raise ValueError(f"a share of a round's steps above 0 and at most 1 is wanted, not {word!r}")
+        raise ValueError(f"expected a share of a round's steps above 0 and at most 1, got {word!r}")
     return value
 
 
@@ -512,7 +510,7 @@ def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple
         if not dot:
             return () if none else tuple(_READ_ALL[name](text))
         if not node:
-            raise ValueError(f"a node is wanted behind the point, as {name}.rome")
+            raise ValueError(f"expected a node behind the point, as {name}.rome")
         others = {one: value for one, value in held if one != node}
         value = None if none else _READ[name](text.strip())
     except ValueError as error:
@@ -555,7 +553,7 @@ def _pairs(text: str, example: str) -> dict[NodeId, str]:
     for word in text.split():
         node, equals, value = word.partition("=")
         if not node or not equals:
-            raise ValueError(f"NODE=VALUE with blanks between nodes is wanted, as {example}, not {word!r}")
+            raise ValueError(f"expected NODE=VALUE with blanks between nodes, as {example}; got {word!r}")
         if node in found:
             raise ValueError(f"{node} is given twice")
         found[NodeId(node)] = value

@@ -344,7 +344,7 @@ def disk(folder: Path, *, needed_bytes: int = LOW_DISK_BYTES) -> Finding:
     free = shutil.disk_usage(there).free
     detail = f"{size_text(free)} free at {there}"
     if free < needed_bytes:
-        fix = f"make room: {size_text(needed_bytes)} are wanted, and a full disk halts the run"
+        fix = f"make room: the node needs {size_text(needed_bytes)}, and a full disk halts the run"
         return warn("disk", detail, fix)
     return ok("disk", detail)
 

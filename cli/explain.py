@@ -34,7 +34,7 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     """
     found = _WINDOW.fullmatch(window)
     if found is None:
-        raise CommandError(f"{window}: f0:812 is wanted, or 812 for the window of every fragment")
+        raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")
     scans = read_journal(directory)
     from farloop.coordinator.observe.window_inspection import look_back, newest_versions
 

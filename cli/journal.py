@@ -50,7 +50,7 @@ def show_journal(
 
     for name in kind or ():
         if name not in KINDS.values():
-            raise CommandError(f"--kind {name}: one of {', '.join(KINDS.values())} is wanted")
+            raise CommandError(f"--kind {name}: expected one of {', '.join(KINDS.values())}")
 
     def wanted(at: "Entry") -> bool:
         return (
@@ -268,7 +268,7 @@ def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int
     """From and to, by fragment; an open end is as far as possible."""
     found = re.fullmatch(r"(\d*):(\d*)|(\d+)", versions, re.ASCII)
     if found is None:
-        raise CommandError(f"{versions}: FROM:TO is wanted, as 800:812, 812 or : for all that can be made again")
+        raise CommandError(f"{versions}: expected FROM:TO, as 800:812, 812 or : for all that can be made again")
     if fragment is not None and fragment not in spans:
         raise CommandError(f"--fragment {fragment}: the run has fragments 0 to {len(spans) - 1}")
     low, high = (found[3], found[3]) if found[3] else (found[1], found[2])

@@ -354,7 +354,7 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bo
     if patience_s is not None and not wanted:
         raise CommandError("--adopt-patience needs --adopt-from-nodes: give both")
     if patience_s is not None and not 0 < patience_s < math.inf:
-        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted, as {PATIENCE_S:g}")
+        raise CommandError(f"--adopt-patience {patience_s:g}: expected more than 0 seconds, as {PATIENCE_S:g}")
     return None if not wanted else PATIENCE_S if patience_s is None else patience_s
 
 

@@ -80,7 +80,7 @@ def _usage_line(error: Any) -> str:
     if choices := parameter.type_descriptor.choices:
         return f"{name}: there is no {given!r}; {nearest(given, choices)}"
     wanted = WANTED.get(found["type"].partition("_")[0])
-    return f"{name}: {f'{wanted} is wanted' if wanted else found['msg'].lower()}, not {given!r}"
+    return f"{name}: {f'expected {wanted}' if wanted else found['msg'].lower()}, got {given!r}"
 
 
 class Commands(typer.Typer):

@@ -90,9 +90,7 @@ def plan(
     elif inventory is not None:
         given = load_inventory(inventory, overrides)
     else:
-        raise CommandError(
-            "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
-        )
+        raise CommandError("give --inventory FILE or --live URL; examples/plans/twelve-sites.toml is one to begin with")
     from farloop.config import layout_file
     from farloop.planner.plan import make_plan
 

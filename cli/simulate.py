@@ -347,7 +347,7 @@ def _scenario(file: Path | None, example: str | None, seed: int | None, repeats:
     from farloop.config.scenario_file import example_names, load_example, load_scenario
 
     if (file is None) == (example is None):
-        raise CommandError(f"either a SCENARIO.toml or --example is wanted, of {', '.join(example_names())}")
+        raise CommandError(f"give either a SCENARIO.toml or --example, one of {', '.join(example_names())}")
     scenario = load_scenario(file) if file else load_example(example or "")
     changes: dict[str, Any] = {"seed": seed, "repeats": repeats}
     return replace(scenario, **{name: value for name, value in changes.items() if value is not None})

@@ -6,7 +6,7 @@
 # With --build-arg EXTRAS=[hf] it has transformers, for models of Hugging Face.
 #
 # torch's CUDA wheels bring their own CUDA libraries, and the container runtime brings the driver, so a CUDA base would
-# only be a second copy of them. Where one is wanted all the same, name it: --build-arg BASE=...
+# only be a second copy of them. To use one all the same, name it: --build-arg BASE=...
 ARG BASE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006

@@ -109,7 +109,7 @@ class AtLeast:
 
     least: float
     most: float = math.inf
-    wanted: str = ""  # in words, as "share; 0 to 1 is wanted"
+    wanted: str = ""  # in words, as "share; expected 0 to 1"
 
     def __call__(self, value: float) -> None:
         if not self.least <= value <= self.most:
@@ -132,10 +132,10 @@ class OneOf:
 def check_duration(seconds: float) -> None:
     """Raises ValueError unless it is above 0."""
     if seconds <= 0.0:
-        raise ValueError(f"{seconds:g} is not a duration; seconds above 0 are wanted, as 600")
+        raise ValueError(f"{seconds:g} is not a duration; expected seconds above 0, as 600")
 
 
-TIME = AtLeast(0.0, wanted="time; 0 seconds or more are wanted, as 60")
+TIME = AtLeast(0.0, wanted="time; expected 0 seconds or more, as 60")
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

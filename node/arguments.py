@@ -118,7 +118,7 @@ def check_types(given: Mapping[str, object]) -> None:
             if _takes(value, len(_BUILDERS[argument])):
                 continue
             told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
-        raise LoopError(f"join({argument}=…) got {told}: {wanted} is wanted")
+        raise LoopError(f"join({argument}=…) got {told}; expected {wanted}")
     if isinstance(model := given["model"], nn.Module):
         bare(model)
 
@@ -207,7 +207,7 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
 
 def _number(text: str) -> int:
     if not re.fullmatch("[0-9]+", text):
-        raise ValueError(f"a whole number is wanted, 0 or more, not {text!r}")
+        raise ValueError(f"expected a whole number of 0 or more, got {text!r}")
     return int(text)
 
 
@@ -218,7 +218,7 @@ def _lanes(text: str) -> int:
 
 def _switch(text: str) -> bool:
     if text.lower() not in (words := {"true": True, "1": True, "false": False, "0": False}):
-        raise ValueError(f"true or false is wanted, not {text!r}")
+        raise ValueError(f"expected true or false, got {text!r}")
     return words[text.lower()]
 
 
@@ -321,7 +321,7 @@ def _link_of(config: NodeConfig) -> LinkConfig:
 def check_seconds(call: str, timeout_s: float, argument: str = "timeout_s") -> None:
     """Raises ValueError for a time limit that no clock reaches or that is over before it begins; inf is for ever."""
     if not isinstance(timeout_s, int | float) or not timeout_s >= 0.0:  # also if it is nan
-        raise ValueError(f"{call}({argument}={timeout_s!r}): 0 seconds or more are wanted, as 60.0")
+        raise ValueError(f"{call}({argument}={timeout_s!r}): expected 0 seconds or more, as 60.0")
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -374,7 +374,7 @@ def number_of(argument: str, given: object) -> float:
         return math.inf
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
+        raise ValueError(f"step({argument}=…) got {what}; expected a number") from None
 
 
 def shown(loss: object, awaited: Awaited) -> float | None:

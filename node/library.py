@@ -212,7 +212,7 @@ class Node:
 
     @property
     def running(self) -> bool:
-        """Whether another inner step is wanted; False at the run's end, and after `request_drain` and `leave`."""
+        """Whether to run another inner step; False at the run's end, and after `request_drain` and `leave`."""
         return self._decision.running and not self._left
 
     @property
@@ -245,14 +245,14 @@ class Node:
         Raises ValueError: `steps` is no whole number, or negative.
         """
         if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"samples_ahead({steps!r}): a whole number of steps is wanted, 0 or more")
+            raise ValueError(f"samples_ahead({steps!r}): expected a whole number of steps, 0 or more")
         if self.executor is not None:
             self.executor.look_ahead = steps
         batch, ahead = self.spec.terms.inner.batch_sequences, self._decision.ahead
         return tuple(self.cluster.mine(ahead[i : i + batch]) for i in range(0, len(ahead) - batch + 1, batch))[:steps]
 
     def step(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> bool:
-        """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
+        """One inner step after `loss.backward()`; gradients are cleared. True while the run goes on.
 
         Parameter groups keep their ratios to the run's learning rate, and the gradient is clipped to the run's norm. A
         gradient with NaN or Inf changes no weight; it is logged and counted. docs/step.md gives the details.
@@ -484,12 +484,12 @@ class Node:
         terms, most = self.spec.terms, self.batch_tokens()
         number = number_of("tokens", given)
         if not number.is_integer():
-            raise ValueError(f"step(tokens={number}): a whole number is wanted")
+            raise ValueError(f"step(tokens={number}): expected a whole number")
         tokens = int(number)
         if tokens < 0:
-            raise ValueError(f"step(tokens={tokens}): 0 or more are wanted")
+            raise ValueError(f"step(tokens={tokens}): expected 0 or more")
         if tokens > MOST_TOKENS:
-            raise ValueError(f"step(tokens={tokens}): at most {MOST_TOKENS} are wanted")
+            raise ValueError(f"step(tokens={tokens}): expected at most {MOST_TOKENS}")
         granted = self.spec.identity.num_samples and self.executor is not None and self.executor.machine.takes_samples
         if granted and tokens > most:
             batch = f"{terms.inner.batch_sequences} sequences of {terms.inner.sequence_tokens}"
@@ -649,7 +649,7 @@ def _check_options(config: NodeConfig, options: LoopOptions) -> None:
     check_seconds("join", config.give_up, "give_up_s")
     check_seconds("join", config.hang_timeout, "hang_timeout_s")
     if config.save_every_rounds < 0:
-        raise ValueError(f"join(save_every_rounds={config.save_every_rounds}): 0 or more are wanted, 0 for never")
+        raise ValueError(f"join(save_every_rounds={config.save_every_rounds}): expected 0 or more, 0 for never")
     if options.hook:
         check_hooks(options.optimizer)
         if options.scaler is not None:

@@ -151,7 +151,7 @@ def parse_nics(text: str) -> dict[str, LabelSource]:
         name, separator, value = part.partition("=")
         told = parse_nic(value) if separator and name.strip() else None
         if told is None:
-            raise ValueError(f"{part!r} is not a network card: name=kind/rate is wanted, as eth0=roce-v2/100gbit; "
+            raise ValueError(f"{part!r} is not a network card: expected name=kind/rate, as eth0=roce-v2/100gbit; "
                              f"kinds are {', '.join(KINDS)}")  # fmt: skip
         found[name.strip()] = told
     return found

@@ -201,7 +201,7 @@ class Reports:
         *,
         can_evaluate: bool = True,
     ) -> None:
-        """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any;
+        """`device`: what the node trains on, in words; `fingerprint`: of the run to join; None joins any;
         `can_evaluate`: whether its loop can measure the loss."""
         self.loss: float | None = None  # of the last inner step
         self.skipped_steps = 0  # inner steps that changed no weight: no gradient, or one that was not finite

@@ -30,7 +30,7 @@ from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # interval at which a waiting step checks whether it is wanted
+LOOK_S = 0.1  # interval at which a waiting step checks whether to go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Executor:
     def step(self, microbatches: Sequence[Tensor] = (), *, closes_round: bool = True) -> Step | None:
         """One step: from the source's microbatches, tokens [B, S] each, to mean gradients in the parameters.
 
-        Returns None when no more steps are wanted, by this node or by the sources that it follows; the gradients are
+        Returns None when this node, or the sources that it follows, make no more steps; the gradients are
         then meaningless. Raises PipelineBroken: all sources that this stage follows are gone.
         """
         if self._finished:

@@ -26,7 +26,7 @@ _FRESH = 0.25  # share of the moves that bring in a node that is in no chain, wh
 _PATIENCE = 0.35
 """Share of all moves without a faster step after which a search ends: it has been cold since, or began at its end."""
 
-_REST = -1  # stands for the nodes in no chain where the number of a chain is wanted
+_REST = -1  # stands for the number of a chain, for nodes that are in none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

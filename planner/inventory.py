@@ -74,7 +74,7 @@ class Card:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.efficiency <= 1.0:
-            raise ValueError(f"efficiency is {self.efficiency}; a share above 0 and at most 1 is wanted, as 0.8")
+            raise ValueError(f"efficiency is {self.efficiency}; expected a share above 0 and at most 1, as 0.8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Node:
         if not self.site:
             object.__setattr__(self, "site", self.name)
         if not (math.isfinite(self.layer_s) and self.layer_s >= 0.0):
-            raise ValueError(f"layer_s of {self.name} is {self.layer_s}; seconds of at least 0 are wanted")
+            raise ValueError(f"layer_s of {self.name} is {self.layer_s}; expected seconds of at least 0")
         if self.slots < 1:
             raise ValueError(f"slots of {self.name} is {self.slots}; the least is 1")
         if self.max_layers is not None and self.max_layers < 1:
@@ -132,9 +132,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
-            raise ValueError(f"latency is {self.latency_s} s; a number of at least 0 is wanted")
+            raise ValueError(f"latency is {self.latency_s} s; expected a number of at least 0")
         if not self.bytes_per_s > 0.0:
-            raise ValueError(f"bandwidth is {self.bytes_per_s} bytes/s; a number above 0 is wanted")
+            raise ValueError(f"bandwidth is {self.bytes_per_s} bytes/s; expected a number above 0")
 
     def seconds(self, num_bytes: float) -> float:
         """From the first byte sent to the last received."""
@@ -167,7 +167,7 @@ class Model:
         for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s", "sync_bytes"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name} is {value}; a number of at least 0 is wanted")
+                raise ValueError(f"{name} is {value}; expected a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Hub:
     def __post_init__(self) -> None:
         for name in ("in_bytes_per_s", "out_bytes_per_s"):
             if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a number above 0 is wanted")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +201,9 @@ class PlanRequest:
         if not 0.0 <= self.skip < 1.0:
             raise ValueError(f"skip is {self.skip}; from 0 to below 1, as 0.25")
         if not self.bits or min(self.bits) < 1:
-            raise ValueError(f"bits is {list(self.bits)}; whole numbers of at least 1 are wanted, as [8, 4, 2]")
+            raise ValueError(f"bits is {list(self.bits)}; expected whole numbers of at least 1, as [8, 4, 2]")
         if not (math.isfinite(self.effort) and self.effort > 0.0):
-            raise ValueError(f"effort is {self.effort}; a number above 0 is wanted")
+            raise ValueError(f"effort is {self.effort}; expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | Non
     _check(layers, speeds)
     room = [layers if cap is None else cap for cap in (caps or [None] * len(speeds))]
     if len(room) != len(speeds):
-        raise ValueError(f"there are {len(speeds)} speeds and {len(room)} caps; one of each per stage is wanted")
+        raise ValueError(f"there are {len(speeds)} speeds and {len(room)} caps; expected one of each per stage")
     if min(room) < 1 or sum(room) < layers:
         raise ValueError(f"the stages hold {sum(room)} layers at most; {layers} have to fit, and one in each")
     counts = [1] * len(speeds)
@@ -67,7 +67,7 @@ def _check(layers: int, speeds: Sequence[float]) -> None:
         )
     for speed in speeds:
         if not (math.isfinite(speed) and speed > 0.0):
-            raise ValueError(f"a stage has speed {speed}; a number above 0 is wanted")
+            raise ValueError(f"a stage has speed {speed}; expected a number above 0")
 
 
 class Transport(StrEnum):

@@ -55,11 +55,11 @@ def _checked(value: Any, parent: str, name: str) -> Any:
         case int():
             most = MOST_DIGEST if name in _DIGESTS else MOST_NUMBER
             if not LEAST_NUMBER <= value <= most:
-                raise OutOfBounds(f"{parent}.{name} is {value}: a number from 0 to {most} is wanted")
+                raise OutOfBounds(f"{parent}.{name} is {value}: expected a number from 0 to {most}")
             return value
         case float():
             if not math.isfinite(value) and name not in _MAY_BE_NAN:
-                raise OutOfBounds(f"{parent}.{name} is {value}: a finite number is wanted")
+                raise OutOfBounds(f"{parent}.{name} is {value}: expected a finite number")
             return value
         case str() if name in _SHOWN:
             return printable(value, MOST_WORDS)

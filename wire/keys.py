@@ -87,7 +87,7 @@ def load_public(path: Path) -> bytes:
 def _checked(path: Path, content: bytes) -> bytes:
     key = content.strip()
     if not _Z85.fullmatch(key):
-        raise KeyFileError(f"{path} is not a key file: one line of 40 characters of Z85 is wanted")
+        raise KeyFileError(f"{path} is not a key file: expected one line of 40 characters of Z85")
     return key
 
 

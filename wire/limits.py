@@ -87,7 +87,7 @@ class Timing:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0.0 < (seconds := getattr(self, field.name)) < math.inf:
-                raise ValueError(f"{field.name} is {seconds:g}: seconds above 0 are wanted, as {field.default:g}")
+                raise ValueError(f"{field.name} is {seconds:g}: expected seconds above 0, as {field.default:g}")
 
 
 MOST_LANES: Final = 16

@@ -50,12 +50,12 @@ def nearest_rate(text: str) -> str:
 def parse_hours(text: str) -> tuple[int, int]:
     """(from, until) in minutes of the day, of `08:00-18:00`. Raises ValueError, with the nearest valid value."""
     if (found := re.fullmatch(rf"\s*{_CLOCK}(?:-|–|to){_CLOCK}", text)) is None:
-        raise ValueError(f"{text!r} are not hours of the day; 08:00-18:00 is wanted")
+        raise ValueError(f"{text!r} are not hours of the day; expected a form such as 08:00-18:00")
     hours = [int(part or 0) for part in found.groups()]
     begin, end = (min(60 * hour + min(minute or digits, 59), _DAY) for hour, minute, digits in (hours[:3], hours[3:]))
     near = f"{_clock(begin)}-{_clock(end)}"
     if begin == end and max(hours[0], hours[3]) > 24:
-        raise ValueError(f"{text!r} are not hours of the day, which ends at 24:00; 08:00-18:00 is wanted")
+        raise ValueError(f"{text!r} are not hours of the day, which ends at 24:00; expected a form such as 08:00-18:00")
     if begin % _DAY == end % _DAY:
         raise ValueError(f"{text!r} is the whole day or nothing of it; for the whole day set max_uplink alone")
     if text != near:

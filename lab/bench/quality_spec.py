@@ -69,7 +69,7 @@ def parse_variant(spelled: str) -> dict[str, Any]:
     settings = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
-        raise CommandError(f"{origin}: one method is wanted, not {' and '.join(names)}")
+        raise CommandError(f"{origin}: expected one method, got {' and '.join(names)}")
     fields = _method_fields(names[0], origin) if names else {}
     fields |= run_settings(settings, origin=origin)
     if wrong := sorted(SAME_FOR_ALL & fields.keys()):
@@ -105,7 +105,7 @@ def parse_knobs(words: Iterable[str]) -> tuple[Knob, ...]:
         spelled, separator, text = word.partition("=")
         name = OTHER_NAMES.get(spelled, (spelled,))[0]
         if not separator or not text:
-            raise CommandError(f"--tune {word}: KEY=VALUE,VALUE,… is wanted, as outer_lr=0.2,0.4,0.6")
+            raise CommandError(f"--tune {word}: expected KEY=VALUE,VALUE,…, as outer_lr=0.2,0.4,0.6")
         if name not in numbers:
             raise CommandError(f"--tune {word}: {spelled} cannot be tuned; {nearest(spelled, [*numbers, 'peak_lr'])}")
         if name in knobs:
@@ -122,7 +122,7 @@ def _numbers(word: str, text: str) -> list[float]:
         except ValueError:
             raise CommandError(f"--tune {word}: {part.strip()!r} is not a number, as 0.4 is") from None
         if not math.isfinite(value) or value <= 0.0:
-            raise CommandError(f"--tune {word}: {part.strip()} cannot be tried; a number above 0 is wanted")
+            raise CommandError(f"--tune {word}: {part.strip()} cannot be tried; expected a number above 0")
         if value in values:
             raise CommandError(f"--tune {word}: {part.strip()} is given twice; once is enough")
         values.append(value)
@@ -210,8 +210,8 @@ def load_grid(path: Path) -> Grid:
         if found["type"] == "extra_forbidden":
             raise ConfigError(f"{path}: {place}: there is no such key; {nearest(place, _File.model_fields)}") from None
         kind = WANTED.get(found["type"].partition("_")[0])
-        what = f"{kind} is wanted" if kind else found["msg"][:1].lower() + found["msg"][1:]
-        raise ConfigError(f"{path}: {place}: {what}, not {found['input']!r}") from None
+        what = f"expected {kind}" if kind else found["msg"][:1].lower() + found["msg"][1:]
+        raise ConfigError(f"{path}: {place}: {what}, got {found['input']!r}") from None
     variants = tuple(
         _spelled(dict(zip(table, values, strict=True)))
         for table in file.variant

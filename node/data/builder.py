@@ -339,7 +339,7 @@ def _record(line: bytes, where: str, field: str) -> Iterator[Piece | _Bad]:
         yield _Bad(f"{where}: not JSON that can be read: it is nested too deeply")
     else:
         if not isinstance(record, dict):
-            yield _Bad(f"{where}: a JSON object is wanted, not a {type(record).__name__}")
+            yield _Bad(f"{where}: expected a JSON object, got a {type(record).__name__}")
         elif field not in record:
             yield _Bad(f"{where}: there is no field {field!r}; there are {_listed(record)}")
         else:
@@ -390,7 +390,7 @@ def _hub_rows(source: str, split: str, field: str) -> Iterator[Piece | _Bad]:
 
 def _document(text: object, where: str, field: str) -> Iterator[Piece | _Bad]:
     if not isinstance(text, str):
-        yield _Bad(f"{where}: field {field!r} is a {type(text).__name__}, and text is wanted")
+        yield _Bad(f"{where}: field {field!r}: expected text, got a {type(text).__name__}")
     elif "\0" in text:
         yield _Bad(f"{where}: field {field!r} holds a zero byte, which closes a document")
     elif not _encodable(text):

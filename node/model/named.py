@@ -277,7 +277,7 @@ def hf_weights(text: str, folder: Path | None, seed: int) -> tuple[dict[str, Ten
                 if name in fixed:
                     held[name] = kept.get_tensor(name)  # the library may have written over it since (ZAYA)
                 elif "F" not in (dtype := kept.get_slice(name).get_dtype()):
-                    raise ModelError(f"{file} has {name!r} as {dtype}: weights in floating point are wanted")
+                    raise ModelError(f"{file} has {name!r} as {dtype}: expected weights in floating point")
     return taken(text, held | dict.fromkeys(report["unexpected_keys"]), f"{folder}")
 
 

@@ -142,6 +142,6 @@ def assert_others_go_on(run: Run, name: str, bound_s: float) -> list[int]:
     versions = run.until(f"{name} goes on alone", lambda status: alone_since(status, before, name))["versions"]
     seconds = time.monotonic() - lost_at
     assert seconds < bound_s, (
-        f"the others stood still for {seconds:.1f} s, at most {bound_s:g} s are wanted\n{run.logs()}"
+        f"the others stood still for {seconds:.1f} s; expected at most {bound_s:g} s\n{run.logs()}"
     )
     return versions

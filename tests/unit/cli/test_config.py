@@ -239,7 +239,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("quiet_hours = '8-18'", "[node] quiet_hours: '8-18' are not hours of the day; the nearest are 08:00-18:00"),
         ("quiet_hours = '08:00-18:00'", "[node] quiet_hours: needs quiet_uplink, as 2mbit, which is missing"),
         ("quiet_uplink = '2mbit'", "[node] quiet_uplink: needs quiet_hours, as 08:00-18:00, which is missing"),
-        ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is not a network card: name=kind/rate is wanted"),
+        ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is not a network card: expected name=kind/rate"),
         ("congestion = 'warp9'", "[node] congestion: "),
         ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),
         ("[pipeline]\nlayout = 'other.json'", "cannot read the layout"),
@@ -247,7 +247,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("[pipeline]\ncodec = 'q9'", "[pipeline] codec: there is no 'q9'"),
         ("[pipeline]\nnormalise = 'mean'", "[pipeline] normalise: there is no 'mean'"),
         ("[pipeline]\ncredit = 0", "[pipeline] credit: the least is 1, not 0"),
-        ("[pipeline]\npatience_s = 0.0", "[pipeline] patience_s: 0 is not a duration; seconds above 0 are wanted"),
+        ("[pipeline]\npatience_s = 0.0", "[pipeline] patience_s: 0 is not a duration; expected seconds above 0"),
         ("[pipeline]\npeers = 'keys'", "[pipeline] peers: needs [node] key"),
         ("[pipeline]\nbind = 'tcp://0.0.0.0:7800'", "so peers and [node] key are required"),
         ("[pipeline]\nlayouts = 'x'", "[pipeline] layouts: there is no such key"),
@@ -349,8 +349,8 @@ def test_the_nearest_word_is_offered_or_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("copy_every_s = 0.0", "seconds above 0 are wanted"),
-        ("probe_idle_s = -1.0", "0 seconds or more are wanted"),
+        ("copy_every_s = 0.0", "expected seconds above 0"),
+        ("probe_idle_s = -1.0", "expected 0 seconds or more"),
         ("copy_every_s = nan", "copy_every_s: a finite number is wanted, not nan"),
         ("bind = 'tcp://127.0.0.1:7700'\nhttp = '127.0.0.1:7700'", "is on the port of tcp.*another one, as 7701"),
         ("bind = 'tcp://127.0.0.1:7700'\nhttp = '0.0.0.0:7700'", "is on the port of"),

@@ -148,7 +148,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
         (["--restore", ""], "--restore '': the URL of an object store begins with s3://"),
         (
             ["--copy-every", "0"],
-            "--copy-every: [coordinator] copy_every_s: 0 is not a duration; seconds above 0 are wanted, as 600",
+            "--copy-every: [coordinator] copy_every_s: 0 is not a duration; expected seconds above 0, as 600",
         ),
         (["--copy-to", "file:///x", "--set", "run.h=0"], "--set: [run] h: the least is 1, not 0"),
         (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: a finite number is wanted, not "nan"'),

@@ -175,11 +175,11 @@ def test_replay_makes_the_commits_again_that_can_be(folder: Path, monkeypatch: p
     ("words", "said"),
     [
         ("journal show --kind comit", "one of begin, epoch"),
-        ("journal replay abc", "FROM:TO is wanted"),
+        ("journal replay abc", "expected FROM:TO"),
         (f"journal replay 1:{ROUNDS + 9}", "can be made again"),
         (f"journal replay {ROUNDS + 1}", "nothing of it can be made again"),
         ("journal replay : --fragment 7", "the run has fragments 0 to 1"),
-        ("explain f0:x", "f0:812 is wanted"),
+        ("explain f0:x", "expected f0:812"),
         ("explain f7:1", "the run has fragments 0 to 1"),
         (f"explain f0:{ROUNDS + 1}", f"is open: the newest that closed is {ROUNDS}"),
         (f"explain {ROUNDS + 2}", "is not open yet"),

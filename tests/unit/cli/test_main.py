@@ -68,9 +68,9 @@ def test_wrong_usage_ends_with_2() -> None:
         ("keys --", "keys: missing command"),
         ("demo --nodes", "option '--nodes' requires an argument"),
         ("status x", "status: got unexpected extra argument(s) (x)"),
-        ("demo --nodes x", "--nodes: a whole number is wanted, not 'x'"),
-        ("demo --nodes ٣", "--nodes: a whole number is wanted, not '٣'"),
-        ("config check x --ranks 0", "--ranks: input should be greater than or equal to 1, not '0'"),
+        ("demo --nodes x", "--nodes: expected a whole number, got 'x'"),
+        ("demo --nodes ٣", "--nodes: expected a whole number, got '٣'"),
+        ("config check x --ranks 0", "--ranks: input should be greater than or equal to 1, got '0'"),
         ("node x --log-level warn", "--log-level: there is no 'warn'; did you mean warning?"),
         *(
             (
@@ -92,7 +92,7 @@ def test_what_the_environment_gives_is_named_and_levels_have_no_case(monkeypatch
     monkeypatch.setenv("FARLOOP_LOG_LEVEL", "DEBUG")
     assert error_line("coordinator", "x.toml") == "x.toml: cannot be read: no such file or directory"
     monkeypatch.setenv("FARLOOP_LOG_JSON", "maybe")
-    assert error_line("coordinator", "x.toml") == "FARLOOP_LOG_JSON: true or false is wanted, not 'maybe'"
+    assert error_line("coordinator", "x.toml") == "FARLOOP_LOG_JSON: expected true or false, got 'maybe'"
     monkeypatch.setenv("FARLOOP_LOG_LEVEL", "LOUD")
     line = "FARLOOP_LOG_LEVEL: there is no 'LOUD'; there are debug, info, warning, error"
     assert error_line("coordinator", "x.toml") == line

@@ -103,14 +103,14 @@ STRANGE = {"between": ["berlin", "berlim"], "latency_s": 1.0}
         ({"nodes": [{"name": "a", "nics": [{"kind": "infinband"}]}]}, "did you mean infiniband?"),
         (
             {"nodes": [{"name": "a", "nics": [IDLE_CARD]}]},
-            "nodes[0].nics[0]: efficiency is 0.0; a share above 0 and at",
+            "nodes[0].nics[0]: efficiency is 0.0; expected a share above 0 and at",
         ),
-        ({"model": {"layers": 4, "sync_bytes": -1.0}}, "sync_bytes is -1.0; a number of at least 0 is wanted"),
+        ({"model": {"layers": 4, "sync_bytes": -1.0}}, "sync_bytes is -1.0; expected a number of at least 0"),
         ({"nodes": [{"name": "a"}, {"name": "a"}]}, "the name 'a' stands twice"),
         ({"nodes": [{"name": "a", "stage": 1}, {"name": "b", "stage": 1}]}, "stage 0 has no node"),
         ({"nodes": [{"name": "a", "stage": 0}, {"name": "b"}]}, "for all nodes or for none"),
         ({"nodes": [{"name": "a", "slots": 0}]}, "nodes[0]: slots of a is 0; the least is 1"),
-        ({"nodes": [{"name": "a", "layer_s": float("nan")}]}, "seconds of at least 0 are wanted"),
+        ({"nodes": [{"name": "a", "layer_s": float("nan")}]}, "expected seconds of at least 0"),
         ({"nodes": [{"name": "a", "memory_bytes": 1e9}]}, "memory_bytes needs [model] layer_bytes"),
         ({"nodes": [{"name": "coordinator"}]}, "any other text"),
         ({"nodes": [{"name": "a", "count": "2"}]}, "nodes[0].count: a whole number is wanted"),
@@ -142,7 +142,7 @@ def test_links_of_sites_without_nodes_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--inventory FILE or --live URL is wanted"),
+        ((), "give --inventory FILE or --live URL"),
         (("--inventory", "no-such.toml"), "cannot be read"),
         (("--inventory", str(EXAMPLES / "two-islands.toml"), "--plot", "plan.gif"), "--plot is a file named"),
         (("--inventory", str(EXAMPLES / "twelve-sites.toml"), "--skip", "0.9"), "the most that can be planned is 0.67"),

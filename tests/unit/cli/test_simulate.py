@@ -243,7 +243,7 @@ def test_whatever_is_wrong_is_one_line_that_says_where(tmp_path: Path, old: str,
 
 
 def test_words_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
-    assert refused().startswith("either a SCENARIO.toml or --example is wanted, of ")
+    assert refused().startswith("give either a SCENARIO.toml or --example, one of ")
     assert refused("--example", "failure") == "--example: there is no 'failure'; did you mean failures?"
     assert refused("--example", "failures", "--plot", "x.gif").startswith("--plot is a file named .svg, .png or .pdf")
     assert refused(str(tmp_path / "none.toml")).endswith("none.toml: cannot be read: no such file or directory")

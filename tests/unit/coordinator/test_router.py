@@ -270,7 +270,7 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
 def test_a_node_whose_message_is_refused_hears_which_and_why(hall: Hall) -> None:
     hall.nodes["a"].send(Fetch(fragment=1 << 63), 0.0)
     hall.turn()
-    why = f"Fetch.fragment is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
+    why = f"Fetch.fragment is {1 << 63}: expected a number from 0 to {(1 << 63) - 1}"
     assert ("a", MessageReceived(message=Leave(reason=Reason.MALFORMED, detail=why))) in hall.told
     assert hall.nodes["a"].state is State.CLOSED
     hall.assert_only_a_ended(Reason.MALFORMED)

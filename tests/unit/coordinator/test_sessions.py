@@ -124,7 +124,7 @@ def test_who_sends_an_unreadable_greeting_hears_why_as_often_as_it_may_greet(doo
     """A node of another version heard nothing, and dialled for ever. No session is begun for it."""
     unreadable, burst = frame(plain_hello(incarnation=1 << 63)), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(unreadable, owner) for _ in range(2 * burst)]
-    why = f"Hello.incarnation is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
+    why = f"Hello.incarnation is {1 << 63}: expected a number from 0 to {(1 << 63) - 1}"
     assert met[0] == Answer(Refused(reason=Reason.MALFORMED, detail=why, retriable=True))
     assert sum(answer is not None for answer in met) == burst
     assert len(door.peers) == 0 and set(door.away) == {(Reason.MALFORMED, owner or "there")}

@@ -106,8 +106,8 @@ def test_a_folder_is_every_file_in_it_and_a_text_file_one_document(tmp_path: Pat
     [
         (b'{"text": "x"', r"not JSON: Expecting ',' delimiter at character 13"),
         (b'{"body": "x", "id": 3}', "there is no field 'text'; there are 'body', 'id'"),
-        (b'{"text": 5}', "field 'text' is a int, and text is wanted"),
-        (b'["text"]', "a JSON object is wanted, not a list"),
+        (b'{"text": 5}', "field 'text': expected text, got a int"),
+        (b'["text"]', "expected a JSON object, got a list"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "a\\u0000b"}', "holds a zero byte"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),
@@ -136,7 +136,7 @@ def test_bad_files_are_named_with_the_line(tmp_path: Path, monkeypatch: pytest.M
     assert f"{table}: not a Parquet file that can be read" in refused([str(table)], tmp_path)
     good = parquet(tmp_path / "good.parquet")
     assert f"{good}: there is no column 'body'; there are 'id', 'text'" in refused([good], tmp_path, field="body")
-    assert "good.parquet, row 1: field 'id' is a int" in refused([good], tmp_path, field="id")
+    assert "good.parquet, row 1: field 'id': expected text, got a int" in refused([good], tmp_path, field="id")
     jsonl(tmp_path / "fine.jsonl")
     file = built([str(tmp_path)], tmp_path.parent / "rest.bin", skip_bad=True)
     assert len(documents(file)) == 2 * len(TEXTS)

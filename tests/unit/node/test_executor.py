@@ -547,7 +547,7 @@ def test_an_update_that_comes_before_its_merge_is_applied_by_the_worker(
 @pytest.mark.parametrize(
     ("own", "given", "then"),
     [
-        ({"own_tau": True}, {"adapt_tau": None}, 5),  # a quarter of the round; 7 are wanted
+        ({"own_tau": True}, {"adapt_tau": None}, 5),  # a quarter of the round, though the link asks for 7
         ({"own_tau": True}, {"adapt_tau": None, "node_tau": 3}, 3),
         ({"own_tau": True}, {"adapt_tau": False}, 2),
         ({"own_tau": False}, {"adapt_tau": None}, 2),

@@ -313,7 +313,7 @@ def test_weights_that_are_not_whole_or_no_floating_point_are_refused(tmp_path: P
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     tensors = load_file(files[0])
     save_file({key: tensor.to(torch.int8) for key, tensor in tensors.items()}, files[0], {"format": "pt"})
-    with pytest.raises(ValueError, match=r"as I8: weights in floating point are wanted$"):
+    with pytest.raises(ValueError, match=r"as I8: expected weights in floating point$"):
         plan(name)
     save_file(tensors, files[0], {"format": "pt"})
     for count in (1, len(files)):

@@ -386,7 +386,7 @@ def test_an_evaluation_leaves_the_modes_of_all_layers_as_they_were() -> None:
 
 @pytest.mark.parametrize("given", [-1, 1.5, "2", None])
 def test_a_number_of_steps_ahead_that_is_none_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"samples_ahead\(.*\): a whole number of steps is wanted, 0 or more"):
+    with pytest.raises(ValueError, match=r"samples_ahead\(.*\): expected a whole number of steps, 0 or more"):
         Loop(plain).node.samples_ahead(given)
 
 
@@ -808,15 +808,15 @@ def test_a_step_has_the_tokens_of_the_batch_or_fewer(tokens: int | None) -> None
     ("loop", "told", "why"),
     [
         (granted, {"tokens": 65}, "tokens=65): a step of this run has at most 64 tokens, 4 sequences of 16"),
-        (granted, {"tokens": -1}, "tokens=-1): 0 or more are wanted"),
-        (lambda: Loop(plain), {"tokens": 3.5}, "tokens=3.5): a whole number is wanted"),
-        (lambda: Loop(plain), {"tokens": math.nan}, "tokens=nan): a whole number is wanted"),
-        (lambda: Loop(plain), {"tokens": 2**70}, f"tokens={2**70}): at most 4294967296 are wanted"),
-        (lambda: Loop(plain), {"tokens": "many"}, "tokens=…) got a str: a number is wanted"),
-        (lambda: Loop(plain), {"tokens": torch.ones(2)}, "tokens=…) got a tensor of shape (2,): a number is wanted"),
-        (lambda: Loop(plain), {"loss": "low"}, "loss=…) got a str: a number is wanted"),
-        (lambda: Loop(plain), {"loss": "1"}, "loss=…) got a str: a number is wanted"),
-        (lambda: Loop(plain), {"tokens": True}, "tokens=…) got a bool: a number is wanted"),
+        (granted, {"tokens": -1}, "tokens=-1): expected 0 or more"),
+        (lambda: Loop(plain), {"tokens": 3.5}, "tokens=3.5): expected a whole number"),
+        (lambda: Loop(plain), {"tokens": math.nan}, "tokens=nan): expected a whole number"),
+        (lambda: Loop(plain), {"tokens": 2**70}, f"tokens={2**70}): expected at most 4294967296"),
+        (lambda: Loop(plain), {"tokens": "many"}, "tokens=…) got a str; expected a number"),
+        (lambda: Loop(plain), {"tokens": torch.ones(2)}, "tokens=…) got a tensor of shape (2,); expected a number"),
+        (lambda: Loop(plain), {"loss": "low"}, "loss=…) got a str; expected a number"),
+        (lambda: Loop(plain), {"loss": "1"}, "loss=…) got a str; expected a number"),
+        (lambda: Loop(plain), {"tokens": True}, "tokens=…) got a bool; expected a number"),
     ],
 )
 def test_what_no_message_can_hold_is_refused_in_one_line_before_anything_is_done(
@@ -851,12 +851,12 @@ def test_a_node_that_failed_leaves_without_waiting_for_outcomes(failed: bool) ->
 def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
     """With nan, join waited for ever and leave not at all."""
     loop = Loop(plain)
-    with pytest.raises(ValueError, match=r"^leave\(timeout_s=.*0 seconds or more are wanted"):
+    with pytest.raises(ValueError, match=r"^leave\(timeout_s=.*expected 0 seconds or more"):
         loop.node.leave(seconds)
     assert loop.node.running
-    with pytest.raises(ValueError, match=r"^join\(give_up_s=.*0 seconds or more are wanted"):
+    with pytest.raises(ValueError, match=r"^join\(give_up_s=.*expected 0 seconds or more"):
         join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", give_up_s=seconds)
-    with pytest.raises(ValueError, match=r"rto_s is .*: seconds above 0 are wanted, as 2"):
+    with pytest.raises(ValueError, match=r"rto_s is .*: expected seconds above 0, as 2"):
         Timing(rto_s=seconds)
 
 
