@@ -147,7 +147,7 @@ def test_sam_is_joined_by_the_optimizer_in_it() -> None:
 def test_a_wrapper_that_is_no_optimizer_is_refused() -> None:
     module = nn.Linear(2, 2)
     wrapper = pytest.importorskip("schedulefree").ScheduleFreeWrapper(AdamW(module.parameters()))
-    with pytest.raises(LoopError, match=r"^join\(optimizer=…\) got a ScheduleFreeWrapper; expected a torch.optim.Optim"):
+    with pytest.raises(LoopError, match=r"^join\(optimizer=…\) got a ScheduleFreeWrapper; expected a torch.optim.Opt"):
         join("tcp://127.0.0.1:1", module, wrapper, name="a")
 
 
