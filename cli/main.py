@@ -209,7 +209,7 @@ def demo(
         int | None,
         typer.Option("--h", help="Inner steps between two sends of a fragment.", show_default="the method's: 15"),
     ] = None,
-    model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "tiny",
+    model: Annotated[str, typer.Option(help="nano, micro, tiny, small, medium or base.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and the sample order.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Output folder.", show_default="out/METHOD-TIME")] = None,
     data: TextData = None,

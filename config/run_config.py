@@ -42,8 +42,8 @@ class RunConfig:
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of the initial weights and the sample order."""
     model: Annotated[str, check_model_name] = "tiny"
-    """A built-in model (nano, micro, tiny, small or base), hf:FOLDER for a folder with the config.json of a causal
-    language model, or package.module:factory for your own code."""
+    """A built-in model (nano, micro, tiny, small, medium or base), hf:FOLDER for a folder with the config.json of a
+    causal language model, or package.module:factory for your own code."""
     init: Path | None = None
     """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
     drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring. They bring the

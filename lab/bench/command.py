@@ -211,7 +211,7 @@ def gpu(
 
 @bench_app.command()
 def loop(
-    model: Annotated[str, typer.Option(help="A built-in model: nano, micro, tiny, small or base.")] = "small",
+    model: Annotated[str, typer.Option(help="A built-in model: nano, micro, tiny, small, medium or base.")] = "small",
     h: Annotated[int, typer.Option(min=3, help="Inner steps between two exchanges of a fragment.")] = 30,
     turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
     link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
@@ -405,8 +405,14 @@ def quality(
         Path | None,
         typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="In place of a grid: paper-35m, 35 M parameters and 700 M tokens."),
+    ] = None,
     seeds: Seeds = None,
-    model: Annotated[str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small or base.")] = None,
+    model: Annotated[
+        str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small, medium or base.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, show_default="400", help="Inner steps of each node.")] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, show_default="16", help="Sequences per step, shared by the nodes.")
@@ -474,7 +480,7 @@ def quality(
     check_device(device)
     make_output_folder(out)
     flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
-    asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings})
+    asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings}, preset)
     text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
     console, jobs, tuned = progress_console(json=as_json), jobs or os.cpu_count() or 1, tuple[Tuned, ...]()
     planned = plan_grid(asked, data=text, out=out, device=device)
@@ -531,7 +537,7 @@ def quality(
 def frontier(
     data: TextData = None,
     seeds: Seeds = None,
-    model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "nano",
+    model: Annotated[str, typer.Option(help="nano, micro, tiny, small, medium or base.")] = "nano",
     steps: Annotated[int, typer.Option(min=1, help="Inner steps of each node.")] = 2160,
     jobs: Jobs = None,
     device: NodesDevice = "cpu",

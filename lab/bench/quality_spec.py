@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
@@ -183,6 +183,21 @@ class Grid:
     tune: tuple[str, ...] = ()  # KEY=VALUE,VALUE,…: what is tried for every variant before the runs that count
 
 
+GRIDS: Final = {
+    # The smallest row of table 5 of arXiv 2501.18512: 35 M parameters, 700 M tokens, sequences of 1024. The batch, a
+    # size that such models are trained with, and the rate are ours.
+    "paper-35m": Grid(
+        variants=("data-parallel", "muon-data-parallel", "streaming nodes=2", "streaming nodes=4"),
+        model="medium",
+        steps=5340,
+        global_batch=128,
+        seeds=1,
+        settings=("sequence_tokens=1024", "lr=2e-3"),
+    ),
+}
+"""Of `farloop bench quality --preset`."""
+
+
 class _File(BaseModel):
     """A grid's TOML file: `Grid`, its settings and what is tuned as tables. What is left out has the grid's default."""
 
@@ -225,18 +240,27 @@ def load_grid(path: Path) -> Grid:
     )
 
 
-def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None]) -> Grid:
-    """The grid of a file, or the default one, with a command line's options on top. Raises CommandError.
+def asked_for(
+    path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None], preset: str | None = None
+) -> Grid:
+    """The grid of a file, a preset's, or the default one, with a command line's options on top. Raises CommandError.
 
     `flags`: fields of `Grid`; None where not given. `lists`: fields of `Grid` that may be given several times; they are
     added to the file's.
     """
-    grid = Grid() if path is None else load_grid(path)
+    if preset is None:
+        grid = Grid() if path is None else load_grid(path)
+    elif path is not None:
+        raise CommandError("--preset and --grid both name the variants; take one of them")
+    elif preset not in GRIDS:
+        raise CommandError(f"--preset: there is no {preset!r}; {nearest(preset, GRIDS)}")
+    else:
+        grid = GRIDS[preset]
     variants = lists.get("variants") or []
     return dataclasses.replace(
         grid,
         **{name: value for name, value in flags.items() if value is not None},
-        variants=baseline_first((*(() if path is None and variants else grid.variants), *variants)),
+        variants=baseline_first((*(() if path is None and preset is None and variants else grid.variants), *variants)),
         settings=(*grid.settings, *(lists.get("settings") or [])),
         tune=(*grid.tune, *(lists.get("tune") or [])),
     )

@@ -32,7 +32,8 @@ def weights_digest(model: GPT) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("nano", 217_664), ("tiny", 836_736), ("small", 10_720_128), ("base", 122_318_592)]
+    ("name", "parameters"),
+    [("nano", 217_664), ("tiny", 836_736), ("small", 10_720_128), ("medium", 19_110_400), ("base", 122_318_592)],
 )
 def test_a_preset_has_the_parameters_it_promises(name: str, parameters: int) -> None:
     config = PRESETS[name]

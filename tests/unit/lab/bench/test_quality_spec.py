@@ -17,6 +17,7 @@ from farloop.lab.bench.quality import SEED_OFFSET
 from farloop.lab.bench.quality_spec import (
     DEFAULT_VARIANTS,
     FRONTIER,
+    GRIDS,
     Grid,
     GridPlan,
     asked_for,
@@ -28,6 +29,7 @@ from farloop.lab.bench.quality_spec import (
     plan_grid,
     share_of,
 )
+from farloop.node.settings import PRESETS, VOCABULARY
 
 # --- words
 
@@ -184,6 +186,22 @@ def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
     assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15"))
     assert grid.variants == ("diloco", "streaming") and grid.tune == ("outer_lr=1",)
     assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
+
+
+def test_a_preset_has_the_parameters_and_tokens_of_the_paper_and_every_run_can_be_planned(text: Path) -> None:
+    longer = text.with_name("longer.txt")
+    longer.write_text(text.read_text() + text.read_text()[::-1])
+    grid = asked_for(None, {"steps": None}, {"settings": ["evaluation_sequences=1"]}, "paper-35m")
+    assert grid.variants == GRIDS["paper-35m"].variants
+    first, *_, last = plan_grid(grid, data=DataConfig(path=longer), out=Path("somewhere")).plan.variants
+    of_bytes, terms = first.specs[0].identity.layout.num_parameters, last.specs[0].terms
+    assert of_bytes + (32_000 - VOCABULARY) * PRESETS["medium"].dim == pytest.approx(35e6, rel=0.02)
+    sequences = terms.schedule.steps * terms.admission.min_nodes * terms.inner.batch_sequences
+    assert sequences * terms.inner.sequence_tokens == pytest.approx(700e6, rel=0.01)
+    with pytest.raises(CommandError, match=r"--preset: there is no 'paper-35'; did you mean paper-35m\?"):
+        asked_for(None, {}, {}, "paper-35")
+    with pytest.raises(CommandError, match="--preset and --grid both name the variants"):
+        asked_for(Path("grid.toml"), {}, {}, "paper-35m")
 
 
 def test_nodes_share_a_step_equally() -> None:
