@@ -16,7 +16,7 @@ def token_weights(contributor_sets: Sequence[Sequence[Contribution]]) -> list[fl
     """Weight of each blob: its share of the tokens that the window merges. They sum to 1.
 
     A contribution without steps weighs nothing and dilutes nothing. Equal token counts give exactly equal weights.
-    Where nobody did a step, as when a run is closed twice in a row, all deltas are zero and weigh the same. Claims are
+    Where no node did a step, as when a run is closed twice in a row, all deltas are zero and weigh the same. Claims are
     checked where they come in; should one below zero have got here all the same, it weighs nothing. A step counts at
     most `MOST_TIMES` the tokens that the steps of the others have: the upper median of all other contributions with a
     token.
@@ -73,7 +73,7 @@ WEIGHT_RULES: Final[dict[str, Callable[[Sequence[Sequence[Contribution]]], list[
 def reach(contributor_sets: Sequence[Sequence[Contribution]]) -> float:
     """How far a node came in a whole round: the longest delta, those of fewer steps scaled up to the most steps.
 
-    0 where nobody did a step, and for a norm that is none: negative, or not finite. It is what
+    0 where no node did a step, and for a norm that is none: negative, or not finite. It is what
     `outer_optimizers.staleness_gap` measures by.
     """
     everybody = [c for contributors in contributor_sets for c in contributors if c.steps > 0]

@@ -147,5 +147,5 @@ def _guard(address: str, key: Path | None) -> str:
     if key is not None:
         return "encrypted"
     return "in the clear, " + (
-        "this machine only" if parse_tcp(address, listens=True).is_loopback else "OPEN TO ANYBODY"
+        "this machine only" if parse_tcp(address, listens=True).is_loopback else "OPEN TO ANY PEER"
     )

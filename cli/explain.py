@@ -157,7 +157,7 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     if facts["revision"]:
         grid.add_row("terms", f"revision {facts['revision']}")
     if facts["expected"] is not None:
-        grid.add_row("expected", ", ".join(facts["expected"]) or "nobody")
+        grid.add_row("expected", ", ".join(facts["expected"]) or "none")
     parts: list[RenderableType] = [head, grid, Padding(_arrived(facts["arrived"], facts["version"]), (1, 0, 1, 0))]
     if facts["missing"] or facts["refused"]:
         parts += [Padding(_left_out(facts["missing"], facts["refused"]), (0, 0, 1, 0))]

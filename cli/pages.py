@@ -41,7 +41,7 @@ class Viewers:
         self._told, self._told_at = status, time.monotonic()
 
     async def see_the_end(self) -> None:
-        """Wait until they have asked once more, `LAST_LOOK_S` at most; nobody who asked of late: not at all."""
+        """Wait, `LAST_LOOK_S` at most, until every client that asked of late has asked once more."""
         ended_at = time.monotonic()
         while ended_at - LAST_LOOK_S < self._told_at and time.monotonic() < ended_at + LAST_LOOK_S:
             await asyncio.sleep(POLL_S)

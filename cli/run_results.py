@@ -168,7 +168,7 @@ class Summary(TypedDict):
     bytes_state: int  # of `bytes_total`: snapshots and probes
     reduction: float  # `bytes_data_parallel_fp32` ÷ `bytes_total`
     digests_equal: bool | None
-    """Whether every node ended with the coordinator's anchors, bit for bit; None when nobody compared."""
+    """Whether every node ended with the coordinator's anchors, bit for bit; None if no node compared."""
     compute_share: float
     """Share of the time that the training loops had for themselves, data loading included: the mean over nodes, each
     since its last start. farloop's own code, waiting and evaluation are the rest."""

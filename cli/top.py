@@ -121,7 +121,7 @@ class Top(App[None]):
             self._draw()
 
     def miss(self, why: str) -> None:
-        """Nobody answered; the last picture stays."""
+        """There was no answer; the last picture stays."""
         if not self._is_up:
             return
         silent = self.query_one("#silent", Static)
@@ -278,7 +278,7 @@ def top(url: str, *, light: bool | None = None) -> None:
     """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark.
 
     Raises:
-        CommandError: nobody answers at `url`, or it is no coordinator.
+        CommandError: no answer at `url`, or it is no coordinator.
     """
 
     def look() -> Status:

@@ -61,7 +61,7 @@ class AdminSocket:
             self._path.unlink(missing_ok=True)  # of a start that was killed
             with address_of(self._folder) as address:
                 door.bind(address)
-            self._path.chmod(0o600)  # before it listens: nobody was let in until now
+            self._path.chmod(0o600)  # before it listens
             self._inode = self._path.stat().st_ino
             door.setblocking(False)
             self._server = await asyncio.start_unix_server(self._serve, sock=door, limit=MAX_BYTES)

@@ -93,7 +93,7 @@ _ALONE = _references([bytearray(1)])[0]  # to a buffer that only a list refers t
 
 
 class Pool:
-    """Tensors and buffers that nobody reads any more, for the commits to come. Any thread.
+    """Tensors and buffers that are not read any more, for the commits to come. Any thread.
 
     To fill pages that are new to the process costs more than the arithmetic on them, and seconds where the system has
     to clear pages of 2 MiB first.
@@ -104,8 +104,8 @@ class Pool:
         self._buffers: list[bytearray] = []  # large ones, those that are in use too
 
     def buffer(self, num_bytes: int) -> bytearray:
-        """Memory for a blob, with any content. It is used again, without being given back, once nobody refers to it: a
-        delta or an update has many readers. Those that are free beyond the limit are dropped."""
+        """Memory for a blob, with any content. It is used again, without being given back, once no reference to it is
+        left: a delta or an update has many readers. Those that are free beyond the limit are dropped."""
         if num_bytes < _LARGE_BYTES or num_bytes > self._most_bytes:
             return bytearray(num_bytes)
         with self._lock:
@@ -134,7 +134,7 @@ class Pool:
         return self.empty(tensor.numel()).copy_(tensor)
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Nobody else may have a tensor that is given. The oldest are dropped beyond the limit."""
+        """A tensor that is given may have no other reader. The oldest are dropped beyond the limit."""
         with self._lock:
             self._tensors += tensors
             self._free_down_to(self._most_bytes)

@@ -119,7 +119,7 @@ class Requests:
             raise NotNow(f"node {node} is connected: stop it first, or run farloop keys revoke")
         self._happened(ev.NodeForgotten(node=node))
         _log.warning("node forgotten node=%s", node)
-        while node in self._durable.started and node not in members:  # noqa: ASYNC110 - the journal wakes nobody
+        while node in self._durable.started and node not in members:  # noqa: ASYNC110 - the journal wakes no waiter
             await asyncio.sleep(_POLL_S)
         return {"nodes": sorted(members)}
 
@@ -139,7 +139,7 @@ class Requests:
             return answer
         self._happened(ev.TermsGiven(revision=revision))
         _log.info("terms changed revision=%d changes=%r", revision.number, changes_text(before, revision))
-        while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes nobody
+        while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes no waiter
             await asyncio.sleep(_POLL_S)
         return answer
 

@@ -103,7 +103,7 @@ class SnapshotService:
         return True
 
     def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> SnapshotRequest | None:
-        """Whose turn it is; None while nobody asks, all who do are being served, or there is no room for a copy.
+        """Whose turn it is; None while no node asks, all that do are being served, or there is no room for a copy.
 
         Args:
             versions: the current one of every fragment.

@@ -108,7 +108,7 @@ class NoDescriptor(NoRoom):
 
 
 class StorageFailed(StorageError):
-    """The disk refused a read, a write or a sync. After a failed sync nobody knows what is durable: never retried."""
+    """The disk refused a read, a write or a sync. After a failed sync it is unknown what is durable: never retried."""
 
     next_step = "check the disk and the permissions of the file, then start again: what is durable is recovered"
 

@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def show(model: Path) -> None:
-    """Load the exported folder as anybody would, and let it write."""
+    """Load the exported folder with transformers, and let it write."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)

@@ -41,7 +41,7 @@ class Mixer(nn.Module):
 
 
 def train(coordinator: str, name: str) -> None:
-    """A loop as anybody has one; the three lines of farloop are marked."""
+    """An ordinary loop; the three lines of farloop are marked."""
     text = torch.frombuffer(bytearray(Path(sysconfig.get_path("stdlib"), "typing.py").read_bytes()), dtype=torch.uint8)
     with join(coordinator, Mixer(), name=name) as node:  # 1
         torch.manual_seed(sum(name.encode()) + node.cluster.rank)  # every process draws its own batches

@@ -1,4 +1,4 @@
-"""torchtitan's trainer as a node. NOT RUN: it needs GPUs, and nobody has had some; for torchtitan 0.2.2.
+"""torchtitan's trainer as a node. NOT RUN: it needs GPUs; for torchtitan 0.2.2.
 
     export FARLOOP_NODE__COORDINATOR=tcp://coordinator.example:7700 FARLOOP_NODE__NAME=oslo
     torchrun --nproc-per-node 8 examples/torchtitan_trainer.py --job.config_file llama3_8b.toml

@@ -123,7 +123,7 @@ def stop_on_signals() -> Iterator[list[int]]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has. Raises CommandError."""
+    """A free port of this machine. Raises CommandError."""
     for port in random.Random().sample(_PORTS, 200):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

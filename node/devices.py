@@ -151,7 +151,7 @@ class SideStream:
 
 
 class Awaited:
-    """Numbers that a CUDA device works out; nobody waits for them."""
+    """Numbers that a CUDA device works out, without waiting for them."""
 
     def __init__(self) -> None:
         self._coming = deque[tuple[Tensor, torch.cuda.Event]]()

@@ -133,7 +133,7 @@ class Metrics(Collector):
         yield self._counter(
             "skipped_sends", "Due sends that were skipped: too many deltas had no outcome yet.", progress.skipped_turns
         )
-        yield self._counter("log_dropped_lines", "Log lines that nobody read in time.", dropped_lines())
+        yield self._counter("log_dropped_lines", "Log lines that were not read in time.", dropped_lines())
         moved = [
             ((direction, kind), count)
             for direction, counts in (("up", progress.sent), ("down", progress.received))

@@ -27,7 +27,7 @@ class Handlers:
         _all.add(self)
 
     def give_back(self) -> None:
-        """Put those of before back, where nobody has set others since, if this is the main thread."""
+        """Put those of before back, where no others were set since, if this is the main thread."""
         while self._before and threading.current_thread() is threading.main_thread():
             number, before = self._before.popitem()
             if signal.getsignal(number) in self._ours:

@@ -353,7 +353,7 @@ class PipelineMachine:
         self.desk.queue.append(work)
 
     def _computed(self, work: Work) -> None:
-        assert self.desk.running == work, "nobody asked for it"
+        assert self.desk.running == work, "it was not asked for"
         self.desk.running = None
         took_s = self._now - self.busy_at
         self.job_s = took_s if self.job_s == 0.0 else (1 - EMA) * self.job_s + EMA * took_s

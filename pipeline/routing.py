@@ -214,7 +214,7 @@ class Sources:
     def closes(self, epoch: int, is_down: Callable[[str], bool]) -> bool:
         """Whether the node's step is over; sources that are away, or follow another layout, do not count."""
         followed = [source for source in self.sources if not is_down(source)]
-        if not followed:  # nobody is left: it goes along with whoever sends it guests
+        if not followed:  # no source is left: it ends with any source that sends it guests
             return any(self._has_ended(source) for source in self.ended)
         waited_for = [source for source in followed if not self._is_past(source, epoch)]
         news = [source for source in followed if self._has_ended(source)]

@@ -266,7 +266,7 @@ def nearby(message_s: Numbers, groups: int, size: int) -> list[list[int]]:
 
 
 def free_start(message_s: Numbers, stages: int, length: int, limits: Limits) -> Chains:
-    """Chains of nearby nodes whose stages nobody chose yet."""
+    """Chains of nearby nodes whose stages are not chosen yet."""
     count = len(message_s) // length
     *groups, rest = nearby(message_s, count, length)
     return Chains(nodes=tuple(map(tuple, groups)), stages=visits(count, stages, length, limits), rest=tuple(rest))

@@ -67,7 +67,7 @@ class Card:
     """A network card of a node."""
 
     kind: CardKind
-    bytes_per_s: float | None = None  # line rate; None where nobody knows
+    bytes_per_s: float | None = None  # line rate; None if unknown
     efficiency: float = 1.0  # share of the line rate that transfers reach
     active: bool = True
     provenance: Provenance = Provenance.OPERATOR
@@ -112,7 +112,7 @@ class Node:
         return next((kind for kind in CardKind if kind in rates), CardKind.ETHERNET)
 
     def card_rates(self) -> dict[CardKind, float]:
-        """Class → bytes/s that its fastest active card of that class reaches; inf where nobody knows."""
+        """Class → bytes/s that its fastest active card of that class reaches; inf if unknown."""
         found: dict[CardKind, float] = {}
         for card in self.cards:
             if card.active:
@@ -142,7 +142,7 @@ class Link:
 
 
 LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, provenance=Provenance.ASSUMED)
-"""Between nodes of one site of which nobody said anything: 10 Gbit/s Ethernet, said to be assumed."""
+"""Between nodes of one site without a given link: 10 Gbit/s Ethernet, marked as assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ def latency_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s
 
 
 def chain_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
-    """All microbatches of one source along a chain that nobody else uses, a closed form.
+    """All microbatches of one source along a chain that no other source uses, a closed form.
 
     With m in flight and R = ⌈M/m⌉ rounds: R·latency + (m − 1)·b, where b is what the slowest node needs for one
     microbatch with its gap; or latency + (M − 1)·b where that node is never idle.

@@ -67,7 +67,7 @@ def simulate(routes: Sequence[Route], work: Work, message_s: Numbers, *, keep: b
 
 
 def simulated_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
-    """Seconds of a step of one source along a chain that nobody else uses."""
+    """Seconds of a step of one source along a chain that no other source uses."""
     return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, message_s).makespan_s
 
 

@@ -1,6 +1,6 @@
 """Writes that a daemon does not wait for: a bounded queue, and a thread that writes. What has no room is counted.
 
-Standard error may be a terminal that is stopped, or a pipe that nobody reads, and a file may lie on a network disk that
+Standard error may be a terminal that is stopped, or a pipe without a reader, and a file may lie on a network disk that
 hangs: a write to it then takes for ever. Standard library only.
 """
 
@@ -79,7 +79,7 @@ class LogQueue(logging.Handler):
 
     @property
     def dropped(self) -> int:
-        """Lines that nobody will read."""
+        """Lines that will not be read."""
         return self.writer.dropped + self._failed
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -93,7 +93,7 @@ class LogQueue(logging.Handler):
 
     def _write(self, line: str) -> None:
         if (dropped := self.dropped) > self._told:
-            what = "log lines dropped count=%d cause='nobody read them in time'"
+            what = "log lines dropped count=%d cause='not read in time'"
             gap = logging.LogRecord(__name__, logging.WARNING, "", 0, what, (dropped - self._told,), None)
             line, self._told = f"{self.format(gap)}\n{line}", dropped
         self._failed += not write_all(self._stream, f"{line}\n")
@@ -118,7 +118,7 @@ def write_all(stream: TextIO, text: str) -> bool:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print one line, after the log lines before it. Where nobody reads it, go on without after `FLUSH_S`."""
+    """Print one line, after the log lines before it. If it is not read, go on without after `FLUSH_S`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogQueue):
             handler.flush()
@@ -129,7 +129,7 @@ def say(line: str, *, err: bool = False) -> None:
 
 
 def dropped_lines() -> int:
-    """Log lines of this process that nobody will read."""
+    """Log lines of this process that will not be read."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogQueue))
 
 

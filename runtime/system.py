@@ -145,8 +145,8 @@ def hold(descriptor: int) -> None:
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Remove what processes that were killed have left here: what has a name of this regular expression, and nobody
-    holds. Raises OSError."""
+    """Remove what processes that were killed have left here: what has a name of this regular expression, and no
+    process holds. Raises OSError."""
     for path in folder.iterdir():
         if not re.fullmatch(pattern, path.name):
             continue

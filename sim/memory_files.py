@@ -1,4 +1,4 @@
-"""Files in memory, for a coordinator whose state nobody reads after the run: nothing has to be synced."""
+"""Files in memory, for a coordinator whose state is not read after the run: nothing has to be synced."""
 
 from collections.abc import Sequence
 from itertools import count

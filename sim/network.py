@@ -206,7 +206,7 @@ class Connection:
 
 
 Dial = Callable[[Callable[[Connection | None], None]], None]
-"""Ask the network for a connection; the answer comes later, None where nobody answers."""
+"""Ask the network for a connection; the answer comes later, None if there is none."""
 
 
 class VirtualDialer:
@@ -216,7 +216,7 @@ class VirtualDialer:
         self._dial = dial
 
     def dial(self, opened: Callable[["NodeEnd"], None], failed: Callable[[str], None]) -> None:
-        self._dial(lambda connection: opened(NodeEnd(connection)) if connection else failed("nobody answers"))
+        self._dial(lambda connection: opened(NodeEnd(connection)) if connection else failed("no answer"))
 
 
 class NodeEnd:

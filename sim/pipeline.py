@@ -188,7 +188,7 @@ class World:
         self.agenda.after(self._delay(name, to), arrive)
 
     def _all_done(self) -> bool:
-        def is_spare(name: str) -> bool:  # on nobody's path
+        def is_spare(name: str) -> bool:  # on no path
             return not any(hop.node == name for path in self.machines[name].layout.paths for hop in path.hops)
 
         return all(

@@ -232,7 +232,7 @@ class World:
         return SimulatedNode(process, host.setup, self.scenario, self._dialled_from(host, process), rng, state)
 
     def _dialled_from(self, host: Host, process: Process) -> Dial:
-        """Connections after a round trip; none where nobody listens, or the cable stays cut for too long."""
+        """Connections after a round trip; none if no process listens, or the cable stays cut for too long."""
 
         def dial(answer: Callable[[Connection | None], None]) -> None:
             weather = host.weather or host.setup.weather or self.scenario.weather

@@ -24,7 +24,7 @@ MOST_DIGEST: Final = (1 << 64) - 1
 
 MOST_TOKENS: Final = 1 << 32
 """Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch
-that anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
+in use. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
 
 MOST_CHARACTERS: Final = 128  # of a text that means something: a name, a codec, a fingerprint
 MOST_WORDS: Final = 1000  # characters of a text that is only shown; what is longer is cut

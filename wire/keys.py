@@ -35,7 +35,7 @@ def check_name(name: str) -> NodeId:
 def load_secret(path: Path) -> bytes:
     """The secret key in `path`, as 40 characters of Z85. Public keys look alike: those are known by their names.
 
-    What is checked is what is read: one open file, so that nobody can change it in between.
+    What is checked is what is read: one open file, so that it cannot change in between.
 
     Raises:
         KeyFileError: missing, malformed, a symbolic link or no file at all, another user's, or open to others, or
@@ -107,8 +107,8 @@ class AllowList:
         """Read the folder again if a file in it was added, removed or changed.
 
         Raises:
-            KeyFileError: the folder or a file in it cannot be used. Nobody new comes in then, and who was in stays —
-                but for those whose file is gone or holds another key: no broken file stands in the way of a revocation.
+            KeyFileError: the folder or a file in it cannot be used. No new peer is admitted then, and those admitted
+                stay, but for those whose file is gone or holds another key: a broken file does not prevent a revocation.
         """
         paths = key_files(self.folder)
         stamp = tuple(_mark(path) for path in paths)

@@ -15,7 +15,7 @@ from farloop.wire.messages import Connection
 
 
 _PERIOD: Final = 1 << 20  # the noise repeats itself after so many bytes: more than any compressor on a link looks back
-DIGEST: Final = 0  # what a probe's offer says: nobody checks it
+DIGEST: Final = 0  # what a probe's offer says; it is not checked
 
 
 class Noise:

@@ -27,12 +27,12 @@ RDMA: Final[frozenset[str]] = frozenset({"infiniband", "roce-v2", "roce-v1", "iw
 MOST_NICS: Final = 32
 MOST_FACTS: Final = 24
 MOST_LABELS: Final = 32
-LONGEST: Final = 128  # characters of a text that somebody else wrote
+LONGEST: Final = 128  # characters of a text from outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One thing that somebody said about a card."""
+    """One thing that one source said about a card."""
 
     about: str  # `kind`, `bits_per_s`, `state`, `netdev`, … .
     value: str
@@ -46,7 +46,7 @@ class Nic:
     name: str  # `mlx5_0:1` of a port with RDMA, else its network device
     kind: str = "virtual"  # one of `KINDS`; another one, of a later release, counts as virtual
     netdev: str = ""  # the network device to bind; empty for none
-    bits_per_s: float | None = None  # None: nobody knows, and nothing is made up
+    bits_per_s: float | None = None  # None: unknown, and nothing is made up
     flow_bits_per_s: float | None = None  # the most that one connection gets: of a bond, what one member has
     active: bool = False
     usable: bool = False  # active, and of a card with RDMA: this process may use that
@@ -58,7 +58,7 @@ class Nic:
     facts: tuple[Fact, ...] = ()  # the most trusted first
 
     def source(self, about: str) -> str:
-        """Who is believed in this; empty where nobody said it."""
+        """Which source is believed in this; empty if none said it."""
         return next((fact.source for fact in self.facts if fact.about == about), "")
 
 

@@ -204,7 +204,7 @@ class Recall(Message):
 # --- Link measurements
 #
 # None of it decides anything in a run. A probe's bytes travel as a blob of a kind of its own, in the background:
-# whatever anybody waits for goes first (`link_measurement.py`).
+# whatever is waited for goes first (`link_measurement.py`).
 
 
 MOST_SEEN = 16  # bursts, and links, of one report
@@ -213,7 +213,7 @@ MOST_SEEN = 16  # bursts, and links, of one report
 @message(30, Role.COORDINATOR, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo(Message):
-    """Coordinator → node: say this number back at once. The node's session does, before anybody else hears of it."""
+    """Coordinator → node: say this number back at once. The node's session does, before its handler runs."""
 
     number: int
 
@@ -240,8 +240,8 @@ class Probe(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What the kernel of one end knows of a TCP connection (TCP_INFO). Of the first hop alone, where somebody in
-    between ends connections: a relay, a mesh, a load balancer."""
+    """What the kernel of one end knows of a TCP connection (TCP_INFO). Of the first hop alone, where something
+    in between ends connections: a relay, a mesh, a load balancer."""
 
     rtt_s: float  # smoothed
     least_rtt_s: float
@@ -372,7 +372,7 @@ class Refused(Message):
     """The number that another start of the node has: one that has not joined yet goes on behind it."""
 
 
-@message(4)  # opens a bulk lane; nobody sends it on the control lane
+@message(4)  # opens a bulk lane; not sent on the control lane
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
@@ -382,7 +382,7 @@ class LaneHello(Message):
     """Which bulk lane of the session it is, from 1; it replaces the one of this number, if there is one."""
 
 
-@message(34)  # opens a connection that begins no session; nobody sends it in one
+@message(34)  # opens a connection that begins no session; not sent in one
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Message):
     """Either way: the coordinator sends it back. `farloop doctor` asks by it whether packets of every size pass."""

@@ -38,7 +38,7 @@ _KEPT_BURSTS: Final = 16
 class Burst:
     """What arrived in one busy time, as far as it tells of the link."""
 
-    num_bytes: int  # all of it, but for what the first arrival brought: when that began, nobody knows
+    num_bytes: int  # all of it, but for what the first arrival brought: when that began is unknown
     seconds: float  # from the first arrival to the last
     half_bytes: int  # of its second half, by bytes
     half_s: float

@@ -146,7 +146,7 @@ class Outgoing:
         self.acked = 0  # everything below has arrived
         self.limit = min(limit, source.size)
         self.credited = False
-        """Whether a Credit came. Before, nobody may be expecting this blob: nothing is sent twice."""
+        """Whether a Credit came. Before, the peer may not expect this blob: nothing is sent twice."""
         self._to_send = Ranges((0, source.size))
         self._flying: dict[int, _Chunk] = {}  # chunks on their way, by their start
         self._arrived = 0  # bytes that have arrived, those beyond a gap included

@@ -205,7 +205,7 @@ class Leases:
             book.clear()
 
     def check(self) -> None:
-        """No sample is in two places, none is beyond the frontier, and nobody used more than it was granted."""
+        """No sample is in two places, none is beyond the frontier, and no node used more than it was granted."""
         ranges = sorted(
             [(lease.start, lease.count) for leases in self.held.values() for lease in leases]
             + [(lease.start, lease.count) for lease in self.returned]
@@ -217,7 +217,7 @@ class Leases:
         assert all(used <= self.consumed.get(owner, 0) for owner, used in self.stored.items())
         assert self.held.keys() >= self.retired.keys() | self.stored.keys()
         assert self.ended.keys() == self.ended_granted.keys()
-        assert all(self._granted(owner) <= self.granted_total for owner in self.held), "more than anybody was granted"
+        assert all(self._granted(owner) <= self.granted_total for owner in self.held), "more than was granted in all"
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
     def _not_in(self, owner: Owner, used: int) -> list[Lease]:

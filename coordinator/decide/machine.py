@@ -38,7 +38,7 @@ class Evaluations:
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        """Any node may answer the questions of an earlier incarnation once: whom it asked is not known."""
+        """Any node may answer the questions of an earlier incarnation once: which node it asked is not known."""
         self._ledger, self._last = ledger, len(ledger.versions) - 1
         self._asked: dict[int, NodeId] = {}
         known = [evaluation.versions[self._last] for evaluation in ledger.evaluations]
@@ -251,7 +251,7 @@ class CoordinatorMachine:
     def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
         if not self._run.stopping and adoption.handle(event, now):
             self._adoption = None
-            self._membership.clock_jumped(now - adoption.began_at)  # nobody could come to it
+            self._membership.clock_jumped(now - adoption.began_at)  # no node could connect meanwhile
             self._begin()
         return self._decisions.take()
 

@@ -85,7 +85,7 @@ class Screening:
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
         """Nodes whose deltas are not merged, with the reason.
 
-        Always fewer than half of `nodes`, which take part: if that many disagree, nobody can say who is right, and
+        Always fewer than half of `nodes`, which take part: if that many disagree, it is unknown which are right, and
         every delta is judged by itself.
         """
         whys = {node: self.standings[node].why for node in nodes if node in self.standings}
@@ -260,7 +260,7 @@ def _side(cosine: float | None, *, few: bool) -> _Side:
 def _after(before: rec.Standing, struck: bool, side: _Side, why: str) -> rec.Standing:
     """A node's standing after one more delta.
 
-    If the others disagree, nobody can be against them, and the row ends. Now and then a few agree by chance, and over
+    If the others disagree, no node can be against them, and the row ends. Now and then a few agree by chance, and over
     many rounds an honest node would be against them three times. A node in quarantine has to show more.
     """
     against = before.against

@@ -76,8 +76,8 @@ class Window:
 
         Late deltas do not count: they must not use up a round's window. If nodes train while they wait, neither do
         deltas without a step, from a node that stalls or finished early. They close a window when no other node is
-        expected; else such a node would send one after the other as fast as the network allows, and nobody else's would
-        be in time.
+        expected; else such a node would send one after the other as fast as the network allows, and no other node's
+        would be in time.
         """
         if not self.max_staleness:
             return len(
@@ -164,7 +164,7 @@ class Window:
     def _why_void(self, floor: int) -> str | None:
         """Why the window ends without a delta: with good deltas it could have closed.
 
-        Absent nodes may return, but nobody else would come: the run would stand still for good.
+        Absent nodes may return, but no other delta would come: the run would stand still for good.
         """
         refused = self.refused_nodes - self.contributors
         came = len(self.contributors)

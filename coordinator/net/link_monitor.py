@@ -221,7 +221,7 @@ class LinkMonitor:
         gone = peer is None or peer.session.state is not State.OPEN
         if not gone and running.quiet and now < running.ends_by:
             return
-        why = "it takes too long" if running.quiet else "somebody waits for bytes"
+        why = "it takes too long" if running.quiet else "other bytes wait"
         why = "its session is over" if gone else why
         _log.info("probe cancelled node=%s upward=%s why=%r", running.node, running.upward, why)
         self._peer = None

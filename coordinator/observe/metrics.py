@@ -28,7 +28,7 @@ from farloop.wire.traffic import Traffic
 # --- Metrics: `farloop_` prefix, base units, bounded labels
 
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.OUT_OF_TIME.sentence, Reason.RUN_FINISHED.sentence})
-"""Why a node has left, where nobody waits for it."""
+"""Reasons to leave after which the run does not wait for the node."""
 
 MOST_SERIES = 512  # directions of links that have series; the status tells of all
 

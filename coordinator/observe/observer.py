@@ -218,7 +218,7 @@ class Observer(interface.Observer):
         self._metrics.position.set(status["position"])
         self._metrics.round.set(status["round"])
         self._metrics.h.set(status["run"]["h"])
-        # After a restart nobody has reported yet: the round began somewhere all the same.
+        # After a restart no node has reported yet; the round's first position is known all the same.
         ledger = machine.ledger
         position = max(status["position"], ledger.rounds[ledger.current_round].start if ledger.rounds else 0)
         self._metrics.saw_nodes(status["nodes"])

@@ -68,7 +68,7 @@ def probe(peer: Peer) -> PeerState:
             kernels = peer.make(1)
             y = kernels.decode(kernels.encode(x))
         state = MEASURED if float((x - y.view(-1)).abs().max()) < 0.5 else "gives back other numbers than it took"
-    except Exception as error:  # noqa: BLE001 - somebody else's code, against versions it may not know
+    except Exception as error:  # noqa: BLE001 - foreign code, against versions it may not know
         state = _in_a_line(error)
     return PeerState(name=peer.name, package=peer.package, version=version, state=state)
 

@@ -44,8 +44,8 @@ class Comparison:
     bytes_up: int  # per node
     bytes_down: int
     fewer_bytes: float | None
-    """Bytes up and down of a node of the baseline ÷ those of a node of this; None for a single node, which has nobody
-    to send to. Where the baseline is one, data parallel's in fp32 stand in."""
+    """Bytes up and down of a node of the baseline ÷ those of a node of this; None for a single node, which has
+    no peer to send to. Where the baseline is one, data parallel's in fp32 stand in."""
     syncs: float  # whole models that a node sent
     tokens: int  # of all nodes
     cpu_s: float  # seconds of one core, mean of a run

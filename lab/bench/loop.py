@@ -33,7 +33,7 @@ _PATIENCE_S = 300.0  # for a coordinator's first snapshots
 
 
 class Loop:
-    """A training loop as anybody has one."""
+    """An ordinary training loop."""
 
     def __init__(self, module: GPT, device: torch.device, sequences: int, tokens: int) -> None:
         self.module, self.device = module.to(device), device

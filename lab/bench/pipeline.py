@@ -62,7 +62,7 @@ class Losses:
 
     skipped: float  # share of the stages that each microbatch leaves out
     losses: tuple[float, ...]  # of every step, as its microbatches went, nats per token
-    full_loss: float  # at the end, of the whole model without skips, on microbatches that nobody trained on
+    full_loss: float  # at the end, of the whole model without skips, on microbatches that no node trained on
 
 
 def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> StageLayout:
@@ -132,7 +132,7 @@ def alone(*, steps: int) -> Losses:
 
 
 def _unseen(whole: GPT) -> float:
-    """Loss on microbatches that nobody trained on."""
+    """Loss on microbatches that no node trained on."""
     with torch.no_grad():
         return statistics.fmean(whole.loss(batch).item() for batch in batches(16, seed=10_000_000))
 

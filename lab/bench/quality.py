@@ -327,7 +327,7 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
     def stepped() -> None:
         _steps[place] += 1
         if parent is not None and not parent.is_alive():
-            raise SystemExit("nobody waits for this run any more")
+            raise SystemExit("no process waits for this run any more")
 
     try:
         result = run_one(spec, _corpus(plan.data, plan.max_bytes), stepped, device=plan.device)

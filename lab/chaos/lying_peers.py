@@ -39,7 +39,7 @@ from farloop.wire.messages import (
 from farloop.wire.reasons import RemoteProtocolError
 from farloop.wire.session import run_tag
 
-LONGEST_S: Final = 120.0  # after which a peer ends by itself, if nobody has ended it
+LONGEST_S: Final = 120.0  # after which a peer ends by itself
 
 SOURCE: Final = "127.0.0.2"
 """Address that these peers come from, so that limits per address do not hit the honest nodes."""
@@ -222,7 +222,7 @@ def digests(peer: Peer) -> Iterator[float]:
 
 
 def epochs(peer: Peer) -> Iterator[float]:
-    """Claims epochs and versions that nobody else has seen."""
+    """Claims epochs and versions that no other node has seen."""
     while True:
         peer.greet(epoch_seen=1000)
         yield 1.0

@@ -1,10 +1,10 @@
 """What a storm observes of its run: lost and forked versions, recovery times, and memory.
 
-**Told** is every (fragment, version, digest) that anybody outside the coordinator could have learned: from its status
+**Told** is every (fragment, version, digest) that a process outside the coordinator could have learned: from its status
 page, from the anchors that nodes hold, and from the journal on disk each time the coordinator is dead.
 **Lost** is a told version that the journal never held, that a later journal covering it does not hold, or that a later
 status page is behind. `journal_referee.py` parses the journal independently, both while the coordinator appends to it
-and whole each time it is dead. Segments are deleted once nobody needs them, so they are compared before.
+and whole each time it is dead. Segments are deleted once they are not needed, so they are compared before.
 **A fork** is a version of a fragment with two digests. Neither may ever occur.
 """
 
@@ -38,7 +38,6 @@ class History:
         return sorted(version for version, digests in self.digests.items() if len(digests) > 1)
 
     def told(self, fragment: int, version: int, digest: str) -> None:
-        """By anybody."""
         self.digests.setdefault((fragment, version), set()).add(digest)
 
     def saw_status(self, status: Status) -> None:
@@ -206,5 +205,5 @@ def in_words(status: Status | None) -> str:
     here = [node["name"] for node in status["nodes"] if node["connected"]]
     return (
         f"{run['state']}, start {run['epoch']}, position {status['position']:.0f}/{run['steps']}, "
-        f"{status['commits']} commits, connected {','.join(here) or 'nobody'}"
+        f"{status['commits']} commits, connected {','.join(here) or 'none'}"
     )

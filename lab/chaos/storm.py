@@ -520,7 +520,7 @@ class Storm:
                 self._at(self._now + AGAIN_S, partial(self._start_again, child.name))
 
     def _start_again(self, name: str) -> None:
-        """Unless somebody did already."""
+        """Restart the process unless it was restarted already."""
         if name in self._down:
             self._down.discard(name)
             self._start(name)

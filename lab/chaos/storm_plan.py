@@ -100,7 +100,7 @@ def plan(seed: int, *, seconds: float, nodes: Sequence[str], kinds: Collection[K
 
 
 def _targets(kind: Kind, nodes: Sequence[str], free_at: dict[str, float], at: float) -> list[str]:
-    """Whom this may happen to now."""
+    """The targets that this fault may hit now."""
     if kind in OF_NODES:
         free = [name for name in nodes if free_at[name] <= at]
         return free if len(free) > 1 else []

@@ -80,7 +80,7 @@ class Course:
 
     @property
     def alone(self) -> bool:
-        """A single node, which has nobody to send to."""
+        """A single node, which has no peer to send to."""
         return not self.moved
 
 

@@ -403,7 +403,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _check_steps(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises LoopError: since `join` the optimizer or the model got other parameters, which nobody exchanges."""
+    """Raises LoopError: since `join` the optimizer or the model got other parameters, which are not exchanged."""
     exchanged = {id(parameter) for parameter in parameters.values()}
     memory = {parameter.data_ptr() for parameter in parameters.values()}  # a tie may be another object
     sharded = any(map(is_dtensor, parameters.values()))  # FSDP may still have whole parameters in the module's place

@@ -216,7 +216,7 @@ class Moments:
     def _tensors(
         self, fragment: Fragment, keys: list[str], described: Described, *, create: bool = False
     ) -> dict[str, Tensor]:
-        """What the optimizer has under one of these keys, by parameter; zeros that nobody keeps where it has nothing.
+        """What the optimizer has under one of these keys, by parameter; zeros that are not kept where it has nothing.
         With `create` what the description has is made."""
         found: dict[str, Tensor] = {}
         for place, slot in enumerate(fragment.tensors):

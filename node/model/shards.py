@@ -38,7 +38,7 @@ _EMPTY: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a part of a tensor that lies on several ranks. Where nobody has imported DTensors, none exists: to
+    """Whether it is a part of a tensor that lies on several ranks. If DTensors were not imported, none exists: to
     import them takes as long as half of torch. While another thread imports them, the module is there without them."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)

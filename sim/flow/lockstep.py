@@ -163,7 +163,7 @@ class LockStep:
             self._trace.append((self._now, working))
 
     def _regroup(self) -> None:
-        """Somebody came or went: count again, and draw the steps of those that are there."""
+        """A node came or went: count again, and draw the steps of those that are there."""
         there = [place for place in self._places if place.working]
         self._working = sum(place.working for place in there)
         self._nodes = len(there)

@@ -43,7 +43,7 @@ def _check_rates(owner: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How it is trained, as far as somebody chose; what stays open follows from the method."""
+    """How it is trained, as far as it was chosen; what stays open follows from the method."""
 
     method: MethodName = "decoupled"
     h: int | None = None  # inner steps of a round; lock-step methods synchronise every step
@@ -304,7 +304,10 @@ class FlowScenario:
             require(group.site is None or group.site in sites, f"site {group.site!r} is not among the sites")
         for struck in [*(outage.group for outage in self.outages), *(crash.group for crash in self.crashes)]:
             require(struck in groups, f"group {struck!r} is not among the nodes")
-        require(any(group.joins_at_s == 0 for group in self.nodes), "joins_at_s: somebody must be there at the start")
+        require(
+            any(group.joins_at_s == 0 for group in self.nodes),
+            "joins_at_s: one group must be there at the start",
+        )
         names = [variant.name for variant in self.variants]
         for published in self.published:
             require(published.variant in names, f"variant {published.variant!r} is not among the variants")

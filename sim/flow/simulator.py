@@ -98,7 +98,7 @@ class _World:
             agenda.at(self._setting.seconds, self._end)
         while not self._over:
             if not agenda.step():
-                raise Stuck(f"after {agenda.now:g} s nobody computes, and nothing is under way")
+                raise Stuck(f"after {agenda.now:g} s no node computes, and nothing is under way")
         return self._outcome()
 
     def _enter(self, place: FlowHost) -> None:

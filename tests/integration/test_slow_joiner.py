@@ -40,7 +40,7 @@ def merged(coordinator: Coordinator, name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_joiner_behind_a_thin_link_stops_nobody_and_takes_part_once_its_link_allows(
+def test_a_joiner_behind_a_thin_link_stops_no_node_and_takes_part_once_its_link_allows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`LocalProtocolError: 256 blobs are being sent` ended the coordinator, again after every start."""

@@ -1,4 +1,4 @@
-"""Daemons whose output nobody reads, and a coordinator whose event loop stands still."""
+"""Daemons whose output has no reader, and a coordinator whose event loop stands still."""
 
 import fcntl
 import os
@@ -40,7 +40,7 @@ main()
 
 @contextmanager
 def full_pipe() -> Iterator[int]:
-    """The end to write to of a pipe that is full, and that nobody reads."""
+    """The end to write to of a pipe that is full, without a reader."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     os.write(write, bytes(4096))
@@ -52,7 +52,7 @@ def full_pipe() -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_output_that_nobody_reads_stops_neither_daemon(new_run: NewRun) -> None:
+def test_output_without_a_reader_stops_neither_daemon(new_run: NewRun) -> None:
     run = new_run(steps=100_000, nodes=1, **PACED)
     toml, node_port = run.write_toml(), free_port()
     node_toml = run.node_toml("a", "", {"http": f"127.0.0.1:{node_port}"})

@@ -231,7 +231,7 @@ def test_events_while_the_screen_closes_are_ignored_and_q_ends_it() -> None:
             await table.remove()
             app.on_data_table_row_highlighted(moved)
             app.take(statuses.status())
-            app.miss("nobody answers")
+            app.miss("no answer")
             await pilot.press("q")
             await pilot.pause()
             assert not app.is_running

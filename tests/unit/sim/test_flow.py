@@ -232,7 +232,7 @@ def test_who_breaks_while_it_leaves_has_left() -> None:
 
 
 def test_a_run_that_everybody_left_says_so() -> None:
-    with pytest.raises(Stuck, match="nobody computes"):
+    with pytest.raises(Stuck, match="no node computes"):
         flow("diloco", Group(drains_at_s=100.0))
 
 
@@ -462,7 +462,10 @@ def test_machines_are_gathered_into_clusters() -> None:
         (lambda: scenario_of(nodes=()), "nodes: there are none"),
         (lambda: scenario_of(nodes=(Group(site="paris"),)), "site 'paris' is not among the sites"),
         (lambda: scenario_of(nodes=(Group(), Group())), "nodes: the name 'nodes' is there twice"),
-        (lambda: scenario_of(nodes=(Group(joins_at_s=5),)), "joins_at_s: somebody must be there at the start"),
+        (
+            lambda: scenario_of(nodes=(Group(joins_at_s=5),)),
+            "joins_at_s: one group must be there at the start",
+        ),
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3.5,))), "values: h cannot be 3.5: it takes whole numbers"),
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3,))), "values: h cannot be 3: fragments is 6, more than"),
         (

@@ -141,7 +141,7 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
     [
         ("step = 3", "step: there is no such key; did you mean steps?"),
         ("variants = 3", "there is no such key; did you mean variant?"),
-        ("steps = 0", "steps: input should be greater than 0, not 0"),
+        ("steps = 0", "steps: input should be greater than 0, got 0"),
         ("steps = '3'", "steps: expected a whole number, got '3'"),
         ("model = 3", "model: expected text in quotes"),
         ("variant = 3", "variant: expected a list, got 3"),
