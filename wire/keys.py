@@ -108,7 +108,7 @@ class AllowList:
 
         Raises:
             KeyFileError: the folder or a file in it cannot be used. No new peer is admitted then, and those admitted
-                stay, but for those whose file is gone or holds another key: a broken file does not prevent a revocation.
+                stay, but for those whose file is gone or holds another key, so a broken file prevents no revocation.
         """
         paths = key_files(self.folder)
         stamp = tuple(_mark(path) for path in paths)
