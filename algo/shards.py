@@ -72,11 +72,11 @@ def check_cover(name: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
     for (offset, extent), box in distinct.items():
         ends = [first + count for first, count in zip(offset, extent, strict=True)]
         if len(offset) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
-            raise ValueError(f"rank {box.rank} holds {_told(box)} of {name!r}, whose shape is {tuple(shape)}")
+            raise ValueError(f"rank {box.rank} holds {_span(box)} of {name!r}, whose shape is {tuple(shape)}")
     for one, other in combinations(distinct.values(), 2):
         if _common(one, other.offset, other.shape) is not None:
             raise ValueError(
-                f"ranks {one.rank} and {other.rank} hold overlapping parts of {name!r}: {_told(one)} and {_told(other)}"
+                f"ranks {one.rank} and {other.rank} hold overlapping parts of {name!r}: {_span(one)} and {_span(other)}"
             )
     held = sum(math.prod(box.shape) for box in distinct.values())
     if held != math.prod(shape):
@@ -224,5 +224,5 @@ def _common(box: Box, offset: Sequence[int], shape: Sequence[int]) -> tuple[tupl
     return tuple(first), tuple(extent)
 
 
-def _told(box: Box) -> str:
+def _span(box: Box) -> str:
     return "[" + ", ".join(f"{first}:{first + count}" for first, count in zip(box.offset, box.shape, strict=True)) + "]"

@@ -2,7 +2,7 @@
 
 import sys
 
-from farloop.cli.interrupts import take_signals
+from farloop.cli.interrupts import install_handlers
 
 if sys.argv[0] == "-m" or sys.argv[0].endswith("/farloop"):  # before what `farloop`, or `python -m`, imports next
-    take_signals()
+    install_handlers()

@@ -90,7 +90,7 @@ def build_data(
             sources, out, used, validation_share=validation, on_progress=display.update, **reading
         )
     told = {"characters": progress.characters, "skipped": progress.skipped, "tokenizer_file": tokenizer}
-    _tell(out, header, told, as_json=as_json)
+    _print_facts(out, header, told, as_json=as_json)
 
 
 @data_app.command("show")
@@ -106,10 +106,10 @@ def show_data(
     from farloop.node.data import token_file
 
     header = token_file.verify(file) if verify else token_file.open_tokens(file).header
-    _tell(file, header, {}, as_json=as_json)
+    _print_facts(file, header, {}, as_json=as_json)
 
 
-def _tell(file: Path, header: "Header", more: dict[str, Any], *, as_json: bool) -> None:
+def _print_facts(file: Path, header: "Header", more: dict[str, Any], *, as_json: bool) -> None:
     facts = {"file": str(file), "bytes": header.file_bytes, **dataclasses.asdict(header)}
     facts |= {key: value if isinstance(value, int) else value and str(value) for key, value in more.items()}
     if as_json:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 
 
-def take_signals() -> None:
+def install_handlers() -> None:
     """From now on a signal ends this process at once, with 130."""
     on_signals(end_at_once)
     # Python gives up handlers of its own before it takes modules apart, which takes long where torch is loaded.

@@ -80,7 +80,7 @@ def _newer(directory: Path, following: int) -> "Iterator[Entry]":
     from farloop.coordinator.storage.segment import scan_segment, segment_paths
     from farloop.coordinator.storage.state_reader import steadily
 
-    def look() -> "list[Scan]":
+    def read_scans() -> "list[Scan]":
         scans: list[Scan] = []
         for number, path in reversed(segment_paths(directory).items()):
             scans.insert(0, scan_segment(path, number, None))
@@ -88,7 +88,7 @@ def _newer(directory: Path, following: int) -> "Iterator[Entry]":
                 break
         return scans
 
-    return (at for found in steadily(look) for at in found.entries if at.sequence >= following)
+    return (at for found in steadily(read_scans) for at in found.entries if at.sequence >= following)
 
 
 def _print_records(records: "Iterable[Entry]", console: Console, *, as_json: bool) -> None:
@@ -247,11 +247,11 @@ def replay_journal(
     from farloop.coordinator.storage.state_reader import read_journal, steadily
     from farloop.coordinator.storage.verify import replay, span
 
-    def look() -> "list[ReplayResult]":
+    def read_results() -> "list[ReplayResult]":
         entries = read_journal(state)
         return list(replay(state, entries, _wanted(versions, fragment, span(state, entries))))
 
-    results = steadily(look)
+    results = steadily(read_results)
     console = Console(highlight=False)
     if as_json:
         for replayed in results:

@@ -19,7 +19,7 @@ import typer.core
 import typer.main
 from rich.console import Console
 
-from farloop.cli.interrupts import interrupt, on_signals, take_signals
+from farloop.cli.interrupts import install_handlers, interrupt, on_signals
 from farloop.cli.options import (
     CONFIGURE,
     INSPECT,
@@ -594,7 +594,7 @@ def front_door(
 
 
 def main() -> None:
-    take_signals()
+    install_handlers()
     # Read when torch is loaded. New memory in pages of 2 MiB costs a quarter of that in pages of 4 KiB, and the buffers
     # of a commit are new each time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

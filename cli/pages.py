@@ -37,7 +37,7 @@ class Viewers:
 
     _told, _told_at = b"", -math.inf
 
-    def tell(self, status: bytes) -> None:
+    def record(self, status: bytes) -> None:
         self._told, self._told_at = status, time.monotonic()
 
     async def see_the_end(self) -> None:
@@ -88,9 +88,9 @@ class LoopWatch:
                     return
                 for _ in self._handlers.keys() & set(numbers):
                     self._ask_to_stop()
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         before, self._looked_at = self._looked_at, time.monotonic()
         self.still_s += min(self._looked_at - before, 2 * BEAT_S)  # a process that was suspended did not stand still
         self._loop.call_soon_threadsafe(self._turn)
@@ -142,26 +142,26 @@ def pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch,
             return Response(status=503, body=b"stopping\n")
         return Response(body=b"ready\n") if (found := health()).status == 200 else found
 
-    def told() -> tuple[int, bytes]:
+    def status_body() -> tuple[int, bytes]:
         code, text = 200, coordinator.observer.status_json
         if (age_s := coordinator.observer.age_s) >= STANDSTILL_S and text != b"{}":
             old: Status = json.loads(text)
             what = f"standstill: the coordinator stands still, and all else is {age_s:.0f} s old; its log says where"
             code, text = 503, dumps({**old, "alarms": [what, *old["alarms"]]}).encode()
-        viewers.tell(text)
+        viewers.record(text)
         return code, text
 
     def status() -> Response:
-        code, text = told()
+        code, text = status_body()
         return Response(status=code, content_type="application/json", body=text)
 
-    def look() -> Response:
-        code, text = told()
+    def status_page() -> Response:
+        code, text = status_body()
         body = page.page(json.loads(text) or None).encode()
         return Response(status=code, content_type=page.TYPE, body=body, headers=page.headers())
 
     page.page(None)  # its files are read now: once the package is upgraded in place, they are others
     address = parse_host_port(config.http, listens=True)
-    routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
+    routes = {PAGE: status_page, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
     with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"

@@ -66,13 +66,13 @@ def read_history(path: Path) -> History:
             with part.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     if line.strip():
-                        _take(line, history, totals)
+                        _read_line(line, history, totals)
         except OSError as error:
             _log.warning("metrics not read path=%s why=%r note='the report lacks its events'", part, error.strerror)
     return history
 
 
-def _take(line: str, history: History, totals: Totals) -> None:
+def _read_line(line: str, history: History, totals: Totals) -> None:
     try:
         if (event := parsed(line)) is None:
             raise ValueError("no event")

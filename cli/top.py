@@ -86,13 +86,13 @@ class Top(App[None]):
     ]
 
     def __init__(
-        self, first: Status, look: Callable[[], Status], *, is_light: bool = False, poll_s: float = POLL_S
+        self, first: Status, fetch_status: Callable[[], Status], *, is_light: bool = False, poll_s: float = POLL_S
     ) -> None:
-        """`look` may block; it raises CommandError where there is no answer."""
+        """`fetch_status` may block; it raises CommandError where there is no answer."""
         super().__init__()
         self.ansi_theme_light = ON_LIGHT
         self.theme = LIGHT if is_light else DARK
-        self._view, self._look, self._poll_s = view_of(first), look, poll_s
+        self._view, self._fetch_status, self._poll_s = view_of(first), fetch_status, poll_s
         self._pace = Pace()
         self._eta_s = math.inf
         self._sort, self._descending, self._paused = "node", False, False
@@ -109,12 +109,12 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         self.query_one(DataTable).focus()
-        self.take(self._view.status)
+        self.show_status(self._view.status)
         self.set_interval(self._poll_s, self._ask)
 
     # --- what is told
 
-    def take(self, status: Status) -> None:
+    def show_status(self, status: Status) -> None:
         self._view, self._eta_s = view_of(status), self._pace.update(status)
         if self._is_up:
             self.query_one("#silent").display = False
@@ -137,11 +137,11 @@ class Top(App[None]):
     def _answer(self) -> None:
         """In a thread."""
         try:
-            status = self._look()
+            status = self._fetch_status()
         except CommandError as error:
             self.call_from_thread(self.miss, str(error))
         else:
-            self.call_from_thread(self.take, status)
+            self.call_from_thread(self.show_status, status)
         finally:
             self._asking.release()
 
@@ -281,9 +281,9 @@ def top(url: str, *, light: bool | None = None) -> None:
         CommandError: no answer at `url`, or it is no coordinator.
     """
 
-    def look() -> Status:
+    def fetch_status() -> Status:
         return cleaned(fetch(url))
 
-    first = look()  # before the screen is taken: an address that is none is one line
+    first = fetch_status()  # before the screen is taken: an address that is none is one line
 
-    Top(first, look, is_light=is_light(os.environ) if light is None else light).run()
+    Top(first, fetch_status, is_light=is_light(os.environ) if light is None else light).run()

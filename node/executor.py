@@ -91,7 +91,7 @@ class NodeExecutor:
         files: AnchorFiles | None = None,
         can_evaluate: bool = True,
         check: bool = False,
-        saw: Callable[[ev.Event | ev.Command], None] = lambda what: None,
+        observe: Callable[[ev.Event | ev.Command], None] = lambda what: None,
     ) -> None:
         """Begin to dial.
 
@@ -107,7 +107,7 @@ class NodeExecutor:
             files: where anchors are saved, if anywhere.
             can_evaluate: whether `evaluate` will be set.
             check: assert the machine's invariants after every event, and that steps lead to nothing where it says so.
-            saw: called with every event that the machine has taken, and every command before it is carried out.
+            observe: called with every event that the machine has taken, and every command before it is carried out.
         """
         name = NodeId(config.name)
         self.machine = NodeMachine(
@@ -127,7 +127,7 @@ class NodeExecutor:
         self.look_ahead = 0
         """Of how many steps after the next `decision` tells the samples, as far as they are granted."""
         self._inbox, self._now, self._worker, self.link, self._state = inbox, now, worker, link, state
-        self._check, self._saw = check, saw
+        self._check, self._observe = check, observe
         self._overlap = OverlapChooser(1)
         self._stages = StageLog()
         self._reports = Reports(
@@ -356,12 +356,12 @@ class NodeExecutor:
         if quiet > 1:
             assert not commands and machine.waiting is None and machine.quiet_steps == quiet - 1, "nothing was due"
             assert (machine.lr, machine.position) == ahead
-        self._saw(event)
+        self._observe(event)
         if machine.stage == "finished" and machine.spec is not None:
             identity = machine.spec.identity
             self._state.see_end(f"{identity.name} (fingerprint {identity.fingerprint()})")
         for command in commands:
-            self._saw(command)
+            self._observe(command)
             self._carry_out(command)
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:

@@ -94,7 +94,7 @@ class Probing:
         if probe is not None and burst is not None and enough(burst, probe.rtt_s):
             session.cancel(_blob(probe))
             self._over = True
-        bursts = [burst for burst in session.meter.take() if burst.half_chunks >= HALF_LEAST_CHUNKS]
+        bursts = [burst for burst in session.meter.pop_bursts() if burst.half_chunks >= HALF_LEAST_CHUNKS]
         if not bursts and not self._over:
             return None
         number = probe.number if probe is not None and self._over else 0
@@ -117,7 +117,7 @@ class Probing:
             session.cancel(self._sending)
         if self._expected is not None:
             session.cancel(_blob(self._expected))
-            session.meter.take()
+            session.meter.pop_bursts()
         self._sending, self._expected, self._over = None, None, False
 
 

@@ -84,7 +84,7 @@ class Executor:
     def start(self) -> None:
         """Listen, and dial the others. Raises PeerBindError."""
         self.link.start()
-        self.link.meet(self._addresses)
+        self.link.dial(self._addresses)
 
     def close(self) -> None:
         """Say good-bye and stop the link's thread."""
@@ -133,15 +133,15 @@ class Executor:
         timer = self.machine.next_timer()
         pause = LOOK_S if timer is None else max(0.0, min(LOOK_S, timer - time.monotonic()))
         with contextlib.suppress(queue.Empty):
-            self._take(*(self._inbox.get_nowait() if self._events else self._inbox.get(timeout=pause)))
+            self._on_link_event(*(self._inbox.get_nowait() if self._events else self._inbox.get(timeout=pause)))
             while not self._inbox.empty():
-                self._take(*self._inbox.get_nowait())
+                self._on_link_event(*self._inbox.get_nowait())
         if self._events:
             self._handle(self._events.popleft())
         if timer is not None and time.monotonic() >= timer:
             self._do(self.machine.handle_timer(time.monotonic()))
 
-    def _take(self, name: str, come: FramedMessage | Message | bool) -> None:
+    def _on_link_event(self, name: str, come: FramedMessage | Message | bool) -> None:
         match come:
             case bool():
                 self._handle(ev.Up(peer=name) if come else ev.Down(peer=name))
@@ -159,7 +159,7 @@ class Executor:
 
     def _do(self, commands: list[ev.Command]) -> None:
         machine = self.machine
-        over = machine.flights.settled if machine.flights is not None else -1
+        over = machine.flights.settled_step if machine.flights is not None else -1
         self._told = (machine.epoch, machine.ready, machine.queued, machine.job_s, machine.busy_at, over)
         for command in commands:
             self._carry_out(command)
@@ -185,7 +185,7 @@ class Executor:
                 self._summary = summary
             case ev.Meet(addresses=addresses):
                 self._addresses |= addresses
-                self.link.meet(addresses)
+                self.link.dial(addresses)
             case ev.Adopt(layout=layout):
                 _log.info("layout epoch=%d", layout.epoch)
             case ev.Note(text=text):

@@ -144,7 +144,7 @@ class Switching:
     def commit(self, epoch: int) -> None:
         self.committed = self.committed or self.epoch == epoch
 
-    def over(self) -> None:
+    def finish(self) -> None:
         self.layout, self.committed, self._asked = None, False, set()
 
     # --- as the conductor
@@ -162,7 +162,7 @@ class Switching:
         if peer not in self._asked:
             return []
         if refused:
-            self.over()
+            self.finish()
             return []
         self._asked.remove(peer)
         return [] if self._asked else self._second_phase(peers)

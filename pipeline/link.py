@@ -176,9 +176,9 @@ class PeerLink:
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(5.0)
 
-    def meet(self, addresses: Mapping[str, str]) -> None:
+    def dial(self, addresses: Mapping[str, str]) -> None:
         """Dial these; known addresses stay connected."""
-        self._call(self._meet, dict(addresses))
+        self._call(self._dial, dict(addresses))
 
     def send(self, to: str, parts: list[Buffer]) -> None:
         """Queue a frame; dropped while the peer cannot be reached."""
@@ -274,12 +274,12 @@ class PeerLink:
         while True:
             parts = await router.recv_multipart(copy=False)
             try:
-                self._take(parts)
+                self._on_frame(parts)
             except RemoteProtocolError as error:
                 self.bad_frames += 1
                 _log.warning("bad frame from peer reason=%r", str(error))
 
-    def _take(self, parts: list[zmq.Frame]) -> None:
+    def _on_frame(self, parts: list[zmq.Frame]) -> None:
         name = parts[0].bytes.partition(b"/")[0].decode(errors="replace")[: messages.MAX_NAME]
         if len(parts) < 2 or (self._allow is not None and self._owner(parts[1]) != name):
             raise RemoteProtocolError(f"{name!r} is not who sent it")
@@ -325,7 +325,7 @@ class PeerLink:
 
     # --- what goes
 
-    def _meet(self, addresses: dict[str, str]) -> None:
+    def _dial(self, addresses: dict[str, str]) -> None:
         for name, address in addresses.items():
             known = self._peers.get(name)
             if known is not None:

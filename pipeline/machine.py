@@ -209,7 +209,7 @@ class PipelineMachine:
             case ev.Computed(work=work):
                 self._computed(work)
             case ev.MessageArrived():
-                self._told(event)
+                self._on_message(event)
             case ev.Up(peer=peer):
                 self.peers.set(peer, "up")
                 self.homes.left.discard(peer)
@@ -219,7 +219,7 @@ class PipelineMachine:
                 self._offered(event.layout, event.addresses)
             case _:
                 assert_never(event)
-        return self._settled()
+        return self._advance()
 
     def next_timer(self) -> float | None:
         """When to call `handle_timer`."""
@@ -241,7 +241,7 @@ class PipelineMachine:
             self._orphan_since = None
             sources = ", ".join(self.homes.sources)
             self._do(ev.Stop(reason=f"the sources that this stage follows ({sources}) are gone"))
-        return self._settled()
+        return self._advance()
 
     def check(self) -> None:
         self.desk.check(self.epoch)
@@ -259,24 +259,24 @@ class PipelineMachine:
         assert not self._open, "the last step is not over"
         self._assemble_by = self._now + self.settings.assemble_s if self._assemble_by is None else self._assemble_by
         self.step += 1
-        self._goes_over_if_due()
+        self._switch_layout_if_due()
         self._open, self._closes_round = True, began.closes_round
         if self.flights is not None:
             self.flights.begin(began.microbatches)
-        self._look_again()
+        self._retry_early()
 
-    def _settled(self) -> list[ev.Command]:
+    def _advance(self) -> list[ev.Command]:
         if not self._assembled and self.flights is not None:
             mine = {hop.node for path in self.layout.paths_from(self.name) for hop in path.hops} - {self.name}
             self._assembled = all(self.peers.ready(node) or self._is_down(node) for node in mine) or self._waited_enough
-        self._goes_over_if_due()
+        self._switch_layout_if_due()
         if self._open:
             self._issue()
             full = self.flights is None and len(self.desk.held) >= self.settings.memory
             if work := self.desk.next(full=full, here=Hop(stage=self.stage, node=self.name)):
                 self.busy_at = self._now
                 self._do(ev.Compute(work=work))
-            self._close_if_over()
+            self._close_if_done()
         commands, self._commands = self._commands, []
         return commands
 
@@ -288,11 +288,11 @@ class PipelineMachine:
             work = Work(kind=Kind.FORWARD, epoch=self.epoch, trip=flight.trip, path=flight.path, position=0, visited=())
             self.desk.queue.append(work)
 
-    def _close_if_over(self) -> None:
+    def _close_if_done(self) -> None:
         if self.desk.running is not None:
             return
         if self.flights is not None:
-            if self.flights.over and (self.layout.paths_from(self.name) or not self.flights.microbatches):
+            if self.flights.is_done and (self.layout.paths_from(self.name) or not self.flights.microbatches):
                 self._close_source(self.flights)
             return
         if self.homes.closes(self.epoch, self._is_down):
@@ -312,7 +312,7 @@ class PipelineMachine:
         ended = Ended(start=flights.start, step=flights.step, microbatches=flights.microbatches, next_epoch=next_epoch)
         planned = {hop.node for path in self.layout.paths_from(self.name) for hop in path.hops}
         for node in sorted((planned | self._touched) - {self.name}):
-            self._tell(node, ended)
+            self._send_message(node, ended)
         self._touched.clear()
         self._open = False
         became = {"completed": flights.completed, "dropped": flights.dropped.total(), "reissued": flights.reissued}
@@ -326,12 +326,12 @@ class PipelineMachine:
         if work.epoch > self.epoch and work.epoch == self.switching.epoch:
             self.desk.early.append((sender, work))
         elif work.kind is not Kind.FORWARD:
-            self._came_back(work)
-        elif self._is_down(work.trip.source) or self.peers.is_over(work.trip) or work.trip in self.desk.gone:
+            self._on_backward(work)
+        elif self._is_down(work.trip.source) or self.peers.is_settled(work.trip) or work.trip in self.desk.gone:
             self._do(ev.Discard(trip=work.trip))  # its source takes it for lost in time, or has
         elif fault := fault_of(work, self.layout, self.stage):
             self._do(ev.Discard(trip=work.trip))
-            self._tell(work.trip.source, Lost(trip=work.trip, epoch=self.epoch, reason=fault))
+            self._send_message(work.trip.source, Lost(trip=work.trip, epoch=self.epoch, reason=fault))
         elif self.desk.knows(work.trip):
             self.counted["repeated"] += 1
         elif self.homes.admits(work.trip):
@@ -339,7 +339,7 @@ class PipelineMachine:
         else:
             self.desk.early.append((sender, work))
 
-    def _came_back(self, work: Work) -> None:
+    def _on_backward(self, work: Work) -> None:
         """Accept loss and backward work of known trips; of others it comes too late."""
         held, at_source = self.desk.held.get(work.trip), self.flights is not None
         busy = self.desk.waits(work.trip) or self.desk.runs(work.trip)
@@ -410,13 +410,13 @@ class PipelineMachine:
         """End the trip here. Its source decides about the microbatch."""
         self._forget(trip)
         if self.flights is None or trip.source != self.name:
-            return self._tell(trip.source, Lost(trip=trip, epoch=self.epoch, reason=reason))
+            return self._send_message(trip.source, Lost(trip=trip, epoch=self.epoch, reason=reason))
         if self.flights.is_flying(trip):
             again = self.flights.lose(trip, reason)
             what = "goes once more" if again else "is dropped"
             self._do(ev.Note(text=f"microbatch {trip.index} of step {trip.step} {what}: {reason}"))
             for peer in others(self.layout, self.name):
-                self._tell(peer, Forget(trip=trip))
+                self._send_message(peer, Forget(trip=trip))
 
     def _forget(self, trip: MicrobatchRoute) -> None:
         if self.desk.forget(trip):
@@ -435,12 +435,12 @@ class PipelineMachine:
 
     # --- messages
 
-    def _told(self, told: ev.MessageArrived) -> None:
+    def _on_message(self, told: ev.MessageArrived) -> None:
         sender = told.sender
         match told.message:
             case PipelineMessage() as word:
-                self.peers.heard(sender, word, self._now)
-                self._forget_all(self.peers.is_over)
+                self.peers.on_message(sender, word, self._now)
+                self._forget_all(self.peers.is_settled)
                 if word.epoch > self.epoch:
                     self.homes.next_epoch[sender] = max(word.epoch, self.homes.next_epoch.get(sender, 0))
             case Lost(trip=trip, epoch=epoch, reason=reason):
@@ -454,12 +454,12 @@ class PipelineMachine:
                 if trip.source == sender:
                     self._forget(trip)
             case Ended() as ended:
-                self.homes.heard(sender, ended)
-                self.peers.settled(sender, ended.start, ended.step)
-                self._forget_all(self.peers.is_over)
+                self.homes.on_step_ended(sender, ended)
+                self.peers.on_settled(sender, ended.start, ended.step)
+                self._forget_all(self.peers.is_settled)
             case Prepare(layout=layout, addresses=addresses):
                 refusal = self._prepare(layout, addresses)
-                self._tell(sender, Prepared(epoch=layout.epoch, refusal=refusal))
+                self._send_message(sender, Prepared(epoch=layout.epoch, refusal=refusal))
             case Prepared(epoch=epoch, refusal=refusal):
                 if epoch == self.switching.epoch:
                     self._post(self.switching.answered(sender, self._reachable(), refused=bool(refusal)))
@@ -482,15 +482,15 @@ class PipelineMachine:
         refusal = why_not(layout, self.layout, self.name)
         if not refusal:
             self.switching.prepare(layout, addresses)
-            self.peers.meet(others(layout, self.name))
+            self.peers.add(others(layout, self.name))
             self._do(ev.Meet(addresses={name: to for name, to in addresses.items() if name != self.name}))
         return refusal
 
-    def _goes_over_if_due(self) -> None:
+    def _switch_layout_if_due(self) -> None:
         layout = self.switching.layout
         if layout is None or self.desk.running is not None:
             return
-        due = self.flights is not None and self._goes_over and self.flights.over
+        due = self.flights is not None and self._goes_over and self.flights.is_done
         if self.flights is None:
             told = self.switching.committed or any(e >= layout.epoch for e in self.homes.next_epoch.values())
             due = told and self.homes.all_past(self.epoch, self._is_down)
@@ -499,12 +499,12 @@ class PipelineMachine:
                 self._lose(trip, "a new layout")
             self.layout, self._goes_over = layout, False
             self._assembled, self._assemble_by = False, self._now + self.settings.assemble_s
-            self.switching.over()
+            self.switching.finish()
             self.homes.follow(layout)
             self._do(ev.Adopt(layout=layout))
-            self._look_again()
+            self._retry_early()
 
-    def _look_again(self) -> None:
+    def _retry_early(self) -> None:
         early, self.desk.early = self.desk.early, []
         for sender, work in early:
             self._arrived(sender, work)
@@ -529,13 +529,13 @@ class PipelineMachine:
     def _reachable(self) -> list[str]:
         return [peer for peer in others(self.layout, self.name) if self.peers.is_up(peer)]
 
-    def _tell(self, to: str, message: Message) -> None:
+    def _send_message(self, to: str, message: Message) -> None:
         if self.peers.is_up(to):
             self._do(ev.Tell(to=to, message=message))
 
     def _post(self, letters: Letters) -> None:
         for to, message in letters:
-            self._tell(to, message)
+            self._send_message(to, message)
 
     def _do(self, command: ev.Command) -> None:
         self._commands.append(command)

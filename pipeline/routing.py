@@ -107,7 +107,7 @@ class Peers:
         self._peers = {name: Peer() for name in names}
         self._over: dict[str, tuple[int, int]] = {}  # by source: its start, and its newest settled step
 
-    def meet(self, names: Iterable[str]) -> None:
+    def add(self, names: Iterable[str]) -> None:
         for name in names:
             self._peers.setdefault(name, Peer())
 
@@ -117,17 +117,17 @@ class Peers:
             if standing == "down":
                 self._peers[name].word = None
 
-    def heard(self, name: str, word: PipelineMessage, now: float) -> None:
+    def on_message(self, name: str, word: PipelineMessage, now: float) -> None:
         if name in self._peers:
             peer = self._peers[name]
             peer.word, peer.heard_at, peer.sent = word, now, 0
-            self.settled(name, word.incarnation, word.over)
+            self.on_settled(name, word.incarnation, word.over)
 
-    def settled(self, name: str, start: int, step: int) -> None:
+    def on_settled(self, name: str, start: int, step: int) -> None:
         """A source has settled this step and those before."""
         self._over[name] = max((start, step), self._over.get(name, (-1, -1)))
 
-    def is_over(self, trip: MicrobatchRoute) -> bool:
+    def is_settled(self, trip: MicrobatchRoute) -> bool:
         """Whether the trip's source is known to have settled it."""
         return (trip.start, trip.step) <= self._over.get(trip.source, (-1, -1))
 
@@ -203,7 +203,7 @@ class Sources:
             self.used[trip.source] = used = (trip.start, trip.step - 1)
         return (trip.start, trip.step) <= (used[0], used[1] + 1)
 
-    def heard(self, source: str, ended: Ended) -> None:
+    def on_step_ended(self, source: str, ended: Ended) -> None:
         position = ended.start, ended.step
         self.used.setdefault(source, (ended.start, ended.step - 1))
         self.next_epoch[source] = ended.next_epoch
@@ -280,18 +280,18 @@ class InFlight:
     _todo: deque[tuple[int, int]] = field(default_factory=deque)
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every microbatch is settled."""
         return not self._todo and not self.flying
 
     @property
-    def settled(self) -> int:
+    def settled_step(self) -> int:
         """The newest settled step; −1 for none."""
-        return self.step if self.over else self.step - 1
+        return self.step if self.is_done else self.step - 1
 
     def begin(self, microbatches: int) -> None:
         """The next step."""
-        assert self.over, "the last step is not over"
+        assert self.is_done, "the last step is not over"
         self.step, self.microbatches = self.step + 1, microbatches
         self._todo = deque((index, 0) for index in range(microbatches))
         self.completed, self.dropped, self.reissued = 0, Counter(), 0

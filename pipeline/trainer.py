@@ -111,7 +111,7 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         if samples is not None:
             batches = samples.batch(node.samples, node.position).chunk(pipeline.microbatches)
         if watch is not None:
-            watch.look()
+            watch.poll()
         step = executor.step(batches, closes_round=node.closes_round)
         if step is None:
             return
@@ -143,7 +143,7 @@ class _Watch:
         assert path is not None
         self._path, self._executor, self._seen = path, executor, self._stamp(path)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """A file that cannot be used is told of once, and changes nothing."""
         stamp = self._stamp(self._path)
         if stamp == self._seen:

@@ -106,7 +106,7 @@ class _Search:
                     self._simulate(one)
             if (slowest := max(one.seconds for one in cover)) < below:
                 below = slowest
-                self._keep(cover)
+                self._set_best(cover)
             left = [one for one in left if one.seconds < below]
 
     def _ways(self, below: float) -> Iterator[Way]:
@@ -213,7 +213,7 @@ class _Search:
         self._dead.add(used)
         return None
 
-    def _keep(self, cover: Sequence[_Set]) -> None:
+    def _set_best(self, cover: Sequence[_Set]) -> None:
         chains = sorted((one.ways[0][1:] for one in cover), key=lambda chain: chain[0][0])
         nodes, stages = tuple(own for own, _ in chains), tuple(at for _, at in chains)
         if self._stage_of is None:

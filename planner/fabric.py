@@ -30,13 +30,16 @@ class Fabric:
     suspects: tuple[tuple[int, int], ...]  # (from, to) of the links that are left out until they are probed again
 
     def part(self, nodes: Sequence[int]) -> "Fabric":
-        def cut(matrix: Seconds) -> Seconds:
+        def submatrix(matrix: Seconds) -> Seconds:
             return tuple(tuple(matrix[u][v] for v in nodes) for u in nodes)
 
         place = {node: index for index, node in enumerate(nodes)}
         kept = tuple((place[u], place[v]) for u, v in self.suspects if u in place and v in place)
         return Fabric(
-            latency_s=cut(self.latency_s), byte_s=cut(self.byte_s), message_s=cut(self.message_s), suspects=kept
+            latency_s=submatrix(self.latency_s),
+            byte_s=submatrix(self.byte_s),
+            message_s=submatrix(self.message_s),
+            suspects=kept,
         )
 
 

@@ -163,7 +163,7 @@ class Connection:
             target = sender.other
 
             def arrive(frame: Frame) -> None:
-                self._cable.through(target, lambda: self._hand_over(target, lane, frame))
+                self._cable.through(target, lambda: self._deliver(target, lane, frame))
 
             self._pipes[lane, sender] = Pipe(self._agenda, self._weather, self._rng, arrive)
         self._pipes[lane, sender].send(parts, gently=gently)
@@ -200,7 +200,7 @@ class Connection:
             if side is Side.NODE:
                 self._processes[side].deliver(self.lost)
 
-    def _hand_over(self, side: Side, lane: int, frame: Frame) -> None:
+    def _deliver(self, side: Side, lane: int, frame: Frame) -> None:
         if self._open[side]:
             self._processes[side].deliver(lambda: self.deliver[side](lane, frame))
 

@@ -121,7 +121,7 @@ class SimulatedNode:
             state=state,
             holds=setup.holds,
             check=True,
-            saw=self.saw,
+            observe=self.observe,
         )
         self.executor.evaluate = self._learner.evaluate
         self._busy = False
@@ -139,8 +139,8 @@ class SimulatedNode:
         """What training stands still for, in words."""
         return None if self._busy or self.machine.ended else self.executor.waiting
 
-    def saw(self, what: ev.Event | ev.Command) -> None:
-        """Told every event that the machine has taken, and every command before it is carried out."""
+    def observe(self, what: ev.Event | ev.Command) -> None:
+        """Called with every event that the machine has taken, and every command before it is executed."""
         if isinstance(what, ev.Encode):
             self.sent.append((self.machine.position, what.blob.fragment))
 

@@ -72,7 +72,7 @@ class World:
         for name in self.nodes:
             self._start(name)
         for name in self.nodes:
-            self._meet(name)
+            self._connect(name)
         for name in self.nodes:
             self.processes[name].after(0.0, partial(self._begin, name))
 
@@ -93,7 +93,7 @@ class World:
         self._timers.pop(name, None)
         self._beat(name)
 
-    def _meet(self, name: str) -> None:
+    def _connect(self, name: str) -> None:
         for other in self.nodes:
             if other != name and self.processes[other].alive:
                 for one, another in ((name, other), (other, name)):
@@ -126,7 +126,7 @@ class World:
             queued=machine.queued,
             job_s=machine.job_s,
             age_s=max(0.0, self.agenda.now - machine.busy_at),
-            over=machine.flights.settled if machine.flights is not None else -1,
+            over=machine.flights.settled_step if machine.flights is not None else -1,
         )
 
     # --- events and commands

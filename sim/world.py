@@ -146,7 +146,7 @@ class World:
             Stuck: no progress for the scenario's patience.
             AssertionError: an invariant does not hold.
         """
-        while not self._over():
+        while not self._is_done():
             if not self.agenda.step():
                 raise Stuck("nothing is left to happen\n" + self.story())
             self._watch()
@@ -181,7 +181,7 @@ class World:
 
     # --- ends and progress
 
-    def _over(self) -> bool:
+    def _is_done(self) -> bool:
         if self.coordinator is None or not self.coordinator.finished:
             return False
         return all(host.down or host.actor.gone for host in self.hosts.values() if host.actors)

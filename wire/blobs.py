@@ -142,7 +142,7 @@ class Reassembly:
             return
         if start > self.received and len(self.islands) >= MAX_ISLANDS:
             return
-        self._keep(start, chunk[start - offset :])
+        self._store(start, chunk[start - offset :])
         start, end = self.islands.add(start, end)
         if start <= self.received:
             self.islands.remove(start, end)
@@ -165,5 +165,5 @@ class Reassembly:
         self.islands.check()
         assert all(self.received < start and end <= self.size for start, end in self.islands)
 
-    def _keep(self, offset: int, chunk: memoryview) -> None:
+    def _store(self, offset: int, chunk: memoryview) -> None:
         self.data[offset : offset + len(chunk)] = chunk

@@ -43,7 +43,7 @@ class Sink(Reassembly):
         """There is nothing to be right or wrong."""
         return True
 
-    def _keep(self, offset: int, chunk: memoryview) -> None:
+    def _store(self, offset: int, chunk: memoryview) -> None:
         """Nothing is kept."""
 
 

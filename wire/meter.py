@@ -123,7 +123,7 @@ class Meter:
             del self._points[1::2]
             self._skip *= 2
 
-    def over(self) -> None:
+    def end_burst(self) -> None:
         """Nothing more is on its way: the busy time has ended.
 
         One of which a quarter came in no measurable time tells nothing, and is not kept: a message holds finite numbers
@@ -144,10 +144,10 @@ class Meter:
 
     @property
     def has_bursts(self) -> bool:
-        """Whether `take` has any."""
+        """Whether `pop_bursts` has any."""
         return bool(self._bursts)
 
-    def take(self) -> list[Burst]:
+    def pop_bursts(self) -> list[Burst]:
         """Busy times that have ended since the last call."""
         bursts = list(self._bursts)
         self._bursts.clear()

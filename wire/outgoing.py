@@ -225,7 +225,7 @@ class Outgoing:
         for start, end in islands:
             if 0 <= start < end <= self.limit:
                 there.add(start, end)
-        if self._take(there, now, first) or further:
+        if self._acknowledge(there, now, first) or further:
             self._moved_at = now
             self._stalls = 0
 
@@ -262,7 +262,7 @@ class Outgoing:
         assert 0 <= self.acked <= self.sent <= self.limit <= self.source.size
         assert self._to_send.num_bytes + self.flying <= self.source.size
 
-    def _take(self, there: Ranges, now: float, first: bool) -> bool:
+    def _acknowledge(self, there: Ranges, now: float, first: bool) -> bool:
         """These bytes have arrived; whether that is news. The `first` Credit waited until the blob was expected; what
         later ones acknowledge came after that."""
         before = self._to_send.num_bytes

@@ -611,7 +611,7 @@ class Session:
                 break
             frames.append(self._bulk_frame(*chunk))
             max_chunks -= 1
-        self._transfers.look(now)
+        self._transfers.track_wait(now)
         return frames
 
     def next_timer(self) -> float | None:

@@ -241,7 +241,7 @@ class Transfers:
         if blob.kind is BlobKind.PROBE:
             self._probe_key = key
         incoming = self._incoming[key] = Incoming(blob, reassembly, now, self._timing.credit_delay_s)
-        for frame, num_bytes in self._take_early(key):
+        for frame, num_bytes in self._pop_early(key):
             if frame.end <= size:
                 reassembly.add(frame.offset, frame.chunk)
                 self._traffic.adopt(blob.kind, num_bytes)
@@ -255,7 +255,7 @@ class Transfers:
             return
         key = blob_key(blob)
         incoming = self._no_more(key)
-        self._take_early(key)
+        self._pop_early(key)
         self._say_credit(Credit(blob=blob, received=incoming.reassembly.received if incoming else 0, limit=0))
 
     def drop(self, blob: BlobId) -> bool:
@@ -304,7 +304,7 @@ class Transfers:
             return
         if incoming is None:
             self._traffic.stray.add(num_bytes)
-            self._keep_early(frame, num_bytes)
+            self._store_early(frame, num_bytes)
             return
         self._traffic.received_blobs[incoming.blob.kind].add(num_bytes)
         if self.meter.busy or incoming.blob.kind is not BlobKind.SNAPSHOT:
@@ -416,7 +416,7 @@ class Transfers:
         """Whether the peer has taken nothing for too long."""
         return self._stalls_at is not None and now >= self._stalls_at
 
-    def look(self, now: float) -> None:
+    def track_wait(self, now: float) -> None:
         """See whether the peer is waited for: for credit, or for the acknowledgement of what was sent. What is held
         back at this end is not the peer's fault."""
         waits = any(not o.credited or o.unacknowledged or o.sent == o.limit for o in self._outgoing.values())
@@ -461,7 +461,7 @@ class Transfers:
         waiting = [outgoing for outgoing in self._outgoing.values() if outgoing.credited and outgoing.unacknowledged]
         return [(outgoing, outgoing.deadline()) for outgoing in waiting]
 
-    def _keep_early(self, frame: BulkFrame, num_bytes: int) -> None:
+    def _store_early(self, frame: BulkFrame, num_bytes: int) -> None:
         """Keep a chunk that may have overtaken its announcement; the oldest make room."""
         if frame.key in self._finished or frame.end > self.early_bytes:
             return
@@ -471,7 +471,7 @@ class Transfers:
             dropped, _ = self._early.popleft()
             self._early_bytes -= len(dropped.chunk)
 
-    def _take_early(self, key: bytes) -> list[tuple[BulkFrame, int]]:
+    def _pop_early(self, key: bytes) -> list[tuple[BulkFrame, int]]:
         """The chunks that are kept of this blob; no longer kept."""
         found = [(frame, num_bytes) for frame, num_bytes in self._early if frame.key == key]
         if found:
@@ -509,5 +509,5 @@ class Transfers:
         if len(self._finished) > _FINISHED_KEYS:
             self._finished.popitem(last=False)
         if all(other.blob.kind is BlobKind.SNAPSHOT for other in self._incoming.values()):
-            self.meter.over()
+            self.meter.end_burst()
         return incoming

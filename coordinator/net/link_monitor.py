@@ -190,7 +190,7 @@ class LinkMonitor:
             burst = session.meter.burst()
             if burst is not None and enough(burst, running.rtt_s):
                 session.cancel(_blob(running))
-        for burst in session.meter.take():
+        for burst in session.meter.pop_bursts():
             running = self._prober.running
             ours = running is not None and running.upward and self._is_probed(peer)
             self._took((node, COORDINATOR), burst, now, probe=running if ours else None)

@@ -221,7 +221,7 @@ class Bench:
         return 1e-3 * float(start.elapsed_time(end))
 
 
-def settled(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
+def with_usual_copies(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
     """The rows of one place, with the copies of those that were disturbed alone put right.
 
     A copy by several threads waits for the slowest of them: on a busy machine all of a row's few copies may have.

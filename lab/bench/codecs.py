@@ -27,7 +27,7 @@ from farloop.lab.bench.codec_speed import (
     measure_memory,
     peer_rows,
     reference_rows,
-    settled,
+    with_usual_copies,
 )
 from farloop.lab.bench.training import Settings, cpu_threads, default_threads, outer_gradients
 from farloop.local.machine import machine, source_commit, text_of
@@ -171,7 +171,7 @@ def _quality(plan: Plan, peers: Peers, watch: Watch) -> Iterator[QualityRow]:
 def _speed(plan: Plan, peers: Peers, watch: Watch, began: float) -> Iterator[SpeedRow]:
     for where in plan.places:
         with cpu_threads(where.threads):
-            yield from settled(list(_speed_at(where, plan, peers, watch, began)))
+            yield from with_usual_copies(list(_speed_at(where, plan, peers, watch, began)))
 
 
 def _speed_at(where: Where, plan: Plan, peers: Peers, watch: Watch, began: float) -> Iterator[SpeedRow]:

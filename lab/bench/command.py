@@ -181,7 +181,7 @@ def memory(
         rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count), os.environ)]
     else:
         rows = measure(model, out, os.environ)
-    _tell({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
+    _print_result({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -233,7 +233,7 @@ def loop(
 
     out = _empty_folder(out, "loop").resolve()
     rows = measure(PRESETS[model], h, turns, out, os.environ, link, lambda what: typer.echo(what, err=True))
-    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+    _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -273,7 +273,7 @@ def sync(
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
     rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace)
-    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+    _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -311,7 +311,7 @@ def coordinator(
     out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
     counts = dict.fromkeys(nodes or (2, 8, 32, 128))
     rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out, os.environ) for n in counts]
-    _tell({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+    _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -382,7 +382,7 @@ def _empty_folder(out: Path | None, command: str) -> Path:
     return out
 
 
-def _tell(found: Mapping[str, Any], text: str, as_json: bool) -> None:
+def _print_result(found: Mapping[str, Any], text: str, as_json: bool) -> None:
     """Print the text; or as JSON what was found, with the machine and the commit that it was measured on."""
     from farloop.local.machine import machine, source_commit
 

@@ -52,7 +52,7 @@ class Node:
             limits=config.limits,
             timing=config.timing,
         )
-        self.link.start(self._hello, self._heard)
+        self.link.start(self._hello, self._on_event)
 
     def _hello(self) -> msg.Hello:
         return msg.Hello(
@@ -76,7 +76,7 @@ class Node:
         moved = self.link.moved
         return {"told": self.told, "held": self.held, "bytes": moved.up.delta + moved.down.update}
 
-    def _heard(self, event: wire_ev.SessionEvent | Exception) -> None:
+    def _on_event(self, event: wire_ev.SessionEvent | Exception) -> None:
         match event:
             case wire_ev.MessageReceived(message=message):
                 if isinstance(message, msg.Committed):

@@ -103,7 +103,7 @@ def measure(
     of `budget_s`. Returns whether none failed."""
     rows, deadline = list[Row](), time.monotonic() + budget_s
 
-    def tell(row: Row) -> None:
+    def add_row(row: Row) -> None:
         rows.append(row)
         say(dumps(row))
         (out / "gpu.md").write_text(_markdown(rows))
@@ -111,12 +111,12 @@ def measure(
     def run(part: str) -> None:
         limit_s = min(PARTS[part], deadline - time.monotonic()) if not dry else _DRY_LIMIT_S
         if limit_s < _LEAST_S:
-            tell({"part": part, "failed": f"no time left: {budget_s:g} s are for all parts"})
+            add_row({"part": part, "failed": f"no time left: {budget_s:g} s are for all parts"})
         else:
-            _run(part, _command(part, model, dry=dry), out, environ, limit_s, tell)
+            _run(part, _command(part, model, dry=dry), out, environ, limit_s, add_row)
 
     device = "CPU, dry run: the numbers say nothing" if dry else torch.cuda.get_device_name()
-    tell({"part": "machine", "what": device, "is": machine(), "cuda": torch.version.cuda, "commit": source_commit()})
+    add_row({"part": "machine", "what": device, "is": machine(), "cuda": torch.version.cuda, "commit": source_commit()})
     together = [part for part in parts if part in _TOGETHER]
     with ThreadPoolExecutor(max(1, len(together))) as pool:
         list(pool.map(run, together))
@@ -136,7 +136,7 @@ def _markdown(rows: Sequence[Row]) -> str:
 
 
 def _run(
-    part: str, command: list[str], out: Path, environ: Mapping[str, str], limit_s: float, tell: Callable[[Row], None]
+    part: str, command: list[str], out: Path, environ: Mapping[str, str], limit_s: float, add_row: Callable[[Row], None]
 ) -> None:
     """One part as a process; what it prints beside JSON lines is in PART.log."""
     log = out / f"{part}.log"
@@ -156,7 +156,7 @@ def _run(
         with process.stdout:
             for line in process.stdout:
                 if line.startswith("{"):
-                    tell({"part": part, **json.loads(line)})
+                    add_row({"part": part, **json.loads(line)})
                 else:
                     file.write(line)
                     last = line.strip("= \n") or last
@@ -164,11 +164,11 @@ def _run(
         timed_out = not timer.is_alive()
         timer.cancel()
     if timed_out:
-        tell({"part": part, "failed": f"not done after {limit_s:.0f} s; see {log}"})
+        add_row({"part": part, "failed": f"not done after {limit_s:.0f} s; see {log}"})
     elif code:
-        tell({"part": part, "failed": f"exit code {code}: {last or log.read_text()[-300:].strip()}; see {log}"})
+        add_row({"part": part, "failed": f"exit code {code}: {last or log.read_text()[-300:].strip()}; see {log}"})
     elif where != out:
-        tell({"part": part, "what": "pytest", "said": last})
+        add_row({"part": part, "what": "pytest", "said": last})
 
 
 def _command(part: str, model: str, *, dry: bool) -> list[str]:
@@ -192,7 +192,7 @@ def _has(module: str) -> bool:
 # --- What a part does, in its own process
 
 
-def told(what: str, **numbers: object) -> None:
+def print_row(what: str, **numbers: object) -> None:
     """One row."""
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
     sys.stdout.write(dumps({"what": what, **rounded}) + "\n")
@@ -227,16 +227,16 @@ def copies(part: Part) -> None:
     """Copies on the device and over PCIe, from memory that is locked and that is not."""
     n = part.scale.elements
     x, y, host = (torch.zeros(n, device=where, dtype=torch.float32) for where in (part.device, part.device, "cpu"))
-    told("copy on the device", gb_per_s=8e-9 * n / part.best_s(lambda: y.copy_(x)))
+    print_row("copy on the device", gb_per_s=8e-9 * n / part.best_s(lambda: y.copy_(x)))
     began, hosts = time.perf_counter(), {"pageable": host, "locked": host}
     if part.device.type == "cuda":
         (hosts["locked"],) = locked_zeros([n])
         took = time.perf_counter() - began
-        told("lock in memory", gb=4e-9 * n, seconds=took, locked=hosts["locked"].is_pinned())
+        print_row("lock in memory", gb=4e-9 * n, seconds=took, locked=hosts["locked"].is_pinned())
     for what, there in hosts.items():
         up, down = partial(x.copy_, there, non_blocking=True), partial(there.copy_, x)
-        told(f"host to device, {what}", gb_per_s=4e-9 * n / part.best_s(up))
-        told(f"device to host, {what}", gb_per_s=4e-9 * n / part.best_s(down))
+        print_row(f"host to device, {what}", gb_per_s=4e-9 * n / part.best_s(up))
+        print_row(f"device to host, {what}", gb_per_s=4e-9 * n / part.best_s(down))
 
 
 def codecs(part: Part) -> None:
@@ -244,18 +244,18 @@ def codecs(part: Part) -> None:
     bench = Bench(Where(device=part.device.type, threads=1), part.scale.elements, QUICK)
     dry = part.scale is DRY_RUN
 
-    def tell(row: SpeedRow, payload_bytes: int = 0) -> None:
+    def print_speed(row: SpeedRow, payload_bytes: int = 0) -> None:
         moved = _MOVED[row.op] + payload_bytes / part.scale.elements
         share = {"gb_per_s": row.gb_per_s, "of_a_copy": row.ratio_to_memcpy * moved / 8, "first_s": row.warmup_s}
-        told(f"{row.codec} {row.op}".strip(), by=row.path, **share)
+        print_row(f"{row.codec} {row.op}".strip(), by=row.path, **share)
 
     for name in CODECS[:2] if dry else CODECS:
         codec = codec_named(name)
         for row in codec_rows(bench, codec, OPS[:3] if dry else OPS):
-            tell(row, codec.payload_bytes(bench.fragment))
+            print_speed(row, codec.payload_bytes(bench.fragment))
     path = "numba" if dry else "triton"
-    tell(bench.row("", path, "digest", lambda: digest(bench.x)))
-    tell(bench.row("", path, "norm", lambda: norm_sq(bench.x)))
+    print_speed(bench.row("", path, "digest", lambda: digest(bench.x)))
+    print_speed(bench.row("", path, "norm", lambda: norm_sq(bench.x)))
 
 
 class Timed(Loop):
@@ -303,13 +303,13 @@ def _joined(part: Part, loop: Timed, anchors: Place) -> Iterator[Node]:
     h, rounds, began = part.scale.h, part.scale.rounds, time.perf_counter()
     out = Path(tempfile.mkdtemp(dir="."))
     with coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port:
-        told("the coordinator listens", seconds=time.perf_counter() - began)
+        print_row("the coordinator listens", seconds=time.perf_counter() - began)
         with join(
             f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", give_up_s=60.0,
             anchors=anchors, signals=False,
         ) as node:  # fmt: skip
             loop.module.load_state_dict(load_file(out / FIRST))
-            told("joined", seconds=time.perf_counter() - began)
+            print_row("joined", seconds=time.perf_counter() - began)
             yield node
 
 
@@ -317,20 +317,20 @@ def loop(part: Part, anchors: Place) -> None:
     """A step without and with a node, mean over whole rounds: time, waits, memory."""
     h, rounds = part.scale.h, part.scale.rounds
     timed = Timed(build(part.model, 0), part.device, part.scale.sequences, part.scale.tokens)
-    told("model", parameters=sum(parameter.numel() for parameter in timed.module.parameters()))
+    print_row("model", parameters=sum(parameter.numel() for parameter in timed.module.parameters()))
     timed.seconds(max(3, h // 3))
     timed.forget_peak()
     plain_s, plain_bytes = timed.seconds(h * rounds), timed.peak()
-    told("a step without farloop", ms=1e3 * plain_s, waits=statistics.median(timed.waits(h)))
+    print_row("a step without farloop", ms=1e3 * plain_s, waits=statistics.median(timed.waits(h)))
     with _joined(part, timed, anchors) as node:
         largest = max(fragment.numel for fragment in node.spec.identity.layout.fragments)
         for what in ("first round", "half a round"):  # buffers are made
             began, blocked_s = time.perf_counter(), _blocked_s(node)
             timed.seconds(h if what == "first round" else h // 2, node)
-            told(what, seconds=time.perf_counter() - began, blocked_s=_blocked_s(node) - blocked_s)
+            print_row(what, seconds=time.perf_counter() - began, blocked_s=_blocked_s(node) - blocked_s)
         timed.forget_peak()
         blocked_s, node_s = _blocked_s(node), timed.seconds(h * rounds, node)
-        told(
+        print_row(
             f"a step with farloop, anchors on the {anchors}",
             ms=1e3 * node_s,
             more_percent=100 * (node_s / plain_s - 1),
@@ -339,7 +339,7 @@ def loop(part: Part, anchors: Place) -> None:
             two_largest_fragments_mb=8e-6 * largest,
         )
         waits = timed.waits(h, node)
-        told("calls of a step with farloop that wait", waits=statistics.median(waits), most_waits=max(waits))
+        print_row("calls of a step with farloop that wait", waits=statistics.median(waits), most_waits=max(waits))
 
 
 def compiled(part: Part) -> None:
@@ -352,12 +352,12 @@ def compiled(part: Part) -> None:
             began = time.perf_counter()
             timed.step(node, model)
             part.wait()
-            told(f"first step, {mode}", seconds=time.perf_counter() - began)
+            print_row(f"first step, {mode}", seconds=time.perf_counter() - began)
             for _ in range(part.scale.h + part.scale.h // 2):
                 timed.step(node, model)
             with torch.no_grad():
                 right, seen = float(timed.loss(timed.module)), float(timed.loss(model))
-            told(f"torch.compile over merges, {mode}", error=abs(seen - right) / right)
+            print_row(f"torch.compile over merges, {mode}", error=abs(seen - right) / right)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def answer_tcp(connection: socket.socket) -> None:
         while request := connection.recv(REQUEST.size, socket.MSG_WAITALL):
             up, num_bytes = REQUEST.unpack(request)
             if up:
-                take(connection, num_bytes)
+                receive(connection, num_bytes)
             connection.sendall(bytes(1 if up else num_bytes))
 
 
@@ -127,16 +127,16 @@ def choose(connection: socket.socket, congestion: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
 
 
-def take(connection: socket.socket, num_bytes: int) -> None:
+def receive(connection: socket.socket, num_bytes: int) -> None:
     while num_bytes:
         num_bytes -= len(connection.recv(min(num_bytes, 1 << 20)))
 
 
-def over_tcp(connection: socket.socket, num_bytes: int, *, up: bool) -> None:
+def tcp_transfer(connection: socket.socket, num_bytes: int, *, up: bool) -> None:
     connection.sendall(REQUEST.pack(up, num_bytes))
     if up:
         connection.sendall(bytes(num_bytes))
-    take(connection, 1 if up else num_bytes)
+    receive(connection, 1 if up else num_bytes)
 
 
 def control_over_tcp(
@@ -159,14 +159,14 @@ def control_over_tcp(
                     bulk.sendall(REQUEST.pack(up, num_bytes) + bytes(num_bytes if up else 0))
                     under_way += 1
                     continue
-                take(bulk, 1 if up else num_bytes)
+                receive(bulk, 1 if up else num_bytes)
                 under_way -= 1
                 if goes_on:
                     moved = moved[0] + num_bytes, time.monotonic()
 
         def hear() -> None:
             while (asked_at := asked.get()) is not None:
-                take(control, 1)
+                receive(control, 1)
                 took.append(time.monotonic() - asked_at)
 
         threads = [threading.Thread(target=work) for work in (carry, hear)]
@@ -285,9 +285,9 @@ def send(
     with socket.create_connection((there.host, there.port + 1)) as connection:
         choose(connection, congestion)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        systems: dict[str, Callable[..., None]] = {"TCP": partial(over_tcp, connection)}
+        systems: dict[str, Callable[..., None]] = {"TCP": partial(tcp_transfer, connection)}
         systems |= {f"farloop, {number or 'measured'} lanes": node.carry for number, node in nodes.items()}
-        half_s = min(seconds(partial(over_tcp, connection, 1, up=True)) for _ in range(5)) / 2
+        half_s = min(seconds(partial(tcp_transfer, connection, 1, up=True)) for _ in range(5)) / 2
         say(f"round trip {2e3 * half_s:.1f} ms; the first blob each way is not counted")
         for size in megabytes:
             num_bytes, shares = int(size * 1e6), dict[str, list[float]]()

@@ -220,7 +220,7 @@ def slow_link(*, seed: int = 0) -> SlowLink:
     seconds: list[float] = []
     taken: list[Action] = []
     found_at = replanned_at = -1
-    found, before = "", _told(plan, "n3")
+    found, before = "", _rate_text(plan, "n3")
     for number in range(16):
         slowed = {"n3"} if number >= slow_from else set[str]()
         samples = _round(inventory, plan, slowed, rand, known=replanned_at >= 0)
@@ -238,7 +238,7 @@ def slow_link(*, seed: int = 0) -> SlowLink:
     old_s, new_s = _slow_path(seed)
     return SlowLink(
         round_s=tuple(seconds), slow_from=slow_from, found_at=found_at, found=found,
-        actions=tuple(action.value for action in taken), before=before, after=_told(plan, "n3"),
+        actions=tuple(action.value for action in taken), before=before, after=_rate_text(plan, "n3"),
         replanned_at=replanned_at, path_old_s=old_s, path_new_s=new_s,
     )  # fmt: skip
 
@@ -258,7 +258,7 @@ def _eight() -> Inventory:
     )
 
 
-def _told(plan: Plan, name: str) -> str:
+def _rate_text(plan: Plan, name: str) -> str:
     assert plan.sync is not None
     rate = plan.sync.rates[name]
     return f"{rate.bits} bit, H = {rate.h}"

@@ -59,7 +59,7 @@ class Optimized:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
-    def round_over(self) -> None:
+    def end_round(self) -> None:
         self.times.append((self.begun, time.monotonic()))
         self.marks.mark("merged", len(self.times))
 
@@ -80,13 +80,13 @@ def as_farloop(address: str, name: str, *trace: str) -> tuple[Times, str]:
     tensors = load_file("first.safetensors")
     model = Optimized([tensors[f"weights.{k}"] for k in range(TENSORS)], 1 + int(name.rpartition("-")[2]))
     if trace:
-        model.marks.take_in_node()
+        model.marks.trace_node()
     folder = Path(name)
     with join(address, model.module, model.optimizer, name=name, state_dir=folder, rate="own", clip="own") as node:
         while node.running:
             model.set_gradients()
             node.step()
-            model.round_over()
+            model.end_round()
     if trace:
         model.marks.write(Path(f"{name}.marks.json"))
     return model.times, model.end
@@ -143,7 +143,7 @@ def as_torchft(address: str, rank: int, nodes: int, parameters: int, rounds: int
         for _ in range(rounds):
             model.set_gradients()
             model.optimizer.step()  # its hooks synchronise
-            model.round_over()
+            model.end_round()
     told = model.times, model.end
     time.sleep(1.0)  # the other nodes may still need the servers of this one
     manager.shutdown(wait=False)

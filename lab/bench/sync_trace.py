@@ -73,7 +73,7 @@ class Marks(list[Mark]):
     def read(cls, path: Path) -> Self:
         return cls(Mark(**fields) for fields in json.loads(path.read_text()))
 
-    def take_in_node(self) -> None:
+    def trace_node(self) -> None:
         """Begin to take marks in a process that runs a node."""
         from farloop.node.executor import NodeExecutor
 
@@ -82,7 +82,7 @@ class Marks(list[Mark]):
         self.after(NodeExecutor, "_deliver", "received", lambda _, event: _update_in(event))
         self.after(NodeExecutor, "_apply", "applied", lambda _, command: command.version)
 
-    def take_in_coordinator(self) -> None:
+    def trace_coordinator(self) -> None:
         """Begin to take marks in a process that runs the coordinator."""
         from farloop.coordinator import commits
         from farloop.coordinator.executor import CoordinatorExecutor
@@ -150,7 +150,7 @@ def cpu_per_round(marks: Sequence[Mark], first: int) -> float:
 def main(path: Path, words: Sequence[str]) -> None:
     """FILE WORD...: run `farloop WORD...`, and write its marks to FILE."""
     marks = Marks()
-    marks.take_in_coordinator()
+    marks.trace_coordinator()
     sys.argv = ["farloop", *words]
     try:
         runpy.run_module("farloop.cli.main", run_name="__main__", alter_sys=True)

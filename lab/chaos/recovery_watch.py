@@ -37,18 +37,18 @@ class History:
         """Versions with more than one digest."""
         return sorted(version for version, digests in self.digests.items() if len(digests) > 1)
 
-    def told(self, fragment: int, version: int, digest: str) -> None:
+    def record(self, fragment: int, version: int, digest: str) -> None:
         self.digests.setdefault((fragment, version), set()).add(digest)
 
-    def saw_status(self, status: Status) -> None:
+    def on_status(self, status: Status) -> None:
         """A page of the coordinator: later ones must not be behind it."""
         for fragment, (version, digest) in enumerate(zip(status["versions"], status["digests"], strict=True)):
-            self.told(fragment, version, digest)
+            self.record(fragment, version, digest)
         for fragment, before in enumerate(self._shown):
             self.lost |= {(fragment, version) for version in range(status["versions"][fragment] + 1, before + 1)}
         self._shown = list(status["versions"])
 
-    def saw_journal(self, journal: Journal) -> None:
+    def on_journal(self, journal: Journal) -> None:
         """The journal while no coordinator lives: all that was told until now must be in it, as far as it goes back."""
         oldest = [min(v for f, v in journal.digests if f == fragment) for fragment in range(len(journal.newest))]
         self.lost |= {
@@ -57,20 +57,20 @@ class History:
             if version >= oldest[fragment] and (fragment, version) not in journal.digests
         }
         for (fragment, version), digest in journal.digests.items():
-            self.told(fragment, version, digest)
+            self.record(fragment, version, digest)
         self._journaled |= journal.digests.keys()
         self.twice |= set(journal.twice)
         for fragment, version in journal.unequal:
-            self.told(fragment, version, "another digest in the same journal")
+            self.record(fragment, version, "another digest in the same journal")
         self.committed = sum(journal.newest)
 
     def appended(self, anchors: Iterable[tuple[int, int, str]]) -> None:
         """New records of the journal of a coordinator that lives."""
         for fragment, version, digest in anchors:
-            self.told(fragment, version, digest)
+            self.record(fragment, version, digest)
             self._journaled.add((fragment, version))
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """The last journal was seen: nothing was told that the journal never held."""
         self.lost |= self.digests.keys() - self._journaled
 
@@ -139,7 +139,7 @@ class Recoveries:
         """It was hit again: what is awaited of it will not come, or not for that reason."""
         self._awaited = {key: awaited for key, awaited in self._awaited.items() if key[1] != target}
 
-    def saw_status(self, status: Status, now: float) -> None:
+    def on_status(self, status: Status, now: float) -> None:
         """A page that was fetched at this time."""
         for key, awaited in list(self._awaited.items()):
             for window in status["windows"]:

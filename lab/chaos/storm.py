@@ -370,10 +370,10 @@ class Storm:
             heapq.heappop(self._agenda)[2]()
         self._supervise()
         self._guests.turn(self._status, self.state_dir, self._now)
-        self._look()
+        self._observe()
         time.sleep(TICK_S)
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         if self._now >= self._due_memory:
             self._due_memory = self._now + MEMORY_EVERY_S
             self._memory.sample(self._now, [(c.name, c.process.pid) for c in self._children if c.running])
@@ -381,16 +381,16 @@ class Storm:
         self._read_books()
         if (status := page(self._http)) is not None:
             self._status, self._coordinator_starts = status, False
-            self._history.saw_status(status)
-            self._recoveries.saw_status(status, self._now)
+            self._history.on_status(status)
+            self._recoveries.on_status(status, self._now)
         if self._now >= self._due_line:
             self._due_line = self._now + LINE_EVERY_S
-            self._tell(in_words(self._status))
+            self._print(in_words(self._status))
 
     def _read_books(self) -> None:
         for book in self._books.values():
             for fragment, version, digest in book.read():
-                self._history.told(fragment, version, digest)
+                self._history.record(fragment, version, digest)
 
     # --- Faults
 
@@ -402,9 +402,9 @@ class Storm:
             return
         self._happened[kind] += 1
         self._hit.add(target)
-        self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
+        self._print(f"{kind} {target}, for {fault.lasts_s:.1f} s")
         if kind in GUESTS:
-            self._tell(f"{kind}: {self._guests.begin(kind, lambda: self._children[COORDINATOR])}")
+            self._print(f"{kind}: {self._guests.begin(kind, lambda: self._children[COORDINATOR])}")
             self._at(self._now + fault.lasts_s, partial(self._finish, fault))
             return
         self._recoveries.forget(target)
@@ -417,7 +417,7 @@ class Storm:
                 self._recoveries.await_commit(kind, target, since, self._compare_journal().newest)
             case "truncate_file":
                 self._kill(target)
-                self._tell(f"{kind}: {self._guests.damage(self._compare_journal())}")
+                self._print(f"{kind}: {self._guests.damage(self._compare_journal())}")
             case "stop_node" | "stop_coordinator":
                 self._signal(target, signal.SIGSTOP)
             case "cut_link":
@@ -472,7 +472,7 @@ class Storm:
         except Unreadable as error:
             self._found(f"the journal cannot be read: {error}")
             return Journal({}, ())
-        self._history.saw_journal(journal)
+        self._history.on_journal(journal)
         return journal
 
     # --- Processes
@@ -509,7 +509,7 @@ class Storm:
             stops = child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE)
             fenced = stops and (self._guests.unlocked or child.process.pid == self._guests.lockless)
             if fenced:
-                self._tell(f"{child.name} has noticed the second start: {child.last_words()}")
+                self._print(f"{child.name} has noticed the second start: {child.last_words()}")
                 if self._guests.unlocked:
                     continue
             if not full and not fenced:  # where there is no room to begin, code 6 says to try again
@@ -527,7 +527,7 @@ class Storm:
 
     def _found(self, problem: str) -> None:
         self._problems.append(problem)
-        self._tell(f"FOUND {problem}")
+        self._print(f"FOUND {problem}")
 
     @property
     def _settings(self) -> dict[str, object]:
@@ -555,7 +555,7 @@ class Storm:
         windows = self._status["windows"]
         return live >= set(self.nodes) and all(set(window["expected"]) >= live for window in windows)
 
-    def _tell(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         self.say(f"{int(self._now) // 60:3d}:{int(self._now) % 60:02d}  {what}")
 
     def _at(self, at: float, call: Callable[[], None]) -> None:
@@ -565,7 +565,7 @@ class Storm:
 
     def _outcome(self) -> Outcome:
         self._compare_journal()
-        self._history.over()
+        self._history.finish()
         final = finished_status(self.state_dir)
         return Outcome(
             seconds=self.seconds,
@@ -582,7 +582,7 @@ class Storm:
 
     def _all_equal(self, final: Status) -> bool:
         """Every node said good-bye with the run's last anchors, and wrote the same down."""
-        self._history.saw_status(final)
+        self._history.on_status(final)
         last = dict(enumerate(zip(final["versions"], final["digests"], strict=True)))
         told = {node["name"]: node["digests"] for node in final["nodes"]}
         return all(told.get(name) == final["digests"] and self._books[name].anchors == last for name in self.nodes)

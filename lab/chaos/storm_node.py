@@ -39,13 +39,13 @@ def main(file: Path, pace: Path, anchors: Path) -> None:
             setattr(node, "step", slow_step)  # noqa: B010 - a method that is replaced on one object, for good
             leave = node.leave
 
-            def leave_and_tell(*args: float) -> None:
+            def leave_and_record(*args: float) -> None:
                 try:
                     leave(*args)
                 finally:
                     _write_down(node, told, book)
 
-            setattr(node, "leave", leave_and_tell)  # noqa: B010
+            setattr(node, "leave", leave_and_record)  # noqa: B010
 
         set_up(LogLevel.INFO)
         train(load_node(file, flags=[], environ={}).node, on_join=watch)

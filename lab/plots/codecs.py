@@ -57,18 +57,18 @@ def _error_panel(axes: Axes, found: Sequence[QualityRow], title: str) -> None:
         "no code of a Gaussian\ncan lie below: 4^−bits", (2.0, 4e-5), color=MUTED, fontsize=9, ha="center", va="center"
     )
     for row in found:
-        axes.plot([row.bits], [row.rel_mse], linestyle="", zorder=3 + _is_ours(row.codec), **_look(row.codec))
+        axes.plot([row.bits], [row.rel_mse], linestyle="", zorder=3 + _is_ours(row.codec), **_style(row.codec))
     ticks(axes.xaxis, [0.25, 0.5, 1, 2, 4, 8, 16], lambda value: f"{value:g}")
     ticks(axes.yaxis, None)
     axes.set_xlabel("bits per parameter")
     axes.set_title(title)
     looks = [("unbiased", "q4r"), ("biased", "q4"), ("others", "")]
-    handles = [Line2D([], [], linestyle="", label=label, **_look(name)) for label, name in looks]
+    handles = [Line2D([], [], linestyle="", label=label, **_style(name)) for label, name in looks]
     axes.legend(handles=handles, loc="lower left")
     _label(axes, [(row.bits, row.rel_mse, _short(row.codec), _is_ours(row.codec)) for row in found])
 
 
-def _look(codec: str) -> dict[str, Any]:
+def _style(codec: str) -> dict[str, Any]:
     if not _is_ours(codec):
         return {"marker": "s", "markersize": 4.5, "color": MUTED, "alpha": 0.8}
     if codec_named(codec).traits.unbiased:
@@ -116,12 +116,12 @@ def _free_place(
             left = x + dx - width * (1 - np.cos(angle)) / 2
             low = y + dy - height * (1 - np.sin(angle)) / 2
             box, way = (left, low, left + width, low + height), (dx, dy)
-            if _within(box, frame) and not any(_meet(box, other) for other in taken):
+            if _within(box, frame) and not any(_overlap(box, other) for other in taken):
                 return box, way
     return box, way
 
 
-def _meet(a: Box, b: Box) -> bool:
+def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 

@@ -34,7 +34,7 @@ def plot_frontier(path: Path, comparisons: Sequence[Comparison], *, title: str, 
         front = [(found.fewer_bytes or 0.0, found.mean_percent) for found in frontier(points)]
         axes.plot(*zip(*front, strict=True), color=MUTED, linewidth=1.2, drawstyle="steps-pre", zorder=1)
         for number, found in enumerate(comparisons):
-            look = _look(number)
+            look = _style(number)
             label = f"{found.label}  {difference_text(found) if number else 'baseline'}"
             if found.fewer_bytes is None:
                 axes.axhline(found.mean_percent, label=label, **{**look, "linewidth": 1.2, "linestyle": (0, (4, 3))})
@@ -102,7 +102,7 @@ def course_of(label: str, runs: Sequence[RunResult]) -> Course:
 def plot_methods(path: Path, results: Mapping[str, Sequence[RunResult]], *, title: str, caption: str) -> None:
     """Write the figure of the runs of every variant; the first one is the baseline."""
     courses = [course_of(label, runs) for label, runs in results.items()]
-    looks = [_look(number) for number in range(len(courses))]
+    looks = [_style(number) for number in range(len(courses))]
     with figure(path, 11.5, 5.2 + 0.24 * math.ceil(len(courses) / 2)) as drawn:
         left, right = drawn.subplots(1, 2, sharey=True)
         bottom, top = _heights(courses)
@@ -127,7 +127,7 @@ def plot_methods(path: Path, results: Mapping[str, Sequence[RunResult]], *, titl
         below.set_in_layout(False)  # or the axes would begin where the widest text ends
 
 
-def _look(number: int) -> dict[str, Any]:
+def _style(number: int) -> dict[str, Any]:
     if number == 0:
         return {"color": INK, "linewidth": 2.2, "linestyle": "-"}
     around, place = divmod(number - 1, len(COLORS))
@@ -175,7 +175,7 @@ def _bytes_axis(axes: Axes, courses: Sequence[Course], bottom: float, top: float
     axes.set_xlabel("bytes up and down of each node, log scale")
     axes.set_title("against bytes over the link")
     axes.tick_params(axis="y", labelleft=False)
-    for course, look in zip(courses, map(_look, range(len(courses))), strict=True):
+    for course, look in zip(courses, map(_style, range(len(courses))), strict=True):
         if course.alone:
             place = {"xycoords": ("axes fraction", "data"), "va": "top", "fontsize": 8.5, "color": look["color"]}
             beside(axes, "one node, no link", (0.0, course.loss[-1]), (4, -3), **place)

@@ -17,7 +17,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
-from farloop.quant.formats.sparse import Chunks, SparseCodec, cut, require_finite
+from farloop.quant.formats.sparse import Chunks, SparseCodec, chunks_of, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, words
 
@@ -43,13 +43,13 @@ class RandkCodec(SparseCodec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        return 2 * sum(chunks.count * self._kept(chunks.length) for chunks in _cut(fragment))
+        return 2 * sum(chunks.count * self._kept(chunks.length) for chunks in _chunks(fragment))
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
         # Unbiased up to one rounding of (d/k)·x, and up to the largest bf16.
         require_finite(x)
         entry = 0
-        for chunks in _cut(fragment):
+        for chunks in _chunks(fragment):
             index = self._drawn(chunks, seed, x.device)
             scaled = chunks.of(x).gather(1, index).view(-1) * (chunks.length / index.shape[1])
             bits = _to_bf16_by_lot(scaled, words(seed ^ ROUNDING, entry, scaled.numel(), x.device))
@@ -61,7 +61,7 @@ class RandkCodec(SparseCodec):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The elements of each block, by the order of their places."""
         entry = 0
-        for chunks in _cut(fragment):
+        for chunks in _chunks(fragment):
             places = chunks.places(self._drawn(chunks, seed, device)).view(-1)
             part = payload[2 * entry : 2 * (entry + places.numel())]
             yield places, from_bf16(bf16_bits(part).to(device))
@@ -86,9 +86,9 @@ class RandkCodec(SparseCodec):
         return drawn.sort(dim=1).values
 
 
-def _cut(fragment: Fragment) -> Iterator[Chunks]:
+def _chunks(fragment: Fragment) -> Iterator[Chunks]:
     for tensor in fragment.tensors:
-        yield from cut(tensor.offset, tensor.numel, BLOCK)
+        yield from chunks_of(tensor.offset, tensor.numel, BLOCK)
 
 
 def _to_bf16_by_lot(x: Tensor, lots: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Chunks:
         return index + first.unsqueeze(1)
 
 
-def cut(start: int, numel: int, length: int, piece: int = PIECE) -> Iterator[Chunks]:
+def chunks_of(start: int, numel: int, length: int, piece: int = PIECE) -> Iterator[Chunks]:
     """The elements [start, start + numel) in chunks of `length`, the last one shorter; at most `piece` at a time."""
     whole, rest = divmod(numel, length)
     step = max(1, piece // length)

@@ -22,7 +22,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
-from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, largest_bits, padding, require_finite
+from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, chunks_of, largest_bits, padding, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.packing import BF16_LARGEST, aligned, bf16_bits, check_scales, from_bf16, pack, to_scale, unpack_into
 
@@ -86,7 +86,7 @@ class TopkCodec(SparseCodec):
         require_finite(x)
         levels = [x.new_empty(0, dtype=torch.int16)]
         index, values = [x.new_empty(0, dtype=torch.int16)], [x.new_empty(0, dtype=torch.uint8)]
-        for chunks in _cut(fragment):
+        for chunks in _chunks(fragment):
             part = _largest(chunks.of(x), self._kept(chunks.length))
             for all_of_them, some in zip((levels, index, values), part, strict=True):
                 all_of_them.append(some.view(-1))
@@ -105,7 +105,7 @@ class TopkCodec(SparseCodec):
         index = torch.zeros(-(-total // 4) * 4, dtype=torch.int16, device="cpu")
         values = torch.zeros(index.numel(), dtype=torch.uint8, device="cpu")
         chunk, entry = 0, 0
-        for chunks in _cut(fragment, piece=x.numel()):
+        for chunks in _chunks(fragment, piece=x.numel()):
             last, end = chunk + chunks.count, entry + chunks.count * self._kept(chunks.length)
             columns = chunks.columns if isinstance(chunks, Squares) else 0
             places = (chunks.start, chunks.count, chunks.length, columns)
@@ -161,7 +161,7 @@ class TopkCodec(SparseCodec):
         unpack_into(payload[at_values].to(device), values, bits=2)
         values = values.view(-1)
         chunk, entry = 0, 0
-        for chunks in _cut(fragment):
+        for chunks in _chunks(fragment):
             k = self._kept(chunks.length)
             end = entry + chunks.count * k
             yield (
@@ -177,7 +177,7 @@ class TopkCodec(SparseCodec):
 
     def _totals(self, fragment: Fragment) -> tuple[int, int]:
         """Chunks and entries of a fragment."""
-        parts = [(chunks.count, chunks.count * self._kept(chunks.length)) for chunks in _cut(fragment)]
+        parts = [(chunks.count, chunks.count * self._kept(chunks.length)) for chunks in _chunks(fragment)]
         return sum(count for count, _ in parts), sum(kept for _, kept in parts)
 
     def _ranges(self, fragment: Fragment) -> tuple[slice, slice, slice, slice]:
@@ -189,13 +189,13 @@ class TopkCodec(SparseCodec):
         return slice(0, 4 * count), slice(4 * count, places), slice(places, values), slice(values, end)
 
 
-def _cut(fragment: Fragment, piece: int = PIECE) -> Iterator[Chunks]:
+def _chunks(fragment: Fragment, piece: int = PIECE) -> Iterator[Chunks]:
     for tensor in fragment.tensors:
         if len(tensor.shape) == 2 and tensor.shape[0] % SIDE == 0 and tensor.shape[1] % SIDE == 0:
             yield from _squares(tensor, piece)
         else:
             short = len(tensor.shape) < 2 and tensor.numel < LONG_VECTOR
-            yield from cut(tensor.offset, tensor.numel, SIDE if short else CHUNK, piece)
+            yield from chunks_of(tensor.offset, tensor.numel, SIDE if short else CHUNK, piece)
 
 
 def _squares(matrix: TensorSlot, piece: int) -> Iterator[Squares]:

@@ -65,7 +65,7 @@ class SharedLink:
             self._arm()
         return left
 
-    def cut(self, *, now_cut: bool) -> None:
+    def set_cut(self, *, now_cut: bool) -> None:
         """Nothing passes, until it does again."""
         self._advance()
         self._cut = now_cut

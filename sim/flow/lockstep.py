@@ -242,12 +242,12 @@ class LockStep:
                 if place.group.machines == 1:
                     self._fetch_snapshot()
             case "outage":
-                self._cut(place, index)
+                self._disconnect(place, index)
                 over = self._now + place.group.outage_s
                 self._enter(over, "mend", index)
                 self._enter(over + place.fate.next_outage_s(), "outage", index)
             case "cut":
-                self._cut(place, index)
+                self._disconnect(place, index)
             case "lost":
                 if place.cuts and place.member and not place.left_out:
                     place.left_out = True
@@ -278,7 +278,7 @@ class LockStep:
             self._lost_steps += self._unsaved_inner
             self._unsaved, self._unsaved_inner, self._unsaved_s = 0, 0, 0.0
 
-    def _cut(self, place: _Place, index: int) -> None:
+    def _disconnect(self, place: _Place, index: int) -> None:
         place.cuts += 1
         if place.cuts == 1 and self._elastic:
             self._enter(self._now + self._rules.liveness_s, "lost", index)

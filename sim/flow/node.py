@@ -170,7 +170,7 @@ class Node:
             self._lose_since(held)
         self.stage = "draining"
         self._turn("idle")
-        self._leave_if_settled()
+        self._leave_if_done()
 
     def flush(self) -> float:
         """The end: machine-seconds that it would still get merged, over all fragments."""
@@ -193,8 +193,8 @@ class Node:
         if self._starts_with is not None:
             return self._begin_if_there()
         if self.stage == "draining":
-            return self._leave_if_settled()
-        self._look_again(fragment)
+            return self._leave_if_done()
+        self._resume(fragment)
 
     def announced(self, fragment: int, version: int) -> None:
         """With a lag: a version is committed, and its update is on its way. A turn that waited for it comes now."""
@@ -208,7 +208,7 @@ class Node:
         if fragment in self._owing and self._segment is None and self.stage == "training":
             self._owing.discard(fragment)
             self._send(fragment)
-            self._look_again(fragment)
+            self._resume(fragment)
 
     def refused(self, delta: Delta) -> None:
         if self._undecided.get(delta.fragment) is not delta:
@@ -218,10 +218,10 @@ class Node:
             self._held[delta.fragment].discard = True
         if self.stage == "draining":
             self._undecided.pop(delta.fragment, None)
-            return self._leave_if_settled()
-        self._look_again(delta.fragment)
+            return self._leave_if_done()
+        self._resume(delta.fragment)
 
-    def _look_again(self, fragment: int) -> None:
+    def _resume(self, fragment: int) -> None:
         if self.stage == "training" and self._segment is None and self._starts_with is None:
             self._merge(fragment)
             self._go()
@@ -376,7 +376,7 @@ class Node:
             del self._undecided[fragment]
             self._held[fragment].discard = True
 
-    def _leave_if_settled(self) -> None:
+    def _leave_if_done(self) -> None:
         self._undecided = {f: d for f, d in self._undecided.items() if d.merged_in is None and not d.settled}
         if not self._undecided:
             self.stage = "left"
@@ -428,7 +428,7 @@ class Window:
         self.timely = 0  # deltas that name this window, not an earlier one: those that count for a quorum
 
     @property
-    def all_came(self) -> bool:
+    def all_arrived(self) -> bool:
         return self._missing == 0
 
     def add(self, delta: Delta) -> None:

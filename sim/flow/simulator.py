@@ -88,7 +88,7 @@ class _World:
         for outage in self._scenario.outages:
             for place in self._places:
                 if place.group.name == outage.group:
-                    agenda.at(outage.at_s, partial(self._cut, place))
+                    agenda.at(outage.at_s, partial(self._disconnect, place))
                     agenda.at(outage.at_s + outage.for_s, partial(self._mend, place))
         for crash in self._scenario.crashes:
             for place in self._places:
@@ -182,18 +182,18 @@ class _World:
             self._agenda.after(after_s, partial(self._outage, place))
 
     def _outage(self, place: FlowHost) -> None:
-        self._cut(place)
-        self._agenda.after(place.group.outage_s, partial(self._outage_over, place))
+        self._disconnect(place)
+        self._agenda.after(place.group.outage_s, partial(self._end_outage, place))
 
-    def _outage_over(self, place: FlowHost) -> None:
+    def _end_outage(self, place: FlowHost) -> None:
         self._mend(place)
         self._await_outage(place)
 
-    def _cut(self, place: FlowHost) -> None:
+    def _disconnect(self, place: FlowHost) -> None:
         place.cut += 1
         if place.cut == 1:
-            place.up[0].cut(now_cut=True)
-            place.down[0].cut(now_cut=True)
+            place.up[0].set_cut(now_cut=True)
+            place.down[0].set_cut(now_cut=True)
             place.cuts += 1
             life, cuts = place.life, place.cuts
             self._agenda.after(self._rules.liveness_s, lambda: self._silent(place, life, cuts))
@@ -209,8 +209,8 @@ class _World:
         place.cut -= 1
         if place.cut:
             return
-        place.up[0].cut(now_cut=False)
-        place.down[0].cut(now_cut=False)
+        place.up[0].set_cut(now_cut=False)
+        place.down[0].set_cut(now_cut=False)
         if not place.silent:
             return
         place.silent = False
@@ -236,7 +236,7 @@ class _World:
         def through() -> None:
             place.uploads.pop(delta, None)
             self._tally.bytes_up += size
-            self._agenda.after(late_s, lambda: self._came(delta))
+            self._agenda.after(late_s, lambda: self._on_delta(delta))
 
         if place.up:
             place.uploads[delta] = Transfer(place.up, size, through)
@@ -274,7 +274,7 @@ class _World:
             return False
         return first_send_round(node.start_round, fragment, slots, node.start_slot) <= round_of(number, fragment, slots)
 
-    def _came(self, delta: Delta) -> None:
+    def _on_delta(self, delta: Delta) -> None:
         """A delta is durable, unless it is of no use any more."""
         window, staleness = self._windows[delta.fragment], self._rules.max_staleness
         if delta.settled:  # its node died while the last of it was on its way, or has learnt that it comes too late
@@ -308,7 +308,7 @@ class _World:
             window.quorum_at, staleness = now, self._rules.max_staleness
             self._lateness.has_quorum(window.fragment, window.number, window.opened_at, now, staleness)
             self._patient.append(window)
-        if window.all_came:
+        if window.all_arrived:
             self._close(window)
         if self._patient and (grace_s := self._lateness.seconds) is not None:
             for waiting in self._patient:

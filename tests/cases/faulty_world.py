@@ -105,13 +105,13 @@ class World(world.World):
         try:
             store = self.disk.open(rewind=rewind)
             adopt = None if adopt_after_s is None else adoption_of(adopt_after_s, store.fetched, newest=True)
-            self.coordinator = MortalCoordinator(process, store, self.scenario, rng, self._coordinator_saw, adopt)
+            self.coordinator = MortalCoordinator(process, store, self.scenario, rng, self._on_coordinator_event, adopt)
         except PowerCut:  # in the middle of its recovery
             self.agenda.after(self._down_s, again)
         except NoRoom:
             self.agenda.after(RETRY_S, again)
 
-    def _coordinator_saw(self, what: object) -> None:
+    def _on_coordinator_event(self, what: object) -> None:
         self.tape.append((self.agenda.now, "coordinator", what))
         if not isinstance(what, coordinator_ev.Event):
             return
@@ -168,10 +168,10 @@ class World(world.World):
 
     def _new_node(self, host: Host, process: Process, rng: random.Random, state: NodeState) -> NotedNode:
         dial = self._dialled_from(host, process)
-        tell = partial(self._node_saw, host.setup.name)
+        tell = partial(self._on_node_event, host.setup.name)
         return NotedNode(process, host.setup, self.scenario, dial, rng, state, tell, self._board)
 
-    def _node_saw(self, name: NodeId, what: object) -> None:
+    def _on_node_event(self, name: NodeId, what: object) -> None:
         self.tape.append((self.agenda.now, name, what))
 
     def crash_node(self, name: NodeId, down_s: float | None = None) -> None:
@@ -198,7 +198,7 @@ class World(world.World):
                 if at is not None:
                     agenda.at(at, lambda: self.crash_coordinator(down_s))
             case sc.RestoreCopy():
-                pass  # see `_coordinator_saw`
+                pass  # see `_on_coordinator_event`
             case sc.CutLink(node=node, at=at, for_s=for_s, reset=reset):
                 agenda.at(at, lambda: self._cut(node, reset=reset))
                 agenda.at(at + for_s, lambda: self.hosts[node].cable.mend())

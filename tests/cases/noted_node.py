@@ -123,8 +123,8 @@ class NotedNode(SimulatedNode):
             parameters = self._learner.module.parameters()
             self.diary.weights.append(nn.utils.parameters_to_vector(parameters).detach())
 
-    def saw(self, what: ev.Event | ev.Command) -> None:
-        super().saw(what)
+    def observe(self, what: ev.Event | ev.Command) -> None:
+        super().observe(what)
         self._tell(what)
         machine, diary = self.machine, self.diary
         match what:

@@ -72,7 +72,7 @@ class Nodes:
         self.addresses = {name: executor.link.endpoint for name, executor in self.executors.items()}
         for name, executor in self.executors.items():
             executor._addresses = {other: to for other, to in self.addresses.items() if other != name}
-            executor.link.meet(executor._addresses)
+            executor.link.dial(executor._addresses)
 
     def train(self, work: Callable[[str, Executor, StagePart], None]) -> None:
         """`work` for every node at once; to the end of all. Raises what a node raised."""

@@ -99,7 +99,7 @@ class Nodes:
         return self.pace_s
 
     def _told(self, name: str, fragment: int, version: int, digest: str) -> None:
-        self._history.told(fragment, version, digest)
+        self._history.record(fragment, version, digest)
         self.anchors[name][fragment] = digest
 
     def _train(self, name: str) -> None:
@@ -135,12 +135,12 @@ class Story:
             self.look()
             threading.Event().wait(0.05)
         if self.run.state_dir.exists():
-            self.history.saw_journal(read_journal(self.run.state_dir))
+            self.history.on_journal(read_journal(self.run.state_dir))
         return coordinator.process.returncode
 
     def look(self) -> Status | None:
         if (status := self.run.status()) is not None:
-            self.history.saw_status(status)
+            self.history.on_status(status)
         return status
 
 
@@ -235,7 +235,7 @@ def assert_whole(told: Story, incarnations: list[int], *, gone: frozenset[str] =
     `gone`: nodes that never told with what they ended.
     """
     final = told.run.final()
-    told.history.saw_status(final)
+    told.history.on_status(final)
     assert final["run"]["state"] == "finished"
     assert told.history.committed == final["commits"] == sum(final["versions"]) > 0
     assert not told.history.lost

@@ -120,7 +120,7 @@ def test_stages_of_a_pipeline_reach_each_other_by_ipv6_and_by_the_second_address
     assert all(address.startswith("tcp://[::1]:") for address in nodes.addresses.values())
     for name, executor in nodes.executors.items():
         named = {other: to.replace("[::1]", "oslo") for other, to in nodes.addresses.items() if other != name}
-        executor.link.meet(named)
+        executor.link.dial(named)
 
     def work(name: str, executor: Any, part: Any) -> None:
         executor.step(microbatches(1, 0) if name == "a" else [])

@@ -77,7 +77,7 @@ def fill_group(values: Numbers, length: Number) -> Number:
 
 
 @inlined
-def take_magnitudes(magnitudes: Numbers, x: Numbers, count: Number) -> None:
+def copy_magnitudes(magnitudes: Numbers, x: Numbers, count: Number) -> None:
     """Those of fp32 [count], as bits, int32."""
     for i in range(count):
         magnitudes[i] = np.int32(bits(x[i]) & MAGNITUDE)
@@ -161,9 +161,9 @@ def topk_chunks(
             first = start + (chunk // across) * (_SIDE * columns) + (chunk % across) * _SIDE
             pitch = columns
             for row in range(_SIDE):
-                take_magnitudes(after(magnitudes, row * _SIDE), after(x, first + row * columns), _SIDE)
+                copy_magnitudes(after(magnitudes, row * _SIDE), after(x, first + row * columns), _SIDE)
         else:
-            take_magnitudes(magnitudes, after(x, first), length)
+            copy_magnitudes(magnitudes, after(x, first), length)
         largest = np.int32(0)
         for i in range(length):
             largest = max(largest, magnitudes[i])
@@ -386,7 +386,7 @@ def collect(
     for piece in range(begin, end):
         start = piece * _PIECE
         count = min(_PIECE, length - start)
-        take_magnitudes(magnitudes, after(x, start), count)
+        copy_magnitudes(magnitudes, after(x, start), count)
         found, between = firsts[piece], betweens[piece]
         for group in range(fill_group(magnitudes, count)):
             values = after(magnitudes, _GROUP * group)

@@ -143,7 +143,7 @@ def test_a_click_on_a_column_sorts_by_it_and_another_reverses_the_order(clicks: 
 def test_the_chosen_node_is_told_in_full_and_stays_chosen_when_the_order_changes() -> None:
     async def choose(app: Top, pilot: Any) -> None:
         await pilot.press("down", "down", "r")
-        app.take(cleaned(statuses.status()))
+        app.show_status(cleaned(statuses.status()))
 
     lines = on_screen(statuses.status(), (80, 24), choose)
     assert nodes_of(lines) == ["tokyo", "quito", "paris", "oslo"]
@@ -164,7 +164,7 @@ def test_a_coordinator_that_is_gone_leaves_the_last_picture_until_it_is_back() -
                 lines = text_of(app)
                 assert lines[0].strip().startswith("no answer, this is the last one: no coordinator at http://far:9700")
                 assert "fjord-1b" in lines[1] and "oslo" in "".join(lines)
-                app._look = statuses.finished
+                app._fetch_status = statuses.finished
 
     lines = on_screen(statuses.status(), then=lose_and_find, look=look)
     assert "fjord-1b" in lines[0] and "finished" in lines[0]
@@ -230,7 +230,7 @@ def test_events_while_the_screen_closes_are_ignored_and_q_ends_it() -> None:
             moved = DataTable.RowHighlighted(table, 0, table.ordered_rows[0].key)
             await table.remove()
             app.on_data_table_row_highlighted(moved)
-            app.take(statuses.status())
+            app.show_status(statuses.status())
             app.miss("no answer")
             await pilot.press("q")
             await pilot.pause()

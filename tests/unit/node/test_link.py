@@ -296,7 +296,7 @@ def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> N
     (burst,) = seen.bursts
     assert burst.half_bytes / burst.half_s == pytest.approx(THIN_CHUNK / 0.25)
     assert burst.seconds < 4.0  # ended before the budget was used
-    assert messages(coordinator) == [] and node.meter.take() == []
+    assert messages(coordinator) == [] and node.meter.pop_bursts() == []
 
 
 def test_a_probe_that_told_nothing_is_reported_all_the_same() -> None:

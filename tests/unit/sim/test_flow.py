@@ -360,8 +360,8 @@ def test_what_is_given_up_frees_its_share() -> None:
 def test_a_cut_link_stands_still_and_forgets_nothing() -> None:
     log = Log()
     log.carry("a", 1000)
-    log.agenda.at(3.0, lambda: log.pipe.cut(now_cut=True))
-    log.agenda.at(50.0, lambda: log.pipe.cut(now_cut=False))
+    log.agenda.at(3.0, lambda: log.pipe.set_cut(now_cut=True))
+    log.agenda.at(50.0, lambda: log.pipe.set_cut(now_cut=False))
     assert log.play() == pytest.approx({"a": 57.0})
 
 

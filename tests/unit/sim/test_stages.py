@@ -149,7 +149,7 @@ class PipelineWorld(pipeline.World):
         def comes() -> None:
             if not self.processes[name].alive:
                 self._start(name)
-                self._meet(name)
+                self._connect(name)
                 self.processes[name].after(0.0, lambda: self._begin(name))
 
         self.agenda.at(at_s, comes)

@@ -123,8 +123,8 @@ def test_arrivals_that_come_all_at_once_are_not_timed() -> None:
     meter = Meter()
     for at, _ in points:
         meter.arrived(1000, at)
-    meter.over()
-    assert meter.take() == [], "a busy time of infinite rate is not reported"
+    meter.end_burst()
+    assert meter.pop_bursts() == [], "a busy time of infinite rate is not reported"
 
 
 def test_a_long_transfer_is_remembered_in_bounded_memory() -> None:
@@ -145,11 +145,11 @@ def test_busy_times_are_apart_and_what_was_held_up_is_forgotten() -> None:
         if begin == 100.0:
             meter.forget()
         else:
-            meter.over()
-    bursts = meter.take()
+            meter.end_burst()
+    bursts = meter.pop_bursts()
     assert [burst.seconds for burst in bursts] == [15.0, 15.0]
     assert all(isinstance(judge(burst, 0.1), Measured) for burst in bursts)
-    assert meter.take() == []
+    assert meter.pop_bursts() == []
 
 
 def test_the_average_moves_slowly_and_jumps_where_three_in_a_row_agree() -> None:
@@ -261,7 +261,7 @@ def test_a_probe_measures_the_link_and_ends_when_it_knows_enough(bytes_per_s: fl
 
     ticks(link, 10.0, look)
     assert ended and ended[0] < 6.0 and sink.received < budget
-    (burst,) = node.meter.take()
+    (burst,) = node.meter.pop_bursts()
     found = judge(burst, rtt_s)
     assert isinstance(found, Measured), found
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.1)
@@ -292,7 +292,7 @@ def test_a_snapshot_alone_tells_nothing_of_the_link() -> None:
     coordinator.send_blob(offer_of(SNAPSHOT, data), BytesSource(data), background=True)
     ticks(link, 2.0, lambda now: None)
     assert any(isinstance(event, BlobReceived) for event in node.events())
-    assert node.meter.take() == [] and not node.meter.busy
+    assert node.meter.pop_bursts() == [] and not node.meter.busy
 
 
 def test_every_other_blob_is_a_measurement() -> None:
@@ -302,7 +302,7 @@ def test_every_other_blob_is_a_measurement() -> None:
     node.expect(UPDATE, len(data), blob_digest(data), None, 0.0)
     coordinator.push_blob(UPDATE, BytesSource(data))
     ticks(link, 4.0, lambda now: None)
-    (burst,) = node.meter.take()
+    (burst,) = node.meter.pop_bursts()
     found = judge(burst, 0.03)
     assert isinstance(found, Measured) and found.bytes_per_s == pytest.approx(2.5e6, rel=0.1)
 

@@ -34,7 +34,7 @@ from farloop.lab.bench.codec_speed import (
     matrices,
     peer_rows,
     reference_rows,
-    settled,
+    with_usual_copies,
 )
 from farloop.lab.bench.codec_tables import error_text, summary_of
 from farloop.lab.bench.codecs import OPS, CodecReport, Plan, Watch, places, run
@@ -153,7 +153,7 @@ def test_eight_vectors_count_eight_times_and_a_copy_comes_before_every_repetitio
 
 
 def test_rows_whose_copies_were_disturbed_take_the_usual_copy() -> None:
-    rows = settled(
+    rows = with_usual_copies(
         [
             SpeedRow(
                 codec="x", op=op, device="cpu", threads=1, path="torch", gb_per_s=speed, median_gb_per_s=speed,

@@ -36,15 +36,15 @@ Step = Callable[[History], object]
 
 
 def page(*versions: int) -> Step:
-    return lambda history: history.saw_status(status([*versions]))
+    return lambda history: history.on_status(status([*versions]))
 
 
 def told(fragment: int, version: int, said: str = "") -> Step:
-    return lambda history: history.told(fragment, version, said or digest(fragment, version))
+    return lambda history: history.record(fragment, version, said or digest(fragment, version))
 
 
 def read(*versions: int, **more: Any) -> Step:
-    return lambda history: history.saw_journal(journal(*versions, **more))
+    return lambda history: history.on_journal(journal(*versions, **more))
 
 
 def appended(fragment: int, version: int) -> Step:
@@ -62,7 +62,7 @@ def appended(fragment: int, version: int) -> Step:
         # What went with a deleted segment is not lost; what no journal ever held is, at the end.
         ([read(9, 9), read(20, 20, first=5)], set(), []),
         ([read(9, 9, first=5), appended(0, 3), told(0, 3), told(1, 2)], set(), []),
-        ([read(9, 9, first=5), appended(0, 3), told(0, 3), told(1, 2), History.over], {(1, 2)}, []),
+        ([read(9, 9, first=5), appended(0, 3), told(0, 3), told(1, 2), History.finish], {(1, 2)}, []),
         # Two digests of one version are a fork, whoever told them.
         ([page(1, 1), read(1, 1)], set(), []),
         ([page(1, 1), read(1, 1), told(1, 1, "another")], set(), [(1, 1)]),
@@ -105,21 +105,21 @@ def test_survivors_have_recovered_with_the_next_commit_without_the_node() -> Non
     found = Recoveries()
     found.await_commit("kill_node", "b", 10.0, [4, 4], lambda merged: "b" not in merged)
     for versions, merged, at_s in (([5, 4], "ab", 11.0), ([5, 5], "a", 12.5), ([6, 6], "a", 14.0)):
-        found.saw_status(status(versions, merged), at_s)
+        found.on_status(status(versions, merged), at_s)
     assert found.seconds == {"kill_node": [2.5]}
 
 
 def test_only_a_later_commit_of_known_nodes_counts_and_who_is_hit_again_is_forgotten() -> None:
     found = Recoveries()
     found.await_commit("kill_coordinator", "coordinator", 0.0, [4, 4])
-    found.saw_status(status([4, 4]), 1.0)
-    found.saw_status(status([5, 4], merged=""), 2.0)
+    found.on_status(status([4, 4]), 1.0)
+    found.on_status(status([5, 4], merged=""), 2.0)
     assert found.seconds == {}
     found = Recoveries()
     for name in "bc":
         found.await_commit("stop_node", name, 1.0, [0], lambda merged, name=name: name in merged)  # type: ignore[misc]
     found.forget("b")
-    found.saw_status(status([1], merged="abc"), 3.0)
+    found.on_status(status([1], merged="abc"), 3.0)
     assert found.seconds == {"stop_node": [2.0]}
 
 
