@@ -146,6 +146,5 @@ def _uplink_lines(limit: UplinkLimit, round_bytes: float = 0.0) -> list[Line]:
 def _guard(address: str, key: Path | None) -> str:
     if key is not None:
         return "encrypted"
-    return "in the clear, " + (
-        "this machine only" if parse_tcp(address, listens=True).is_loopback else "OPEN TO ANY PEER"
-    )
+    is_local = all(parse_tcp(part.strip(), listens=True).is_loopback for part in address.split(","))
+    return "in the clear, " + ("this machine only" if is_local else "OPEN TO ANY PEER")

@@ -6,27 +6,34 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import uvloop
 
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.cli.interrupts import end_at_once, on_signals
-from farloop.cli.pages import LoopWatch, Viewers, pages
+from farloop.cli.pages import LoopWatch, Viewers, pages, standby_pages
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
 from farloop.coordinator.admin import over
 from farloop.coordinator.change_terms import adoption_of
 from farloop.coordinator.daemon import Coordinator
-from farloop.coordinator.decide.adoption import AdoptionSettings
+from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
+from farloop.coordinator.leadership import Leadership, Unusable, term_store
+from farloop.coordinator.net.zmq_mirror import MirrorServer
 from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.standby import Contender, has_run
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
+from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors
@@ -40,6 +47,7 @@ from farloop.runtime.log_queue import say
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _DIFFERS = {
     "name": "the name differs",
@@ -58,14 +66,17 @@ def run_coordinator(
     adopt_patience_s: float | None = None,
     adopt_newest: bool = False,
     restore_from: str = "",
+    force_lead: bool = False,
 ) -> ExitCode:
-    """Start the run, or continue that of the state directory, until its end or the first signal.
+    """Start the run, or continue that of the state directory, until its end or the first signal. One of several
+    coordinators stands by until it leads.
 
     Args:
         rewind: continue even if nodes have seen newer versions.
         adopt_patience_s: adopt versions from nodes, and wait this long for absent ones.
         adopt_newest: also adopt a version that only one node knows.
         restore_from: object store whose newest copy becomes the state directory first.
+        force_lead: lead, whatever the record of the leader says.
 
     Raises:
         ConfigError: the run is invalid.
@@ -79,28 +90,79 @@ def run_coordinator(
     keep_freed_blocks()
     if file.coordinator.copy_to:
         _can_copy(file.coordinator.copy_to)
-    if restore_from:
-        restored(file.coordinator.state_dir, plan, restore_from)
-    store = open_run(
-        file.coordinator.state_dir,
-        plan,
-        rewind=rewind,
-        adopt=adopt_patience_s is not None,
-        map_buffers=file.coordinator.map_buffers,
-    )
-    adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
-    gc.collect()
-    gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
-    try:
-        uvloop.run(_serve(file.coordinator, store, adopt))
-    except (BindError, CopyFailed) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        store.close()
+    config = file.coordinator
+    with ExitStack() as ending:
+        mirror = None
+        if config.leads_by:
+            leadership = _led(config, plan, force=force_lead)
+            if config.recover == "auto" and not has_run(config.state_dir) and not restore_from:
+                restore_from = _to_recover(config, leadership)
+                if restore_from and adopt_patience_s is None:
+                    adopt_patience_s = PATIENCE_S
+            mirror = Mirror(config.state_dir, leadership)
+        if restore_from:
+            restored(config.state_dir, plan, restore_from)
+        if mirror is not None:
+            ending.callback(_bound(lambda: MirrorServer(config.mirror, config.key, mirror)).close)
+        store = open_run(
+            config.state_dir,
+            plan,
+            rewind=rewind,
+            adopt=adopt_patience_s is not None,
+            map_buffers=config.map_buffers,
+            files=DISK if mirror is None else MirroredFiles(mirror),
+        )
+        ending.callback(store.close)
+        adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
+        gc.collect()
+        gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
+        _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror)))
     name, folder = plan.spec.identity.name, file.coordinator.state_dir
     stopped = "stopped before the run's end; the same command continues it"
     say(_last_line(name, folder) if store.ledger.finished else stopped)
     return ExitCode.DONE
+
+
+def _bound(call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except (BindError, CopyFailed) as error:
+        raise CommandError(str(error)) from error
+
+
+def _led(config: CoordinatorConfig, plan: Plan, *, force: bool) -> Leadership:
+    """Wait until this process leads. A signal ends it before. Raises CommandError, StorageError, KeyFileError."""
+    contender = Contender(config, plan.spec.identity.fingerprint(), _bound(lambda: term_store(config.leads_by)))
+    with ExitStack() as standing_by:
+
+        def stand_by() -> None:
+            warm_for(plan.spec.terms)
+            url = standing_by.enter_context(standby_pages(config, contender))
+            say(f"{contender.name} stands by for run {plan.spec.identity.name}" + (f", status {url}" if url else ""))
+
+        try:
+            leadership = contender.lead(force=force, stand_by=stand_by, stopped=lambda: False)
+        except Unusable as error:
+            raise CommandError(f"[coordinator] leads_by: {error}") from error
+    assert leadership is not None
+    return leadership
+
+
+def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:
+    """Where the copy is that an empty folder is restored from; empty for a run that has not begun.
+    Raises CommandError: it has begun, and there is no copy."""
+    try:
+        if read_manifest(Bucket(config.copy_to)) is not None:
+            return config.copy_to
+    except CopyFailed as error:
+        raise CommandError(str(error)) from error
+    if leadership.term.term > 1:
+        raise CommandError(
+            f"{config.state_dir} holds no run, {config.copy_to} no copy of it, and the record says that it has begun; "
+            "put the state folder back, or remove the record to begin a new run",
+            ExitCode.REFUSED,
+        )
+    return ""
 
 
 def _last_line(run: str, folder: Path) -> str:
@@ -136,7 +198,13 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
 
 
 def open_run(
-    directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool = False, map_buffers: bool = False
+    directory: Path,
+    plan: Plan,
+    *,
+    rewind: bool = False,
+    adopt: bool = False,
+    map_buffers: bool = False,
+    files: Files = DISK,
 ) -> Store:
     """The planned run from the directory, or a new one if the directory has none and none is required.
 
@@ -155,7 +223,9 @@ def open_run(
             )
 
     place: Place = MappedBuffers(directory) if map_buffers else as_they_are
-    store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind, place=place))
+    store = _once_there_is_room(
+        lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind, place=place, files=files)
+    )
     if store is None and rewind:
         raise CommandError(f"{directory} holds no run to rewind; leave out --rewind, or give its folder: --state DIR")
     if store is None and adopt:
@@ -169,7 +239,7 @@ def open_run(
     if store is None:
         for note in plan.notes:
             _log.info("plan note=%r", note)
-        return Store.create(directory, plan.spec, plan.anchors, place=place)
+        return Store.create(directory, plan.spec, plan.anchors, place=place, files=files)
     kept, wanted = (spec.terms.schedule.steps for spec in (store.ledger.spec, plan.spec))
     if store.ledger.finished and wanted > kept:
         store.close()
@@ -223,9 +293,11 @@ def _flat(terms: Terms) -> dict[str, object]:
     return values | {"lr": rate.peak, "min_lr": rate.minimum, "warmup_steps": rate.warmup_steps}
 
 
-async def _serve(config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None) -> None:
+async def _serve(
+    config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None, mirror: Mirror | None
+) -> None:
     warm_for(store.ledger.spec.terms)
-    coordinator = Coordinator(config, store, adopt)
+    coordinator = Coordinator(config, store, adopt, mirror)
     viewers = Viewers()
     with LoopWatch() as watch, pages(config, coordinator, watch, viewers) as url:
         say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
@@ -252,7 +324,8 @@ def run_node(file: NodeFile) -> ExitCode:
     config, pipeline = file.node, file.pipeline
     on_signals(end_at_once)
     encrypted = str(config.key is not None).lower()
-    _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
+    where = config.coordinator.replace(" ", "")
+    _log.info("joining coordinator=%s name=%s encrypted=%s", where, config.name, encrypted)
     joined = list[Node]()
     if pipeline.layout is None:
         train(config, on_join=joined.append, environ=os.environ)

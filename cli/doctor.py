@@ -33,7 +33,7 @@ from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.monitoring import descriptors
-from farloop.monitoring.addresses import Address, bound_socket, parse_host_port, parse_tcp
+from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
 from farloop.monitoring.units import count_text, rate_text, size_text
@@ -46,7 +46,7 @@ from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
-from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
+from farloop.wire.keys import AllowList, KeyFileError, load_publics, load_secret
 from farloop.wire.limits import MOST_LANES
 from farloop.wire.link_measurement import LARGE_LOST, MTU_FIX
 from farloop.wire.machine_info import RDMA, Inventory, Nic
@@ -398,15 +398,15 @@ def _allow_list(folder: Path, nodes: int) -> Finding:
 
 def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     config = file.node
-    address = parse_tcp(config.coordinator)
+    addresses = parse_each_tcp(config.coordinator)
     folder = config.state_dir or Path(".farloop") / config.name
-    findings = [disk(folder), _coordinator(address, folder, config.key, config.server_key)]
+    findings = [disk(folder), _coordinators(addresses, folder, config.key, config.server_key)]
     if config.key is None or config.server_key is None:
-        findings.append(_no_keys(address))
+        findings += [_no_keys(address) for address in addresses]
     else:
         findings += [
             _tried("secret key", config.key, load_secret),
-            _tried("server key", config.server_key, load_public),
+            _tried("server key", config.server_key, load_publics),
         ]
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
@@ -419,7 +419,7 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
 def _network_findings(file: NodeFile, url: str, told: Inventory, allowed: Limits) -> list[Finding]:
     config = file.node
     seen = _seen(url)
-    way = way_of(config.name, seen, round_trip_s(parse_tcp(config.coordinator)), told)
+    way = way_of(config.name, seen, round_trip_s(_leading(parse_each_tcp(config.coordinator))), told)
     findings = buffers(dataclasses.replace(allowed, congestion=config.congestion or allowed.congestion), way)
     if config.address:
         findings.append(dial_back(parse_tcp(config.address)))
@@ -454,6 +454,21 @@ def round_trip_s(address: Address, tries: int = 3) -> float | None:
             break
         took.append(time.monotonic() - started)
     return min(took, default=None)
+
+
+def _leading(addresses: list[Address]) -> Address:
+    """The first address that takes connections: standbys do not. Without one, the first."""
+    return next((address for address in addresses if connect(address) is None), addresses[0])
+
+
+def _coordinators(
+    addresses: list[Address], folder: Path, key: Path | None = None, server_key: Path | None = None
+) -> Finding:
+    found = _coordinator(_leading(addresses), folder, key, server_key)
+    if len(addresses) == 1 or found.level != "fail":
+        return found
+    others = ", ".join(map(str, addresses))
+    return dataclasses.replace(found, detail=f"{found.detail} (of {others})")
 
 
 def _coordinator(address: Address, folder: Path, key: Path | None = None, server_key: Path | None = None) -> Finding:

@@ -303,11 +303,14 @@ def coordinator(
     restore: Annotated[
         str | None, typer.Option(metavar="URL", show_default=False, help="Restore the newest copy from this URL first.")
     ] = None,
+    force_lead: Annotated[
+        bool, typer.Option("--force-lead", help="Lead although the record of [coordinator] leads_by names another.")
+    ] = False,
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
 ) -> None:
-    """Start a run, or continue the one in its state folder.
+    """Start a run, or continue the one in its state folder. With [coordinator] leads_by, stand by while another leads.
 
     SIGTERM or Ctrl-C notifies the nodes and stops; a second signal stops at once. The same command continues the run.
 
@@ -333,8 +336,15 @@ def coordinator(
     check_at_once(settings)
     from farloop.cli.daemons import run_coordinator
 
+    if force_lead and not settings.coordinator.leads_by:
+        raise CommandError("--force-lead needs [coordinator] leads_by, the record of who leads")
     code = run_coordinator(
-        settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore or ""
+        settings,
+        rewind=rewind,
+        adopt_patience_s=adopt,
+        adopt_newest=adopt_newest,
+        restore_from=restore or "",
+        force_lead=force_lead,
     )
     raise typer.Exit(code)
 

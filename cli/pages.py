@@ -16,7 +16,9 @@ from typing import Self
 
 from farloop.config.exit_codes import ExitCode, say_error
 from farloop.coordinator.daemon import Coordinator
+from farloop.coordinator.observe.metrics import StandbyMetrics
 from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.standby import Contender
 from farloop.monitoring import page
 from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
@@ -116,6 +118,39 @@ class LoopWatch:
         _log.info("stopping note='a second signal stops at once'")
         self._asked = True
         self._loop.call_soon_threadsafe(self.stop.set)
+
+
+@contextmanager
+def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[str]:
+    """Serve the pages of a standby: healthy, not ready, and for whom it stands by. Yields their URL."""
+    if not config.http:
+        yield ""
+        return
+    metrics = StandbyMetrics()
+
+    def text() -> str:
+        client, leader = contender.client, contender.leader
+        if client is None or leader is None:
+            return f"{contender.name} begins to stand by"
+        state = "in sync" if client.is_whole else client.failed or "is being given the state"
+        silence_s = time.monotonic() - client.heard_at
+        return f"{contender.name} stands by for {leader.leader}: {state}, {silence_s:.0f} s since it was heard of"
+
+    def told(status: int) -> Response:
+        return Response(status=status, body=f"{text()}\n".encode())
+
+    def figures() -> Response:
+        client, now = contender.client, time.monotonic()
+        if client is None:
+            body = metrics.exposition(in_sync=False, silence_s=0.0, taken=0)
+        else:
+            body = metrics.exposition(in_sync=client.is_whole, silence_s=now - client.heard_at, taken=client.taken)
+        return Response(content_type=metrics.content_type, body=body)
+
+    routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), METRICS: figures}
+    address = parse_host_port(config.http, listens=True)
+    with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
+        yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +37,7 @@ from farloop.config.sources import (
     read_flags,
 )
 from farloop.coordinator.settings import CoordinatorConfig
-from farloop.monitoring.addresses import check_source, parse_host_port, parse_tcp
+from farloop.monitoring.addresses import check_source, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.monitoring.units import ascii_number, is_digits, nearest
@@ -49,7 +49,7 @@ from farloop.node.settings import (
     Share,
     located,
 )
-from farloop.wire.keys import AllowList, load_public, load_secret
+from farloop.wire.keys import AllowList, load_publics, load_secret
 from farloop.wire.uplink import UplinkLimit, nearest_rate
 
 _PATHS = tuple[Path, ...]
@@ -287,6 +287,7 @@ def load_run(
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
     _check_http_port(settings, "coordinator", coordinator["bind"])
+    _check_leadership(settings)
     coordinator.pop("insecure")
     _check_data(settings)
     return RunFile(
@@ -304,8 +305,8 @@ def load_node(
     settings = _resolve(path, NODE_SCHEMA, flags, environ, options)
     _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     settings.check("node", "leave_code", _check_leave_code)
-    host = parse_tcp(settings.section("node")["coordinator"]).host
-    settings.check("node", "bulk_source", lambda text: check_source(text, host))
+    for address in parse_each_tcp(settings.section("node")["coordinator"]):
+        settings.check("node", "bulk_source", partial(check_source, host=address.host))
     if settings.section("node")["bulk_source"] and settings.section("node")["key"] is None:
         what = "needs key and server_key: without keys the lanes of a session come from one address"
         raise settings.error("node", "bulk_source", what)
@@ -414,7 +415,7 @@ def check_at_once(file: RunFile | NodeFile) -> None:
     if isinstance(file, NodeFile):
         if file.node.key is not None and file.node.server_key is not None:
             load_secret(file.node.key)
-            load_public(file.node.server_key)
+            load_publics(file.node.server_key)
         return
     if file.coordinator.key is not None and file.coordinator.allow is not None:
         load_secret(file.coordinator.key)
@@ -503,6 +504,28 @@ def _check_http_port(settings: Settings, section: str, bind: str) -> None:
         raise settings.error(section, "http", f"{http} is on the port of {bind}; give it another one, as {other}")
 
 
+def _check_leadership(settings: Settings) -> None:
+    """Settings of several coordinators go together. Raises ConfigError."""
+    values = settings.section("coordinator")
+    needs = {"mirror": ("peers", "leads_by"), "peers": ("mirror", "leads_by"), "name": ("leads_by",)}
+    if values["recover"] == "auto":
+        needs["recover"] = ("copy_to", "leads_by")
+    for key, others in needs.items():
+        for other in others:
+            if values[key] and not values[other]:
+                raise settings.error("coordinator", key, f"needs [coordinator] {other}, which is missing")
+    listens = parse_tcp(values["mirror"], listens=True) if values["mirror"] else None
+    if listens is None:
+        return
+    if listens.overlaps(parse_tcp(values["bind"], listens=True)):
+        raise settings.error(
+            "coordinator", "mirror", f"{values['mirror']} is the address of bind; expected another port"
+        )
+    if values["key"] is None and not values["insecure"] and not listens.is_loopback:
+        what = f"{values['mirror']} goes beyond this machine, so key is required"
+        raise settings.error("coordinator", "mirror", f"{what}, or insecure = true, which lets anyone copy the state")
+
+
 def _check_daemon(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
     """Quiet hours, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
     values = settings.section(section)
@@ -519,7 +542,8 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"
             raise settings.error(section, key, f"needs {other} ({what}), which is missing")
     open_to_all = values["key"] is None and not values["insecure"]
-    if open_to_all and not parse_tcp(values[address], listens=True).is_loopback:
+    each = [parse_tcp(part.strip(), listens=True) for part in values[address].split(",")]
+    if open_to_all and not all(one.is_loopback for one in each):
         raise settings.error(
             section,
             address,

@@ -23,6 +23,7 @@ from farloop.coordinator.observe.metrics import Metrics, TrafficMetrics
 from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.copies import Copying, StateCopy
+from farloop.coordinator.storage.mirror import Mirror
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import STATUS_FILE
@@ -40,9 +41,15 @@ DIAL_BACK_S = 2.0  # between two looks for nodes whose declared address was not 
 class Coordinator:
     """One start of the coordinator of one run."""
 
-    def __init__(self, config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None = None) -> None:
-        """`adopt`: the state is an old copy; continue from what nodes hold. Raises KeyFileError, BindError or
-        CopyFailed. Make it on the running loop."""
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        store: Store,
+        adopt: AdoptionSettings | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
+        """`adopt`: the state is an old copy; continue from what nodes hold. `mirror`: what the store's files are
+        mirrored by. Raises KeyFileError, BindError or CopyFailed. Make it on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
         self._error: Exception | None = None
@@ -60,6 +67,9 @@ class Coordinator:
         disk, snapshots = ThreadWorker("storage", clock.post), ThreadWorker("snapshots", clock.post)
         storage = StorageQueue(store, disk, clock, self.machine.alarms, self._fail, beside=snapshots)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, storage.hold)
+        self._mirror = mirror
+        if mirror is not None:
+            self.observer.standbys, self.observer.standby_alarms = mirror.status, mirror.alarms
         self._copying: Copying | None = None
         if config.copy_to:
             self._copying = Copying(config.copy_to, config.copy_every_s, self._cut, self.machine.alarms)
@@ -155,6 +165,8 @@ class Coordinator:
             if self._copying is not None:
                 self._copying.close()
             self._compute.close()
+            if self._mirror is not None:
+                self._mirror.close()  # nothing is told any more, so nothing waits for a standby
             executor.storage.close()
 
     async def _until_told(self) -> None:

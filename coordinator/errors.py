@@ -12,6 +12,7 @@ StorageError
 │   └── NoDescriptor   this process may not open another file
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
 ├── Fenced             another coordinator has claimed a higher epoch of this very state; stop
+├── Deposed            a standby has taken over; stop
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
@@ -120,6 +121,16 @@ class Fenced(StorageError):
 
     def __init__(self, path: Path, own: int, found: int) -> None:
         super().__init__(path, f"epoch {found} was claimed after ours, {own}: another coordinator took over this state")
+
+
+class Deposed(StorageError):
+    """Another coordinator leads the run by its record. Nothing was told that it does not have."""
+
+    next_step = "start this one again, and it stands by"
+
+    def __init__(self, path: Path, leader: str, term: int) -> None:
+        leads = f"{leader} leads the run since term {term}" if leader else "the record of the run's leader is gone"
+        super().__init__(path, leads)
 
 
 class FolderChanged(StorageError):

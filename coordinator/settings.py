@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from farloop.monitoring.addresses import check_listening, check_tcp_listening
+from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp
 from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration
+from farloop.wire.keys import check_name
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
 
@@ -40,6 +41,19 @@ def check_url(url: str) -> str:
     return parts.scheme
 
 
+def check_leads_by(url: str) -> None:
+    """Raises ValueError, one sentence: no record of the leader can be kept there."""
+    parts = urlsplit(url)
+    shapes = {"etcd": "etcd://HOST:2379/KEY", "k8s": "k8s://NAMESPACE/NAME"}
+    if parts.scheme in SCHEMES:
+        check_url(url)
+    elif parts.scheme not in shapes:
+        known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, *shapes))
+        raise ValueError(f"expected a URL that begins with one of {known}; got {url!r}")
+    elif not parts.netloc or not parts.path.strip("/"):
+        raise ValueError(f"expected {shapes[parts.scheme]}; got {url!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     """What is local to a coordinator."""
@@ -66,6 +80,20 @@ class CoordinatorConfig:
     copies."""
     copy_every_s: Annotated[float, check_duration] = 600.0
     """Seconds between two copies, also over restarts. One more is made at the run's end, and at an orderly stop."""
+    recover: Annotated[str, OneOf(("off", "auto"))] = "off"
+    """"auto": a start with an empty `state_dir` restores the newest copy of `copy_to`, adopts what nodes hold beyond
+    it, and takes the lead from a coordinator whose state is lost. It needs `copy_to` and `leads_by`."""
+    leads_by: Annotated[str, check_leads_by] = ""
+    """Where the record of who leads is kept: s3://BUCKET/PREFIX, gs://…, az://…, file:///PATH, etcd://HOST:2379/KEY or
+    k8s://NAMESPACE/NAME. Several coordinators may be started then: one leads, the others stand by."""
+    name: Annotated[str, check_name] = ""
+    """This coordinator in that record; the host's name unless given. Two must not have one name."""
+    mirror: Annotated[str, check_tcp_listening] = ""
+    """Where it listens for standbys while it leads, as tcp://0.0.0.0:7701. They hold everything that nodes are told,
+    and have the same `key`."""
+    peers: Annotated[str, parse_each_tcp] = ""
+    """The `mirror` addresses of all coordinators of the run, as tcp://a:7701, tcp://b:7701; its own may be among
+    them."""
     map_buffers: bool = False
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""

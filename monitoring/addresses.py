@@ -84,6 +84,11 @@ def parse_tcp(text: str, *, listens: bool = False) -> Address:
     return address
 
 
+def parse_each_tcp(text: str) -> list[Address]:
+    """The addresses in `tcp://a:7700, tcp://b:7700`: one or several. As `parse_tcp`."""
+    return [parse_tcp(part.strip()) for part in text.split(",")]
+
+
 def parse_host_port(text: str, *, listens: bool = False) -> Address:
     """The address in `host:port`; an IPv6 host stands in brackets. As `parse_tcp`."""
     host, separator, port = text.rpartition(":")

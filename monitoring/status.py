@@ -148,6 +148,16 @@ class CopyStatus(TypedDict):
     versions: list[int]  # of the fragments in the newest copy
 
 
+class StandbyStatus(TypedDict):
+    """Coordinators that stand by for this one."""
+
+    term: int  # how often the record of the leader was replaced
+    in_sync: list[str]  # those that have all that nodes were told
+    joining: list[str]  # those that are being given the state
+    lag_bytes: int  # most that is sent to one of them and not written there
+    bytes: int  # sent to all since the start
+
+
 class NicStatus(TypedDict):
     """A network card of a node's machine, as its hello describes it."""
 
@@ -297,6 +307,7 @@ class Status(TypedDict):
     recent: list[EventStatus]  # recent events, oldest first
     samples: SamplesStatus
     copy: NotRequired[CopyStatus]
+    standby: NotRequired[StandbyStatus]
     inventory: NotRequired[InventoryStatus]
     uplink: NotRequired[UplinkStatus]
     watch: NotRequired[WatchStatus]

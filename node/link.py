@@ -211,6 +211,12 @@ UNANSWERED = (
 UNREACHABLE = "no answer: is the coordinator running, and its port open from here?"
 REPEAT_S = 30.0  # an outage is logged when it begins, and again this often: somebody may have to act
 
+EAGER_S, EAGER_FOR_S = 0.6, 30.0
+"""Longest pause between two attempts in the first seconds of an outage, before it is jittered by a half."""
+
+OLD_LEADER_S = 600.0
+"""A node that meets only coordinators with an older state, and none that leads, ends after so long."""
+
 BAD_SESSIONS = 8
 """This many sessions in a row that end because one end does not understand the other, without a delta of this node
 being stored in between, end the node: the next one would end the same way."""
@@ -296,6 +302,7 @@ class NodeLink:
         self._info, self._warned_at = b"", float("-inf")  # TCP_INFO at the last look; when lost packets were logged
         self._ended_by = ""  # why the last session, or attempt, ended
         self._held_by = self._held_logged = ""  # the same where the coordinator holds the run; what was logged of it
+        self._old_since: float | None = None  # when a coordinator with an older state was met, and no leader since
         self._misunderstood = 0  # sessions in a row that ended because one end did not understand the other
         self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
         self._over = False  # no further session is wanted
@@ -392,6 +399,8 @@ class NodeLink:
             _log.warning("no link coordinator=%s reason=%r for=%.0fs give_up=%s", *told)
             self._logged_at = now
         first, longest = BACKOFF_S
+        if now - self._away_since < EAGER_FOR_S and not self._failed:
+            longest = min(longest, EAGER_S)  # most outages end soon, and each pause makes them longer
         pause_s = min(longest, first * 2.0 ** min(self._attempt, 10)) * self._uniform(0.5, 1.5)
         self._clock.call_later(pause_s, self._dial)
 
@@ -591,6 +600,10 @@ class NodeLink:
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
                     blob = msg.update_id(committed)
                     self._downloads.announced(session, blob, committed.size, committed.digest, now)
+                case wire_ev.MessageReceived(message=msg.Welcome() as welcome) if self._is_old(welcome, now):
+                    self._dialer.turn_away()
+                    session.close(Reason.CLOSED, "another coordinator leads this run since")
+                    continue
                 case wire_ev.MessageReceived(
                     message=msg.Refused(retriable=False, newest=0) | msg.Leave(reason=Reason.OLD_INCARNATION)
                 ):
@@ -609,6 +622,17 @@ class NodeLink:
             self._deliver(event)
         self._report(session, now)
 
+    def _is_old(self, welcome: msg.Welcome, now: float) -> bool:
+        """Whether it comes from a coordinator that led before, where there are others to try."""
+        if not self._dialer.has_others or welcome.recalls or welcome.epoch >= self._hello().epoch_seen:
+            self._old_since = None
+            return False
+        if self._old_since is None:
+            self._old_since = now
+            told = (self._coordinator, welcome.epoch, self._hello().epoch_seen)
+            _log.warning("old leader coordinator=%s epoch=%d seen=%d note='trying the other addresses'", *told)
+        return now - self._old_since < OLD_LEADER_S
+
     def _look(self, session: Session) -> None:
         """Keep what is known of the link, if it has changed by more than measurements do."""
         old, new = self._known or LinkKnown(), session.known
@@ -621,6 +645,8 @@ class NodeLink:
         self._ended_by = detail or reason.sentence
         self._held_by = self._ended_by if reason is Reason.HOLDING else ""
         self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
+        if reason is Reason.SILENT and self._dialer.has_others:
+            self._dialer.turn_away()  # a process that is stopped still takes connections
         if reason is Reason.SILENT and not session.traffic.connections:
             self._ended_by = UNREACHABLE
         elif reason is Reason.SILENT and not self._bulk:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, get_args
 
-from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_host_port, parse_tcp
+from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp, parse_host_port
 from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration, nearest
 from farloop.node.machine_info import parse_nics
 from farloop.quant.spelling import check_codec
@@ -121,12 +121,12 @@ class NodeConfig:
 
     name: Annotated[str, check_name]
     """Unique in the run; with a key, the name of its public key on the coordinator's allow-list."""
-    coordinator: Annotated[str, parse_tcp] = "tcp://127.0.0.1:7700"
-    """The coordinator's address."""
+    coordinator: Annotated[str, parse_each_tcp] = "tcp://127.0.0.1:7700"
+    """The coordinator's address; of several coordinators all, as tcp://a:7700, tcp://b:7700: one leads, and answers."""
     key: Path | None = None
     """Secret key file; turns on encryption."""
     server_key: Path | None = None
-    """Public key file of the coordinator."""
+    """Public key file of the coordinator. It may hold several keys, one in each line: each is tried."""
     state_dir: Path | None = None
     """Folder for starts, epochs, residuals and anchors. Default: `.farloop/NAME`."""
     save_every_rounds: Annotated[int, AtLeast(0)] = SAVE_EVERY_ROUNDS
@@ -194,7 +194,7 @@ class NodeConfig:
     to a quarter of a round."""
     site: str = ""
     """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
-    address: Annotated[str, parse_tcp] = ""
+    address: Annotated[str, parse_each_tcp] = ""
     """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
     nics: Annotated[str, parse_nics] = ""
     """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""

@@ -16,14 +16,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 import uvloop
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.monitoring.addresses import Address, check_source, look_up, parse_tcp
+from farloop.monitoring.addresses import Address, check_source, look_up, parse_each_tcp
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, end_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
@@ -34,7 +34,7 @@ from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.frames import ControlFrame
-from farloop.wire.keys import load_public, load_secret
+from farloop.wire.keys import load_publics, load_secret
 from farloop.wire.limits import Limits, Timing, check_lanes
 from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
@@ -54,11 +54,11 @@ class LinkConfig:
     address out of reach."""
 
     coordinator: str
-    """ZeroMQ address, as tcp://host:port."""
+    """ZeroMQ address, as tcp://host:port; several with commas between them."""
     key: Path | None = None
     """This node's secret key file; CURVE is on with it."""
     server_key: Path | None = None
-    """The coordinator's public key file; goes with `key`."""
+    """File of the coordinator's public keys; goes with `key`."""
     congestion: str = ""
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
     lanes: int = 0
@@ -96,9 +96,9 @@ class LinkConfig:
         except ValueError as error:
             raise ValueError(f"lanes: {error}") from None
         if self.bulk_source:
-            host = parse_tcp(self.coordinator).host
             try:
-                check_source(self.bulk_source, host)
+                for address in parse_each_tcp(self.coordinator):
+                    check_source(self.bulk_source, address.host)
             except ValueError as error:
                 raise ValueError(f"bulk_source: {error}") from None
         if self.congestion and (refused := congestion_refused(self.congestion)):
@@ -108,6 +108,8 @@ class LinkConfig:
 DEAD_TCP_MS = 60_000
 """A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
 for a bulk lane that died alone, behind a firewall that forgot it."""
+
+ANSWER_S: Final = 2.0  # how long an address of several is given to take a connection
 
 HANGS_UP = (
     "it hangs up: encryption may be on at one end only, or server_key another coordinator's; check that the node's "
@@ -126,19 +128,25 @@ class ZmqDialer:
                 "from one address"
             )
         try:
-            self._address = parse_tcp(config.coordinator)
+            self._coordinators = parse_each_tcp(config.coordinator)
         except ValueError as error:
             raise BadAddress(f"the coordinator's address: {error}") from error
         self.source, self.congestion = config.bulk_source, config.congestion
         self.unreachable = set[Address]()  # addresses of the coordinator that did not answer when last tried
         self._limits, self._timing, self._failed = config.limits, config.timing, failed
         self._secret = load_secret(config.key) if config.key else None
-        self._server = load_public(config.server_key) if config.server_key else None
+        self._servers: list[bytes | None] = [*load_publics(config.server_key)] if config.server_key else [None]
+        self.has_others = len(self._coordinators) > 1
+        self.reached: Address | None = None  # the address at which the last session began
+        self._not_leading: Address | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[ZmqConnection] = set()
 
     def dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
         self.spawn(self._dial(opened, failed), "dial")
+
+    def turn_away(self) -> None:
+        self._not_leading = self.reached
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         """A task whose failure ends the link."""
@@ -179,35 +187,82 @@ class ZmqDialer:
             (zmq.TCP_KEEPALIVE_CNT, 3),
         ):
             dealer.setsockopt(option, value)
-        if self._secret is not None and self._server is not None:
+        if self._secret is not None:
             dealer.curve_secretkey = self._secret
             dealer.curve_publickey = zmq.curve_public(self._secret)
-            dealer.curve_serverkey = self._server
         return dealer
 
     async def _dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
         """All lanes of a session connect to one address: that which answers first."""
         try:
-            found = await look_up(self._address, self._timing.liveness_s)
+            found = await self._look_up()
             if self.source:
                 found = [address for address in found if address.is_ipv6 == (":" in self.source)]
                 if not found:
-                    raise ValueError(f"the host {self._address.host!r} has no address of the family of {self.source}")
+                    host = self._coordinators[0].host
+                    raise ValueError(f"the host {host!r} has no address of the family of {self.source}")
                 check_source(self.source, found[0].host)
         except OSError as error:
             failed(str(error))
         except ValueError as error:
             failed(f"no lane can be opened from [node] bulk_source: {error}")
         else:
-            connection = ZmqConnection(self, sorted(found, key=self.unreachable.__contains__))
+            found.sort(key=self.unreachable.__contains__)
+            if self.has_others:
+                found = await _those_that_answer_first(found)
+                found.sort(key=lambda address: address == self._not_leading)
+            ends = [End(address, server) for address in found for server in self._servers]
+            connection = ZmqConnection(self, ends)
             self._connections.add(connection)
             opened(connection)
+
+    async def _look_up(self) -> list[Address]:
+        """Of all coordinators. Raises OSError: none has an address."""
+        found, errors = list[Address](), list[OSError]()
+        for coordinator in self._coordinators:
+            try:
+                found += await look_up(coordinator, self._timing.liveness_s)
+            except OSError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        return found
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             self._failed(error)
+
+
+async def _those_that_answer_first(addresses: list[Address]) -> list[Address]:
+    """All addresses, those at which something listens before the others: a host that is gone answers nothing for long.
+    They are tried at the same time, until one answers."""
+
+    async def answers(address: Address) -> Address | None:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                _, writer = await asyncio.open_connection(address.host, address.port)
+            writer.close()
+            return address
+        return None
+
+    tries = [asyncio.ensure_future(answers(address)) for address in addresses]
+    try:
+        for next_done in asyncio.as_completed(tries):
+            if (first := await next_done) is not None:
+                return sorted(addresses, key=lambda address: address != first)
+    finally:
+        for one in tries:
+            one.cancel()
+    return addresses
+
+
+class End(NamedTuple):
+    """Where a coordinator may be reached, and the public key that it may have."""
+
+    address: Address
+    key: bytes | None
 
 
 @dataclass(slots=True)
@@ -227,10 +282,10 @@ class _Lane:
 class ZmqConnection:
     """The sockets of one session: a DEALER per lane, so that a full bulk lane never holds up control."""
 
-    def __init__(self, dialer: ZmqDialer, addresses: list[Address]) -> None:
-        """`addresses`: of the coordinator; at least one. They are tried in turn until one answers."""
+    def __init__(self, dialer: ZmqDialer, ends: list[End]) -> None:
+        """`ends`: of the coordinator; at least one. They are tried in turn until one answers."""
         self._dialer, self._context = dialer, zmq.asyncio.Context()
-        self._addresses = addresses
+        self._ends = ends
         self._listener: ports.ConnectionListener
         self._lanes: dict[int, _Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -288,8 +343,10 @@ class ZmqConnection:
         return lane
 
     def _connect(self, lane: _Lane) -> None:
-        address, source = self._addresses[0], self._dialer.source
+        (address, key), source = self._ends[0], self._dialer.source
         lane.socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        if key is not None:
+            lane.socket.curve_serverkey = key
         leaves_from = f"{Address(host=source, port=0)};" if lane.number > CONTROL and source else ""
         lane.socket.connect(f"tcp://{leaves_from}{address}")
 
@@ -297,10 +354,10 @@ class ZmqConnection:
         """Control could not be opened: connect to the next address, if there is one."""
         if lane.number > CONTROL:
             return False
-        self._dialer.unreachable.add(self._addresses[0])
-        if len(self._addresses) == 1:
+        self._dialer.unreachable.add(self._ends[0].address)
+        if len(self._ends) == 1:
             return False
-        del self._addresses[0]
+        del self._ends[0]
         self._connect(lane)
         return True
 
@@ -343,7 +400,8 @@ class ZmqConnection:
 
     async def _watch(self, lane: _Lane) -> None:
         """Report when the lane's connection is made, and when it ends or the key is refused."""
-        tried = f" to {', '.join(map(str, self._addresses))}" if len(self._addresses) > 1 else ""
+        each = dict.fromkeys(str(end.address) for end in self._ends)
+        tried = f" to {', '.join(each)}" if len(each) > 1 else ""
         why = f"cannot connect{tried}: is the coordinator running, and its port open from here?"
         if lane.number > CONTROL and self._dialer.source:
             why = f"no lane can be opened from [node] bulk_source: {self._dialer.source} does not reach the coordinator"
@@ -358,7 +416,8 @@ class ZmqConnection:
                         choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     why, made = "the connection ended", True
-                    self._dialer.unreachable.discard(self._addresses[0])
+                    self._dialer.reached = self._ends[0].address
+                    self._dialer.unreachable.discard(self._ends[0].address)
                     if not self._closed:
                         self._listener.on_connected(lane.number)
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -512,7 +571,7 @@ class LinkThread:
             self._dialer,
             LoopClock(self._fail),
             random.uniform,
-            coordinator=config.coordinator,
+            coordinator=config.coordinator.replace(" ", ""),
             limits=config.limits,
             timing=config.timing,
             inventory=config.inventory,

@@ -94,6 +94,11 @@ class Connection(Protocol):
 class Dialer(Protocol):
     """Makes a node's connections to its coordinator."""
 
+    has_others: bool  # whether there are several coordinators, of which one leads
+
+    def turn_away(self) -> None:
+        """The coordinator that was reached last is not the leader: try it last from now on."""
+
     def dial(self, opened: Callable[[Connection], None], failed: Callable[[str], None]) -> None:
         """Report a connection that is being made to `opened`, or to `failed` why there can be none."""
 

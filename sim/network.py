@@ -212,8 +212,12 @@ Dial = Callable[[Callable[[Connection | None], None]], None]
 class VirtualDialer:
     """Makes a node's connections."""
 
+    has_others = False
+
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
+
+    def turn_away(self) -> None: ...
 
     def dial(self, opened: Callable[["NodeEnd"], None], failed: Callable[[str], None]) -> None:
         self._dial(lambda connection: opened(NodeEnd(connection)) if connection else failed("no answer"))

@@ -84,6 +84,16 @@ def load_public(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
+def load_publics(path: Path) -> list[bytes]:
+    """The public keys in `path`, one in each line: of several coordinators, or of one before and after its key is
+    changed. Raises KeyFileError."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return [_checked(path, line) for line in lines if line.strip()] or [_checked(path, b"")]
+
+
 def _checked(path: Path, content: bytes) -> bytes:
     key = content.strip()
     if not _Z85.fullmatch(key):

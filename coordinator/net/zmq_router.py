@@ -67,13 +67,12 @@ FEWEST: Final = 64  # least budget of connections, whatever the limit of file de
 class BindError(OSError):
     """The endpoint cannot be bound. The message is one line for the person who chose it."""
 
-    def __init__(self, endpoint: str, error: Exception) -> None:
+    def __init__(self, endpoint: str, error: Exception, setting: str = "bind") -> None:
+        where = f"[coordinator] {setting}"
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            super().__init__(
-                f"{endpoint} is in use; stop the other process, or choose another port in [coordinator] bind"
-            )
+            super().__init__(f"{endpoint} is in use; stop the other process, or choose another port in {where}")
         else:
-            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in [coordinator] bind")
+            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
 
 
 class ZmqRouter:

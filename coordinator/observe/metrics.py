@@ -20,7 +20,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.algo.terms import Terms
 from farloop.coordinator.net.sessions import Peer
-from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus, UplinkStatus
+from farloop.monitoring.status import (
+    DecisionEvent,
+    InventoryStatus,
+    NodeStatus,
+    SamplesStatus,
+    StandbyStatus,
+    UplinkStatus,
+)
 from farloop.runtime.log_queue import BackgroundWriter, dropped_lines
 from farloop.wire.reasons import Reason
 from farloop.wire.traffic import Traffic
@@ -158,6 +165,9 @@ class Metrics:
         )
         self.copy_lag = gauge("farloop_copy_lag_seconds", "Age of the newest copy in the object store.")
         self.copy_interval = gauge("farloop_copy_interval_seconds", "Time between two copies, of the settings.")
+        self.standbys = gauge("farloop_standbys_in_sync", "Standbys that have all that nodes were told.")
+        self.standby_lag = gauge("farloop_standby_lag_bytes", "Sent to a standby and not written there.")
+        self.term = gauge("farloop_leader_term", "How often the record of the leader was replaced.")
         self.status_age = gauge("farloop_status_age_seconds", "Age of the status page: it is made every second.")
         self._dropped_lines = counter("farloop_log_dropped_lines", "Lines that could not be written.", ["file"])
         self._dropped = {"metrics.jsonl": 0, "stderr": 0}
@@ -314,9 +324,36 @@ class Metrics:
                 with suppress(KeyError):
                     gauge.remove(name)
 
+    def saw_standbys(self, status: StandbyStatus) -> None:
+        self.standbys.set(len(status["in_sync"]))
+        self.standby_lag.set(status["lag_bytes"])
+        self.term.set(status["term"])
+
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         text: bytes = generate_latest(self.registry)
+        return text
+
+
+class StandbyMetrics:
+    """What a coordinator serves while it stands by."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._in_sync = Gauge("farloop_standby_in_sync", "1: has all that the leader told.", registry=self._registry)
+        self._silence = Gauge(
+            "farloop_standby_silence_seconds", "Since the leader was heard of.", registry=self._registry
+        )
+        self._taken = Gauge("farloop_standby_taken_bytes", "Written since it joined.", registry=self._registry)
+
+    def exposition(self, *, in_sync: bool, silence_s: float, taken: int) -> bytes:
+        """The text that Prometheus scrapes."""
+        self._in_sync.set(in_sync)
+        self._silence.set(silence_s)
+        self._taken.set(taken)
+        text: bytes = generate_latest(self._registry)
         return text
 
 

@@ -34,6 +34,7 @@ from farloop.monitoring.status import (
     NodeStatus,
     PartStatus,
     ProgressEvent,
+    StandbyStatus,
     Status,
     WatchStatus,
     WindowStatus,
@@ -61,6 +62,8 @@ class Observer(interface.Observer):
         self.status_json, self._refreshed = b"{}", time.monotonic()
         metrics.status_age.set_function(lambda: self.age_s)
         self.copies: Callable[[], CopyStatus] | None = None  # status of copies, if any
+        self.standbys: Callable[[], StandbyStatus] | None = None  # status of standbys, where the run may have some
+        self.standby_alarms: Callable[[], Mapping[str, str]] = lambda: {}
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """Status of machines and links."""
         self.link_alarms: Callable[[float], Mapping[str, str]] = lambda now: {}
@@ -232,6 +235,9 @@ class Observer(interface.Observer):
         if self.copies is not None:
             status["copy"] = self.copies()
             self._metrics.copy_lag.set(status["copy"]["lag_s"])
+        if self.standbys is not None:
+            status["standby"] = self.standbys()
+            self._metrics.saw_standbys(status["standby"])
         if self.inventory is not None:
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())
@@ -255,7 +261,7 @@ class Observer(interface.Observer):
         return time.monotonic() - self._refreshed
 
     def _alarms(self, machine: CoordinatorMachine) -> dict[str, str]:
-        return {**self._store.alarms, **machine.alarms, **self.link_alarms(time.monotonic())}
+        return {**self._store.alarms, **machine.alarms, **self.link_alarms(time.monotonic()), **self.standby_alarms()}
 
     def status(self, machine: CoordinatorMachine) -> Status:
         ledger, now, t = machine.ledger, time.monotonic(), self.t

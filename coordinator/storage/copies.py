@@ -58,8 +58,9 @@ class Bucket:
     _rate = 0.0  # bytes per second of the last large object that was written
     closed = False  # set it, and nothing more is written
 
-    def __init__(self, url: str) -> None:
-        """Raises CopyFailed: the store cannot be reached, or `obstore` is not installed."""
+    def __init__(self, url: str, patience_s: float = 0.0) -> None:
+        """`patience_s`: a request without an answer for so long fails, and is not repeated; 0: as for large objects.
+        Raises CopyFailed: the store cannot be reached, or `obstore` is not installed."""
         self.url = url
         try:
             scheme = check_url(url)
@@ -79,7 +80,9 @@ class Bucket:
                 idle = timedelta(seconds=IDLE_S)
                 # Without a `timeout`, obstore has one of 30 s for a request and its answer.
                 client = {"allow_http": True, "read_timeout": idle, "timeout": timedelta(days=365)}
-                retry = {"max_retries": 3, "retry_timeout": idle}
+                retry: dict[str, Any] = {"max_retries": 3, "retry_timeout": idle}
+                if patience_s:
+                    client["timeout"], retry = timedelta(seconds=patience_s), {"max_retries": 0}
                 self._store = self._obstore.store.from_url(url, client_options=client, retry_config=retry)
         except Exception as error:
             raise self._failed("open", error) from error
@@ -106,6 +109,18 @@ class Bucket:
             self._rate = 0.0
             done = max(0, given - most * PART_BYTES)  # the rest was on its way
             raise self._failed(f"write {path}{_progress(done, size, began)}", error) from error
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a small object if there is none of this name, atomically; whether it was. Raises CopyFailed."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            self._obstore.put(self._store, path, data, mode="create")
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        except Exception as error:
+            raise self._failed(f"create {path}", error) from error
+        return True
 
     def get(self, path: str) -> bytes | None:
         """An object's bytes; None where there is none. Raises CopyFailed."""

@@ -191,10 +191,6 @@ class Files(ABC):
     def write_bytes(self, path: Path, data: bytes) -> None: ...
 
     @abstractmethod
-    def write_tensors(self, path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str]) -> None:
-        """A safetensors file of contiguous tensors on the CPU."""
-
-    @abstractmethod
     def require_free(self, path: Path, num_bytes: int) -> None:
         """Whether this much is free now on the file system of `path`, without reserving it. Raises NoRoom."""
 
@@ -212,6 +208,31 @@ class Files(ABC):
     def unlink(self, path: Path) -> None: ...
 
     # --- Operations made of these steps
+
+    def write_tensors(self, path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str]) -> None:
+        """A safetensors file of contiguous tensors on the CPU, in place of what is there. Raises OSError."""
+        import torch  # who has tensors has loaded it; who reads a folder need not
+
+        # The library would write through the page cache, and hold up what the journal waits for.
+        header, parts, at = dict[str, object](__metadata__=metadata), list[Bytes](), 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+            dtype, ends = _SAFETENSORS[str(tensor.dtype)], [at, at + tensor.nbytes]
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": ends}
+            at += tensor.nbytes
+            if tensor.nbytes:
+                parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+        text += b" " * (-len(text) % 8)
+        with suppress(FileNotFoundError):
+            self.unlink(path)
+        with closing(self.create(path)) as file:
+            try:
+                file.write([len(text).to_bytes(8, "little"), text, *parts], 0)
+            except StorageFailed as error:
+                raise error.__cause__ or error from None
+
+    def require_ours(self) -> None:  # noqa: B027 - most file systems cannot be taken over
+        """Raises Deposed, StorageFailed: another process writes here in place of this one."""
 
     def make_directory(self, path: Path) -> None:
         """Create `path` and its missing parents, durably. Raises StorageFailed."""
@@ -422,26 +443,6 @@ class OsFiles(Files):
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         _with_descriptor(path, partial(path.write_bytes, data))
-
-    def write_tensors(self, path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str]) -> None:
-        import torch  # who has tensors has loaded it; who reads a folder need not
-
-        # The library would write through the page cache, and hold up what the journal waits for.
-        header, parts, at = dict[str, object](__metadata__=metadata), list[Bytes](), 0
-        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-            dtype, ends = _SAFETENSORS[str(tensor.dtype)], [at, at + tensor.nbytes]
-            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": ends}
-            at += tensor.nbytes
-            if tensor.nbytes:
-                parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-        text += b" " * (-len(text) % 8)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with closing(OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))) as file:
-            try:
-                file.write([len(text).to_bytes(8, "little"), text, *parts], 0)
-            except StorageFailed as error:
-                raise error.__cause__ or error from None
 
     def require_free(self, path: Path, num_bytes: int) -> None:
         require_free(path, num_bytes)

@@ -337,8 +337,9 @@ class Store:
         return self._attachments.fetched
 
     def require_ours(self) -> None:
-        """Check that no other coordinator took over. Raises as `Journal.require_ours`."""
+        """Check that no other coordinator took over. Raises as `Journal.require_ours` and `Files.require_ours`."""
         self._journal.require_ours()
+        self._files.require_ours()
 
     def adopt(self, record: rec.Adopted) -> None:
         """Go on from the anchors that were fetched: durable, and then true of the buffers, too.

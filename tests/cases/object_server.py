@@ -81,6 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
         data = self._body("PUT")
         if number := parse_qs(url.query).get("partNumber"):
             self.server.parts[int(number[0])] = data
+        elif self.headers.get("If-None-Match") == "*":
+            if self.server.objects.setdefault(url.path, data) is not data:
+                return self._answer(412)
         else:
             self.server.objects[url.path] = data
         self._answer(200)

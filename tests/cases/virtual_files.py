@@ -13,9 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from safetensors.torch import save as save_bytes
-from torch import Tensor
-
 from farloop.coordinator.errors import DiskFull, ReadOnly, StateLocked, StorageFailed
 from farloop.coordinator.storage.files import Bytes, File, Files, Identity, Lock
 from farloop.sim.virtual_time import PowerCut
@@ -234,9 +231,6 @@ class VirtualFiles(Files):
         file = _VirtualFile(self, path, self._content(path))
         file.truncate(0)
         file.write([data], 0)
-
-    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        self.write_bytes(path, save_bytes(tensors, metadata))
 
     def require_free(self, path: Path, num_bytes: int) -> None:
         self._alive()

@@ -139,6 +139,7 @@ def test_some_packages_are_used_in_one_place_only() -> None:
             "node/zmq_dealer.py",
             "pipeline/link.py",
             "coordinator/net/zmq_router.py",
+            "coordinator/net/zmq_mirror.py",
             "lab/chaos/lying_peers.py",
         },
         "msgpack": {"wire/messages.py", "lab/chaos/journal_referee.py"},

@@ -39,9 +39,12 @@ STORAGE_ERRORS: dict[type[StorageError], StorageError] = {
     errors.FolderChanged: errors.FolderChanged(FOLDER, "x"),
     errors.SnapshotCorrupt: errors.SnapshotCorrupt(FOLDER, "x"),
     errors.Inconsistent: errors.Inconsistent(FOLDER, "x"),
+    errors.Deposed: errors.Deposed(FOLDER, "b", 7),
     errors.NoFolder: errors.NoFolder(FOLDER),
 }
-WHAT_TO_DO = re.compile(r"; (stop|farloop journal|free|find out|raise|check|leave|this coordinator stops\. Find|give) ")
+WHAT_TO_DO = re.compile(
+    r"; (stop|farloop journal|free|find out|raise|check|leave|start|this coordinator stops\. Find|give) "
+)
 
 
 def test_every_expected_error_has_its_code() -> None:

@@ -409,6 +409,10 @@ def test_half_a_pair_of_keys_is_refused_and_never_means_no_encryption(keys: dict
 class Wires(VirtualHost):
     """A node's link over connections that carry everything at once, and the coordinator's session behind them."""
 
+    has_others = False
+    epoch, seen = 3, 0  # of the coordinator, and the highest that the node has seen
+    turned_away = 0
+
     def __init__(self, lanes: int, *, max_lanes: int = 16, known: LinkKnown | None = None) -> None:
         super().__init__()
         self.max_lanes = max_lanes
@@ -423,13 +427,16 @@ class Wires(VirtualHost):
             self, self.clock, lambda low, high: 1.0, coordinator="there", limits=Limits(), timing=Timing(),
             lanes=lanes, known=known, check=True,
         )  # fmt: skip
-        self.link.start(plain_hello, self.told.append)
+        self.link.start(lambda: dataclasses.replace(plain_hello(), epoch_seen=self.seen), self.told.append)
         self.run_for(0.01)
 
     def dial(self, opened: Callable[[Any], None], failed: Callable[[str], None]) -> None:
         self.sessions += 1
         self.other = Session(Role.COORDINATOR, self.clock.now(), limits=Limits(max_lanes=self.max_lanes))
         opened(self)
+
+    def turn_away(self) -> None:
+        self.turned_away += 1
 
     def listen(self, listener: Any) -> None:
         self.listener = listener
@@ -447,7 +454,7 @@ class Wires(VirtualHost):
         self.heard += (heard := messages(self.other))
         if any(isinstance(message, Hello) for message in heard):
             welcome = Welcome(
-                protocol=1, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(), windows=(), rounds=()
+                protocol=1, epoch=self.epoch, spec=plain_spec(), lane_token=b"t", versions=(), windows=(), rounds=()
             )
             self.other.send(self.refusal or welcome, self.clock.now())
         self.agenda.after(0.0, self._answer)
@@ -525,6 +532,31 @@ def test_a_coordinator_that_comes_back_held_is_told_at_once_and_every_half_minut
     wires.refusal = None
     wires.run_for(10.0)
     assert wires.link.state is State.OPEN
+
+
+def test_an_old_leader_is_left_for_the_other_addresses_and_told_to_the_machine_only_after_minutes() -> None:
+    """Where there are several coordinators, a lower epoch is the wrong address, and no reason to end."""
+    wires = Wires(1)
+    wires.has_others, wires.seen = True, 3
+
+    def meets(epoch: int, for_s: float) -> list[int]:
+        """The epochs that the machine is told, once the session has ended and each new one has this epoch."""
+        wires.epoch = epoch
+        wires.told.clear()
+        wires.other.send(Leave(reason=Reason.COORDINATOR_STOPPING), wires.clock.now())
+        wires._answer()
+        wires.run_for(for_s)
+        messages = [getattr(event, "message", None) for event in wires.told]
+        return [message.epoch for message in messages if isinstance(message, Welcome)]
+
+    assert meets(2, 20.0) == [] and wires.turned_away >= 10, "it tries again within a second"
+    wires.epoch = 4
+    wires.run_for(2.0)
+    assert wires.link.state is State.OPEN
+    told = meets(2, 590.0)
+    assert told == []
+    wires.run_for(20.0)
+    assert wires.told, "none leads for ten minutes: the machine ends the node"
 
 
 def test_large_packets_that_are_lost_in_a_session_are_logged_once_in_a_while_and_reported(

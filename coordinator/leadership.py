@@ -1,0 +1,341 @@
+"""Who leads a run: one small record in a store that can compare and set.
+
+    {"run": "8f3c…", "leader": "a", "holder": "5e1d…", "term": 7, "address": "tcp://10.0.0.1:7700", "in_sync": ["b"]}
+
+The leader tells nothing before every coordinator of `in_sync` has it on its disk, and takes one out of `in_sync` here
+before it goes on without it. A standby takes over only if it is in `in_sync`, by replacing the record. So at most one
+of "the leader goes on alone" and "the standby takes over" succeeds, whatever clocks and pauses do: no lease is renewed.
+This is primary-backup replication with a configuration master (PacificA, Microsoft Research TR-2008-25; Kafka's ISR).
+"""
+
+import base64
+import dataclasses
+import http.client
+import json
+import logging
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from farloop.coordinator.errors import Deposed, StorageFailed
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0  # of one request to the store
+RETRY_S = 0.5  # between two tries while it does not answer
+REPEAT_S = 30.0  # an outage is logged when it begins, and again this often
+
+Version = str | int | None  # of a record, as its store counts; None: there is no record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """The record."""
+
+    run: str  # fingerprint
+    leader: str  # its [coordinator] name
+    holder: str  # drawn by the process that leads: two of one name are told apart
+    term: int  # how often the record was replaced
+    address: str  # where nodes reach the leader, as far as it knows
+    in_sync: tuple[str, ...] = ()  # standbys that have all that was told
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), allow_nan=False).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Term":
+        """Raises Unusable: it is no record of this version."""
+        try:
+            plain = json.loads(data)
+            found = cls(**{**plain, "in_sync": tuple(plain["in_sync"])})
+            texts = (found.run, found.leader, found.holder, found.address, *found.in_sync)
+            if type(found.term) is not int or not all(type(text) is str for text in texts):
+                raise TypeError("a field has another type")
+        except (ValueError, TypeError, LookupError) as error:
+            raise Unusable(f"{where} holds something else than the record of a leader: {data[:80]!r}") from error
+        return found
+
+
+class Unreachable(Exception):
+    """The store does not answer, or not as it should: what it holds is unknown. One line."""
+
+
+class Unusable(Unreachable):
+    """What the store holds is no record; waiting does not help. One line."""
+
+
+class TermStore(Protocol):
+    """One record. Calls block for a few seconds at most."""
+
+    def read(self) -> tuple[Term | None, Version]:
+        """The record and its version. Raises Unreachable."""
+
+    def replace(self, term: Term, version: Version) -> bool:
+        """Compare and set. False: another was faster.
+        Raises Unreachable: it may have happened or not; read, compare, decide."""
+
+
+class BucketTerms:
+    """An object store or a folder: one object a record, PREFIX/leader/00000007.json; the newest counts.
+
+    Each is created with If-None-Match: *, the condition that every store has, a folder too. None is overwritten or
+    deleted: a writer that slept could create a deleted number anew, and take the past for its own.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises CopyFailed."""
+        from farloop.coordinator.storage.copies import Bucket
+
+        self._bucket = Bucket(url, patience_s=TIMEOUT_S)
+
+    def read(self) -> tuple[Term | None, Version]:
+        from farloop.coordinator.storage.copies import CopyFailed
+
+        try:
+            newest = max(self._bucket.paths("leader"), default=None)
+            data = None if newest is None else self._bucket.get(newest)
+        except CopyFailed as error:
+            raise Unreachable(str(error)) from error
+        if newest is None:
+            return None, 0
+        if data is None:
+            raise Unreachable(f"{self._bucket.url}: {newest} was listed and is not there")
+        number = newest.removeprefix("leader/").removesuffix(".json")
+        if not number.isdecimal():
+            raise Unusable(f"{self._bucket.url}: {newest} is not a record of a leader")
+        return Term.decode(data, f"{self._bucket.url}/{newest}"), int(number)
+
+    def replace(self, term: Term, version: Version) -> bool:
+        from farloop.coordinator.storage.copies import CopyFailed
+
+        assert isinstance(version, int)
+        try:
+            return self._bucket.create(f"leader/{version + 1:08d}.json", term.encode())
+        except CopyFailed as error:
+            raise Unreachable(str(error)) from error
+
+
+def _call(request: urllib.request.Request, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+    where = urlsplit(request.full_url).netloc
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{where}: {getattr(error, 'reason', error)}") from error
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Unreachable(f"{where} answers {data[:80]!r}")
+    return found
+
+
+def _options(parts: SplitResult) -> dict[str, str]:
+    return {name: values[-1] for name, values in parse_qs(parts.query).items()}
+
+
+class EtcdTerms:
+    """etcd 3.4 or later by its JSON gateway: etcd://HOST:PORT/KEY; with ?ca=FILE&cert=FILE&key=FILE over TLS."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        files = _options(parts)
+        self._context = None
+        if files:
+            self._context = ssl.create_default_context(cafile=files.get("ca"))
+            if "cert" in files:
+                self._context.load_cert_chain(files["cert"], files.get("key"))
+        self._where = f"etcd {parts.netloc}{parts.path}"
+        self._base = f"{'https' if files else 'http'}://{parts.netloc}/v3"
+        self._key = base64.b64encode(parts.path.encode()).decode()
+
+    def read(self) -> tuple[Term | None, Version]:
+        found = self._post("kv/range", {"key": self._key}).get("kvs")
+        if not found:
+            return None, "0"
+        return Term.decode(base64.b64decode(found[0]["value"]), self._where), found[0]["mod_revision"]
+
+    def replace(self, term: Term, version: Version) -> bool:
+        # The gateway drops fields that it does not know: a misspelt condition would be none.
+        value = base64.b64encode(term.encode()).decode()
+        body = {
+            "compare": [{"key": self._key, "target": "MOD", "result": "EQUAL", "mod_revision": version}],
+            "success": [{"requestPut": {"key": self._key, "value": value}}],
+        }
+        return bool(self._post("kv/txn", body).get("succeeded"))
+
+    def _post(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body, allow_nan=False).encode()
+        status, answer = _call(urllib.request.Request(f"{self._base}/{what}", data), self._context)
+        if status != 200:
+            raise Unreachable(f"{self._where} answers {status}: {answer[:200].decode(errors='replace')}")
+        return _object(answer, self._where)
+
+
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+class KubernetesTerms:
+    """A Lease of the API server: k8s://NAMESPACE/NAME, with the pod's service account.
+
+    The record is its annotation farloop/term; spec.holderIdentity is for `kubectl get lease`. ?api=URL&account=FOLDER
+    name another server and another folder of token and ca.crt.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        options = _options(parts)
+        self._account = Path(options.get("account", _ACCOUNT))
+        self._name = parts.path.strip("/")
+        api = options.get("api", "https://kubernetes.default.svc")
+        self._all = f"{api}/apis/coordination.k8s.io/v1/namespaces/{parts.netloc}/leases"
+        self._where = f"lease {parts.netloc}/{self._name}"
+
+    def read(self) -> tuple[Term | None, Version]:
+        status, lease = self._send("GET", f"{self._all}/{self._name}")
+        if status == 404:
+            return None, None
+        found = (lease.get("metadata") or {}).get("annotations") or {}
+        if "farloop/term" not in found:
+            raise Unusable(f"{self._where} has no annotation farloop/term: it belongs to something else")
+        return Term.decode(found["farloop/term"].encode(), self._where), lease["metadata"]["resourceVersion"]
+
+    def replace(self, term: Term, version: Version) -> bool:
+        metadata: dict[str, Any] = {"name": self._name, "annotations": {"farloop/term": term.encode().decode()}}
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": {"holderIdentity": term.leader, "leaseTransitions": term.term},
+        }
+        if version is None:
+            status, _ = self._send("POST", self._all, lease)
+        else:
+            metadata["resourceVersion"] = version
+            status, _ = self._send("PUT", f"{self._all}/{self._name}", lease)
+        return status in (200, 201)
+
+    def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        request = urllib.request.Request(url, data, method=method)
+        request.add_header("Content-Type", "application/json")
+        try:  # anew for each call: Kubernetes replaces the token every hour
+            if url.startswith("https"):
+                request.add_header("Authorization", f"Bearer {(self._account / 'token').read_text().strip()}")
+            ca = self._account / "ca.crt"
+            context = ssl.create_default_context(cafile=str(ca)) if url.startswith("https") else None
+        except OSError as error:
+            raise Unreachable(f"{self._where}: {error.filename or self._account}: {error.strerror}") from error
+        status, answer = _call(request, context)
+        if status not in (200, 201, 404, 409):
+            raise Unreachable(
+                f"{self._where}: the API server answers {status}: {answer[:200].decode(errors='replace')}"
+            )
+        return status, _object(answer, self._where)
+
+
+def term_store(url: str) -> TermStore:
+    """The store of a URL. Raises CopyFailed: the extra 'cloud' is missing, or the store cannot be opened."""
+    match urlsplit(url).scheme:
+        case "etcd":
+            return EtcdTerms(url)
+        case "k8s":
+            return KubernetesTerms(url)
+        case _:
+            return BucketTerms(url)
+
+
+class Leadership:
+    """This process's hold of the record. Any thread; a call may wait while the store does not answer."""
+
+    def __init__(self, store: TermStore, root: Path, term: Term, version: Version) -> None:
+        """`term`, `version`: the record, in which this process leads. `root`: the state folder, for error lines."""
+        self._store, self._root = store, root
+        self.term, self._version = term, version
+        self._lock = threading.RLock()
+        self._closed = False
+        self.why_held = ""
+        """Why a change of the record waits; empty while none does."""
+
+    @classmethod
+    def claim(cls, store: TermStore, root: Path, term: Term, version: Version) -> "Leadership | None":
+        """Set the record to `term` in place of `version`; None: another was faster.
+        Raises Unreachable: it may have happened or not."""
+        store.replace(term, version)
+        found, now = store.read()
+        return cls(store, root, term, now) if found == term else None
+
+    def set_in_sync(self, names: tuple[str, ...]) -> None:
+        """Record who has all that was told. Waits for the store.
+        Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
+        with self._lock:
+            if self.term.in_sync == names:
+                return
+            new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
+            logged_at = float("-inf")
+            while True:
+                try:
+                    self._store.replace(new, self._version)  # its answer may be lost: what is there decides
+                    found, version = self._store.read()
+                    if found == new:
+                        self.term, self._version, self.why_held = new, version, ""
+                        return
+                    if found != self.term:
+                        raise self._deposed(found)
+                except Unreachable as error:
+                    self.why_held = str(error)
+                    if time.monotonic() - logged_at >= REPEAT_S:
+                        logged_at = time.monotonic()
+                        _log.warning(
+                            "record not changed leads_by why=%r note='the run is held until it is'", str(error)
+                        )
+                if self._closed:
+                    what = "stopped while the record of the leader could not be changed"
+                    raise StorageFailed(self._root, f"{what}: {self.why_held}")
+                time.sleep(RETRY_S)
+
+    def check(self) -> None:
+        """Raises Deposed: another leads. A store that does not answer says nothing."""
+        with self._lock:
+            try:
+                found, _ = self._store.read()
+            except Unreachable:
+                return
+            if found != self.term:
+                raise self._deposed(found)
+
+    def close(self) -> None:
+        """No call waits any more."""
+        self._closed = True
+
+    def _deposed(self, found: Term | None) -> Deposed:
+        return Deposed(self._root, found.leader if found else "", found.term if found else 0)
+
+
+def read_patiently(store: TermStore, stopped: Callable[[], bool]) -> tuple[Term | None, Version] | None:
+    """Read the record, however long its store does not answer; None once `stopped`. Raises Unusable."""
+    logged_at = float("-inf")
+    while not stopped():
+        try:
+            return store.read()
+        except Unusable:
+            raise
+        except Unreachable as error:
+            if time.monotonic() - logged_at >= REPEAT_S:
+                logged_at = time.monotonic()
+                _log.warning("record not read why=%r note='who leads is not known; trying again'", str(error))
+            time.sleep(RETRY_S)
+    return None

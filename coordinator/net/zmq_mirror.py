@@ -1,0 +1,296 @@
+"""The connection of two coordinators on ZeroMQ: the leader's ROUTER in a thread, and the standby's DEALER.
+
+A pair has one key: each end shows it to the other, and no other is accepted. A node's key reads no journal.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from farloop.coordinator.errors import StorageError
+from farloop.coordinator.net.zmq_router import ZAP_DOMAIN, BindError
+from farloop.coordinator.storage.files import Bytes
+from farloop.coordinator.storage.mirror import Mirror, Replica, digests
+from farloop.monitoring.addresses import Address, parse_tcp, resolved
+from farloop.wire.keys import load_secret
+
+_log = logging.getLogger(__name__)
+
+PING_S: Final = 0.5
+JOIN_S: Final = 2.0
+"""A standby to which no leader answers for so long tries the next of its peers."""
+SILENCE_S: Final = 6.0
+"""A standby takes over once it heard nothing of the leader for so long: more than `mirror.SILENCE_S`, so that the
+leader goes on where both could."""
+LOST_S: Final = 1.0  # ... or once the connection is broken for so long
+_COPY_BYTES: Final = 1 << 16  # smaller parts are copied: that is cheaper than to share them
+_BURST: Final = 256  # messages that are taken before others have their turn
+
+_OPTIONS: Final = (
+    (zmq.LINGER, 0),
+    (zmq.SNDHWM, 0),
+    (zmq.RCVHWM, 0),
+    (zmq.HEARTBEAT_IVL, 1000),
+    (zmq.HEARTBEAT_TIMEOUT, 10_000),  # a pause of the leader's process is no loss of the connection
+    (zmq.TCP_MAXRT, 10_000),
+)
+
+
+class _OneKey:
+    """Accepts one public key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class MirrorServer:
+    """The leader's socket, in a thread of its own, and the thread that lets standbys in."""
+
+    def __init__(self, endpoint: str, key: Path | None, mirror: Mirror) -> None:
+        """An empty endpoint: there are no standbys, and only the record is looked at.
+        Raises BindError, KeyFileError."""
+        self._mirror = mirror
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._authenticator: ThreadAuthenticator | None = None
+        self._queue: SimpleQueue[list[Bytes | zmq.Frame]] = SimpleQueue()
+        self._woken, self._wake = os.pipe()
+        self._over = threading.Event()
+        try:
+            if endpoint:
+                self._bind(endpoint, key)
+        except zmq.ZMQError as error:
+            self._release()
+            raise BindError(endpoint, error, "mirror") from error
+        except BaseException:
+            self._release()
+            raise
+        mirror.send, mirror.serves = self._send, bool(endpoint)
+        self._threads = [
+            threading.Thread(target=self._run, name="mirror", daemon=True),
+            threading.Thread(target=self._let_in, name="let standbys in", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _bind(self, endpoint: str, key: Path | None) -> None:
+        for option, value in _OPTIONS:
+            self._router.setsockopt(option, value)
+        if key is not None:
+            secret = load_secret(key)
+            public = zmq.curve_public(secret)
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=_OneKey(public))
+            self._router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+            self._router.curve_secretkey, self._router.curve_publickey = secret, public
+            self._router.curve_server = True
+        here = resolved(parse_tcp(endpoint, listens=True))
+        self._router.setsockopt(zmq.IPV6, here.is_ipv6)
+        self._router.bind(f"tcp://{here}")
+
+    def close(self) -> None:
+        """End all connections. What waits for a standby fails."""
+        self._mirror.close()
+        self._over.set()
+        os.write(self._wake, b"x")
+        self._threads[0].join()
+        self._release()
+
+    def _release(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._router.close()
+        self._context.term()
+        os.close(self._woken)
+        os.close(self._wake)
+
+    def _send(self, route: bytes, frames: Sequence[Bytes]) -> None:
+        if self._over.is_set():
+            return
+        shared = [
+            zmq.Frame(part, copy=False) if memoryview(part).nbytes >= _COPY_BYTES else bytes(part) for part in frames
+        ]
+        self._queue.put([route, *shared])
+        os.write(self._wake, b"x")
+
+    def _let_in(self) -> None:
+        while not self._over.wait(0.05):
+            self._mirror.tick()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while not self._over.is_set():
+            ready = dict(poller.poll(1000))
+            if self._woken in ready:
+                os.read(self._woken, 1 << 16)
+                with suppress(Empty):
+                    while True:
+                        self._router.send_multipart(self._queue.get_nowait(), copy=False)
+            with suppress(zmq.Again):
+                for _ in range(_BURST):
+                    route, *frames = self._router.recv_multipart(zmq.DONTWAIT)
+                    head = _head(frames)
+                    if head is not None:
+                        self._mirror.received(route, head)
+
+
+def _head(frames: Sequence[bytes]) -> list[Any] | None:
+    with suppress(ValueError, IndexError, RecursionError):
+        found = json.loads(frames[0])
+        if isinstance(found, list):
+            return found
+    return None
+
+
+class MirrorClient:
+    """The standby's end: applies what the leader does, in the thread that runs it."""
+
+    def __init__(self, root: Path, peers: Sequence[Address], key: Path | None, name: str) -> None:
+        """`peers`: where leaders listen for standbys. Raises KeyFileError."""
+        self._root, self._peers, self._name = root, list(peers), name
+        self._secret = load_secret(key) if key is not None else None
+        self._replica = Replica(root)
+        self._known: dict[str, Any] = {}  # digests that were computed before
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._acks: SimpleQueue[tuple[int, int]] = SimpleQueue()  # number of the connection, and of the change
+        self._dials = 0
+        self.heard_at = time.monotonic()
+        """When the leader was last heard of."""
+        self.lost_at: float | None = None
+        """When its connection broke; None while it has not."""
+        self.failed = ""  # why the folder cannot be written; empty while it can
+
+    @property
+    def is_without_leader(self) -> bool:
+        """Whether the leader's silence is long enough to take over, where the record allows it."""
+        now = time.monotonic()
+        return now - self.heard_at > SILENCE_S or (self.lost_at is not None and now - self.lost_at > LOST_S)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._replica.is_whole
+
+    @property
+    def taken(self) -> int:
+        return self._replica.taken
+
+    def run(self, over: Callable[[], bool]) -> None:
+        """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied."""
+        joined_at = pinged_at = float("-inf")
+        taken = 0
+        try:
+            while not over():
+                now = time.monotonic()
+                patience_s = JOIN_S if self.lost_at is not None or self.heard_at < joined_at else SILENCE_S + JOIN_S
+                if self._socket is None or now - max(self.heard_at, joined_at) > patience_s:
+                    self._join()
+                    joined_at, pinged_at, taken = time.monotonic(), float("-inf"), 0
+                    continue
+                if now - pinged_at > PING_S:
+                    pinged_at = now
+                    self._say(["ping"])
+                if not self._receive():
+                    self._hang_up()
+                with suppress(Empty):
+                    while True:
+                        dial, number = self._acks.get_nowait()
+                        if dial == self._dials:
+                            self._say(["ack", number])
+                if self._replica.taken != taken:
+                    taken = self._replica.taken
+                    self._say(["took", taken])
+        finally:
+            self._hang_up()
+            self._replica.close()
+            self._context.term()
+
+    def _join(self) -> None:
+        """Dial the next peer, and ask to be let in."""
+        self._hang_up()
+        held = digests(self._root, self._replica.files, self._known)
+        peer = self._peers[self._dials % len(self._peers)]
+        self._dials += 1
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in (*_OPTIONS, (zmq.RECONNECT_IVL, -1)):
+            self._socket.setsockopt(option, value)
+        if self._secret is not None:
+            public = zmq.curve_public(self._secret)
+            self._socket.curve_secretkey, self._socket.curve_publickey = self._secret, public
+            self._socket.curve_serverkey = public
+        self._monitor = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+        try:
+            found = resolved(peer)
+            self._socket.setsockopt(zmq.IPV6, found.is_ipv6)
+            self._socket.connect(f"tcp://{found}")
+        except (OSError, zmq.ZMQError) as error:
+            _log.info("peer not dialled peer=%s why=%r", peer, str(error))
+            return
+        self._say(["join", self._name, held])
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, message: list[Any]) -> None:
+        if self._socket is not None:
+            self._socket.send(json.dumps(message, allow_nan=False).encode())
+
+    def _receive(self) -> bool:
+        """Take what is there; whether the connection goes on."""
+        assert self._socket is not None
+        self._socket.poll(20)
+        with suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
+                if event == zmq.EVENT_DISCONNECTED:
+                    self.lost_at = time.monotonic()
+                    return False
+        with suppress(zmq.Again):
+            for _ in range(_BURST):
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                self.heard_at, self.lost_at = time.monotonic(), None
+                head = json.loads(frames[0].bytes)
+                if head == ["unknown"]:
+                    return False
+                if head != ["pong"] and not self._apply(head, [frame.buffer for frame in frames[1:]]):
+                    return False
+        return True
+
+    def _acknowledge(self, dial: int, number: int) -> None:
+        self._acks.put((dial, number))
+
+    def _apply(self, head: list[Any], parts: Sequence[Bytes]) -> bool:
+        try:
+            self._replica.apply(head, parts, partial(self._acknowledge, self._dials))
+        except (OSError, StorageError) as error:
+            if not self.failed:
+                _log.error("standby cannot write why=%r note='it is not in sync; trying again'", str(error))
+            self.failed = str(error)
+            time.sleep(1.0)
+            return False
+        if head[1] == "whole":
+            self.failed = ""
+            _log.info("standby is whole bytes=%d", self._replica.taken)
+        return True

@@ -1,0 +1,149 @@
+"""The start of one of several coordinators of a run: it leads, or stands by until it does."""
+
+import dataclasses
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, read_patiently
+from farloop.coordinator.net.zmq_mirror import MirrorClient
+from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.segment import segment_numbers
+from farloop.monitoring.addresses import parse_each_tcp
+
+_log = logging.getLogger(__name__)
+
+ASK_S: Final = 0.5  # between two tries to take over
+
+
+class Contender:
+    """One process that may lead a run."""
+
+    def __init__(self, config: CoordinatorConfig, run: str, store: TermStore) -> None:
+        """`run`: fingerprint of the run."""
+        self._config, self._store = config, store
+        self._root = config.state_dir
+        self.name = config.name or socket.gethostname()
+        self._own = Term(run=run, leader=self.name, holder=secrets.token_hex(8), term=0, address=config.bind)
+        self.leader: Term | None = None
+        """The record, as last read."""
+        self.client: MirrorClient | None = None
+        """While this process stands by."""
+        self._asked_at = float("-inf")
+        self._told = ""
+
+    def lead(self, *, force: bool, stand_by: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
+        """Return once this process leads; None once `stopped`.
+
+        Args:
+            force: lead whatever the record says: what the other coordinators have beyond this folder is lost.
+            stand_by: called when this process begins to stand by.
+
+        Raises:
+            Unusable: the store holds something else.
+            StateMismatch: the record is another run's; or this folder is not the one that led, and nothing can bring it
+                here.
+            KeyFileError
+        """
+        while (found := read_patiently(self._store, stopped)) is not None:
+            self.leader, version = found
+            if self.leader is not None and self.leader.run != self._own.run:
+                raise StateMismatch(
+                    self._root,
+                    f"the record holds the leader of another run (fingerprint {self.leader.run}, the file's is "
+                    f"{self._own.run}); give this run a [coordinator] leads_by of its own",
+                )
+            if force or self._may_begin(self.leader):
+                try:
+                    leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
+                except Unreachable as error:
+                    _log.warning("record not changed why=%r", str(error))
+                    continue
+                if leadership is not None:
+                    _log.info("leads name=%s term=%d", self.name, leadership.term.term)
+                    return leadership
+            elif self._config.peers:
+                stand_by()
+                return self._stand_by(stopped)
+            else:
+                assert self.leader is not None
+                raise StateMismatch(
+                    self._root,
+                    f"{self.leader.leader} leads this run since term {self.leader.term}; to stand by for it give "
+                    "[coordinator] peers and mirror. If it is gone for good: --force-lead leads with what this folder "
+                    'holds; recover = "auto" with an empty folder restores the newest copy',
+                )
+        return None
+
+    def _next(self, before: Term | None) -> Term:
+        return dataclasses.replace(self._own, term=1 if before is None else before.term + 1)
+
+    def _may_begin(self, found: Term | None) -> bool:
+        """Whether this process may lead without having stood by: there was no leader, it is the last one and has its
+        folder, or the last one's state is to be recovered from copies."""
+        if found is None:
+            return True
+        if has_run(self._root):
+            return found.leader == self.name
+        if found.in_sync:
+            return False  # one of those has all
+        return self._config.recover == "auto" or (found.leader == self.name and found.term == 1)
+
+    def _stand_by(self, stopped: Callable[[], bool]) -> Leadership | None:
+        assert self.leader is not None
+        _log.info("standing by name=%s leader=%s term=%d", self.name, self.leader.leader, self.leader.term)
+        self._root.mkdir(parents=True, exist_ok=True)
+        with_lock = DISK.lock(self._root / "lock")
+        taken: list[Leadership] = []
+
+        def over() -> bool:
+            if stopped():
+                return True
+            assert self.client is not None
+            if self.client.is_without_leader and time.monotonic() - self._asked_at > ASK_S:
+                if (leadership := self._take_over()) is not None:
+                    taken.append(leadership)
+                self._asked_at = time.monotonic()
+            return bool(taken)
+
+        try:
+            self.client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
+            self.client.run(over)
+        finally:
+            self.client = None
+            with_lock.close()
+        return taken[0] if taken else None
+
+    def _take_over(self) -> Leadership | None:
+        """Take the lead from a leader that is silent, if this folder has all that it told."""
+        try:
+            self.leader, version = self._store.read()
+            if self.leader is not None and self.leader.holder == self._own.holder:  # an answer was lost
+                return Leadership(self._store, self._root, self.leader, version)
+            if self.leader is None or self.name not in self.leader.in_sync:
+                who = self.leader.leader if self.leader else "nobody"
+                self._say(f"the record does not have this standby in sync: only {who} can go on")
+                return None
+            leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
+        except Unreachable as error:
+            self._say(f"who leads is not known: {error}")
+            return None
+        if leadership is not None:
+            _log.warning("takes over name=%s from=%s term=%d", self.name, self.leader.leader, leadership.term.term)
+        return leadership
+
+    def _say(self, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            _log.warning("does not take over why=%r", why)
+
+
+def has_run(root: Path) -> bool:
+    """Whether a state folder has a journal."""
+    return DISK.is_directory(root) and bool(segment_numbers(root))

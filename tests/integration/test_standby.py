@@ -1,0 +1,205 @@
+"""A run whose leading coordinator is killed, stopped or told to stop: the one that stands by goes on with everything
+that nodes were told."""
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keyring import authorize, keys_of, new_keys
+from loopback import (
+    FARLOOP,
+    PACED,
+    Daemon,
+    NewRun,
+    Run,
+    assert_all_agree,
+    assert_one_line,
+    free_port,
+    further_than,
+    new_run,  # noqa: F401 - a fixture
+)
+
+from farloop.config.exit_codes import ExitCode
+from farloop.monitoring.status import Status
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+class Pair:
+    """Coordinators a and b of one run, with one file."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.ports = {name: (free_port(), free_port(), free_port()) for name in ("a", "b")}
+        run.tables["coordinator"] |= {
+            "leads_by": f"file://{run.folder}/record",
+            "peers": ", ".join(f"tcp://127.0.0.1:{mirror}" for _, _, mirror in self.ports.values()),
+        }
+        self.daemons: dict[str, Daemon] = {}
+        self.file = run.write_toml()
+
+    @property
+    def addresses(self) -> str:
+        return ", ".join(f"tcp://127.0.0.1:{bind}" for bind, _, _ in self.ports.values())
+
+    def start(self, name: str, *options: str) -> Daemon:
+        bind, http, mirror = self.ports[name]
+        own = {"name": name, "bind": f"tcp://127.0.0.1:{bind}", "http": f"127.0.0.1:{http}",
+               "mirror": f"tcp://127.0.0.1:{mirror}", "state_dir": str(self.run.folder / name)}  # fmt: skip
+        sets = [word for key, value in own.items() for word in ("--set", f"coordinator.{key}={value}")]
+        self.daemons[name] = self.run.start(name, *FARLOOP, "coordinator", str(self.file), *sets, *options)
+        return self.daemons[name]
+
+    def look_at(self, name: str) -> None:
+        """From now on the run's pages and files are this one's."""
+        self.run.http, self.run.state_dir = self.ports[name][1], self.run.folder / name
+
+    def begin(self) -> None:
+        """a leads, b stands by and has all."""
+        self.start("a")
+        self.run.until_said(self.run.folder / "a.log", "at tcp://")
+        self.start("b")
+        self.look_at("a")
+
+    def until_in_sync(self, name: str) -> Status:
+        return self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
+
+    def goes_on_at(self, name: str, before: Status) -> Status:
+        """Wait for commits there, on top of all that was told."""
+        self.look_at(name)
+        found = self.run.until(f"{name} leads", lambda status: status["run"]["epoch"] > before["run"]["epoch"])
+        for version, digest, old, known in zip(
+            found["versions"], found["digests"], before["versions"], before["digests"], strict=True
+        ):
+            assert version > old or (version == old and digest == known), "nothing that was told is lost"
+        return self.run.until("windows commit again", partial(further_than, before=found))
+
+
+@pytest.fixture
+def pair(new_run: NewRun) -> Pair:  # noqa: F811
+    return Pair(new_run(steps=100_000, **PACED))
+
+
+def test_a_standby_takes_over_from_a_leader_that_is_killed_again_and_again(new_run: NewRun) -> None:  # noqa: F811
+    """Encrypted; each comes back, stands by and leads again."""
+    run = new_run(steps=150, **PACED)
+    keys = new_keys(run, "coordinator", "n", "m")
+    authorize(run, "n", "m")
+    pair = Pair(run)
+    pair.begin()
+    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses, **keys_of(keys, "n"))
+    run.start_node("m", coordinator=pair.addresses, **keys_of(keys, "m"))
+    for leader, standby in (("a", "b"), ("b", "a")):
+        pair.until_in_sync(standby)
+        assert page_of(pair, standby, "/readyz")[0] == 503
+        code, text = page_of(pair, standby, "/healthz")
+        assert code == 200 and f"{standby} stands by for {leader}: in sync" in text
+        assert "farloop_standby_in_sync 1.0" in page_of(pair, standby, "/metrics")[1]
+        before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+        pair.daemons[leader].kill()
+        pair.goes_on_at(standby, before)
+        pair.start(leader)
+    pair.until_in_sync("b")
+    assert "farloop_standbys_in_sync 1.0" in run.page("/metrics")[1]
+    run.hurry()
+    status = run.until_done(pair.daemons["a"], *(daemon for daemon in run.daemons if daemon.name.startswith("node")))
+    assert_all_agree(run, status, "n", "m")
+    assert run.until_ended(pair.daemons["b"]) == 0, "it takes over a run that is finished, and ends"
+    assert (run.folder / "a" / "model.safetensors").read_bytes() == (
+        run.folder / "b" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
+    run = pair.run
+    pair.begin()
+    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
+    run.start_node("m", coordinator=pair.addresses)
+    pair.until_in_sync("b")
+    before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+    pair.daemons["a"].signal(signal.SIGTERM)
+    assert run.until_ended(pair.daemons["a"]) == ExitCode.DONE
+    pair.goes_on_at("b", before)
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -> None:
+    run = pair.run
+    pair.begin()
+    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
+    run.start_node("m", coordinator=pair.addresses)
+    pair.until_in_sync("b")
+    before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+    pair.daemons["a"].signal(signal.SIGSTOP)
+    after = pair.goes_on_at("b", before)
+    pair.daemons["a"].signal(signal.SIGCONT)
+    assert run.until_ended(pair.daemons["a"]) == ExitCode.REFUSED
+    assert_one_line(pair.daemons["a"], "b leads the run since term 3", "start this one again, and it stands by")
+    later = run.until("windows commit", partial(further_than, before=after))
+    assert later["run"]["epoch"] == after["run"]["epoch"]
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_without_a_standby_that_is_suspended(pair: Pair) -> None:
+    run = pair.run
+    pair.begin()
+    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
+    run.start_node("m", coordinator=pair.addresses)
+    before = pair.until_in_sync("b")
+    pair.daemons["b"].signal(signal.SIGSTOP)
+    run.until("the leader is alone", lambda status: status["standby"]["in_sync"] == [])
+    run.until("windows commit", partial(further_than, before=before))
+    pair.daemons["b"].signal(signal.SIGCONT)
+    before = pair.until_in_sync("b")
+    pair.daemons["a"].kill()
+    pair.goes_on_at("b", before)
+
+
+@pytest.mark.slow
+def test_a_coordinator_without_a_folder_restores_the_newest_copy(pair: Pair) -> None:
+    """`recover = "auto"`: its host is lost with its disk, another starts with nothing."""
+    run = pair.run
+    copies = ("--copy-to", f"file://{run.folder}/copies", "--copy-every", "1", "--set", "coordinator.recover=auto")
+    alone = ("--set", "coordinator.peers=", "--set", "coordinator.mirror=")
+    pair.start("a", *copies, *alone)
+    pair.look_at("a")
+    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
+    run.start_node("m", coordinator=pair.addresses)
+    run.until("it is copied", lambda status: bool(status.get("copy", {}).get("versions")))
+    before = run.until("windows commit", lambda status: min(status["versions"]) >= 4)
+    pair.daemons["a"].kill()
+    pair.start("b", *copies, *alone)
+    pair.goes_on_at("b", before)
+
+
+def test_what_does_not_go_together_is_one_line(pair: Pair) -> None:
+    for options, words in {
+        ("coordinator.leads_by=",): "needs [coordinator] leads_by",
+        ("coordinator.recover=auto",): "needs [coordinator] copy_to",
+        ("coordinator.mirror=tcp://0.0.0.0:7701",): "goes beyond this machine, so key is required",
+        ("coordinator.peers=http://x:1",): "farloop speaks tcp:// only",
+        ("coordinator.leads_by=ftp://x",): "expected a URL that begins with one of s3://",
+    }.items():
+        sets = [word for option in options for word in ("--set", option)]
+        refused = pair.start("a", *sets)
+        assert pair.run.until_ended(refused) == ExitCode.USAGE, refused.said
+        assert_one_line(refused, words)
+        assert not (pair.run.folder / "a").exists(), "nothing was begun"
+    (pair.run.folder / "record" / "leader").mkdir(parents=True)
+    record: dict[str, Any] = {"run": "0" * 16, "leader": "z", "holder": "1", "term": 1, "address": "", "in_sync": []}
+    Path(pair.run.folder / "record" / "leader" / "00000001.json").write_text(json.dumps(record))
+    refused = pair.start("a")
+    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert_one_line(refused, "the record holds the leader of another run")
+
+
+def page_of(pair: Pair, name: str, path: str) -> tuple[int, str]:
+    before = pair.run.http
+    try:
+        pair.run.http = pair.ports[name][1]
+        return pair.run.page(path)
+    finally:
+        pair.run.http = before

@@ -1,0 +1,302 @@
+"""The record of who leads: one table of laws for every store that can keep it, and what a process makes of it."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import object_server
+import pytest
+
+from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, term_store
+from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
+from farloop.coordinator.standby import Contender
+
+FIRST = Term(run="8f3c", leader="a", holder="1", term=1, address="tcp://a:7700")
+
+
+class LeaseServer(ThreadingHTTPServer):
+    """What an API server of Kubernetes does with leases: versions, conflicts, and one name that may be used."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _LeaseHandler)
+        self.leases: dict[str, dict[str, Any]] = {}
+        self.lock, self.version, self.allowed = threading.Lock(), 100, "run"
+
+
+class _LeaseHandler(BaseHTTPRequestHandler):
+    server: LeaseServer
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def _do(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        name = body.get("metadata", {}).get("name") or self.path.rpartition("/")[2]
+        with self.server.lock:
+            found = self.server.leases.get(name)
+            held = None if found is None else found["metadata"]["resourceVersion"]
+            if name != self.server.allowed:
+                status, answer = 403, {"message": f"leases {name!r} is forbidden"}
+            elif self.command == "GET":
+                status, answer = (200, found) if found else (404, {})
+            elif (
+                self.command == "POST"
+                and found
+                or self.command == "PUT"
+                and body["metadata"]["resourceVersion"] != held
+            ):
+                status, answer = 409, {}
+            else:
+                self.server.version += 1
+                body["metadata"]["resourceVersion"] = str(self.server.version)
+                self.server.leases[name] = body
+                status, answer = 201 if self.command == "POST" else 200, body
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = do_PUT = _do
+
+
+def leases(stack: ExitStack) -> LeaseServer:
+    server = stack.enter_context(LeaseServer())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack.callback(server.shutdown)
+    return server
+
+
+def etcd(stack: ExitStack, folder: Path) -> str:
+    binary = shutil.which("etcd")
+    if binary is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    command = [binary, "--data-dir", str(folder / "etcd"), "--listen-client-urls", client]
+    command += ["--advertise-client-urls", client, "--listen-peer-urls", peer]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return f"etcd://127.0.0.1:{ports[0]}/farloop/run"
+
+
+@pytest.fixture(params=["file", "s3", "k8s", "etcd"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with ExitStack() as stack:
+        match request.param:
+            case "file":
+                yield f"file://{tmp_path}/record"
+            case "s3":
+                stack.enter_context(object_server.serving(monkeypatch))
+                yield "s3://runs/demo"
+            case "k8s":
+                yield f"k8s://farloop/run?api=http://127.0.0.1:{leases(stack).server_port}"
+            case "etcd":
+                yield etcd(stack, tmp_path)
+
+
+def answering(url: str) -> TermStore:
+    """The store, once it answers."""
+    store, deadline = term_store(url), time.monotonic() + 30
+    while True:
+        try:
+            store.read()
+        except Unreachable:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        else:
+            return store
+
+
+def test_laws(url: str) -> None:
+    """Create, read, replace; every stale or absent version loses, and of many writers one wins."""
+    store = answering(url)
+    none, absent = store.read()
+    assert none is None
+    assert store.replace(FIRST, absent)
+    found, first = store.read()
+    assert found == FIRST
+    assert not store.replace(dataclasses.replace(FIRST, leader="z"), absent), "it is there by now"
+    second = dataclasses.replace(FIRST, term=2, in_sync=("b", "c"))
+    assert store.replace(second, first)
+    for stale in (first, absent):
+        assert not term_store(url).replace(dataclasses.replace(FIRST, leader="z"), stale)
+    found, version = store.read()
+    assert found == second
+
+    winners, together = list[int](), threading.Barrier(8)
+
+    def race(number: int) -> None:
+        own = term_store(url)
+        together.wait()
+        if own.replace(dataclasses.replace(FIRST, holder=str(number), term=3), version):
+            winners.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found, _ = store.read()
+    assert found is not None and [found.holder] == list(map(str, winners))
+
+
+def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    for url in (f"etcd://127.0.0.1:{port}/run", f"k8s://farloop/run?api=http://127.0.0.1:{port}"):
+        with pytest.raises(Unreachable, match="refused") as told:
+            term_store(url).read()
+        assert "\n" not in str(told.value)
+    with ExitStack() as stack:
+        server = leases(stack)
+        with pytest.raises(Unreachable, match="answers 403: .*'other' is forbidden"):
+            term_store(f"k8s://farloop/other?api=http://127.0.0.1:{server.server_port}").read()
+        server.leases["run"] = {"metadata": {"resourceVersion": "1"}}
+        with pytest.raises(Unusable, match="has no annotation"):
+            term_store(f"k8s://farloop/run?api=http://127.0.0.1:{server.server_port}").read()
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"term": "x"}', b"\xff", FIRST.encode()[:-9]])
+def test_something_else_in_its_place_is_no_record(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "leader").mkdir()
+    (tmp_path / "leader" / "00000001.json").write_bytes(content)
+    with pytest.raises(Unusable, match="something else than the record of a leader"):
+        term_store(f"file://{tmp_path}").read()
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://x/y", "expected a URL that begins with one of s3://"),
+        ("etcd://host:2379", "expected etcd://HOST:2379/KEY"),
+        ("k8s://farloop", "expected k8s://NAMESPACE/NAME"),
+        ("file://x", "three slashes"),
+    ],
+)
+def test_urls(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_leads_by(url)
+
+
+def leading(folder: Path) -> tuple[Leadership, TermStore]:
+    store = term_store(f"file://{folder}/record")
+    leadership = Leadership.claim(store, folder, FIRST, 0)
+    assert leadership is not None
+    return leadership, store
+
+
+def test_a_leader_changes_its_record_until_another_leads(tmp_path: Path) -> None:
+    leadership, store = leading(tmp_path)
+    leadership.set_in_sync(("b",))
+    leadership.check()
+    found, version = store.read()
+    assert found is not None and (found.term, found.in_sync) == (2, ("b",))
+    assert store.replace(dataclasses.replace(found, leader="b", holder="2", term=3), version)
+    with pytest.raises(Deposed, match="b leads the run since term 3"):
+        leadership.check()
+    with pytest.raises(Deposed):
+        leadership.set_in_sync(())
+
+
+def test_a_leader_that_is_told_to_stop_does_not_wait_for_the_store(tmp_path: Path) -> None:
+    class Away:
+        def read(self) -> Any:
+            leadership.close()
+            raise Unreachable("it is away")
+
+        replace: Callable[..., Any] = lambda self, term, version: self.read()  # noqa: E731
+
+    leadership = Leadership(Away(), tmp_path, FIRST, 0)
+    with pytest.raises(StorageFailed, match="stopped while the record of the leader could not be changed: it is away"):
+        leadership.set_in_sync(("b",))
+
+
+# --- What a start makes of the record
+
+
+class Start:
+    """One coordinator's start, which may be asked to stand by."""
+
+    def __init__(self, folder: Path, name: str, run: str = "8f3c", **settings: Any) -> None:
+        (folder / name).mkdir(exist_ok=True)
+        url = f"file://{folder}/record"
+        self.config = CoordinatorConfig(state_dir=folder / name, leads_by=url, name=name, **settings)
+        self.contender = Contender(self.config, run, term_store(url))
+        self.stands_by = False
+
+    def lead(self, *, force: bool = False) -> Leadership | None:
+        return self.contender.lead(force=force, stand_by=self._stand_by, stopped=lambda: self.stands_by)
+
+    def _stand_by(self) -> None:
+        self.stands_by = True
+
+    def has_run(self) -> None:
+        (self.config.state_dir / "journal-000000.log").touch()
+
+
+PAIR = {"mirror": "tcp://127.0.0.1:0", "peers": "tcp://127.0.0.1:9"}
+
+
+def test_the_first_leads_and_leads_again_on_its_own_folder(tmp_path: Path) -> None:
+    a = Start(tmp_path, "a", **PAIR)
+    assert (leads := a.lead()) and leads.term.term == 1
+    a.has_run()
+    leads.set_in_sync(("b",))
+    again = Start(tmp_path, "a", **PAIR).lead()
+    assert again is not None and again.term.term == 3 and again.term.in_sync == ()
+    with pytest.raises(Deposed, match="a leads the run since term 3"):
+        leads.set_in_sync(())
+
+
+def test_a_second_one_stands_by(tmp_path: Path) -> None:
+    assert Start(tmp_path, "a", **PAIR).lead() is not None
+    b = Start(tmp_path, "b", **PAIR)
+    assert b.lead() is None and b.stands_by
+
+
+def test_a_leader_that_lost_its_folder_stands_by_for_those_that_have_all(tmp_path: Path) -> None:
+    leads = Start(tmp_path, "a", **PAIR).lead()
+    assert leads is not None
+    leads.set_in_sync(("b",))
+    again = Start(tmp_path, "a", **PAIR)
+    assert again.lead() is None and again.stands_by
+
+
+def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:
+    assert Start(tmp_path, "a").lead() is not None
+    with pytest.raises(StateMismatch, match="a leads this run since term 1; to stand by for it give"):
+        Start(tmp_path, "b").lead()
+    forced = Start(tmp_path, "b").lead(force=True)
+    assert forced is not None and forced.term.leader == "b"
+
+
+def test_an_empty_folder_is_recovered_from_copies_where_it_may(tmp_path: Path) -> None:
+    assert Start(tmp_path, "a").lead() is not None
+    taken = Start(tmp_path, "b", recover="auto").lead()
+    assert taken is not None and taken.term.leader == "b"
+    c = Start(tmp_path, "c", recover="auto")
+    c.has_run()
+    with pytest.raises(StateMismatch, match="b leads this run"):
+        c.lead()
+
+
+def test_the_record_of_another_run_is_refused(tmp_path: Path) -> None:
+    assert Start(tmp_path, "a", run="0000").lead() is not None
+    with pytest.raises(StateMismatch, match=r"another run \(fingerprint 0000, the file's is 8f3c\)"):
+        Start(tmp_path, "b").lead()

@@ -1,0 +1,320 @@
+"""A standby's folder is the leader's at every sync, whatever is cut off: `MirroredFiles` and `Replica` over two disks
+that forget what was not synced."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_runs
+from power_cuts import extremes, image_of
+from virtual_files import Fate, VirtualFiles
+
+from farloop.algo.spec import RunSpec
+from farloop.coordinator.errors import Deposed, StorageFailed
+from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
+from farloop.coordinator.storage import mirror as mirrors
+from farloop.coordinator.storage.files import Bytes
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests, finish_incoming
+from farloop.coordinator.storage.store import Store
+from farloop.quant.digest import digest
+
+PLACE = Path("/state")
+SEGMENT_BYTES = 12 << 10
+
+
+class Terms:
+    """A record in memory. `away`: the store does not answer; `deaf`: it does what is asked, and the answer is lost."""
+
+    def __init__(self) -> None:
+        self.term: Term | None = None
+        self.version = 0
+        self.away = self.deaf = False
+
+    def read(self) -> tuple[Term | None, Version]:
+        if self.away:
+            raise Unreachable("the store is away")
+        return self.term, self.version
+
+    def replace(self, term: Term, version: Version) -> bool:
+        if self.away:
+            raise Unreachable("the store is away")
+        if version != self.version:
+            return False
+        self.term, self.version = term, self.version + 1
+        if self.deaf:
+            raise Unreachable("the answer is lost")
+        return True
+
+
+class Pair:
+    """A leader and a standby. Messages arrive at once, unless `cut_off`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("farloop.coordinator.leadership.RETRY_S", 0.0)
+        self.terms, self.leader, self.standby = Terms(), VirtualFiles(), VirtualFiles()
+        self.terms.term = term = Term(run="r", leader="a", holder="1", term=1, address="tcp://a:7700")
+        self.time = 0.0
+        self.mirror = Mirror(PLACE, Leadership(self.terms, PLACE, term, 0), self.leader, lambda: self.time)
+        self.mirror.send = self.deliver
+        self.files = MirroredFiles(self.mirror)
+        self.cut_off = False
+        self.standby.make_directory(PLACE)
+        self.replica = Replica(PLACE, self.standby, beside=False)
+        self.route = b"1"
+        self.after_change: Callable[[list[Any]], None] = lambda head: None
+
+    def deliver(self, route: bytes, frames: Sequence[Bytes]) -> None:
+        if self.cut_off or route != self.route:
+            return
+        head = json.loads(bytes(frames[0]))
+        if head not in (["pong"], ["unknown"]):
+            self.replica.apply(head, frames[1:], lambda number: self.mirror.received(route, ["ack", number]))
+            self.mirror.received(route, ["took", self.replica.taken])
+            self.after_change(head)
+
+    def join(self, route: bytes = b"1") -> None:
+        self.route = route
+        self.mirror.received(route, ["join", "b", digests(PLACE, self.standby, {})])
+        self.mirror.tick()
+        if self.mirror.error is not None:
+            raise self.mirror.error
+
+    def begin(self, spec: RunSpec) -> Store:
+        return stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=self.files)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    stored_runs.shorten(monkeypatch, snapshot_every=2, history=1)
+    return Pair(monkeypatch)
+
+
+def told(store: Store) -> tuple[Any, ...]:
+    """What nodes know once a call of the store has returned."""
+    versions = tuple((each.version, digest(each.anchor), digest(each.target)) for each in store.buffers)
+    return versions, tuple(sorted(str(blob) for blob in store.ledger.inputs))
+
+
+def found(files: VirtualFiles) -> tuple[Any, ...]:
+    """What a start on this disk finds."""
+    store = stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=files)
+    assert not store.alarms
+    return told(store)
+
+
+def mirrored_names(files: VirtualFiles) -> dict[str, bytes]:
+    held = {}
+    for folder in (PLACE, PLACE / "snapshots"):
+        for name in files.names(folder):
+            if mirrors.mirrored(PLACE, folder / name) and not files.is_directory(folder / name):
+                held[str(folder / name)] = files.read_bytes(folder / name).rstrip(b"\0")
+    return held
+
+
+def work(store: Store, rounds: int = 4) -> None:
+    """Commits, snapshots, new segments, pruned ones, and deltas without an outcome."""
+    for _ in range(rounds):
+        stored_runs.commit(store, 0)
+        stored_runs.commit(store, 1)
+    stored_runs.spool(store, 0, stored_runs.NODES[0])
+
+
+def test_the_two_folders_are_equal_after_every_call(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
+    for _ in range(6):
+        stored_runs.commit(store, 0)
+        stored_runs.commit(store, 1)
+        assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
+    assert min(int(name.split("-")[1].split(".")[0]) for name in pair.standby.names(PLACE) if "journal" in name) > 0
+    store.close()
+    assert found(pair.standby.killed()) == told(store)
+
+
+@pytest.mark.parametrize("fate", extremes(), ids=repr)
+def test_whatever_was_told_is_on_the_standby_after_a_power_cut_of_both(pair: Pair, spec: RunSpec, fate: Fate) -> None:
+    """The standby's power is cut after each change that reaches it. A start there finds what was told, or, of the call
+    that was under way, its result."""
+    store = pair.begin(spec)
+    pair.join()
+    cuts = dict[int, VirtualFiles]()
+
+    def cut(head: list[Any]) -> None:
+        survivor = pair.standby.survivor(fate)
+        cuts.setdefault(image_of(survivor), survivor)
+
+    pair.after_change = cut
+    seen = 0
+    for fragment in (0, 1, 0, 1, 0):
+        before = told(store)
+        stored_runs.commit(store, fragment, snapshots=False)
+        store.take_snapshots()
+        after = told(store)
+        for survivor in cuts.values():
+            state = found(survivor)
+            seen += 1
+            assert state[0] in (before[0], after[0])
+        cuts.clear()
+        assert found(pair.standby.survivor(fate)) == after
+    assert seen > 15
+
+
+UNLOCKED = ("sync", "allocate", "forget")
+"""Calls of the disk between which a standby may be let in: the others are made together with their change."""
+
+
+def test_a_standby_may_join_at_any_moment(monkeypatch: pytest.MonkeyPatch, spec: RunSpec) -> None:
+    """Also in the middle of a snapshot or of a new segment."""
+    stored_runs.shorten(monkeypatch, snapshot_every=2, history=1)
+    moment, joined = 0, True
+    while joined:
+        pair, left, joined = Pair(monkeypatch), moment, False
+        store = pair.begin(spec)
+
+        def joins(what: str, path: Path, pair: Pair = pair) -> bool:
+            nonlocal left, joined
+            left -= what in UNLOCKED
+            if left < 0 and not joined:
+                joined = True
+                pair.join()
+            return True
+
+        pair.leader.on_call = joins
+        work(store, 2)
+        if joined:
+            assert mirrored_names(pair.standby) == mirrored_names(pair.leader), moment
+            assert found(pair.standby.killed()) == told(store)
+        moment += 1
+    assert moment > 20
+
+
+def test_a_standby_that_comes_back_is_given_what_changed_and_keeps_the_rest(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    work(store)
+    pair.cut_off = True
+    pair.time += 10.0  # nothing was heard of it
+    stored_runs.commit(store, 0)
+    assert pair.terms.term is not None and pair.terms.term.in_sync == (), "the leader went on alone"
+    pair.cut_off = False
+    pair.replica = Replica(PLACE, pair.standby, beside=False)
+    sent = list[str]()
+    pair.after_change = lambda head: sent.append(head[1])
+    pair.join(b"2")
+    assert "keep" in sent
+    work(store, 1)
+    assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
+    assert pair.terms.term.in_sync == ("b",)
+
+
+@pytest.mark.parametrize("fate", extremes(), ids=repr)
+def test_the_old_folder_stays_until_the_new_one_is_whole(pair: Pair, spec: RunSpec, fate: Fate) -> None:
+    """A standby that had the state and is given a later one: a power cut at any of its calls leaves either."""
+    store = pair.begin(spec)
+    pair.join()
+    work(store, 2)
+    old = told(store)
+    pair.cut_off = True
+    pair.time += 10.0
+    work(store, 2)
+    new = told(store)
+    pair.cut_off = False
+    pair.replica = Replica(PLACE, pair.standby, beside=False)
+    cuts = dict[int, VirtualFiles]()
+
+    def cut(what: str, path: Path) -> bool:
+        survivor = pair.standby.survivor(fate)
+        cuts.setdefault(image_of(survivor), survivor)
+        return True
+
+    pair.standby.on_call = cut
+    pair.join(b"2")
+    states = set()
+    for survivor in cuts.values():
+        finish_incoming(PLACE, survivor)
+        states.add(found(survivor))
+    assert states == {old, new}
+
+
+def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None:
+    """A leader that slept: its sync never returns."""
+    store = pair.begin(spec)
+    pair.join()
+    work(store, 1)
+    before = told(store)
+    term, version = pair.terms.read()
+    assert term is not None
+    assert pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
+    pair.cut_off = True
+    pair.time += 60.0
+    with pytest.raises(Deposed, match="b leads the run since term 3"):
+        stored_runs.commit(store, 0)
+    assert told(store)[0] == before[0]
+    with pytest.raises(Deposed):
+        store.require_ours()
+
+
+def test_a_leader_that_writes_nothing_notices_that_another_leads(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    term, version = pair.terms.read()
+    assert term is not None
+    pair.terms.replace(
+        Term(run="r", leader="a", holder="2", term=2, address=""), version
+    )  # another process of its name
+    pair.time += 10.0
+    pair.mirror.tick()
+    with pytest.raises(Deposed):
+        store.require_ours()
+
+
+def test_the_record_is_changed_before_the_run_goes_on_alone(pair: Pair, spec: RunSpec) -> None:
+    """While the store is away and the standby is silent, nothing is told. An answer that is lost does no harm."""
+    store = pair.begin(spec)
+    pair.join()
+    pair.cut_off = True
+    pair.time += 10.0
+    pair.terms.away = True
+    asked = [0]
+    read = pair.terms.read
+
+    def comes_back() -> tuple[Term | None, Version]:
+        asked[0] += 1
+        if asked[0] == 3:
+            assert "standby b does not answer" in pair.mirror.alarms()["leads_by"]
+            assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
+            pair.terms.away, pair.terms.deaf = False, True
+        return read()
+
+    pair.terms.read = comes_back  # type: ignore[method-assign]
+    replace = pair.terms.replace
+
+    def counted(term: Term, version: Version) -> bool:
+        if pair.terms.away:
+            comes_back()
+        return replace(term, version)
+
+    pair.terms.replace = counted  # type: ignore[method-assign]
+    stored_runs.commit(store, 0)
+    assert asked[0] >= 3 and pair.terms.term is not None and pair.terms.term.in_sync == ()
+    assert not pair.mirror.alarms().get("leads_by")
+
+
+def test_a_coordinator_that_stops_does_not_wait_for_a_standby(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    pair.cut_off = True
+    pair.mirror.close()
+    store.close()
+    assert found(pair.leader.killed()) == told(store)
+
+
+def test_a_standby_writes_nothing_beside_the_state(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, beside=False)
+    for name in ("../x", "lock", "admin.sock", "other/x", "snapshots/../../x", "metrics.jsonl"):
+        with pytest.raises(StorageFailed, match="not its to change"):
+            replica.apply([1, "create", name], [], lambda number: None)
+    with pytest.raises(StorageFailed, match="not known here: swap"):
+        replica.apply([1, "swap", "epoch"], [], lambda number: None)
