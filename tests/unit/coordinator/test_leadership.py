@@ -48,11 +48,8 @@ class _LeaseHandler(BaseHTTPRequestHandler):
                 status, answer = 403, {"message": f"leases {name!r} is forbidden"}
             elif self.command == "GET":
                 status, answer = (200, found) if found else (404, {})
-            elif (
-                self.command == "POST"
-                and found
-                or self.command == "PUT"
-                and body["metadata"]["resourceVersion"] != held
+            elif (self.command == "POST" and found) or (
+                self.command == "PUT" and body["metadata"]["resourceVersion"] != held
             ):
                 status, answer = 409, {}
             else:
@@ -165,7 +162,7 @@ def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> Non
         assert "\n" not in str(told.value)
     with ExitStack() as stack:
         server = leases(stack)
-        with pytest.raises(Unreachable, match="answers 403: .*'other' is forbidden"):
+        with pytest.raises(Unreachable, match=r"answers 403: .*'other' is forbidden"):
             term_store(f"k8s://farloop/other?api=http://127.0.0.1:{server.server_port}").read()
         server.leases["run"] = {"metadata": {"resourceVersion": "1"}}
         with pytest.raises(Unusable, match="has no annotation"):
@@ -220,7 +217,7 @@ def test_a_leader_that_is_told_to_stop_does_not_wait_for_the_store(tmp_path: Pat
             leadership.close()
             raise Unreachable("it is away")
 
-        replace: Callable[..., Any] = lambda self, term, version: self.read()  # noqa: E731
+        replace: Callable[..., Any] = lambda self, term, version: self.read()
 
     leadership = Leadership(Away(), tmp_path, FIRST, 0)
     with pytest.raises(StorageFailed, match="stopped while the record of the leader could not be changed: it is away"):
@@ -255,7 +252,8 @@ PAIR = {"mirror": "tcp://127.0.0.1:0", "peers": "tcp://127.0.0.1:9"}
 
 def test_the_first_leads_and_leads_again_on_its_own_folder(tmp_path: Path) -> None:
     a = Start(tmp_path, "a", **PAIR)
-    assert (leads := a.lead()) and leads.term.term == 1
+    leads = a.lead()
+    assert leads is not None and leads.term.term == 1
     a.has_run()
     leads.set_in_sync(("b",))
     again = Start(tmp_path, "a", **PAIR).lead()
