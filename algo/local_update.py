@@ -124,8 +124,13 @@ def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, factor: floa
 # β·(…), δ_i = v_i − c_i, one more copy. Without compression it is SCALLION with α = β. The paper's text was not at
 # hand; the formulas are as its abstract, its reviews and an open re-implementation have them.)
 #
-# Ours, so that neither message nor memory grows: a node uses c − c_i only, so it keeps only that, d_i, one copy. Of the
-# increments above c drops out, and with deltas Δ_i = x − y_i, their mean Δ̄, and Ση over the steps of a delta for ηK,
+# SCAFCOM is here as written (`increment_`, `learn_increment_`; the coordinator's c is the buffer of the outer optimizer
+# "increments"): a codec that leaves out most of every δ_i leaves less of it each round, as c_i comes nearer to v_i. v_i
+# begins as the first estimate. c is known to a node from the update, −update/(ν·Ση).
+#
+# Ours for SCALLION, so that neither message nor memory grows: a node uses c − c_i only, so it keeps only that, d_i, one
+# copy. Of the increments above c drops out, and with deltas Δ_i = x − y_i, their mean Δ̄, and Ση over the steps of a
+# delta for ηK,
 #
 #     d_i ← d_i + α·(Δ̄ − Δ_i)/Ση          after a merge, deltas as decoded, so that the d_i of all nodes sum to 0
 #     y ← y − η·d_i                        after every inner step
@@ -179,6 +184,35 @@ def learn_(drift: Tensor, delta: Tensor, merged: Tensor, *, lr_sum: float, alpha
     factor = alpha / lr_sum
     for drift_part, delta_part, merged_part in tiles(drift, delta, merged):
         drift_part.add_((merged_part - delta_part).mul_(factor))
+
+
+@torch.no_grad()
+def increment_(
+    delta: Tensor, smoothed: Tensor, sent: Tensor, drift: Tensor | None, *, lr_sum: float, rate: float
+) -> None:
+    """v ← (1 − β)·v + β·(Δ/Ση − d);  Δ ← v − c, what a node of SCAFCOM sends; all fp32 [n].
+
+    Args:
+        smoothed: v_i; it begins as the first estimate.
+        sent: c_i, the sum of all that the node has sent and that was merged.
+        drift: d_i; None for zeros.
+        lr_sum: of the inner steps inside the delta; without any v stays.
+        rate: β, of the first estimate 1.
+    """
+    if lr_sum > 0.0:
+        delta.mul_(1.0 / lr_sum)
+        if drift is not None:
+            delta.sub_(drift)
+        smoothed.mul_(1.0 - rate)
+        smoothed.add_(delta.mul_(rate))
+    torch.sub(smoothed, sent, out=delta)
+
+
+@torch.no_grad()
+def learn_increment_(drift: Tensor, sent: Tensor, own: Tensor, merged: Tensor, *, lr_sum: float) -> None:
+    """c_i ← c_i + own;  d_i ← c − c_i, all fp32 [n]: `own` as decoded, c = merged/Ση from `merged_by_plain_step`."""
+    sent.add_(own)
+    torch.sub(merged * (1.0 / lr_sum), sent, out=drift)
 
 
 def merged_by_plain_step(update: Tensor, outer_lr: float) -> Tensor:

@@ -33,8 +33,9 @@ class Method:
     outer_lr: tuple[tuple[int, float], ...] = ((1, 1.0),)  # best known ν, from so many nodes on
     outer_momentum: float = 0.0
     outer_clip: float | None = None
+    control_variates: bool = False  # default of the term
     inner: bool = True  # nodes run an optimizer; without one their delta is the gradient (protocol, Data parallel)
-    weights: Literal["tokens", "quality"] = "tokens"  # what a contribution weighs: its tokens, or tokens²/steps
+    weights: Literal["tokens", "quality", "equal"] = "tokens"  # of a contribution: its tokens, tokens²/steps, or 1
     max_staleness: int = 0  # default of the term; where it is 0, so is the term
     max_stale_rounds: int = 1  # default of the term
     alone: bool = False  # every delta is an outer step of its own; else there is one in a round
@@ -129,6 +130,15 @@ METHODS: Final = {
             summary="A 64th of every delta, the rest kept for later, and no outer momentum (arXiv 2508.15706).",
             codec_up="topk",
             outer="sgd",  # error feedback on the nodes takes the place of outer momentum (arXiv 2508.15706)
+        ),
+        Method(
+            name="scafcom",
+            summary="Nodes with unlike data send changes of smoothed gradients, by any codec (arXiv 2308.08165).",
+            codec_up="topk:beta=0",
+            fixed=frozenset({"control_variates"}),
+            control_variates=True,
+            outer="increments",
+            weights="equal",  # in every round, or the sum of a node's increments would not be what its mean is made of
         ),
         Method(
             name="data-parallel",

@@ -21,7 +21,7 @@ from farloop.algo.spec import TILE
 if TYPE_CHECKING:
     from torch import Tensor
 
-OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "adamw"]
+OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "increments", "adamw"]
 """What steps a target. `adamw` steps by gradients and by the inner learning rate: `adamw.py`."""
 
 
@@ -215,6 +215,16 @@ OUTER_OPTIMIZERS: Final[Mapping[OuterKind, OuterOptimizer]] = {
             target, state["momentum"], delta, settings, gap=gap
         ),
         gain=lambda settings, gap: settings.lr / gap,  # more than what comes, where the momentum is clipped
+    ),
+    # Heavy ball whose μ is 1, or 0 where the sum begins anew, and whose ν is in units of gradients: the deltas are
+    # changes of gradients, and the buffer is their sum, c of SCAFCOM (`outer_settings.settings_of`).
+    "increments": OuterOptimizer(
+        state=("momentum",),
+        keeps_without_momentum=True,
+        step=lambda target, state, delta, settings, version, gap: heavy_ball_step_(
+            target, state["momentum"], delta, settings
+        ),
+        gain=lambda settings, gap: settings.lr,
     ),
     "adamw": OuterOptimizer(
         state=("exp_avg", "exp_avg_sq"), keeps_without_momentum=True, step=_by_gradients, gain=_by_gradients

@@ -1,12 +1,13 @@
 """Learning rate and momentum of one outer step, corrections included."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Final
 
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import OuterSettings
-from farloop.algo.schedule import span_of, work_ratio
+from farloop.algo.schedule import learning_rate, span_of, work_ratio
 from farloop.algo.spec import Layout, RoundPlan, WindowTerms
 from farloop.algo.terms import InnerOptimizer, Terms
 
@@ -92,8 +93,23 @@ def usual(terms: Terms) -> OuterSettings:
     )
 
 
-def settings_of(terms: Terms, layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan]) -> OuterSettings:
-    """What a window's outer step runs under. `rounds` must hold its round, and the one before it."""
+def sums_increments(terms: Terms) -> bool:
+    """Whether deltas are changes of what a node sent before: then even the last step of a run needs their sum."""
+    return method_named(terms.method).outer == "increments"
+
+
+def settings_of(
+    terms: Terms, layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan], *, same_nodes: bool = False
+) -> OuterSettings:
+    """What a window's outer step runs under. `rounds` must hold its round, and the one before it.
+
+    `same_nodes`: those of this window made the version before. Increments add up only then: c ← c + mean of C(δ_i);
+    x ← x − ν·Ση·c, Ση over the window's steps.
+    """
+    if sums_increments(terms):
+        begin, end = span_of(layout, window, rounds)
+        lr_sum = math.fsum(learning_rate(terms, position) for position in range(begin, end))
+        return dataclasses.replace(usual(terms), lr=terms.outer.lr * lr_sum, momentum=1.0 if same_nodes else 0.0)
     # Momentum pays off in later rounds, and a flush has none: the mean of what the nodes hold.
     if window.final or layout.fragments[window.fragment].averaged:
         return PLAIN_AVERAGE

@@ -151,6 +151,7 @@ STAY: Final[Mapping[str, str]] = {
     "sequence_tokens": "samples are numbered by it",
     "on_late_update": "what nodes count as sent and merged depends on it",
     "control_variates": "nodes keep the corrections from their first step on",
+    "variates_rate": "nodes keep the corrections from their first step on",
     "outer_buffer": "the outer momentum is half-way through a buffer of this size",
     "outer_spread": "the outer momentum is half-way through a buffer spread like this",
 }

@@ -97,6 +97,9 @@ class Inner:
     optimizer: InnerOptimizer = "adamw"  # of the built-in trainer, and of every loop that brings none of its own
     control_variates: bool = False
     """Nodes correct their inner steps for the difference between their data and those of all nodes."""
+    variates_rate: float = 0.5
+    """Share of the last estimate that a round's replaces: α of SCALLION, β of SCAFCOM. At 1 it has all the noise of a
+    round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +230,7 @@ FLAT: Final[Mapping[str, tuple[str, str]]] = {
         ("inner", "control_variates"),
         ("codecs", "codec_up_of"),
         ("schedule", "h_share_of own_tau"),
+        ("inner", "variates_rate"),
     )
     for name in names.split()
 }

@@ -17,7 +17,7 @@ from farloop.algo.methods import Method, max_tau, method_named
 from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterKind
 from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
 from farloop.algo.spec import Layout, NodeId
-from farloop.algo.terms import InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
+from farloop.algo.terms import Inner, InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
 from farloop.monitoring.units import ascii_number, nearest
 
 INNER_OPTIMIZERS: Final[tuple[str, ...]] = get_args(InnerOptimizer)
@@ -409,8 +409,10 @@ _NEEDED: Final[tuple[tuple[str, object, str], ...]] = (
 
 def check_variates(terms: Terms, method: Method) -> None:
     """Raise ValueError unless the run can have control variates, or does without; `method` is that of the terms."""
+    rate, usual = terms.inner.variates_rate, Inner.__dataclass_fields__["variates_rate"].default
+    require(0.0 < rate <= 1.0, f"variates_rate is {rate}; it must be above 0 and at most 1")
     if not terms.inner.control_variates:
-        return
+        return require(rate == usual, f"variates_rate is {rate}, which only control_variates read: leave it out")
     name = method.name
     require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
     require(

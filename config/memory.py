@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from farloop.algo.fragments import is_muon_matrix
 from farloop.algo.methods import method_named
 from farloop.algo.outer_optimizers import state_names
+from farloop.algo.outer_settings import sums_increments
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
 from farloop.coordinator.commits import leaves_a_choice
@@ -116,10 +117,11 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
     part = ranks if shard else 1
     # As `Replica.can_apply_ahead` has it.
     ahead = max((f.numel for f in layout.fragments if f.numel <= parameters // 4), default=0)
+    variates = (3 if sums_increments(terms) else 1) if terms.inner.control_variates else 0
     anchors = {
         "anchors": FP32 * parameters // part,
         "residuals": FP32 * parameters // part if codec_named(terms.codecs.up).beta else 0,
-        "control variates": FP32 * parameters // part if terms.inner.control_variates else 0,
+        "control variates": variates * FP32 * parameters // part,
         "starts of rounds": FP32 * parameters // part if terms.schedule.eager else 0,
         "weights during an evaluation": FP32 * parameters // part if shard else 0,
     }

@@ -57,7 +57,7 @@ class RunConfig:
     steps: Annotated[int, AtLeast(1)] = 600
     """Inner steps of each node."""
     method: Annotated[str, OneOf(METHODS)] = "streaming"
-    """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` compares them."""
+    """diloco, streaming, co2, decoupled, async, sparse, scafcom or data-parallel; `farloop methods` compares them."""
     h: Annotated[int | None, AtLeast(1)] = None
     """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
     bytes_goal: float | None = None
@@ -107,7 +107,11 @@ class RunConfig:
     """Robust aggregation for untrusted nodes: clipped, median, trimmed or krum. Default: the mean."""
     control_variates: bool = False
     """Correct the steps of each node for its data distribution (arXiv 2308.08165), for shards that differ. Needs
-    diloco, outer_momentum = 0 and a dense codec_up such as q4; costs one more fp32 copy of the model per node."""
+    outer_momentum = 0 and, but for scafcom, diloco and a dense codec_up such as q4; costs one more fp32 copy of the
+    model per node, or three."""
+    variates_rate: float = 0.5
+    """control_variates: share of the last estimate that a round's replaces, above 0 and at most 1: α of SCALLION, β of
+    SCAFCOM."""
     outer_correction: bool = True
     """If rounds differ in length, correct ν, μ and the delta for the work in each (arXiv 2609.36662)."""
     h_rule: Annotated[str, OneOf(RULES)] = "constant"
@@ -196,7 +200,7 @@ def loops_bring_data(config: RunConfig) -> bool:
 _OF_CONFIG = (
     *("steps", "clip", "weight_decay", "batch_sequences", "sequence_tokens", "floor", "h_rule", "h_init"),
     *("h_max", "outer_correction", "rewarm_momentum", "outer_spread", "outer_restart"),
-    *("control_variates", "screen", "norm_band", "merge"),
+    *("variates_rate", "screen", "norm_band", "merge"),
 )
 
 
@@ -219,7 +223,8 @@ def terms_of(
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
     lag = method.lag if config.lag is None else config.lag
     inner: InnerOptimizer = "adamw"
-    if method.inner and config.inner_optimizer is None and not (config.control_variates or loops_bring_data(config)):
+    variates = config.control_variates or method.control_variates
+    if method.inner and config.inner_optimizer is None and not (variates or loops_bring_data(config)):
         inner = "muon" if has_matrices else "adamw"
         if not has_matrices:
             notes.append("the model has no matrices of layers for muon: inner_optimizer is adamw")
@@ -227,6 +232,7 @@ def terms_of(
         **{name: getattr(config, name) for name in _OF_CONFIG},
         **{name: getattr(method, name) for name in _OF_METHOD},
         method=method.name,
+        control_variates=variates,
         h=h,
         tau=(0 if lag else method.tau) if config.tau is None else config.tau,
         mix=(0.0 if lag else default_mix(method, config.nodes)) if config.mix is None else config.mix,

@@ -11,7 +11,7 @@ from farloop.algo.bit_allocation import Candidate, budget, by_multiplier
 from farloop.algo.fragments import view
 from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
-from farloop.algo.outer_settings import PLAIN_AVERAGE, usual
+from farloop.algo.outer_settings import PLAIN_AVERAGE, sums_increments, usual
 from farloop.algo.spec import BlobId, BlobKind, Fragment, WindowTerms
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
@@ -143,7 +143,7 @@ def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
         version=record.version,
         round=ledger.rounds[record.round],
         outer=replace(
-            PLAIN_AVERAGE if record.flush else usual(terms),
+            PLAIN_AVERAGE if record.flush and not sums_increments(terms) else usual(terms),
             lr=record.outer_lr,
             momentum=record.outer_momentum,
             delta_scale=record.delta_scale,

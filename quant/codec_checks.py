@@ -19,21 +19,24 @@ def check_codecs(terms: Terms) -> None:
 
 
 def _check_up(spelling: str, terms: Terms) -> None:
-    codec = codec_named(spelling)
-    check_uplink(codec)
+    codec, increments = codec_named(spelling), terms.method == "scafcom"
+    check_uplink(codec, may_lose=increments)
     if terms.inner.control_variates:
-        check_variates(codec)
+        check_variates(codec, may_lose=increments)
 
 
-def check_uplink(codec: Codec) -> None:
-    """Raise UnsoundPairing unless this codec can carry deltas for a whole run."""
+def check_uplink(codec: Codec, *, may_lose: bool = False) -> None:
+    """Raise UnsoundPairing unless this codec can carry deltas for a whole run.
+
+    `may_lose`: deltas are increments, so that what one lacks is in the next.
+    """
     _check_one_step("codec_up", codec)
     if codec.beta > 0 and codec.traits.contraction == 0:
         raise UnsoundPairing(
             f"codec_up {spelling_of(codec)!r}: error feedback needs a codec that keeps a part of every delta; this one "
             "may lose more than there is, and what is lost would grow without bound; take beta=0"
         )
-    if codec.beta == 0 and not codec.traits.unbiased and codec.traits.sparse:
+    if codec.beta == 0 and not codec.traits.unbiased and codec.traits.sparse and not may_lose:
         raise UnsoundPairing(
             f"codec_up {spelling_of(codec)!r}: without error feedback most of every delta is lost; take beta=0.95"
         )
@@ -57,13 +60,13 @@ def check_downlink(codec: Codec) -> None:
         )
 
 
-def check_variates(codec: Codec) -> None:
+def check_variates(codec: Codec, *, may_lose: bool = False) -> None:
     """Raise UnsoundPairing unless nodes with control variates (`algo/local_update.py`) can use this codec.
 
-    Control variates already add what a delta loses to the next one.
+    Control variates already add what a delta loses to the next one. `may_lose`: deltas are increments.
     """
     name = spelling_of(codec)
-    if codec.traits.sparse:
+    if codec.traits.sparse and not may_lose:
         raise UnsoundPairing(
             f"codec_up {name!r}: with control_variates a delta must be sent as a whole, or what comes rounds later "
             "would be corrected many times over; take q4"

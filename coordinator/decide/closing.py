@@ -276,7 +276,8 @@ class Closing:
         window.state = "closing"
         spec = dataclasses.replace(self._ledger.spec, terms=terms)
         following = self._ledger.terms_of(fragment, window.terms.window + 1, window.terms.round + 1)
-        draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment), following)
+        served, before = self._ledger.served(fragment), self._ledger.made(fragment)
+        draft = window.draft(spec, self._ledger.rounds, why, served, following, before)
         commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
         self._decisions.do(commit)
 

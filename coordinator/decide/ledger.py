@@ -384,6 +384,11 @@ class Ledger:
             return None
         return known
 
+    def made(self, fragment: int) -> set[NodeId] | None:
+        """The nodes that made the fragment's version; None of the first weights."""
+        committed = self.commits.get((fragment, self.versions[fragment]))
+        return {share.node for share in committed.merged} if committed else None
+
     def round_of(self, fragment: int, version: int) -> int:
         """The round of the window that made this version; 0 if that is not remembered."""
         before = self.commits.get((fragment, version - 1))

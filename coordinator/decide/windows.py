@@ -182,7 +182,7 @@ class Window:
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
 
     def shares(self, rule: str = "tokens") -> tuple[Share, ...]:
-        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`.
+        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`, or equal.
 
         In the last step of a run in which nodes finish with different amounts of work, all weigh the same: it gives the
         mean of what they hold.
@@ -190,9 +190,11 @@ class Window:
         offers = self.ordered()
         if not offers:
             return ()
-        weights = WEIGHT_RULES[rule]([offer.contributors for offer in offers])
-        if self.terms.final and self.max_staleness and not all(c.steps for o in offers for c in o.contributors):
+        uneven = self.max_staleness and not all(c.steps for o in offers for c in o.contributors)
+        if rule == "equal" or (self.terms.final and uneven):
             weights = [1 / len(offers)] * len(offers)
+        else:
+            weights = WEIGHT_RULES[rule]([offer.contributors for offer in offers])
         return tuple(
             Share(node=sum_key(offer.contributors), weight=weight)
             for offer, weight in zip(offers, weights, strict=True)
@@ -211,15 +213,17 @@ class Window:
         why: str,
         served: Collection[NodeId] = (),
         following: Terms | None = None,
+        before: Collection[NodeId] | None = None,
     ) -> WindowCommitted:
         """The window's commit without the update and its digests.
 
         `spec` has this window's terms, `following` those of the next one, if they differ. `served`: nodes that
-        contributed to earlier windows of this round.
+        contributed to earlier windows of this round. `before`: those that made the version before.
         """
         terms = spec.terms
         shares = self.shares(method_named(terms.method).weights)
-        outer = settings_of(terms, spec.identity.layout, self.terms, rounds)
+        same_nodes = before == {share.node for share in shares}
+        outer = settings_of(terms, spec.identity.layout, self.terms, rounds, same_nodes=same_nodes)
         gapped = OUTER_OPTIMIZERS[outer.kind].has_gap
         return WindowCommitted(
             fragment=self.terms.fragment,

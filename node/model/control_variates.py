@@ -8,6 +8,8 @@ d_i is updated from a version that the same nodes made as the one before. If oth
 was late), all nodes reset d_i to 0 at the same announcement: the remaining d_i would no longer sum to zero and would
 bias the model for the rest of the run.
 
+Of SCAFCOM c begins anew on the coordinator too, with the deltas of that version: so each node's c_i does.
+
 A dropped delta and a snapshot leave d_i as it is; a node that lost an anchor knows its update, and still uses it. The
 sum is not exactly zero, until the set of nodes changes, in two cases: after a node restarted so quickly that no version
 was made without it (its d_i is gone: it is not kept on disk), and while the learning rate of a late joiner is ramped,
@@ -16,18 +18,14 @@ because its Ση differs from the others'.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
+from farloop.algo.outer_settings import sums_increments
 from farloop.algo.spec import BlobId, NodeId
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.model.replica import Replica
 from farloop.quant.errors import BadBlob
 from farloop.wire.messages import Committed, Message
-
-ALPHA: Final = 0.5
-"""Share of the last estimate that the next one replaces. With 1 it has all the noise of a round, and losses of the
-downlink remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,8 @@ class ControlVariates:
     def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
         """`terms_of`: terms of a fragment's window; `terms` by default."""
         self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
-        self._on = terms.inner.control_variates
+        self._on, self._rate = terms.inner.control_variates, terms.inner.variates_rate
+        self._increments = sums_increments(terms)
         self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}  # Ση since the last merge
         self._sent: dict[int, _Sent] = {}
         self._announced: dict[tuple[int, int], _Made] = {}
@@ -80,9 +79,13 @@ class ControlVariates:
             self._replica.correct(fragment.index, lr)
 
     def sent(self, command: ev.Encode) -> None:
+        """Before the delta is taken."""
         if self._on:
             fragment = command.blob.fragment
-            self._sent[fragment] = _Sent(command=command, lr_sum=self._lr_sums[fragment])
+            lr_sum = self._lr_sums[fragment]
+            self._sent[fragment] = _Sent(command=command, lr_sum=lr_sum)
+            if self._increments:
+                self._replica.take_increment(fragment, lr_sum, self._rate)
 
     def heard(self, message: Message) -> None:
         if self._on and isinstance(message, Committed):
@@ -98,9 +101,9 @@ class ControlVariates:
         made = self._announced[fragment, version]
         self._announced = {at: who for at, who in self._announced.items() if at[0] != fragment or at[1] > version}
         self._updates.pop(fragment, None)
-        if not made.continues(self._made.get(fragment)):
-            self._replica.forget_drift(fragment)
-        elif not made.final:  # the run's last step is by another ν, and nothing follows it
+        if not (continues := made.continues(self._made.get(fragment))):
+            self._replica.forget_drift(fragment)  # the sum of increments begins anew with those of this version
+        if (continues or self._increments) and not made.final:  # the run's last step is by another ν; nothing follows
             self._updates[fragment] = _Update(command=command, data=update)
         self._made[fragment] = made
 
@@ -119,7 +122,7 @@ class ControlVariates:
             merged = self._replica.parsed(index, version, version - 1, update.command.codec, epoch, update.data)
         except BadBlob:  # the anchor did not get it either, and is lost
             return
-        self._replica.learn(index, own, merged, outer_lr=outer_lr, lr_sum=sent.lr_sum, alpha=ALPHA)
+        self._replica.learn(index, own, merged, outer_lr=outer_lr, lr_sum=sent.lr_sum, alpha=self._rate)
 
     def merged(self, fragment: int) -> None:
         """The local weights equal the anchor: the work of the next delta begins."""

@@ -27,8 +27,16 @@ from farloop.algo.fragments import (
     view,
     whole_shapes,
 )
-from farloop.algo.local_update import eager_start_into, fragment_delta_into, learn_, merged_by_plain_step
+from farloop.algo.local_update import (
+    eager_start_into,
+    fragment_delta_into,
+    increment_,
+    learn_,
+    learn_increment_,
+    merged_by_plain_step,
+)
 from farloop.algo.methods import method_named
+from farloop.algo.outer_settings import sums_increments
 from farloop.algo.spec import BlobId, Layout, RunSpec, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.devices import Buffers, Kept, SideStream, locked_zeros, spare_bytes
@@ -118,6 +126,9 @@ class Replica:
         self._starts: dict[int, Kept] = {}
         """Start of an eager node's round, fp32 as the anchor, for fragments where that is not the anchor."""
         self.drifts: dict[int, Kept] = {}  # d_i of control variates, fp32 as the anchor; those that are not zero
+        self._smoothed: dict[int, Kept] = {}  # v_i of SCAFCOM, of fragments of which one was sent
+        self._increments: dict[int, Kept] = {}  # c_i of SCAFCOM; those that are not zero
+        self._next: dict[int, tuple[float, float]] = {}  # Ση and β of an increment that is taken next
         self._residuals: dict[int, Tensor] = {}  # of a rank's part, as they were added last
         self._ahead: _Ahead | None = None
         self._spare: Tensor | None = None  # the memory of an anchor that such a one has replaced
@@ -141,7 +152,8 @@ class Replica:
         )
         if wanted <= spare:
             self.weights.home, self.weights.apart = self.weights.device, False
-            for kept in (*self.anchors.values(), *self._starts.values(), *self.drifts.values()):
+            beside = (self._starts, self.drifts, self._smoothed, self._increments)
+            for kept in (kept for each in (self.anchors, *beside) for kept in each.values()):
                 kept.replace(kept.read().to(self.weights.device))
 
     def copy_ahead(self, index: int) -> None:
@@ -191,8 +203,10 @@ class Replica:
                 case ["copy ahead", int() as index]:
                     if self.weights.apart:  # each rank decided where its anchors are
                         self.buffers.copy_ahead(self._start(index))
+                case ["take increment", int() as index, lr_sum, rate]:
+                    self._next[index] = lr_sum, rate
                 case ["forget", int() as index]:
-                    self.drifts.pop(index, None)
+                    self._forget_drift(index)
                 case ["begin again"]:
                     self._begin_again()
                 case ["show"]:
@@ -232,7 +246,28 @@ class Replica:
             fragment_delta_into(part, start, sources, out)
             if out is not start:  # the update that follows will want it
                 buffers.give_back(start, kept)
+        if index in self._next:
+            self._to_increment_(index, out, *self._next.pop(index))
         return out
+
+    def take_increment(self, index: int, lr_sum: float, rate: float) -> None:
+        """What is taken next of the fragment is an increment of SCAFCOM, with that Ση and β (`local_update.py`)."""
+        self.weights.tell("take increment", index, lr_sum, rate)
+        self._next[index] = lr_sum, rate
+
+    def _begin(self, kept: dict[int, Kept], index: int) -> None:
+        if index not in kept:
+            kept[index] = Kept(self.zeros(index))
+
+    def _to_increment_(self, index: int, delta: Tensor, lr_sum: float, rate: float) -> None:
+        first = index not in self._smoothed
+        for kept in (self._smoothed, self._increments):
+            self._begin(kept, index)
+        smoothed, sent = self._smoothed[index].write(), self._increments[index].read()
+        here, drift = delta.to(self.weights.home), self.drifts[index].read() if index in self.drifts else None
+        increment_(here, smoothed, sent, drift, lr_sum=lr_sum, rate=1.0 if first else rate)
+        if here is not delta:
+            delta.copy_(here)
 
     def _is_apart(self, kept: Kept) -> bool:
         return self.weights.apart or kept.device != self.weights.device
@@ -257,6 +292,8 @@ class Replica:
         Raises NonFiniteError: `payload` is meaningless then."""
         fragment, start = self.layout.fragments[index], self._start(index).read()
         if self.weights.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
+            return False
+        if index in self._next:
             return False
         self.merges.show()
         sources = self.weights.sources(index, gradients=self.gradients)
@@ -525,12 +562,17 @@ class Replica:
 
     @torch.no_grad()
     def _learn(self, index: int, own: Sent, update: Sent, outer_lr: float, lr_sum: float, alpha: float) -> None:
-        if index not in self.drifts:
-            self.drifts[index] = Kept(self.zeros(index))
+        increments = index in self._smoothed
+        for kept in (self.drifts, self._increments) if increments else (self.drifts,):
+            self._begin(kept, index)
         decoded = [self._decoded(index, sent) for sent in (own, update)]
-        for (drift_part,), own_part, update_part in zip(tiles(self.drifts[index].write()), *decoded, strict=True):
+        kept_parts = tiles(self.drifts[index].write(), (self._increments if increments else self.drifts)[index].write())
+        for (drift_part, sent_part), own_part, update_part in zip(kept_parts, *decoded, strict=True):
             mean_part = merged_by_plain_step(update_part, outer_lr)
-            learn_(drift_part, own_part, mean_part, lr_sum=lr_sum, alpha=alpha)
+            if increments:
+                learn_increment_(drift_part, sent_part, own_part, mean_part, lr_sum=lr_sum)
+            else:
+                learn_(drift_part, own_part, mean_part, lr_sum=lr_sum, alpha=alpha)
 
     def _decoded(self, index: int, sent: Sent) -> Iterator[Tensor]:
         """The own part's decoded numbers, a tile at a time."""
@@ -551,8 +593,13 @@ class Replica:
 
     def forget_drift(self, index: int) -> None:
         """d_i ← 0."""
-        if self.drifts.pop(index, None) is not None:
+        if index in self.drifts:
             self.weights.tell("forget", index)
+            self._forget_drift(index)
+
+    def _forget_drift(self, index: int) -> None:
+        self.drifts.pop(index, None)
+        self._increments.pop(index, None)
 
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
@@ -613,7 +660,8 @@ class Replica:
         for anchor in self.anchors.values():
             anchor.changes += 1
         self._starts.clear()
-        self.drifts.clear()
+        for beside in (self.drifts, self._smoothed, self._increments, self._next):
+            beside.clear()
 
     def parsed(self, index: int, version: int, base: int, codec: str, epoch: int, blob: bytes | bytearray) -> Sent:
         """A blob of a fragment. Raises BadBlob."""
@@ -631,7 +679,8 @@ class Replica:
 def replica_of(module: nn.Module, spec: RunSpec, holds: Part = None, weights: Weights | None = None) -> Replica:
     """For a run. Raises LayoutMismatch."""
     terms = spec.terms
-    beside = codec_named(terms.codecs.up).beta > 0.0, terms.inner.control_variates, terms.schedule.eager
+    variates = (3 if sums_increments(terms) else 1) if terms.inner.control_variates else 0
+    beside = codec_named(terms.codecs.up).beta > 0.0, variates, terms.schedule.eager
     return Replica(
         module,
         spec.identity.layout,

@@ -15,7 +15,9 @@ from farloop.algo.local_update import (
     delta_into,
     eager_start_into,
     fragment_delta_into,
+    increment_,
     learn_,
+    learn_increment_,
     merged_by_plain_step,
     mix_fragment_into,
     mix_into,
@@ -301,3 +303,18 @@ def test_weights_of_any_type_and_strides_are_corrected(dtype: torch.dtype, strid
     drift = torch.arange(15.0)
     correct_(local, drift, 0.5)
     assert torch.equal(local.float(), -0.5 * drift.view(3, 5)) and local.dtype == dtype
+
+
+def test_an_increment_is_what_the_smoothed_gradient_has_beyond_all_that_was_sent() -> None:
+    """SCAFCOM by hand: two rounds of one element, of which the codec halves what it is given."""
+    smoothed, sent, drift = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    delta = torch.tensor([1.0])
+    increment_(delta, smoothed, sent, None, lr_sum=0.5, rate=1.0)
+    assert (float(smoothed), float(delta)) == (2.0, 2.0)
+    learn_increment_(drift, sent, delta / 2, torch.tensor([1.5]), lr_sum=0.5)
+    assert (float(sent), float(drift)) == (1.0, 2.0)  # c = 1.5 / 0.5
+    delta = torch.tensor([3.0])  # a gradient of 4, and the drift of 2
+    increment_(delta, smoothed, sent, drift, lr_sum=0.5, rate=0.25)
+    assert (float(smoothed), float(delta)) == (2.5, 1.5)
+    increment_(delta, smoothed, sent, drift, lr_sum=0.0, rate=0.25)
+    assert (float(smoothed), float(delta)) == (2.5, 1.5)

@@ -19,7 +19,7 @@ from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout, NodeId
 from farloop.algo.terms import FLAT, LearningRate, Rewarm, Terms
 from farloop.algo.validation import RULES, SHAPES, check, check_own_tau
 
-OF_THE_METHOD = ("h", "tau", "mix", "lag", "codec_up", "codec_down", "on_late_update", "quorum")
+OF_THE_METHOD = ("h", "tau", "mix", "lag", "codec_up", "codec_down", "on_late_update", "quorum", "control_variates")
 
 
 def terms_of(name: str, /, **changes: Any) -> Terms:
@@ -27,7 +27,12 @@ def terms_of(name: str, /, **changes: Any) -> Terms:
     method = METHODS[name]
     values = {field: getattr(method, field) for field in OF_THE_METHOD} | ({} if "h" in method.fixed else {"h": 30})
     lr = LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90)
-    common = {"steps": 900, "min_nodes": 4, "lr": lr, "outer_momentum": 0.0 if method.outer == "sgd" else 0.9}
+    common = {
+        "steps": 900,
+        "min_nodes": 4,
+        "lr": lr,
+        "outer_momentum": 0.0 if method.outer in ("sgd", "increments") else 0.9,
+    }
     return plain_terms(**{"method": name, **values, **common, **changes})
 
 
@@ -225,6 +230,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for name in ("co2", "decoupled", "async")
     ),
     ("data-parallel", VARIATES, "with data-parallel nodes make none"),
+    ("diloco", {**VARIATES, "variates_rate": 0.0}, "variates_rate is 0.0; it must be above 0 and at most 1"),
+    ("scafcom", {"variates_rate": 1.01}, "variates_rate is 1.01; it must be above 0 and at most 1"),
+    ("diloco", {"variates_rate": 0.25}, "variates_rate is 0.25, which only control_variates read: leave it out"),
+    ("scafcom", {"control_variates": False}, "scafcom runs with control_variates = True only, not False"),
     # what a node has of its own
     ("data-parallel", {"h_share_of": (("a", 0.5),)}, "h_share_of: a cannot have its own, for data-par"),
     ("diloco", {**VARIATES, "h_share_of": (("a", 0.5),)}, "with control_variates all nodes do"),

@@ -59,6 +59,16 @@ def test_codecs_that_lose_more_than_there_is_are_refused_at_the_start(fields: di
         plan_run(RunConfig(model="nano", **fields), DATA)
 
 
+def test_increments_may_leave_out_what_the_next_ones_bring() -> None:
+    """And need no error feedback."""
+    terms = plan_run(RunConfig(model="nano", method="scafcom", steps=60, variates_rate=0.2), DATA).spec.terms
+    assert (terms.codecs.up, terms.inner.control_variates, terms.inner.optimizer) == ("topk:beta=0", True, "adamw")
+    assert (terms.outer.lr, terms.outer.momentum, terms.inner.variates_rate) == (1.0, 0.0, 0.2)
+    for codec, line in (("topk", "it would be sent twice"), ("ternary", "may lose more than there is")):
+        with pytest.raises(ValueError, match=line):
+            plan_run(RunConfig(model="nano", method="scafcom", steps=60, codec_up=codec), DATA)
+
+
 def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwise() -> None:
     terms = plan_run(RunConfig(model="nano", codec_up="q4r", codec_down="q4r:step=0.7"), DATA).spec.terms
     assert (terms.codecs.up, terms.codecs.down) == ("q4r", "q4r:step=0.7,rounding=nearest")

@@ -12,7 +12,7 @@ from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, NodeId, WindowTerms
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
-from farloop.node.model.control_variates import ALPHA, ControlVariates
+from farloop.node.model.control_variates import ControlVariates
 from farloop.node.model.encoder import encode_delta
 from farloop.node.model.replica import Replica
 from farloop.quant.blob import BlobHeader, pack_blob
@@ -24,7 +24,7 @@ OUTER_LR, LR = 0.5, 0.25
 TERMS = plain_terms(
     method="diloco", codec_up="bf16", codec_down="fp32", outer_lr=OUTER_LR, outer_momentum=0.0, control_variates=True
 )
-TAUGHT = ALPHA * (0.25 - 1.0) / (2 * LR)
+TAUGHT = TERMS.inner.variates_rate * (0.25 - 1.0) / (2 * LR)
 """By a merge whose mean delta is 0.25, to who sent 1.0 after two steps."""
 
 

@@ -25,7 +25,6 @@ from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, RunOver, St
 from farloop.node.executor import Input, NodeExecutor
 from farloop.node.link import Traffic
 from farloop.node.model.anchor_files import AnchorFiles
-from farloop.node.model.control_variates import ALPHA
 from farloop.node.model.replica import Replica, Sent
 from farloop.node.send_schedule import SendSchedule
 from farloop.node.settings import NodeConfig
@@ -251,7 +250,7 @@ def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
 
 def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tmp_path: Path) -> None:
     """The own delta is −2, the mean of all −1/ν."""
-    play, rates = Play(tmp_path, outer_momentum=0.0, control_variates=True).begin(), []
+    play, rates = Play(tmp_path, outer_momentum=0.0, control_variates=True, variates_rate=0.25).begin(), []
     for _ in range(2):
         with torch.no_grad():
             for parameter in play.module.parameters():
@@ -263,7 +262,7 @@ def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tm
     rate = play.executor.machine.lr
     play.step()
     moved = play.module.weight.detach().flatten() - play.anchor[:6]
-    expected = -rate * ALPHA * (-1.0 / play.story.spec.terms.outer.lr + 2.0) / sum(rates)
+    expected = -rate * 0.25 * (-1.0 / play.story.spec.terms.outer.lr + 2.0) / sum(rates)
     torch.testing.assert_close(moved, torch.full((6,), expected), rtol=1e-3, atol=1e-6)
 
 

@@ -177,3 +177,44 @@ def test_they_go_on_after_a_fault(fault: Fault) -> None:
     problem = LeastSquares(1, alike=False, noise=0.0)
     outcome = play(problem, fault, variates=True)
     assert float((weights(outcome) - problem.minimum(range(NODES))).norm()) < 0.1
+
+
+# --- SCAFCOM: increments of smoothed gradients
+
+INCREMENTS = {"method": "scafcom", "codec_up": "topk:beta=0"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_codec_that_leaves_most_out_stalls_where_data_differ_unless_increments_are_sent(seed: int) -> None:
+    """One element of every tensor is sent: of deltas with error feedback, and as an increment."""
+    assert distance(seed, variates=False, codec_up="topk", steps=800) > 2.0
+    assert distance(seed, variates=True, **INCREMENTS, steps=800, variates_rate=1.0) < 0.4
+
+
+def test_without_losses_and_smoothing_increments_are_the_same_as_whole_deltas() -> None:
+    exact = {"codec_down": "fp32", "variates_rate": 1.0, "lr": LearningRate(peak=LR, minimum=LR / 4, warmup_steps=40)}
+    problem = LeastSquares(1, alike=False, noise=0.3)
+    whole, increments = (
+        weights(play(problem, variates=True, **exact, **choices))
+        for choices in ({"codec_up": "fp32"}, {**INCREMENTS, "codec_up": "fp32"})
+    )
+    torch.testing.assert_close(whole, increments, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        (CrashNode(node=NodeId("n3"), at=10.0), 3),
+        *slow(
+            (CrashNode(node=NodeId("n1"), at=10.0, down_s=3.0), 4),
+            (CrashCoordinator(at=10.0, down_s=2.0), 4),
+            (CutLink(node=NodeId("n1"), at=10.0, for_s=9.0, reset=True), 4),
+            (SpoilAnchor(node=NodeId("n1"), at=10.0), 4),
+        ),
+    ],
+    ids=["node-gone", "node-back", "coordinator", "link", "anchor"],
+)
+def test_the_sum_of_increments_begins_anew_where_other_nodes_made_a_version(fault: Fault, left: int) -> None:
+    problem = LeastSquares(1, alike=False, noise=0.0)
+    outcome = play(problem, fault, variates=True, **{**INCREMENTS, "codec_up": "q4"})
+    assert float((weights(outcome) - problem.minimum(range(left))).norm()) < 0.1
