@@ -32,6 +32,7 @@ from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender, has_run
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
 from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles
 from farloop.coordinator.storage.recovery import Place, as_they_are
@@ -92,9 +93,10 @@ def run_coordinator(
         _can_copy(file.coordinator.copy_to)
     config = file.coordinator
     with ExitStack() as ending:
-        mirror = None
+        mirror = follower = None
+        place: Place = MappedBuffers(config.state_dir) if config.map_buffers else as_they_are
         if config.leads_by:
-            leadership = _led(config, plan, force=force_lead)
+            leadership, follower = _led(config, plan, place, force=force_lead)
             if config.recover == "auto" and not has_run(config.state_dir) and not restore_from:
                 restore_from = _to_recover(config, leadership)
                 if restore_from and adopt_patience_s is None:
@@ -109,8 +111,9 @@ def run_coordinator(
             plan,
             rewind=rewind,
             adopt=adopt_patience_s is not None,
-            map_buffers=config.map_buffers,
+            place=place,
             files=DISK if mirror is None else MirroredFiles(mirror),
+            follower=None if rewind else follower,
         )
         ending.callback(store.close)
         adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
@@ -130,9 +133,11 @@ def _bound(call: Callable[[], _T]) -> _T:
         raise CommandError(str(error)) from error
 
 
-def _led(config: CoordinatorConfig, plan: Plan, *, force: bool) -> Leadership:
-    """Wait until this process leads. A signal ends it before. Raises CommandError, StorageError, KeyFileError."""
-    contender = Contender(config, plan.spec.identity.fingerprint(), _bound(lambda: term_store(config.leads_by)))
+def _led(config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool) -> tuple[Leadership, Follower | None]:
+    """Wait until this process leads. A signal ends it before. The state in memory, if it has followed another's.
+    Raises CommandError, StorageError, KeyFileError."""
+    terms = _bound(lambda: term_store(config.leads_by))
+    contender = Contender(config, plan.spec.identity.fingerprint(), terms, place)
     with ExitStack() as standing_by:
 
         def stand_by() -> None:
@@ -145,7 +150,7 @@ def _led(config: CoordinatorConfig, plan: Plan, *, force: bool) -> Leadership:
         except Unusable as error:
             raise CommandError(f"[coordinator] leads_by: {error}") from error
     assert leadership is not None
-    return leadership
+    return leadership, contender.follower
 
 
 def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:
@@ -203,8 +208,9 @@ def open_run(
     *,
     rewind: bool = False,
     adopt: bool = False,
-    map_buffers: bool = False,
+    place: Place = as_they_are,
     files: Files = DISK,
+    follower: Follower | None = None,
 ) -> Store:
     """The planned run from the directory, or a new one if the directory has none and none is required.
 
@@ -222,9 +228,10 @@ def open_run(
                 ExitCode.REFUSED,
             )
 
-    place: Place = MappedBuffers(directory) if map_buffers else as_they_are
     store = _once_there_is_room(
-        lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind, place=place, files=files)
+        lambda: Store.recover(
+            directory, accept=the_planned_one, rewind=rewind, place=place, files=files, follower=follower
+        )
     )
     if store is None and rewind:
         raise CommandError(f"{directory} holds no run to rewind; leave out --rewind, or give its folder: --state DIR")

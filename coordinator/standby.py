@@ -14,6 +14,8 @@ from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreacha
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.follower import Follower, Following
+from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import parse_each_tcp
 
@@ -25,9 +27,9 @@ ASK_S: Final = 0.5  # between two tries to take over
 class Contender:
     """One process that may lead a run."""
 
-    def __init__(self, config: CoordinatorConfig, run: str, store: TermStore) -> None:
-        """`run`: fingerprint of the run."""
-        self._config, self._store = config, store
+    def __init__(self, config: CoordinatorConfig, run: str, store: TermStore, place: Place = as_they_are) -> None:
+        """`run`: fingerprint of the run. `place`: where the buffers of its fragments are kept."""
+        self._config, self._store, self._place = config, store, place
         self._root = config.state_dir
         self.name = config.name or socket.gethostname()
         self._own = Term(run=run, leader=self.name, holder=secrets.token_hex(8), term=0, address=config.bind)
@@ -35,6 +37,8 @@ class Contender:
         """The record, as last read."""
         self.client: MirrorClient | None = None
         """While this process stands by."""
+        self.follower: Follower | None = None
+        """The state in memory, once it leads and could follow."""
         self._asked_at = float("-inf")
         self._told = ""
 
@@ -113,8 +117,12 @@ class Contender:
             return bool(taken)
 
         try:
-            self.client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
-            self.client.run(over)
+            client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
+            self.client, following = client, Following(self._root, self._place, lambda: client.whole)
+            try:
+                client.run(over)
+            finally:
+                self.follower = following.stop()
         finally:
             self.client = None
             with_lock.close()

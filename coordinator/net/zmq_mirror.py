@@ -187,7 +187,12 @@ class MirrorClient:
 
     @property
     def is_whole(self) -> bool:
-        return self._replica.is_whole
+        return self._replica.whole > 0
+
+    @property
+    def whole(self) -> int:
+        """The number of the copy that the folder has whole; 0 while it is being given one, and before."""
+        return self._replica.whole
 
     @property
     def taken(self) -> int:

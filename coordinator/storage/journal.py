@@ -330,6 +330,14 @@ class Journal:
             journal.close()
             raise
 
+    @classmethod
+    def after(cls, directory: Path, last: Scan, number: int, *, segment_bytes: int, files: Files) -> Self:
+        """As `look`, where all up to `last`, which is the end of segment `number`, is known. Raises StateLocked."""
+        journal = cls(directory, files, files.lock(directory / "lock"), segment_bytes=segment_bytes)
+        journal._first_segment, journal._last = min(segment_numbers(directory, files)), (number, last)
+        journal.num_records = journal.durable = last.next_sequence
+        return journal
+
     def look_again(self) -> Recovery | None:
         """The journal's content if it changed since it was read, else None. Call it with the epoch claimed. Raises as
         `look`."""

@@ -17,6 +17,7 @@ The standby answers `["ack", number]`, and `["took", bytes]` as it goes on.
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +49,8 @@ ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
 _COMPLETE: Final = "complete"  # its file that says that it is whole, and which old files stay
 _SNAPSHOTS: Final = "snapshots"
-_LOCAL: Final = frozenset({"lock", "admin.sock", "status.json", INCOMING})
-_REPORTS: Final = ".jsonl"
+_MIRRORED: Final = re.compile(r"(epoch|model\.safetensors|journal-[0-9]{6,}\.log)(\.tmp)?|snapshots(/[^/]+)?")
+"""Reports, the lock and mapped buffers are each host's own."""
 
 Send = Callable[[bytes, Sequence[Bytes]], None]
 """Sends frames to a route. Any thread; never waits."""
@@ -57,16 +58,12 @@ Send = Callable[[bytes, Sequence[Bytes]], None]
 
 def mirrored(root: Path, path: Path) -> str | None:
     """A path's name in a mirrored folder, as snapshots/f0-v8.safetensors, or . for the folder; None: it is not
-    mirrored. Reports, the lock and mapped buffers are each host's own."""
+    mirrored."""
     try:
-        parts = path.relative_to(root).parts
+        name = str(path.relative_to(root))
     except ValueError:
         return None
-    if not parts:
-        return "."
-    if parts[0] in _LOCAL or parts[-1].endswith(_REPORTS) or (len(parts) > 1 and parts[0] != _SNAPSHOTS):
-        return None
-    return str(PurePosixPath(*parts))
+    return name if name == "." or _MIRRORED.fullmatch(name) else None
 
 
 def digests(root: Path, files: Files, known: dict[str, tuple[Identity, str]]) -> dict[str, tuple[int, str]]:
@@ -555,7 +552,8 @@ class Replica:
         self._open: dict[str, File] = {}
         self._later = ThreadPoolExecutor(1, "sync snapshots") if beside else None
         self.taken = 0  # bytes of changes
-        self.is_whole = False
+        self.whole = 0  # the number of the copy that is whole; 0: none since the start
+        self._copies = 0
         finish_incoming(root, files)
 
     def apply(self, head: list[Any], parts: Sequence[Bytes], ack: Callable[[int], None]) -> None:
@@ -593,7 +591,7 @@ class Replica:
             case "whole":
                 self._finish()
                 ack(number)
-            case "sync" if name and name.startswith(_SNAPSHOTS) and self._later is not None and self.is_whole:
+            case "sync" if name and name.startswith(_SNAPSHOTS) and self._later is not None and self.whole:
                 self._later.submit(self._sync, name, lambda: ack(number))
             case "sync":
                 if name:
@@ -612,7 +610,7 @@ class Replica:
     def _begin(self) -> None:
         for name in list(self._open):
             self._forget(name)
-        self._base, self._kept, self.is_whole, self.taken = self.root / INCOMING, set(), False, 0
+        self._base, self._kept, self.whole, self.taken = self.root / INCOMING, set(), 0, 0
         clear_incoming(self.root, self.files)
         self.files.make_directory(self._base / _SNAPSHOTS)
 
@@ -633,7 +631,8 @@ class Replica:
         with self.files.replacing(self._base / _COMPLETE) as temporary:
             self.files.write_bytes(temporary, json.dumps(stay, allow_nan=False).encode())
         finish_incoming(self.root, self.files)
-        self._base, self._kept, self.is_whole = self.root, None, True
+        self._copies += 1
+        self._base, self._kept, self.whole = self.root, None, self._copies
 
     def _sync(self, name: str, done: Callable[[], None]) -> None:
         path = self._path(name)

@@ -287,6 +287,12 @@ class Recovery:
         self.restart_from.append((snapshot.version, snapshot.version))
         return buffers
 
+    def repeat_next(self, index: int, read: Read) -> Buffers:
+        """The fragment's buffers after the commit that was taken last; they are its buffers before.
+        Raises StateMismatch, StorageFailed."""
+        buffers = self.buffers[index]
+        return self._repeat(buffers, self.done[index].pop(buffers.version + 1), read)
+
     def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
         """Repeat one commit: the anchor from the update, the rest from the inputs."""
         record = commit.record

@@ -24,11 +24,13 @@ from farloop.coordinator.errors import FolderChanged, NoRoom, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.journal import SEGMENT_BYTES, Claim, Journal, claim_epoch
 from farloop.coordinator.storage.recovery import (
     Attachments,
     Items,
     Place,
+    Recovery,
     UpdateSource,
     as_they_are,
     fetched,
@@ -157,11 +159,13 @@ class Store:
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
         place: Place = as_they_are,
+        follower: Follower | None = None,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
         `place` puts buffers where they are kept.
+        `follower` has the state in memory, so that nothing is read.
         `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol, Fencing).
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
@@ -169,6 +173,8 @@ class Store:
         Raises StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and
         snapshots do not fit together, or an anchor does not come out as its commit said.
         """
+        if follower is not None:
+            return cls._led(directory, follower, accept, segment_bytes, files, place)
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             for _ in range(_LOOKS):
@@ -197,8 +203,36 @@ class Store:
         return store
 
     @classmethod
+    def _led(
+        cls,
+        directory: Path,
+        follower: Follower,
+        accept: Callable[[RunSpec], None],
+        segment_bytes: int,
+        files: Files,
+        place: Place,
+    ) -> "Store":
+        """The state that a standby has followed. No other process had the folder since it was read."""
+        accept(follower.recovery.ledger.spec)
+        journal = Journal.after(directory, follower.last, follower.number, segment_bytes=segment_bytes, files=files)
+        try:
+            store = cls._of(directory, journal, follower.recovery, files, place)
+            epoch = claim_epoch(directory, seen=store.ledger.epoch, files=files)
+            journal.held_by(Claim(directory, epoch, files))
+            journal.begin(fresh=True)
+            store.append(rec.EpochClaimed(epoch=epoch))
+            store.sync()
+        except BaseException:
+            journal.close()
+            raise
+        return store
+
+    @classmethod
     def _replay(cls, directory: Path, journal: Journal, items: Items, files: Files, place: Place) -> "Store":
-        found = recovered(directory, items, journal.whole, files, place)
+        return cls._of(directory, journal, recovered(directory, items, journal.whole, files, place), files, place)
+
+    @classmethod
+    def _of(cls, directory: Path, journal: Journal, found: Recovery, files: Files, place: Place) -> "Store":
         store = cls(directory, journal, found.ledger, found.buffers, files, place)
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
         for fragment, (_, saved) in enumerate(found.restart_from):

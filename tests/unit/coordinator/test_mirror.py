@@ -16,6 +16,7 @@ from farloop.coordinator.errors import Deposed, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
 from farloop.coordinator.storage import mirror as mirrors
 from farloop.coordinator.storage.files import Bytes
+from farloop.coordinator.storage.follower import Adopted, Follower
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests, finish_incoming
 from farloop.coordinator.storage.store import Store
 from farloop.quant.digest import digest
@@ -208,6 +209,57 @@ def test_a_standby_that_comes_back_is_given_what_changed_and_keeps_the_rest(pair
     work(store, 1)
     assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
     assert pair.terms.term.in_sync == ("b",)
+
+
+def state(store: Store) -> tuple[Any, ...]:
+    """All that later commits depend on."""
+    outer = tuple(tuple(sorted((name, digest(it)) for name, it in each.outer.items())) for each in store.buffers)
+    return told(store), outer, store.ledger.saved(), store._restart_from
+
+
+def test_a_follower_has_the_leaders_state_and_leads_without_reading(pair: Pair, spec: RunSpec) -> None:
+    """Over new segments, pruned ones and snapshots; commits that come after are as those of a cold start."""
+    store = pair.begin(spec)
+    pair.join()
+    follower = Follower(PLACE, pair.standby)
+    taken = 0
+    for _ in range(6):
+        work(store, 1)
+        taken += follower.follow()
+    assert taken > 30 and follower.follow() == 0
+    left = state(store)
+    pair.leader.killed()
+
+    cold_disk = pair.standby.survivor(extremes()[0])
+    opened = list[Path]()
+    read = pair.standby.read_bytes
+    pair.standby.read_bytes = lambda path: opened.append(path) or read(path)  # type: ignore[method-assign, func-returns-value]
+    led = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=pair.standby, follower=follower)
+    assert led is not None and not [path for path in opened if path.parent.name == "snapshots"]
+    assert state(led)[:2] == left[:2] and led.ledger.epoch == 2
+    cold = stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=cold_disk)
+    for one in (led, cold):
+        work(one, 3)
+    assert state(led)[:3] == state(cold)[:3]
+    led.close()
+    assert found(pair.standby) == told(cold)
+
+
+def test_a_follower_of_an_adoption_reads_anew(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    work(store, 2)
+    follower = Follower(PLACE, pair.standby)
+    stored_runs.fetch(store)
+    stored_runs.adopt(store)
+    with pytest.raises(Adopted):
+        follower.follow()
+    again = Follower(PLACE, pair.standby)
+    assert told_by(again) == told(store)[0]
+
+
+def told_by(follower: Follower) -> tuple[Any, ...]:
+    return tuple((each.version, digest(each.anchor), digest(each.target)) for each in follower.recovery.buffers)
 
 
 @pytest.mark.parametrize("fate", extremes(), ids=repr)
