@@ -40,7 +40,7 @@ from farloop.monitoring.units import count_text, rate_text, size_text
 from farloop.node.data.corpus import load_corpus
 from farloop.node.data.token_file import BYTES
 from farloop.node.errors import CorpusError, NodeError, StateUnusable
-from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, look_around
+from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, read_inventory
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
@@ -264,7 +264,7 @@ def examine(
 ) -> list[Finding]:
     """Check this machine and a settings file. `root`: where /sys and /proc are."""
     tree = SysfsReader(root)
-    told, allowed = look_around(environ, OperatorLabels(), root=root), limits(tree)
+    told, allowed = read_inventory(environ, OperatorLabels(), root=root), limits(tree)
     findings = [*versions(), *devices(), monotonic_clock(), *limit_findings(allowed, told)]
     if path is None:
         return [*findings, *machine(told), disk(Path.cwd())]
@@ -276,7 +276,7 @@ def examine(
     if isinstance(file, RunFile):
         return [*findings, *machine(told), *_run_findings(file)]
     config = file.node
-    told = look_around(environ, OperatorLabels.of(config.site, config.address, config.nics), root=root)
+    told = read_inventory(environ, OperatorLabels.of(config.site, config.address, config.nics), root=root)
     return [*findings, *machine(told), *_node_findings(file, url), *_network_findings(file, url, told, allowed)]
 
 

@@ -24,7 +24,7 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
 from farloop.node.devices import device_number
 from farloop.node.errors import Unreachable
-from farloop.node.machine_info import OperatorLabels, look_around
+from farloop.node.machine_info import OperatorLabels, read_inventory
 from farloop.node.parent import end_with_torchrun
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import pack, unpack, validate
@@ -133,7 +133,7 @@ class Cluster:
 
     def described(self, inventory: Inventory) -> Inventory:
         """The machine's inventory, looked up unless given, with the node's devices."""
-        found = look_around({}, OperatorLabels()) if inventory == NOTHING else inventory
+        found = read_inventory({}, OperatorLabels()) if inventory == NOTHING else inventory
         found = replace(found, cpus=found.cpus or os.cpu_count() or 0)
         if self.device.type != "cuda":
             return found
@@ -193,12 +193,12 @@ class Cluster:
         """This rank's part of a batch: every `data_size`-th sample."""
         return samples[self.data_rank :: self.data_size]
 
-    def tell(self, action: Sequence[Any]) -> None:
-        """Rank 0: plain values for all other ranks, which wait for them in `hear`."""
+    def broadcast(self, action: Sequence[Any]) -> None:
+        """Rank 0: plain values for all other ranks, which wait for them in `receive`."""
         if not self.alone:
             self._share_bytes(pack(action))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """What rank 0 tells next; sequences come as lists."""
         return unpack(self._share_bytes(b""))
 

@@ -267,10 +267,10 @@ class Buffers:
             used = len(self._lent) + sum(buffer.is_of_use for buffer in self._free)
             return used < _MOST_KEPT and not any(buffer.holds(kept) for buffer in self._free)
 
-    def take(self, numel: int, kept: Kept | None = None, *, changes: bool = True) -> Tensor:
+    def acquire(self, numel: int, kept: Kept | None = None, *, changes: bool = True) -> Tensor:
         """fp32 [numel] of any content; or the numbers of `kept`, which is in host memory, to be read unless it
         `changes`."""
-        buffer = self._take(numel, kept)
+        buffer = self._acquire(numel, kept)
         is_there = buffer.holds(kept)
         if buffer.filled is not None:
             torch.cuda.current_stream(self._device).wait_event(buffer.filled)
@@ -292,12 +292,12 @@ class Buffers:
 
     def copy_ahead(self, kept: Kept) -> None:
         """Begin to copy what is kept in host memory, beside training: it will be wanted."""
-        buffer = self._take(kept.numel)
+        buffer = self._acquire(kept.numel)
         with self._side.follows():
             buffer.filled = kept.copy_into(buffer.view)
         self._return(buffer, kept)
 
-    def _take(self, numel: int, kept: Kept | None = None) -> _Buffer:
+    def _acquire(self, numel: int, kept: Kept | None = None) -> _Buffer:
         with self._lock:
             buffer = max(self._free, key=lambda each: (each.holds(kept), not each.is_of_use), default=None)
             is_worth_more = buffer is not None and buffer.is_of_use and not buffer.holds(kept)

@@ -64,7 +64,7 @@ class Driver:
 
     def wait_for_start(self) -> list[Decision]:
         """Block until training begins, or the run is over. Returns what to do in the next steps, at least one."""
-        with self.failure_told():
+        with self.reporting_failure():
             tell_at = time.monotonic() + START_S
             while not self.executor.settle():
                 self._wait()
@@ -75,13 +75,13 @@ class Driver:
 
     def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> list[Decision]:
         """What to do after the last step that is decided; blocks where the method says that training waits."""
-        with self.failure_told():
+        with self.reporting_failure():
             self.executor.step_done(tokens, loss, stepped=stepped)
             return self._decide()
 
     def between_steps(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         """After a step whose next one is decided already."""
-        with self.failure_told():
+        with self.reporting_failure():
             self.executor.step_done(tokens, loss, stepped=stepped)
             self.executor.go_on()
 
@@ -90,7 +90,7 @@ class Driver:
         machine = self.executor.machine
         self.executor.request_drain()
         deadline = time.monotonic() + timeout_s
-        with self.failure_told():
+        with self.reporting_failure():
             while not machine.ended and time.monotonic() < deadline:
                 self._wait()
         if not machine.ended:
@@ -105,7 +105,7 @@ class Driver:
     def close(self, error: BaseException | None = None) -> None:
         """Stop all threads. The coordinator is told of the error first; not of an interrupt."""
         if isinstance(error, Exception):
-            self._tell_failure(error)
+            self._report_failure(error)
         self.link.close()
         self._worker.close()
 
@@ -122,19 +122,19 @@ class Driver:
         """Wait for an event, or until a report may be due."""
         self.on_wait()
         with contextlib.suppress(queue.Empty):
-            self.executor.take(self._inbox.get(timeout=WAIT_S))
+            self.executor.on_input(self._inbox.get(timeout=WAIT_S))
         self.executor.report_if_due()
 
     @contextlib.contextmanager
-    def failure_told(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """Tell the coordinator of an error that ends training before it is raised."""
         try:
             yield
         except Exception as error:
-            self._tell_failure(error)
+            self._report_failure(error)
             raise
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
             self.executor.say_failed(error)

@@ -190,7 +190,7 @@ class NodeExecutor:
         """
         self._count_as("farloop")
         while not self._inbox.empty() and (self.replica is not None or self.machine.spec is None):
-            self.take(self._inbox.get_nowait())
+            self.on_input(self._inbox.get_nowait())
         self._restore()
         self._begin_with_own_weights()
         self._save()
@@ -217,7 +217,7 @@ class NodeExecutor:
         if running and machine.takes_samples:
             batch = spec.terms.inner.batch_sequences
             steps = min(steps, self.samples.remaining // batch)
-            positions = self.samples.take(steps * batch) + self.samples.peek(self.look_ahead * batch)
+            positions = self.samples.consume(steps * batch) + self.samples.peek(self.look_ahead * batch)
         if running and self.replica is not None and self.replica.weights.apart:
             for state in [state for state in machine.fragments if machine.schedule.is_next(state)][:1]:
                 self.replica.copy_ahead(state.fragment.index)
@@ -279,7 +279,7 @@ class NodeExecutor:
 
     def say_goodbye(self, leave: msg.Leave) -> None:
         """Send the last report and the Leave."""
-        self._stages.saw(self.machine)
+        self._stages.log_changes(self.machine)
         self.link.send(self.progress())
         self.link.send(self._reports.farewell(leave))
         if skipped := self._reports.skipped_steps:
@@ -304,13 +304,13 @@ class NodeExecutor:
 
     # --- events
 
-    def take(self, item: Input) -> None:
+    def on_input(self, item: Input) -> None:
         """Take one event now. Raises as `settle`."""
         match item:
             case Exception():
                 raise item
             case wire_ev.MessageReceived(message=message):
-                self._isolation.heard(message, self.machine.schedule.round)
+                self._isolation.on_message(message, self.machine.schedule.round)
                 if self._variates is not None:
                     self._variates.heard(message)
                 self._handle(ev.Received(message=message))
@@ -368,7 +368,7 @@ class NodeExecutor:
         """In the link's thread."""
         self._time_link(event)
         if isinstance(event, wire_ev.MessageReceived):
-            self._reports.announced.heard(event.message)
+            self._reports.announced.on_message(event.message)
             if isinstance(event.message, msg.Start):
                 self._reports.starts_in(event.message.round.index)
         self._inbox.put(event)
@@ -377,13 +377,13 @@ class NodeExecutor:
         """Note what the chosen overlap follows from."""
         match event:
             case wire_ev.MessageReceived(message=msg.Stored(blob=blob)):
-                self._overlap.stored(blob.fragment, self._now())
+                self._overlap.on_stored(blob.fragment, self._now())
             case wire_ev.MessageReceived(message=msg.Committed(fragment=fragment)):
-                self._overlap.told(fragment, self._now())
+                self._overlap.on_announced(fragment, self._now())
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.UPDATE, fragment=fragment)):
-                self._overlap.came(fragment, self._now())
+                self._overlap.on_arrived(fragment, self._now())
             case wire_ev.SessionClosed():
-                self._overlap.cut()
+                self._overlap.on_disconnect()
             case _:
                 pass
 
@@ -403,7 +403,7 @@ class NodeExecutor:
             case ev.ForgetBlob(blob=blob, merged_in=merged_in):
                 data = self._blobs.pop(blob, None)
                 if blob.kind is BlobKind.DELTA and self._residuals is not None and self._variates is not None:
-                    self._residuals.settled(blob, merged_in)
+                    self._residuals.on_outcome(blob, merged_in)
                     self._variates.settled(blob, merged_in, data, self.machine.epoch)
             case ev.Apply():
                 self._apply(command)
@@ -422,7 +422,7 @@ class NodeExecutor:
             case ev.Evaluate(versions=versions):
                 self._evaluate(versions)
             case ev.KeepSamples(leases=leases):
-                self.samples.keep(leases)
+                self.samples.retain(leases)
                 self.link.send(self.progress())  # new ones are granted once it is known that no others are used
             case ev.UseSamples(lease=lease):
                 self.samples.grant(lease)
@@ -451,12 +451,12 @@ class NodeExecutor:
         """Take the delta now; the worker encodes it while training goes on."""
         assert self.replica is not None and self._residuals is not None and self._variates is not None
         self._variates.sent(command)
-        self._overlap.sent(command.blob.fragment, self._now())
+        self._overlap.on_sent(command.blob.fragment, self._now())
         replica, epoch, step = self.replica, self.machine.epoch, self.machine.inner_steps
         residual = self._residuals.for_delta(command.blob, command.codec)
         if (packed := pack_at_once(replica, command, epoch, step, residual)) is not None:
             return self._in_worker(lambda: self._encoded(finish(packed)))
-        delta = replica.take(command.blob.fragment)
+        delta = replica.compute_delta(command.blob.fragment)
         previous = self._residuals.previous(command.blob, command.codec)
         self._in_worker(
             replica.side.beside(
@@ -524,7 +524,7 @@ class NodeExecutor:
                 self.link.send(msg.Fetch(fragment=index, first=True))
                 continue
             blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0)
-            self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
+            self.on_input(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
 
     # --- anchors on disk
 
@@ -545,7 +545,7 @@ class NodeExecutor:
                 continue
             moments += self.replica.moments is not None and self.replica.moments.load(index)
             blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=self.replica.versions[index])
-            self.take(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
+            self.on_input(wire_ev.BlobReceived(blob=blob, data=_IN_PLACE))
         _log.info("anchors on disk: read, with the optimizer's state of %d fragments", moments)
 
     def _read(self, replica: Replica, index: int) -> bool:
@@ -656,7 +656,7 @@ class NodeExecutor:
 
     def report_if_due(self) -> None:
         """Send a report to the coordinator, and to the metrics, once a second."""
-        self._stages.saw(self.machine)
+        self._stages.log_changes(self.machine)
         now = self._now()
         if not self._reports.is_due(now):
             return
@@ -672,7 +672,7 @@ class NodeExecutor:
             self._was_isolated = isolated
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
         connected = self.machine.connected
-        self.metrics.saw(
+        self.metrics.update(
             progress,
             versions=versions,
             connected=connected,

@@ -139,7 +139,7 @@ class FragmentState:
         if committed.version > self.version:
             self.pending[committed.version] = committed
 
-    def came(self, blob: BlobId) -> BlobId | None:
+    def on_arrived(self, blob: BlobId) -> BlobId | None:
         """The bytes of an update or a snapshot arrived. Returns those that became useless: an update that is merged
         already, or an earlier snapshot."""
         if blob.kind is not BlobKind.SNAPSHOT:

@@ -68,7 +68,7 @@ class Judge:
         self._moved = dict.fromkeys(self.notes, now)
         self._steps: deque[float] = deque(maxlen=33)  # when the newest steps began
 
-    def heard(self, rank: int, data: bytes, now: float) -> None:
+    def on_note(self, rank: int, data: bytes, now: float) -> None:
         """A note as it lies in the store; one that has not changed is no sign of life."""
         if data == self._heard[rank][0]:
             return
@@ -118,7 +118,7 @@ class HangWatch:
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = PrefixStore(f"farloop/watch/{told[0][1]}", store.clone())
         self._beats = 0
-        self._tell()
+        self._publish()
         cluster.all_agree(True)  # from here on all notes are there
         self._judge = Judge(self._size, limit_s, time.monotonic())
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -169,13 +169,13 @@ class HangWatch:
             while not self._stopped.wait(BEAT_S):
                 self._beat()
             self.note.phase = LEFT
-            self._tell()
+            self._publish()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: it ends the process
             if not self._stopped.wait(LEAVE_S):
                 self._end(f"the store of the node's ranks is gone: {error}")
 
     def _beat(self) -> None:
-        self._tell()
+        self._publish()
         if self._store.check(["hung"]):
             self._end(f"the node is started again: {self._store.get('hung').decode()}")
         if (first := self._failed_rank()) and first.rank != self._rank and not self._stopped.wait(END_S):
@@ -185,7 +185,7 @@ class HangWatch:
             return
         now = time.monotonic()
         for rank, data in enumerate(self._store.multi_get([str(rank) for rank in range(self._size)])):
-            self._judge.heard(rank, bytes(data), now)
+            self._judge.on_note(rank, bytes(data), now)
         if self._rank == 0 and any(note.asked for note in self._judge.notes.values()):
             self.on_ask()
         if found := self._judge.hung(now if self._rank == 0 else now - 4 * BEAT_S):
@@ -200,7 +200,7 @@ class HangWatch:
             )  # fmt: skip
         self._store.set("hung", f"rank {' and '.join(map(str, found))} hangs")
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self._beats += 1
         self.note.begun = dict(_collectives())
         self._store.set(str(self._rank), pack([*self.note.place, self.note.asked, self._beats]))

@@ -112,8 +112,8 @@ class Held:
     endpoint: Endpoint | None = None
     """Where the node shows itself, if anywhere."""
 
-    def failure_told(self) -> contextlib.AbstractContextManager[None]:
-        return self.driver.failure_told() if self.driver is not None else contextlib.nullcontext()
+    def reporting_failure(self) -> contextlib.AbstractContextManager[None]:
+        return self.driver.reporting_failure() if self.driver is not None else contextlib.nullcontext()
 
     def first_error(self, error: BaseException) -> BaseException:
         """What ended the node: this error, or that of another rank."""
@@ -280,7 +280,7 @@ class Node:
         trained = self.batch_tokens() if tokens is None else self._checked(tokens)
         seen = shown(loss, self._losses)
         self._merges.before_step()
-        stepped = self._inner.take(self._decision.lr)
+        stepped = self._inner.run(self._decision.lr)
         self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
         self._inner.zero_grad()
@@ -332,7 +332,7 @@ class Node:
 
     def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         self._steps += 1
-        with self._held.failure_told():
+        with self._held.reporting_failure():
             self._merges.after_step()
             if self._frozen is not None and self._steps % max(self.spec.terms.schedule.h, _LEAST_BETWEEN_LOOKS) == 1:
                 self._frozen.check()
@@ -370,10 +370,10 @@ class Node:
 
         def asked(*_: object) -> None:
             if self.cluster.alone:
-                self._handlers.give_back()
+                self._handlers.uninstall()
             self.request_drain()
 
-        self._handlers.take(asked, *signals)
+        self._handlers.install(asked, *signals)
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
         """Wait for the outcome of what was sent, say good-bye, save the optimizer's state if `join` was asked to, stop
@@ -392,7 +392,7 @@ class Node:
                 return  # the coordinator was told, and no outcome can come any more
             if self._driver is not None:
                 if self._frozen is not None:
-                    self._frozen.tell()
+                    self._frozen.log_changes()
                 self._driver.drain(timeout_s)
                 self._driver.save_moments()
             self._catch_up()
@@ -404,7 +404,7 @@ class Node:
         self._left = True
         self._merges.resume()
         _live.discard(self)
-        self._handlers.give_back()
+        self._handlers.uninstall()
         for handle in self._hooks:
             handle.remove()
         self._held.close(error)
@@ -615,7 +615,7 @@ def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node
         if config.http and cluster.serves_pages:
             held.endpoint = serve(config.http, metrics, config.http_names)
         spec = cluster.share_spec(held.driver.wait_for_spec() if held.driver else None)
-        with held.failure_told():
+        with held.reporting_failure():
             _check_batch(spec, cluster, options.holds)
             _check_tau(spec, 0 if config.adapt_tau and config.tau is None else config.tau)
             if options.evaluate is None and spec.identity.evaluation_set != "none":

@@ -203,7 +203,7 @@ class NodeMachine:
             case ev.Received(message=message):
                 self._received(message)
             case ev.BlobArrived(blob=blob):
-                if useless := self.fragments[blob.fragment].came(blob):
+                if useless := self.fragments[blob.fragment].on_arrived(blob):
                     self._do(ev.ForgetBlob(blob=useless))
             case ev.Disconnected():
                 self.connected = self.stands_by = False
@@ -371,7 +371,7 @@ class NodeMachine:
             if self._goes_on:
                 state.stand_still(self.inner_steps, behind=self._is_behind(state))
                 self._merge(state)
-            if self.schedule.is_over(state) and self._may_send(state):
+            if self.schedule.is_past_due(state) and self._may_send(state):
                 self._send(state)
         return self._seq > before
 

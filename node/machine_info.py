@@ -280,7 +280,7 @@ class _Draft:
         )
 
 
-def look(
+def read_nics(
     tree: SysfsReader,
     *,
     labels: Mapping[str, LabelSource] | None = None,
@@ -310,11 +310,11 @@ def look(
     drafts = [draft for draft in [*ports, *plain] if draft.netdev not in bonded or draft.members]
     for source, told in (("annotation", labels or {}), ("operator", operator or {})):
         for name, what in told.items():
-            _tell(drafts, name, what, source)  # type: ignore[arg-type]  # the two are sources
+            _add_claims(drafts, name, what, source)  # type: ignore[arg-type]  # the two are sources
     return tuple(draft.finished() for draft in drafts)
 
 
-def _tell(drafts: list[_Draft], name: str, told: LabelSource, source: Source) -> None:
+def _add_claims(drafts: list[_Draft], name: str, told: LabelSource, source: Source) -> None:
     """Add claims about a card; an operator may name one that the kernel does not show."""
     meant = [draft for draft in drafts if name in (draft.name, draft.netdev, draft.pci, draft.name.partition(":")[0])]
     if not meant and source == "operator":
@@ -493,7 +493,7 @@ def limits(tree: SysfsReader) -> Limits:
     )
 
 
-def look_around(
+def read_inventory(
     environ: Mapping[str, str],
     operator: OperatorLabels,
     *,
@@ -508,7 +508,7 @@ def look_around(
     """
     tree = SysfsReader(root)
     labels, allowed = read_labels(tree, environ), limits(tree)
-    nics = look(tree, labels=labels.nics, operator=operator.nics, memlock_bytes=allowed.memlock_bytes)
+    nics = read_nics(tree, labels=labels.nics, operator=operator.nics, memlock_bytes=allowed.memlock_bytes)
     return trimmed(
         Inventory(
             site=operator.site or labels.site,

@@ -48,7 +48,7 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def saw(
+    def update(
         self,
         progress: Progress,
         *,

@@ -37,7 +37,7 @@ class Isolation:
         self._others_round: int | None = None
         self._away_since: float | None = None
 
-    def heard(self, message: msg.Message, round_index: int) -> None:
+    def on_message(self, message: msg.Message, round_index: int) -> None:
         if not isinstance(message, msg.Committed):
             return
         names = {share.node for share in message.merged}
@@ -123,7 +123,7 @@ class StageLog:
         self._stage: Stage = "joining"
         self._connected = False
 
-    def saw(self, machine: NodeMachine) -> None:
+    def log_changes(self, machine: NodeMachine) -> None:
         if machine.connected != self._connected:
             self._connected = machine.connected
             if machine.connected:  # its end is told where the reason is known
@@ -175,7 +175,7 @@ class Announced:
         told = tuple(ref for _, ref in sorted(self._newest.items())) if self._history == history else ()
         return history, anchors, told
 
-    def heard(self, message: msg.Message) -> None:
+    def on_message(self, message: msg.Message) -> None:
         match message:
             case msg.Welcome(history=history) if history != self._history:
                 self._history = history

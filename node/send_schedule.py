@@ -176,7 +176,7 @@ class SendSchedule:
         has_window = state.terms is not None and state.final is None
         return has_window and state.is_free(terms.schedule.lag) and len(state.pending) <= lag
 
-    def is_over(self, state: FragmentState) -> bool:
+    def is_past_due(self, state: FragmentState) -> bool:
         """Whether the due step of the fragment's window has passed."""
         window = state.terms
         if window is None or window.final or window.round > self.round:
@@ -214,7 +214,7 @@ class OverlapChooser:
 
     That is the time up, from the send to the coordinator's acknowledgement; the least time from there to an announced
     commit, which other nodes may hold up; and the time down. Times are monotonic seconds, and those of the last two
-    rounds count. One thread calls `sent` and `choose`, another one the rest.
+    rounds count. One thread calls `on_sent` and `choose`, another one the rest.
     """
 
     def __init__(self, slots: int) -> None:
@@ -224,25 +224,25 @@ class OverlapChooser:
         self._told: dict[int, float] = {}
         self._up, self._commit, self._down = (deque[float](maxlen=2 * slots) for _ in range(3))
 
-    def sent(self, fragment: int, now: float) -> None:
+    def on_sent(self, fragment: int, now: float) -> None:
         self._stored.pop(fragment, None)
         self._sent[fragment] = now
 
-    def stored(self, fragment: int, now: float) -> None:
+    def on_stored(self, fragment: int, now: float) -> None:
         if (begun := self._sent.pop(fragment, None)) is not None:
             self._up.append(now - begun)
             self._stored[fragment] = now
 
-    def told(self, fragment: int, now: float) -> None:
+    def on_announced(self, fragment: int, now: float) -> None:
         self._told[fragment] = now
         if (begun := self._stored.pop(fragment, None)) is not None:
             self._commit.append(now - begun)
 
-    def came(self, fragment: int, now: float) -> None:
+    def on_arrived(self, fragment: int, now: float) -> None:
         if (begun := self._told.pop(fragment, None)) is not None:
             self._down.append(now - begun)
 
-    def cut(self) -> None:
+    def on_disconnect(self) -> None:
         """The session is over: what was on its way tells nothing of the link."""
         self._sent, self._stored, self._told = {}, {}, {}
 
@@ -313,7 +313,7 @@ class LeaseCursor:
                 )
         self._ahead.append(lease)
 
-    def keep(self, leases: Collection[Lease]) -> None:
+    def retain(self, leases: Collection[Lease]) -> None:
         """Use only samples of these leases, as far as granted: others may belong to another node by now.
 
         They may come again, too: what is not kept is forgotten, with what was consumed of it.
@@ -331,7 +331,7 @@ class LeaseCursor:
                 positions.extend(range(lease.start, lease.start + min(lease.count, n - len(positions))))
         return positions
 
-    def take(self, n: int) -> list[int]:
+    def consume(self, n: int) -> list[int]:
         """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
         if n > self.remaining:
             raise LeaseExhausted(f"{n} samples wanted, {self.remaining} left of the leases")

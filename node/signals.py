@@ -18,7 +18,7 @@ class Handlers:
         self._before: dict[int, Any] = {}
         self._ours: list[Any] = []
 
-    def take(self, handler: Callable[..., object], *signals: signal.Signals) -> None:
+    def install(self, handler: Callable[..., object], *signals: signal.Signals) -> None:
         """Have the handler called for these signals. From the main thread."""
         self._ours.append(handler)
         for number in signals:
@@ -26,7 +26,7 @@ class Handlers:
                 self._before[number] = before or signal.SIG_DFL
         _all.add(self)
 
-    def give_back(self) -> None:
+    def uninstall(self) -> None:
         """Put those of before back, where no others were set since, if this is the main thread."""
         while self._before and threading.current_thread() is threading.main_thread():
             number, before = self._before.popitem()
@@ -38,20 +38,20 @@ _all: weakref.WeakSet[Handlers] = weakref.WeakSet()
 _forking = threading.local()  # its `mask`: the signals that the thread had blocked before
 
 
-def _hold_signals() -> None:
+def _block_signals() -> None:
     """Python forgets a signal that comes to a child before its first line of Python."""
     taken = {number for handlers in _all for number in handlers._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
 
 
-def _take_signals() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _begin_child() -> None:
     for handlers in _all:
-        handlers.give_back()
-    _take_signals()
+        handlers.uninstall()
+    _unblock_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_take_signals, after_in_child=_begin_child)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_begin_child)

@@ -198,7 +198,7 @@ class Residuals:
         if (machine := self._machines.get(blob.fragment)) is not None:
             self._do(machine, machine.encoded(blob))
 
-    def settled(self, blob: BlobId, merged_in: int | None) -> None:
+    def on_outcome(self, blob: BlobId, merged_in: int | None) -> None:
         """A delta became part of that version, or (None) never will."""
         if (machine := self._machines.get(blob.fragment)) is not None:
             self._do(machine, machine.dropped(blob) if merged_in is None else machine.merged(blob, version=merged_in))

@@ -17,7 +17,7 @@ from farloop.node.arguments import LoopOptions
 from farloop.node.data.corpus import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import Node, join_run
-from farloop.node.machine_info import OperatorLabels, look_around
+from farloop.node.machine_info import OperatorLabels, read_inventory
 from farloop.node.model.named import (
     LossOf,
     NamedModel,
@@ -75,7 +75,7 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
 
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
     """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
-    return LinkConfig.of(config, look_around(environ, OperatorLabels.of(config.site, config.address, config.nics)))
+    return LinkConfig.of(config, read_inventory(environ, OperatorLabels.of(config.site, config.address, config.nics)))
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -170,7 +170,7 @@ class _Reading:
         found = len(self.documents)
         try:
             for text in _documents_of(file, self.room):
-                self._keep(_cut(text, self.room - len(SEPARATOR)))
+                self._add(_truncate(text, self.room - len(SEPARATOR)))
                 if self.room <= len(SEPARATOR):
                     break
         except _NotText:
@@ -179,7 +179,7 @@ class _Reading:
             raise CorpusError(f"cannot read {file}: {error.strerror}") from error
         self.files += len(self.documents) > found
 
-    def _keep(self, text: bytes) -> None:
+    def _add(self, text: bytes) -> None:
         key = hashlib.sha256(text).digest()
         if key in self.documents:
             self.duplicates += 1
@@ -201,7 +201,7 @@ def _documents_of(file: Path, limit: int) -> Iterator[bytes]:
                     yield _text_of(line, f"{file}, line {number}")
             return
         text = stream.read(limit + 1)
-    text = _cut(text, limit)
+    text = _truncate(text, limit)
     try:
         text.decode("utf-8")
     except UnicodeDecodeError:
@@ -221,7 +221,7 @@ def _text_of(line: bytes, where: str) -> bytes:
     return text
 
 
-def _cut(text: bytes, limit: int) -> bytes:
+def _truncate(text: bytes, limit: int) -> bytes:
     """At most `limit` bytes of UTF-8, no character halved."""
     if len(text) <= limit:
         return text

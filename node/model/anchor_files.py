@@ -211,7 +211,7 @@ class AnchorFiles:
         """Whether what was begun is done, well or not."""
         return self._saving is not None and self._saving.done()
 
-    def ended(self) -> bool:
+    def finish_save(self) -> bool:
         """Wait for what was begun; whether all of the own part is on disk."""
         assert self._saving is not None
         saving, self._saving = self._saving, None

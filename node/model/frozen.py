@@ -54,7 +54,7 @@ class Frozen:
         compared = {name: tensor for name, tensor in held.items() if not self._is_own[name]}
         ordered = dict(sorted((compared | elsewhere(cluster, compared)).items()))
         self._digests = dict(zip(ordered, tensor_digests(cluster, ordered), strict=True))
-        self._seen = {name: _look(tensor) for name, tensor in held.items()}
+        self._seen = {name: _snapshot(tensor) for name, tensor in held.items()}
         lines = [f"{name} {tuple(tensor.shape)} {self._digests[name]:016x}\n" for name, tensor in ordered.items()]
         settings = sorted({line for of_rank in cluster.gather(_adapter_settings(module)) for line in of_rank})
         found, of_settings = (hashlib.blake2b("".join(part).encode(), digest_size=8) for part in (lines, settings))
@@ -98,7 +98,7 @@ class Frozen:
             if tensor.is_meta or not tensor.numel():
                 continue
             if tensor.is_floating_point() and name not in saved:
-                some = _look(tensor)[1].double()
+                some = _snapshot(tensor)[1].double()
                 size = float(local_of(tensor).double().square().mean())
                 is_plain = 0.0 < size < math.inf
                 rough = (round(10 * math.log(size)), (some * (4 / size**0.5)).round().tolist()) if is_plain else size
@@ -112,7 +112,7 @@ class Frozen:
         """Names of what has changed since `join`, in order: of what is compared, or of the node's `own`."""
         held = {name: t for name, t in self._held().items() if name in self._seen and self._is_own[name] == own}
         odd, like = list[str](), dict[str, Tensor]()
-        now = {name: _look(tensor) for name, tensor in held.items()}
+        now = {name: _snapshot(tensor) for name, tensor in held.items()}
         for name, (_, sample, sharded) in now.items():
             before = self._seen[name][1]
             if sharded != self._seen[name][2]:
@@ -142,14 +142,14 @@ class Frozen:
                 "all buffers with join(buffers='own')"
             )
 
-    def tell(self) -> None:
+    def log_changes(self) -> None:
         """Log what the run's model does not have of this node's."""
         if odd := self.changed(own=True):
             lost = "the run's model and its exports do not have them; save them from this node's module"
             _log.warning("%d tensors of this node's own have changed in training, as %r: %s", len(odd), odd[0], lost)
 
 
-def _look(tensor: Tensor) -> tuple[int, Tensor, bool]:
+def _snapshot(tensor: Tensor) -> tuple[int, Tensor, bool]:
     """torch's count of changes, a copy of at most some 256 elements, and whether the tensor is sharded."""
     flat = local_of(tensor.detach()).reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].clone()
@@ -195,13 +195,13 @@ def _adapter_settings(module: nn.Module) -> list[str]:
         for name in names:
             value = held.get(name)
             numbers = value.items() if isinstance(value, dict) else [("", value)]
-            told = sorted((str(key), known) for key, each in numbers if (known := _told(each)) is not None)
+            told = sorted((str(key), known) for key, each in numbers if (known := _number_of(each)) is not None)
             is_setting = told and not name.startswith("_") and name != "training"
             lines += [f"{plain_name(where)}.{name} {told}\n"] if is_setting else []
     return lines
 
 
-def _told(value: object) -> float | None:
+def _number_of(value: object) -> float | None:
     if isinstance(value, Tensor):
         return None if value.is_floating_point() or value.is_meta else _table(value)
     return float(value) if isinstance(value, int | float) else None

@@ -240,7 +240,7 @@ class InnerStep:
             )
 
     def prepare(self, rate: float) -> bool:
-        """Set the run's `rate`, unless the loop has its own. False if no parameter has a gradient. Raises as `take`."""
+        """Set the run's `rate`, unless the loop has its own. False if no parameter has a gradient. Raises as `run`."""
         self._check_parameters()
         has_gradient = any(parameter.grad is not None for parameter in self._parameters.values())
         if not (has_gradient or self._told_of_none):
@@ -262,7 +262,7 @@ class InnerStep:
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         return bool(gradients) and not any(bool(local_of(gradient).any()) for gradient in gradients)
 
-    def take(self, rate: float) -> bool:
+    def run(self, rate: float) -> bool:
         """Step, at the run's `rate` unless the loop has its own; False where no parameter had a gradient, or the step
         was skipped, or one before that the device skipped by itself.
         Raises LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient."""
@@ -274,7 +274,7 @@ class InnerStep:
             _unscale(scaler, optimizer)
         norm = _total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
         if self._skips_by_itself(optimizer, norm):
-            return self._take_unseen(optimizer, norm)
+            return self._step_fused(optimizer, norm)
         finite = self._all_agree(bool(torch.isfinite(norm)))
         if finite:
             if self._clip == "run":
@@ -285,7 +285,7 @@ class InnerStep:
                 optimizer.step()
         if scaler is not None:
             scaler.update()
-        self._tell(finite)
+        self._log_skipped(finite)
         return finite and has_gradient
 
     def _skips_by_itself(self, optimizer: Optimizer, norm: Tensor) -> bool:
@@ -295,8 +295,8 @@ class InnerStep:
             and all(group.get("fused") for group in optimizer.param_groups)
         )
 
-    def _take_unseen(self, optimizer: Optimizer, norm: Tensor) -> bool:
-        """The rest of `take`, by the protocol between torch's GradScaler and its fused optimizers."""
+    def _step_fused(self, optimizer: Optimizer, norm: Tensor) -> bool:
+        """The rest of `run`, by the protocol between torch's GradScaler and its fused optimizers."""
         if self._clip == "run":
             self._clip_gradients(norm)
         skips = torch.isfinite(norm).logical_not().to(torch.float32)
@@ -307,7 +307,7 @@ class InnerStep:
             del optimizer.found_inf  # type: ignore[attr-defined]
         seen = self._skipped_later.next(skips)
         if seen is not None:
-            self._tell(not seen)
+            self._log_skipped(not seen)
         return not seen
 
     def _clip_gradients(self, norm: Tensor) -> None:
@@ -363,7 +363,7 @@ class InnerStep:
                     "join, on every node, in a run that begins with it"
                 )
 
-    def _tell(self, finite: bool) -> None:
+    def _log_skipped(self, finite: bool) -> None:
         """At the first skipped step in a row, the second, the fourth, the eighth ..."""
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if (count := self._skipped_in_a_row) and count & (count - 1) == 0:

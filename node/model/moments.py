@@ -64,7 +64,7 @@ class Moments:
         """Begin to write a fragment's state beside the anchor with this head; None if there is nothing to write."""
         if self._odd:
             return None
-        self._weights.tell("save moments", anchor.fragment, anchor.version)
+        self._weights.broadcast("save moments", anchor.fragment, anchor.version)
         if (found := self.save_here(anchor.fragment, anchor.version)) is None:
             return None
         described, digests = found
@@ -77,7 +77,7 @@ class Moments:
         described = _merged(self._weights.gather(self._described(fragment)))
         rows = _rows(described)
         if len(repr(described)) > _MOST_CHARACTERS:
-            self._tell(f"it has too many parts for the {len(fragment.tensors)} tensors of a fragment")
+            self._warn(f"it has too many parts for the {len(fragment.tensors)} tensors of a fragment")
             return None
         if not rows or any(kind == "odd" for _, kind, _ in described.values()):
             return None
@@ -117,7 +117,7 @@ class Moments:
                     has, _, most = described.setdefault(key, [[0] * len(parameters), kind, counted])
                     has[place], described[key][2] = 1, max(most, counted)
         if odd:
-            self._tell(odd)
+            self._warn(odd)
         return {"": [[0] * len(parameters), "odd", 0]} if odd else described
 
     def _beside_parts(self) -> str:
@@ -131,7 +131,7 @@ class Moments:
         stepped = (id(parameter) for group in self._optimizer.param_groups for parameter in group["params"])
         return "" if all(map(self._groups.__contains__, stepped)) else f"{kind} keeps it on several ranks"
 
-    def _tell(self, odd: str) -> None:
+    def _warn(self, odd: str) -> None:
         if not self._odd:
             self._odd = odd
             _log.warning("the optimizer's state is not saved: %s", odd)
@@ -143,7 +143,7 @@ class Moments:
         head = self._files.optimizer(index)
         if head is None:
             return False
-        self._weights.tell("load moments", index, head.version, head.more)
+        self._weights.broadcast("load moments", index, head.version, head.more)
         if not self.load_here(index, head.version, head.more):
             _log.warning("optimizer on disk is damaged fragment=%d: its moments begin at zero", index)
             return False

@@ -159,7 +159,7 @@ class Replica:
     def copy_ahead(self, index: int) -> None:
         """The fragment is the next that is sent: begin to copy its anchor to the device, if it is not there."""
         if self.weights.apart and self.buffers.has_room(self._start(index)):
-            self.weights.tell("copy ahead", index)
+            self.weights.broadcast("copy ahead", index)
             self.buffers.copy_ahead(self._start(index))
 
     def follow(self, evaluate: Callable[[], object]) -> None:
@@ -168,7 +168,7 @@ class Replica:
         Raises NonFiniteDelta, on all ranks.
         """
         while True:
-            match self.weights.hear():
+            match self.weights.receive():
                 case ["go on"]:
                     return
                 case ["encode", int() as index, str() as codec, int() as seed, residual, int() as inner_step]:
@@ -220,29 +220,29 @@ class Replica:
 
     def go_on(self) -> None:
         """Let the other ranks go on with training."""
-        self.weights.tell("go on")
+        self.weights.broadcast("go on")
 
     def evaluate(self, evaluate: Callable[[], float]) -> float:
         """The lead's result of what all ranks call: a forward pass needs all shards."""
-        self.weights.tell("evaluate")
+        self.weights.broadcast("evaluate")
         return evaluate()
 
     @torch.no_grad()
-    def take(self, index: int) -> Tensor:
+    def compute_delta(self, index: int) -> Tensor:
         """The own part of the fragment's current delta, fp32 where the weights are, in a buffer that `give_back`
         reuses. Where the model is sharded, all ranks call it."""
         self.merges.show()
         part, kept, buffers = self.own[index], self._start(index), self.buffers
         sources = self.weights.sources(index, gradients=self.gradients)
         if self.gradients:
-            out = buffers.take(part.numel)
+            out = buffers.acquire(part.numel)
             flatten_into(part, sources, out)
         elif not self._is_apart(kept):
-            out = buffers.take(part.numel)
+            out = buffers.acquire(part.numel)
             fragment_delta_into(part, kept.read(), sources, out)
         else:
-            start = buffers.take(part.numel, kept)
-            out = buffers.take(part.numel) if buffers.has_room() else start
+            start = buffers.acquire(part.numel, kept)
+            out = buffers.acquire(part.numel) if buffers.has_room() else start
             fragment_delta_into(part, start, sources, out)
             if out is not start:  # the update that follows will want it
                 buffers.give_back(start, kept)
@@ -252,7 +252,7 @@ class Replica:
 
     def take_increment(self, index: int, lr_sum: float, rate: float) -> None:
         """What is taken next of the fragment is an increment of SCAFCOM, with that Ση and β (`local_update.py`)."""
-        self.weights.tell("take increment", index, lr_sum, rate)
+        self.weights.broadcast("take increment", index, lr_sum, rate)
         self._next[index] = lr_sum, rate
 
     def _begin(self, kept: dict[int, Kept], index: int) -> None:
@@ -279,7 +279,7 @@ class Replica:
         if not self._is_apart(kept):
             yield kept.write() if changes else kept.read()
             return
-        there, changed = self.buffers.take(kept.numel, kept, changes=changes), None
+        there, changed = self.buffers.acquire(kept.numel, kept, changes=changes), None
         try:
             yield there
             changed = kept if changes else None  # a merge follows
@@ -326,7 +326,7 @@ class Replica:
         """
         check_codecs([codec])
         kept = None if residual is None else residual is self._residuals.pop(index, None)
-        self.weights.tell("encode", index, codec, seed, kept, inner_step)
+        self.weights.broadcast("encode", index, codec, seed, kept, inner_step)
         if residual is not None:
             self._residuals[index] = residual
         return self._encode(index, codec, seed, residual, inner_step)
@@ -346,7 +346,7 @@ class Replica:
         codec, own, fragment = codec_named(spelling), self.weights.own[index], self.layout.fragments[index]
         assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.payload_bytes(own.fragment), dtype=torch.uint8, device=self.weights.device)
-        delta = self.take(index)
+        delta = self.compute_delta(index)
         bad, lost = -1, None if residual is None else Kept(residual)
         with nullcontext() if lost is None else self._with_the_weights(lost, changes=True) as lost_here:
             try:
@@ -370,18 +370,18 @@ class Replica:
         return self._starts.get(index, self.anchors[index])
 
     def give_back(self, buffer: Tensor) -> None:
-        """Of `take`. From any thread, once the device is done with it."""
+        """Of `compute_delta`. From any thread, once the device is done with it."""
         self.buffers.give_back(buffer)
 
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
         """anchor += decoded update; False if the bytes or the resulting digest are wrong."""
         self.versions[index] = -1
-        if not self._take_ahead(index, version):
+        if not self._use_ahead(index, version):
             try:
                 sent = self.parsed(index, version, version - 1, codec, epoch, blob)
             except BadBlob:
                 return False
-            self.weights.tell("add", index, codec, sent.seed)
+            self.weights.broadcast("add", index, codec, sent.seed)
             self.digests[index] = self._add(index, sent)
         if self.digests[index] != anchor_digest:
             return False
@@ -412,7 +412,7 @@ class Replica:
         digest = self._apply(index, sent, before, anchor)
         self._ahead = _Ahead(index=index, version=version, changes=changes, anchor=anchor, digest=digest)
 
-    def _take_ahead(self, index: int, version: int) -> bool:
+    def _use_ahead(self, index: int, version: int) -> bool:
         """Make the anchor what was reckoned ahead; False if that was another one, or of the anchor as it was before."""
         ahead = self._ahead
         if ahead is None:
@@ -456,7 +456,7 @@ class Replica:
             sent = self.parsed(index, version, version, _FP32, epoch, blob)
         except BadBlob:
             return False
-        self.weights.tell("set", index)
+        self.weights.broadcast("set", index)
         self.digests[index] = self._set(index, sent.payload)
         self.versions[index] = version
         return True
@@ -470,7 +470,7 @@ class Replica:
     def load(self, index: int, version: int, wanted: int) -> bool:
         """Read the anchor from disk; False unless all of it is there, with this digest."""
         self.versions[index] = -1
-        self.weights.tell("load", index, version)
+        self.weights.broadcast("load", index, version)
         self.digests[index] = self._load(index, version)
         if self.digests[index] != wanted:
             return False
@@ -485,7 +485,7 @@ class Replica:
 
     def save(self, index: int) -> None:
         """Begin to write the anchor to disk, while training goes on; `end_save` follows."""
-        self.weights.tell("save", index, self.versions[index])
+        self.weights.broadcast("save", index, self.versions[index])
         self._save(index, self.versions[index])
 
     def _save(self, index: int, version: int) -> None:
@@ -495,17 +495,17 @@ class Replica:
 
     def end_save(self, head: Head | None) -> None:
         """Wait until all ranks have written their parts; the file counts if all could. None: it is not wanted."""
-        self.weights.tell("saved", None if head is None else asdict(head))
+        self.weights.broadcast("saved", None if head is None else asdict(head))
         self._end_save(head)
 
     def _end_save(self, head: Head | None) -> None:
         assert self.files is not None
-        if all(self.weights.gather(self.files.ended())) and head is not None:
+        if all(self.weights.gather(self.files.finish_save())) and head is not None:
             self.files.finish(head)
 
     def first(self, index: int, wanted: int) -> bool:
         """Make the local weights the anchor of version 0; False, and no anchor, unless they have this digest."""
-        self.weights.tell("first", index, wanted)
+        self.weights.broadcast("first", index, wanted)
         if not self._first(index, wanted):
             return False
         self.versions[index], self.digests[index] = 0, wanted
@@ -521,7 +521,7 @@ class Replica:
 
     def anchor_blob(self, index: int, epoch: int) -> bytearray:
         """The blob of an anchor, a snapshot."""
-        self.weights.tell("collect", index)
+        self.weights.broadcast("collect", index)
         codec, fragment, version = codec_named(_FP32), self.layout.fragments[index], self.versions[index]
         blob = bytearray(blob_bytes(codec, fragment))
         self.weights.collect_into(index, codec, self.anchors[index].read(), as_tensor(blob)[HEADER_BYTES:])
@@ -538,7 +538,7 @@ class Replica:
             )
             for delta in own
         ]
-        self.weights.tell("merge", index, mix, factor, [[each.codec, each.seed] for each in sent])
+        self.weights.broadcast("merge", index, mix, factor, [[each.codec, each.seed] for each in sent])
         self._merge(index, mix, factor, sent)
 
     @torch.no_grad()
@@ -557,7 +557,7 @@ class Replica:
     def learn(self, index: int, own: Sent, update: Sent, *, outer_lr: float, lr_sum: float, alpha: float) -> None:
         """d_i of a fragment, from the node's own delta and from the update with it; `local_update.learn_` says how."""
         told = [[sent.codec, sent.seed] for sent in (own, update)]
-        self.weights.tell("learn", index, *told, outer_lr, lr_sum, alpha)
+        self.weights.broadcast("learn", index, *told, outer_lr, lr_sum, alpha)
         self._learn(index, own, update, outer_lr, lr_sum, alpha)
 
     @torch.no_grad()
@@ -583,7 +583,7 @@ class Replica:
     def correct(self, index: int, lr: float) -> None:
         """local ← local − lr · d_i, after an inner step at that rate; nothing while d_i is zero."""
         if index in self.drifts:
-            self.weights.tell("correct", index, lr)
+            self.weights.broadcast("correct", index, lr)
             self._correct(index, lr)
 
     @torch.no_grad()
@@ -594,7 +594,7 @@ class Replica:
     def forget_drift(self, index: int) -> None:
         """d_i ← 0."""
         if index in self.drifts:
-            self.weights.tell("forget", index)
+            self.weights.broadcast("forget", index)
             self._forget_drift(index)
 
     def _forget_drift(self, index: int) -> None:
@@ -607,12 +607,12 @@ class Replica:
 
         Whole fp32 weights change places with their anchors, which takes no memory.
         """
-        self.weights.tell("show")
+        self.weights.broadcast("show")
         self._show()
         try:
             yield
         finally:
-            self.weights.tell("restore")
+            self.weights.broadcast("restore")
             self._restore()
 
     @torch.no_grad()
@@ -620,7 +620,7 @@ class Replica:
         self.merges.show()
         if self._can_exchange:
             return self._exchange_()
-        self.weights.keep()
+        self.weights.set_aside()
         for fragment in self.fragments:
             with self._with_the_weights(self.anchors[fragment.index]) as anchor:
                 self.weights.mix(fragment.index, anchor, 0.0)
@@ -652,7 +652,7 @@ class Replica:
 
     def begin_again(self) -> None:
         """Drop all anchors. The local weights stay until they are merged with new ones."""
-        self.weights.tell("begin again")
+        self.weights.broadcast("begin again")
         self._begin_again()
 
     def _begin_again(self) -> None:

@@ -174,7 +174,7 @@ class Weights:
         for slot in self._whole[index].tensors:
             correct_(rows_of(self._local(slot.name), slot), view(drift, slot).view(-1), lr)
 
-    def keep(self) -> None:
+    def set_aside(self) -> None:
         """Set the local weights aside, in host memory, until `restore`."""
         here = [name for name, parameter in self.parameters.items() if not parameter.is_meta]
         self._kept = {name: self._local(name).to("cpu", copy=True) for name in here}
@@ -183,7 +183,7 @@ class Weights:
         """Have the shards in their place."""
 
     def restore(self) -> None:
-        """Put the weights back that `keep` set aside."""
+        """Put the weights back that `set_aside` saved."""
         for name, kept in self._kept.items():
             self._local(name).copy_(kept)
         self._kept = {}
@@ -211,10 +211,10 @@ class Weights:
         assert out is not None
         codec.encode_into(x, out, self._whole[index])
 
-    def tell(self, *action: Any) -> None:
+    def broadcast(self, *action: Any) -> None:
         """The lead: let the other ranks take part in what it does next."""
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """The other ranks: what the lead told."""
         raise AssertionError("a process alone leads")
 
@@ -264,8 +264,8 @@ class _Plan:
 
 
 class Shards(Weights):
-    """The local weights of one rank of several. All ranks call the same methods in the same order: the lead tells the
-    others what comes (`tell`, `hear`). Everything moves over the CPU: an accelerator's own group stays the loop's."""
+    """The local weights of one rank of several. All ranks call the same methods in the same order: the lead sends the
+    others what is next (`broadcast`, `receive`). Everything moves over the CPU, never over an accelerator's group."""
 
     sharded = True
 
@@ -308,11 +308,11 @@ class Shards(Weights):
         cluster.begin_codes()
         self._sending: list[dist.Work] = []
 
-    def tell(self, *action: Any) -> None:
-        self._cluster.tell(action)
+    def broadcast(self, *action: Any) -> None:
+        self._cluster.broadcast(action)
 
-    def hear(self) -> Any:
-        return self._cluster.hear()
+    def receive(self) -> Any:
+        return self._cluster.receive()
 
     def gather(self, value: Any) -> list[Any]:
         return self._cluster.gather(value)
@@ -434,9 +434,9 @@ class Shards(Weights):
         gap = codec.layout.gap(plan.fragment.numel)
         return Collected(received=list(zip(received, places, strict=True)), gap=gap, work=work)
 
-    def keep(self) -> None:
+    def set_aside(self) -> None:
         self.reshard()
-        super().keep()
+        super().set_aside()
 
     def restore(self) -> None:
         self.reshard()

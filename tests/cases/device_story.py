@@ -43,12 +43,12 @@ def in_the_codecs_thread(replica: Replica, command: ev.Encode, residual: Tensor 
     def given_back(buffer: Tensor) -> None:
         give_back(buffer)
         with torch.cuda.stream(torch.cuda.default_stream()) if buffer.is_cuda else nullcontext():
-            taken.append(replica.take(index))
+            taken.append(replica.compute_delta(index))
 
-    delta = replica.take(index)
+    delta = replica.compute_delta(index)
     replica.give_back = given_back  # type: ignore[method-assign]
     job = replica.side.beside(lambda: done.append(encoder.encode_delta(replica, command, delta, EPOCH, 1, residual)))
-    taken.append(replica.take(index))
+    taken.append(replica.compute_delta(index))
     with ThreadPoolExecutor(1) as codec:
         encoded = codec.submit(job)
         for parameter in replica.parameters.values():

@@ -215,7 +215,7 @@ class Process:
     def save(self) -> bool:
         head = self.moments.save(HEAD)
         self.merges.resume()
-        if head is not None and self.files.ended():
+        if head is not None and self.files.finish_save():
             self.files.finish(HEAD)  # what is found is that of a run with anchors
             self.files.finish(head)
         return head is not None

@@ -215,7 +215,7 @@ def command(index: int, codec: str, seq: int = 1, version: int = 0) -> ev.Encode
 
 
 def encoded_by_one(replica: Replica, asked: ev.Encode, residual: Tensor | None) -> Encoded:
-    return encode_delta(replica, asked, replica.take(asked.blob.fragment), EPOCH, 1, residual)
+    return encode_delta(replica, asked, replica.compute_delta(asked.blob.fragment), EPOCH, 1, residual)
 
 
 def encoded_by_ranks(replica: Replica, asked: ev.Encode, residual: Tensor | None) -> Encoded:
@@ -666,8 +666,8 @@ def shared_state(folder: Path) -> bool:
         for index in trained:
             anchor = Head(run="run", history=0, fragment=index, version=7, digest=0, size=0)
             kept._files.begin(index, 7, [], lambda: torch.empty(0))
-            for head in (anchor, kept.save(anchor) if kept._files.ended() else None):
-                assert head is not None and (head is anchor or kept._files.ended())
+            for head in (anchor, kept.save(anchor) if kept._files.finish_save() else None):
+                assert head is not None and (head is anchor or kept._files.finish_save())
                 kept._files.finish(head)
         kept._files.close()
         files.find()

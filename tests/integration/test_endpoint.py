@@ -310,9 +310,9 @@ def test_a_node_is_alive_from_the_first_moment_and_ready_once_it_trains() -> Non
         assert page(endpoint.port, "/readyz") == (503, "starting\n")
         status, text = page(endpoint.port, "/metrics")
         assert status == 200 and "farloop_" not in text  # nothing is known yet but its process
-        metrics.saw(plain_progress(state="joining", detail="the coordinator"), versions={}, connected=False)
+        metrics.update(plain_progress(state="joining", detail="the coordinator"), versions={}, connected=False)
         assert page(endpoint.port, "/readyz") == (503, "joining: the coordinator\n")
-        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        metrics.update(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
         assert page(endpoint.port, "/readyz") == (200, "training\n")
         status, text = page(endpoint.port, "/metrics")
         assert status == 200 and 'farloop_node_inner_steps_total{node="a"} 7.0' in text
@@ -324,12 +324,12 @@ def test_a_node_whose_training_thread_has_been_silent_for_long_is_not_alive() ->
     with serve("127.0.0.1:0", metrics) as endpoint:
         now += 10 * STANDSTILL_S  # it may wait for a coordinator for as long as it likes
         assert page(endpoint.port, "/healthz")[0] == 200
-        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        metrics.update(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
         now += STANDSTILL_S
         assert page(endpoint.port, "/healthz")[0] == 200
         now += 1
         assert page(endpoint.port, "/healthz") == (503, "no inner step has ended for 601 s\n")
-        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        metrics.update(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
         assert page(endpoint.port, "/healthz")[0] == 200
 
 

@@ -17,7 +17,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.daemon import Coordinator
 from farloop.local.relay import Link as ThinLink
 from farloop.local.relay import Relay, RelayThread
-from farloop.node.machine_info import OperatorLabels, look_around
+from farloop.node.machine_info import OperatorLabels, read_inventory
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -39,7 +39,7 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
             machine.port("mlx5_0", layer="InfiniBand")
             declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
-            told = look_around({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
+            told = read_inventory({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
             link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told))
             link.start(partial(plain_hello, node=NodeId(name)), lambda event: None)
             stack.callback(link.close)

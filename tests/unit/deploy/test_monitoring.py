@@ -33,7 +33,7 @@ COMPONENT = ROOT / "k8s" / "components" / "monitoring"
 def shown_by_the_daemons() -> set[str]:
     """Every name that a page of theirs can have, with the endings that counters and histograms get."""
     node = NodeMetrics(NodeId("a"))
-    node.saw(PLAIN_PROGRESS, versions={0: 1}, connected=True)
+    node.update(PLAIN_PROGRESS, versions={0: 1}, connected=True)
     node.lost_by_codec(0, 0.1)
     node.piped({"completed": 1}, 1, 1)
     coordinator = Metrics()

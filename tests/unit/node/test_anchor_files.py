@@ -37,7 +37,7 @@ class Files(AnchorFiles):
 
     def save(self, version: int, **given: object) -> bool:
         self.begin(3, version, WHOLE, lambda: anchor(version), lambda: 0)
-        if done := self.ended():
+        if done := self.finish_save():
             self.finish(head(version, **given))
         return done
 
@@ -100,7 +100,7 @@ def test_ranks_that_begin_at_once_do_not_truncate_each_others_parts(
     for start in (512, 0):
         files = Files(tmp_path)
         files.begin(3, 7, ((start, 0, 512),), partial(anchor(7).narrow, 0, start, 512), lambda: 0)
-        assert files.ended()
+        assert files.finish_save()
     monkeypatch.undo()
     files.finish(head(7))
     assert torch.equal(_found(tmp_path), anchor(7))
@@ -113,7 +113,7 @@ def test_ranks_write_their_parts_and_other_ranks_read_theirs(tmp_path: Path) -> 
         files = Files(tmp_path)
         own = torch.cat([anchor(7)[start : start + count] for start, _, count in runs])
         files.begin(3, 7, runs, own.detach, lambda: 0)
-        assert files.ended()
+        assert files.finish_save()
     files.finish(head(7))
     assert torch.equal(_found(tmp_path), anchor(7))
     for start, count in ((0, 256), (256, 768)):
@@ -132,7 +132,7 @@ def test_large_anchors_and_updates_are_read_back_as_they_were(
     files, numel = AnchorFiles(tmp_path / "anchors", at_once), (DIRECT_BYTES >> 2) * 2 + 321
     large, update = torch.arange(numel, dtype=torch.float32), bytearray(os.urandom(DIRECT_BYTES + 77))
     files.begin(3, 7, ((0, 0, numel),), lambda: large)
-    assert files.ended()
+    assert files.finish_save()
     files.finish(head(7, 4 * numel))
     files.add(head(8, len(update), codec="q4"), update)
     again, flat = AnchorFiles(tmp_path / "anchors", at_once), torch.zeros(numel)
@@ -217,7 +217,7 @@ def test_a_file_that_was_cut_short_does_not_count(tmp_path: Path, cut: int) -> N
 def test_an_anchor_that_changes_while_it_is_written_is_dropped(tmp_path: Path) -> None:
     files, changes = Files(tmp_path), iter(range(9))
     files.begin(3, 7, WHOLE, lambda: anchor(7), lambda: next(changes))
-    assert files.is_written and not files.ended()
+    assert files.is_written and not files.finish_save()
     assert not list((tmp_path / "anchors").iterdir()) and files.is_due(3, 7, every=8)
 
 

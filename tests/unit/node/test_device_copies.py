@@ -64,7 +64,7 @@ def merge_then_install(order: str, anchors: str, what: str) -> list[Tensor]:
         replica = replica_on(anchors)
         for parameter in replica.parameters.values():
             parameter.mul_(1.5)
-        delta = replica.take(0) if what == "take" else None
+        delta = replica.compute_delta(0) if what == "take" else None
         if what == "apply":
             replica.apply(0, 1, blob_of(replica, 0, 1, 0, "q4", 0.5), "q4", EPOCH, 0)
         if what == "ahead":
@@ -95,7 +95,7 @@ def test_an_anchor_is_saved_whole_where_the_loop_trains_on_a_stream_of_its_own(t
         replica.files = AnchorFiles(tmp_path)
         replica.anchors[0].write().add_(3.0)
         replica._save(0, 1)
-        assert replica.files.ended()
+        assert replica.files.finish_save()
         kept = torch.frombuffer(bytearray((tmp_path / "0-1.anchor").read_bytes()[4096:]), dtype=torch.float32)
         assert torch.equal(kept, replica.anchors[0].read().cpu())
         replica.files.close()
@@ -149,7 +149,7 @@ def rounds(replica: Replica, count: int, *, first: int = 1, ahead: bool = False)
                 replica.copy_ahead(index)
             for parameter in replica.parameters.values():
                 parameter.mul_(1.01)
-            command, delta, done = asked(index, version - 1, "q4"), replica.take(index), list[Any]()
+            command, delta, done = asked(index, version - 1, "q4"), replica.compute_delta(index), list[Any]()
 
             def job(command: Any = command, delta: Tensor = delta, done: list[Any] = done) -> None:
                 done.append(encode_delta(replica, command, delta, EPOCH, 1))
@@ -202,7 +202,7 @@ def test_a_merged_anchor_is_copied_back_beside_training() -> None:
 
 
 def stepped(order: str, bad: set[int]) -> tuple[list[Tensor], list[bool], list[int], Device]:
-    """Weights after some steps, what `take` returned, and the waits of each step; gradients of the steps in `bad` hold
+    """Weights after some steps, what `run` returned, and the waits of each step; gradients of the steps in `bad` hold
     a NaN."""
     told, waits, terms = list[bool](), list[int](), plain_terms(clip=0.5)
     with Device(order) as cuda:
@@ -219,13 +219,13 @@ def stepped(order: str, bad: set[int]) -> tuple[list[Tensor], list[bool], list[i
                 gradient = torch.randn(parameter.shape, generator=generator)
                 gradient.view(-1)[0] = float("nan") if step in bad else 0.0
                 parameter.grad = torch.empty_like(parameter).copy_(gradient, non_blocking=True)
-            told.append(inner.take(0.01))
+            told.append(inner.run(0.01))
             waits.append(sum(cuda.waits.values()) - before)
         with torch.no_grad():
             weights = [parameter.detach().cpu() for parameter in module.parameters()]
         torch.cuda.synchronize()
         parameter.grad = torch.zeros_like(parameter)
-        told.append(inner.take(0.0))
+        told.append(inner.run(0.0))
     return weights, told, waits, cuda
 
 

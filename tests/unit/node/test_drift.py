@@ -67,7 +67,7 @@ class Node:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.fill_(float(self.replica.anchors[0].read()[0]) - own)
-        return blob, encode_delta(self.replica, command, self.replica.take(0), 0, 0).data
+        return blob, encode_delta(self.replica, command, self.replica.compute_delta(0), 0, 0).data
 
     def update(self, mean: float = 0.25) -> bytearray:
         """What an outer step by a mean delta adds to the anchor."""

@@ -46,7 +46,7 @@ def random(replica: Replica, seed: int = 0) -> Tensor:
 
 def taken(replica: Replica, delta: Tensor) -> Tensor:
     """In a buffer that the encoder gives back."""
-    return replica.buffers.take(len(delta)).copy_(delta)
+    return replica.buffers.acquire(len(delta)).copy_(delta)
 
 
 def decoded(replica: Replica, encoded: Encoded, codec: str) -> tuple[int, Tensor]:
@@ -107,18 +107,18 @@ def test_a_number_that_is_none_is_told_by_its_parameter_and_nothing_is_made_of_i
         if at_once:
             pack_at_once(replica, command(), 5, 60)
         else:
-            encode_delta(replica, command(), replica.take(0), 5, 60)
+            encode_delta(replica, command(), replica.compute_delta(0), 5, 60)
 
 
 def test_the_buffer_goes_back_to_the_replica_whatever_happens(replica: Replica) -> None:
-    first = replica.take(0)
+    first = replica.compute_delta(0)
     encode_delta(replica, command(), first, 1, 1)
-    again = replica.take(0)
+    again = replica.compute_delta(0)
     assert again.data_ptr() == first.data_ptr()
     again[0] = float("nan")
     with pytest.raises(NonFiniteDelta):
         encode_delta(replica, command(), again, 1, 1)
-    assert replica.take(0).data_ptr() == first.data_ptr()
+    assert replica.compute_delta(0).data_ptr() == first.data_ptr()
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "q8", "q4", "q4r", "q4r:rounding=nearest", "e3m0"])
@@ -137,7 +137,7 @@ def test_taken_and_encoded_in_one_pass_it_is_the_same_blob(codec: str, dtype: to
         assert packed is None
         return
     assert packed is not None
-    one, other = finish(packed), encode_delta(replica, command(codec), replica.take(0), 5, 60)
+    one, other = finish(packed), encode_delta(replica, command(codec), replica.compute_delta(0), 5, 60)
     assert (one.offer, one.data) == (other.offer, other.data)
 
 

@@ -234,12 +234,12 @@ def test_what_is_a_node_s_own_is_neither_compared_nor_ends_it(caplog: pytest.Log
     own = {"buffers": False, "own": ["teacher.*", "base.weight"]}
     assert digest_of(first, **own) == digest_of(second, **own) != digest_of(first, buffers=False)
     frozen = Frozen(first, Cluster(), **own)
-    frozen.tell()
+    frozen.log_changes()
     assert "own have changed" not in caplog.text
     first.changes["norm.running_mean"]()
     first.changes["teacher.weight"]()
     frozen.check()
-    frozen.tell()
+    frozen.log_changes()
     assert "3 tensors of this node's own have changed in training, as 'teacher.weight'" in caplog.text
     with pytest.raises(LoopError, match=r"no frozen parameter or saved .* is called 'student\.\*'$"):
         Frozen(first, Cluster(), buffers=True, own=["teacher.*", "student.*"])

@@ -22,7 +22,7 @@ class Notes:
         self, rank: int, *, step: int = 19, phase: str = TRAINING, turns: int = 0, begun: int = 40, asked: bool = False
     ) -> None:
         self._beats += 1
-        self.judge.heard(rank, pack([step, phase, turns, {"0": begun}, asked, self._beats]), self.now)
+        self.judge.on_note(rank, pack([step, phase, turns, {"0": begun}, asked, self._beats]), self.now)
 
     def hung_after(self, seconds: float, *ranks: dict[str, Any]) -> list[int]:
         """Ranks that hang when each, if given, has told this again and again."""

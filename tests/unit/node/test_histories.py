@@ -122,11 +122,11 @@ def test_a_coordinator_that_holds_the_run_does_not_end_the_node(story: Story) ->
 def test_samples_of_a_lost_history_are_given_up_and_may_be_granted_again() -> None:
     cursor = LeaseCursor()
     cursor.grant(Lease(start=0, count=10))
-    cursor.take(4)
+    cursor.consume(4)
     cursor.begin_again()
     assert (cursor.remaining, cursor.watermark) == (0, 0)
     cursor.grant(Lease(start=5, count=10))
-    assert cursor.take(2) == [5, 6]
+    assert cursor.consume(2) == [5, 6]
 
 
 # --- the greeting
@@ -146,16 +146,16 @@ def test_a_greeting_names_what_was_told_before_it_is_merged() -> None:
     """Else a coordinator over an old copy would let a node in that merges what the copy knows nothing of."""
     announced = Announced()
     for version in (4, 5, 4):
-        announced.heard(committed(version))
+        announced.on_message(committed(version))
     assert announced.beside(0, (anchor(3),)) == (0, (anchor(3),), (anchor(5),))
 
 
 def test_what_was_told_of_another_history_than_the_anchors_stays_out() -> None:
     """The link's thread hears of a rewind long before the training thread gives its anchors up."""
     announced = Announced()
-    announced.heard(committed(4))
-    announced.heard(Story().welcome(epoch=8, history=8))
-    announced.heard(committed(5))
+    announced.on_message(committed(4))
+    announced.on_message(Story().welcome(epoch=8, history=8))
+    announced.on_message(committed(5))
     assert announced.beside(0, (anchor(4),)) == (0, (anchor(4),), ())
     assert announced.beside(8, (anchor(4),)) == (8, (anchor(4),), (anchor(5),))
     assert announced.beside(0, ()) == (8, (), (anchor(5),)), "who holds nothing follows what it was told"
@@ -164,9 +164,9 @@ def test_what_was_told_of_another_history_than_the_anchors_stays_out() -> None:
 def test_after_a_rewind_a_greeting_claims_nothing_of_the_old(story: Story, tmp_path: Path) -> None:
     reports = Reports(story.machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), "", None)
     reports.starts_in(3)
-    reports.announced.heard(committed(4))
+    reports.announced.on_message(committed(4))
     wind_back(story)
-    reports.announced.heard(story.welcome())
+    reports.announced.on_message(story.welcome())
     reports.begin_again(8)
     hello = reports.hello()
     assert (hello.history, hello.anchors, hello.announced, hello.round) == (8, (), (), None)
@@ -217,7 +217,7 @@ def test_anchors_and_samples_are_told_as_they_are() -> None:
     samples = LeaseCursor()
     for start in (100, 10):
         samples.grant(Lease(start=start, count=5))
-    samples.take(3)
+    samples.consume(3)
     told = all_held(nothing, replica, samples)
     assert told.anchors == (msg.AnchorRef(fragment=0, version=7, digest=replica.digests[0]),)
     assert told.unused == (Lease(start=103, count=2), Lease(start=10, count=5)) and told.granted_to == 105

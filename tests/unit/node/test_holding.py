@@ -99,7 +99,7 @@ def test_a_replica_keeps_anchors_of_what_it_holds_and_no_more() -> None:
     with no_grad():
         replica.anchors[3].write().fill_(1.0)
     replica.merge(3, 0.0)
-    assert bool((replica.parameters["3.weight"] == 1.0).all()) and not replica.take(3).any()
+    assert bool((replica.parameters["3.weight"] == 1.0).all()) and not replica.compute_delta(3).any()
     with replica.anchors_in_place():
         assert not replica.parameters["2.weight"].any()
     replica.versions[3] = 5

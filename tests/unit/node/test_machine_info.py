@@ -14,11 +14,11 @@ from farloop.node.machine_info import (
     OperatorLabels,
     SysfsReader,
     limits,
-    look,
-    look_around,
     parse_nic,
     parse_nics,
+    read_inventory,
     read_labels,
+    read_nics,
 )
 from farloop.wire.machine_info import LONGEST, MOST_NICS, Fact, Inventory, Nic, trimmed
 
@@ -29,7 +29,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def seen(machine: Machine, **told: object) -> dict[str, Nic]:
-    return {nic.name: nic for nic in look(SysfsReader(machine.root), **told)}  # type: ignore[arg-type]
+    return {nic.name: nic for nic in read_nics(SysfsReader(machine.root), **told)}  # type: ignore[arg-type]
 
 
 # --- the machine
@@ -40,12 +40,12 @@ def test_a_machine_tells_cards_memory_and_how_its_connections_behave(machine: Ma
     machine.write("proc/meminfo", "MemTotal:       65536000 kB\nMemFree: 1 kB")
     machine.write("proc/sys/net/ipv4/tcp_congestion_control", "cubic")
     root, labels = machine.root, {"FARLOOP_LABELS": "site=oslo"}
-    told = look_around(labels, OperatorLabels(), root=root)
+    told = read_inventory(labels, OperatorLabels(), root=root)
     assert (told.site, told.site_from) == ("oslo", "annotation")
     assert [nic.name for nic in told.nics] == ["eth0"]
     assert (told.memory_bytes, told.congestion) == (65536000 * 1024, "cubic")
     operator = OperatorLabels.of("bergen", "tcp://10.0.0.5:7800", "eth0=ethernet/10gbit")
-    told = look_around(labels, operator, root=root)
+    told = read_inventory(labels, operator, root=root)
     assert (told.site, told.site_from, told.address) == ("bergen", "operator", "tcp://10.0.0.5:7800")
     assert told.nics[0].bits_per_s == 10e9
 
@@ -63,11 +63,11 @@ def test_memory_buffers_and_allowed_controls_are_read(machine: Machine) -> None:
 
 
 def test_nothing_at_all_is_an_inventory_too(tmp_path: Path) -> None:
-    told = look_around({}, OperatorLabels(), root=tmp_path / "nowhere")
+    told = read_inventory({}, OperatorLabels(), root=tmp_path / "nowhere")
     assert (told.nics, told.memory_bytes, told.site, told.site_from) == ((), None, "", "")
     (tmp_path / "sys/class").mkdir(parents=True)
     (tmp_path / "sys/class/infiniband").write_text("a file where a folder should be")
-    assert look(SysfsReader(tmp_path)) == ()
+    assert read_nics(SysfsReader(tmp_path)) == ()
 
 
 def test_what_a_node_tells_is_cut_to_size() -> None:
@@ -163,10 +163,10 @@ def test_a_rate_that_the_kernel_does_not_have_or_a_veth_claims_stays_unknown(
 def test_what_is_there_and_cannot_be_read_is_told(machine: Machine) -> None:
     machine.netdev("eth0", pci="0000:01:00.0")
     tree = SysfsReader(machine.root)
-    look(tree)
+    read_nics(tree)
     assert tree.unread == []
     machine.unreadable("sys/class/infiniband/mlx5_9/ports/1/state")
-    look(tree)
+    read_nics(tree)
     assert any("mlx5_9/ports/1/state" in missed for missed in tree.unread)
 
 
@@ -179,7 +179,7 @@ def test_no_content_of_the_files_makes_it_raise(tmp_path_factory: pytest.TempPat
     machine.netdev("eth0", state=kept[5], pci="p")
     machine.write("sys/class/net/eth0/speed", kept[6])
     machine.write("sys/class/net/eth0/bonding/slaves", kept[7].replace("/", "."))
-    assert all(isinstance(nic, Nic) for nic in look(SysfsReader(machine.root)))
+    assert all(isinstance(nic, Nic) for nic in read_nics(SysfsReader(machine.root)))
 
 
 # --- what others say of the cards

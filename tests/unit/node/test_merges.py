@@ -213,14 +213,14 @@ def test_two_schedule_free_nodes_exchange_and_evaluate_the_average(make: Callabl
     replicas = [Replica(node.model, node.layout, gradients=False) for node in nodes]
     for node, replica in zip(nodes, replicas, strict=True):
         replica.merges = node.merges
-        replica.anchors[0].write().sub_(replica.take(0))
+        replica.anchors[0].write().sub_(replica.compute_delta(0))
         node.merges.resume()
     for _ in range(3):
         for _ in range(5):
             alone.step(lambda weights: weights - 0.4)
             for node, target in zip(nodes, targets, strict=True):
                 node.step(lambda weights, target=target: weights - target)
-        deltas = [replica.take(0).clone() for replica in replicas]
+        deltas = [replica.compute_delta(0).clone() for replica in replicas]
         for node, replica in zip(nodes, replicas, strict=True):
             replica.anchors[0].write().sub_((deltas[0] + deltas[1]) / 2)
             replica.merge(0, 0.0)

@@ -86,10 +86,10 @@ def test_tied_weights_are_one_tensor_and_are_merged_for_both_names() -> None:
     index = with_tensor(replica, "embed.weight")
     with torch.no_grad():
         module.head.weight.add_(1.0)
-    delta = replica.take(index)
+    delta = replica.compute_delta(index)
     assert torch.allclose(delta[:35], torch.full((35,), -1.0)) and not delta[35:].any()
     replica.merge(index, 0.0)
-    assert torch.equal(module.embed.weight, module.head.weight) and not replica.take(index).any()
+    assert torch.equal(module.embed.weight, module.head.weight) and not replica.compute_delta(index).any()
 
 
 def test_bf16_weights_that_have_not_moved_have_a_delta_of_exactly_zero() -> None:
@@ -103,7 +103,7 @@ def test_bf16_weights_that_have_not_moved_have_a_delta_of_exactly_zero() -> None
         assert replica.install(index, 0, snapshot(replica, index, fine), EPOCH)
         replica.merge(index, 0.0)
         assert not torch.equal(flat(replica, index), fine), "it was rounded"
-        assert not replica.take(index).any()
+        assert not replica.compute_delta(index).any()
 
 
 def test_a_delta_may_be_the_raw_gradient_and_a_parameter_without_one_counts_as_zero() -> None:
@@ -117,16 +117,16 @@ def test_a_delta_may_be_the_raw_gradient_and_a_parameter_without_one_counts_as_z
         gradient = replica.parameters[slot.name].grad
         assert gradient is not None
         expected[slot.offset : slot.offset + slot.numel] = gradient.flatten()
-    assert torch.equal(replica.take(index), expected)
-    assert not replica.take(with_tensor(replica, "blocks.1")).any()
+    assert torch.equal(replica.compute_delta(index), expected)
+    assert not replica.compute_delta(with_tensor(replica, "blocks.1")).any()
 
 
 def test_the_buffer_of_a_delta_is_used_again_once_given_back() -> None:
     replica = anchored(Tied())
-    first, second = replica.take(0), replica.take(0)
+    first, second = replica.compute_delta(0), replica.compute_delta(0)
     assert first.data_ptr() != second.data_ptr()
     replica.give_back(first)
-    assert replica.take(0).data_ptr() == first.data_ptr()
+    assert replica.compute_delta(0).data_ptr() == first.data_ptr()
 
 
 def test_an_element_of_a_flat_fragment_is_named_after_its_parameter() -> None:
@@ -253,12 +253,12 @@ def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_mea
     start = (anchor - 0.5 * decoded)[held]
     replica.merge(0, 0.0, [OwnDelta(blob=name, terms=terms, data=data)], 0.5, EPOCH)
     assert torch.equal(flat(replica, 0)[held], start) and torch.equal(replica.anchors[0].read(), anchor)
-    assert not replica.take(0)[held].any(), "nothing was done since"
+    assert not replica.compute_delta(0)[held].any(), "nothing was done since"
     with replica.anchors_in_place():
         assert torch.equal(flat(replica, 0)[held], anchor[held])
     assert torch.equal(flat(replica, 0)[held], start)
     replica.merge(0, 0.0)
-    assert not replica.take(0).any(), "measured from the anchor again"
+    assert not replica.compute_delta(0).any(), "measured from the anchor again"
 
 
 # --- models that are not the run's
@@ -336,7 +336,7 @@ def test_a_node_that_holds_a_stage_has_the_statistics_of_that_stage() -> None:
     module.get_buffer("1.1.running_var").fill_(4.0)
     averaged = [fragment for fragment in replica.fragments if fragment.averaged]
     assert [slot.name for fragment in averaged for slot in fragment.tensors] == ["1.1.running_mean", "1.1.running_var"]
-    assert replica.take(averaged[0].index).tolist().count(-4.0) == 3, "anchors begin as zeros"
+    assert replica.compute_delta(averaged[0].index).tolist().count(-4.0) == 3, "anchors begin as zeros"
 
 
 def test_an_evaluation_that_changes_statistics_changes_no_anchor() -> None:
@@ -351,7 +351,7 @@ def test_an_evaluation_that_changes_statistics_changes_no_anchor() -> None:
         replica.merge(index, 0.5)
     mean = module.get_buffer("1.running_mean")
     assert mean.tolist() == [2.5] * 3, "merged as weights are"
-    assert replica.take(0)[:3].tolist() == [2.5] * 3, "anchor − local"
+    assert replica.compute_delta(0)[:3].tolist() == [2.5] * 3, "anchor − local"
     with replica.anchors_in_place():
         assert mean.tolist() == [5.0] * 3
         module(torch.randn(8, 3))

@@ -153,7 +153,7 @@ class Scene:
                 merged=tuple(msg.Share(node=name, weight=1 / len(names)) for name in names),
             )  # fmt: skip
             if names:
-                self.alone.heard(committed, self.round)
+                self.alone.on_message(committed, self.round)
         return self.how()
 
 
@@ -195,7 +195,7 @@ def test_every_stage_is_told_once_with_where_it_came_from_and_why(caplog: pytest
     transitions, stages = StageLog(), [stage for stage in get_args(Stage) if stage != "joining"]
     for stage in stages:
         for _ in range(3):
-            transitions.saw(stub(stage=stage))
+            transitions.log_changes(stub(stage=stage))
     for line, stage, before in zip(caplog.messages, stages, ["joining", *stages[:-1]], strict=True):
         assert line.startswith(f"stage is={stage} was={before} round=4 step=7 why='")
         assert not line.endswith("why=''")
@@ -205,7 +205,7 @@ def test_every_new_session_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     caplog.set_level(logging.INFO)
     transitions = StageLog()
     for connected in (False, True, True, False, True):
-        transitions.saw(stub(connected=connected))
+        transitions.log_changes(stub(connected=connected))
     assert caplog.messages == ["session open epoch=2 stage=joining round=4"] * 2
 
 
@@ -235,7 +235,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(A)
     assert samples(metrics) == {}, "what is not known is not shown"
-    metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True, lanes=4)
+    metrics.update(PROGRESS, versions={0: 3, 1: -1}, connected=True, lanes=4)
     metrics.mismatches += 1
     metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
     moved = {f"{way} {kind}": 0 for way in ("up", "down") for kind in BytesByKind.__slots__ if kind != "total"}
@@ -263,7 +263,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         "fragment_version 1": -1,
         **{f"bytes_total {key}": value for key, value in moved.items()},
     }
-    metrics.saw(dataclasses.replace(PROGRESS, inner_steps=14, loss=None), versions={}, connected=False, alone=True)
+    metrics.update(dataclasses.replace(PROGRESS, inner_steps=14, loss=None), versions={}, connected=False, alone=True)
     shown = samples(metrics)
     assert (shown["inner_steps_total"], shown["connected"], shown["alone"]) == (14, 0, 1)
     assert "loss_nats" not in shown
@@ -281,10 +281,10 @@ def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None
     assert metrics.standing == (False, "starting")
     assert len(set(SENTENCES.values())) == len(SENTENCES)
     for state in get_args(msg.NodeState):
-        metrics.saw(plain_progress(state=state, detail=SENTENCES["not merged"]), versions={}, connected=True)
+        metrics.update(plain_progress(state=state, detail=SENTENCES["not merged"]), versions={}, connected=True)
         started = state in ("training", "waiting", "paused", "evaluating")
         assert metrics.standing == (started, f"{state}: {SENTENCES['not merged']}")
-    metrics.saw(PROGRESS, versions={}, connected=True)
+    metrics.update(PROGRESS, versions={}, connected=True)
     assert metrics.standing == (True, "training")
 
 
@@ -300,19 +300,19 @@ def cursor_of(*leases: tuple[int, int]) -> LeaseCursor:
 
 def test_an_exhausted_cursor_says_so_and_consumes_nothing() -> None:
     with pytest.raises(LeaseExhausted):
-        LeaseCursor().take(1)
+        LeaseCursor().consume(1)
     cursor = cursor_of((5, 3))
     with pytest.raises(LeaseExhausted, match="4 samples wanted, 3 left"):
-        cursor.take(4)
+        cursor.consume(4)
     assert (cursor.remaining, cursor.watermark) == (3, 0)
-    assert (cursor.take(0), cursor.take(3)) == ([], [5, 6, 7])
+    assert (cursor.consume(0), cursor.consume(3)) == ([], [5, 6, 7])
 
 
 def test_the_next_samples_are_known_as_far_as_they_are_granted() -> None:
     cursor = cursor_of((5, 3), (20, 4))
-    cursor.take(1)
+    cursor.consume(1)
     assert (cursor.peek(0), cursor.peek(3), cursor.peek(9)) == ([], [6, 7, 20], [6, 7, 20, 21, 22, 23])
-    assert (cursor.take(6), cursor.peek(1)) == ([6, 7, 20, 21, 22, 23], [])
+    assert (cursor.consume(6), cursor.peek(1)) == ([6, 7, 20, 21, 22, 23], [])
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 0), (-1, 5), (3, -2)])
@@ -324,41 +324,41 @@ def test_a_lease_of_nothing_is_refused(start: int, count: int) -> None:
 @pytest.mark.parametrize(("start", "count"), [(10, 6), (14, 1), (8, 3), (0, 100), (12, 1)])
 def test_a_sample_granted_twice_is_refused_even_when_it_was_consumed(start: int, count: int) -> None:
     cursor = cursor_of((10, 5))
-    cursor.take(5)
+    cursor.consume(5)
     with pytest.raises(ValueError, match=r"overlap an earlier lease \[10, 15\)"):
         cursor.grant(Lease(start=start, count=count))
     assert cursor.remaining == 0
     for start in (15, 9):
         cursor.grant(Lease(start=start, count=1))
-    assert cursor.take(2) == [15, 9]
+    assert cursor.consume(2) == [15, 9]
 
 
 def test_a_lease_that_is_told_again_changes_nothing_even_when_it_was_consumed() -> None:
     """The coordinator repeats grants that a broken session may have lost (protocol Q, Data leases)."""
     cursor = cursor_of((10, 5), (20, 2), (10, 5), (20, 2))
-    assert (cursor.remaining, cursor.take(6)) == (7, [10, 11, 12, 13, 14, 20])
+    assert (cursor.remaining, cursor.consume(6)) == (7, [10, 11, 12, 13, 14, 20])
     for start, count in ((10, 5), (20, 2)):
         cursor.grant(Lease(start=start, count=count))
-    assert (cursor.remaining, cursor.watermark, cursor.take(1)) == (1, 6, [21])
+    assert (cursor.remaining, cursor.watermark, cursor.consume(1)) == (1, 6, [21])
 
 
 def test_only_what_is_still_its_own_is_used_on() -> None:
     """Data leases: a node that was away for long is told what it holds; the rest may be others', or its own anew."""
     cursor = cursor_of((0, 5), (10, 5), (20, 5))
-    cursor.take(7)
-    cursor.keep([Lease(start=10, count=5), Lease(start=50, count=5)])
-    assert (cursor.watermark, cursor.remaining, cursor.take(3)) == (7, 3, [12, 13, 14])
-    cursor.keep([])
+    cursor.consume(7)
+    cursor.retain([Lease(start=10, count=5), Lease(start=50, count=5)])
+    assert (cursor.watermark, cursor.remaining, cursor.consume(3)) == (7, 3, [12, 13, 14])
+    cursor.retain([])
     assert (cursor.watermark, cursor.remaining) == (10, 0)
     cursor.grant(Lease(start=13, count=4))
-    assert cursor.take(4) == [13, 14, 15, 16]
+    assert cursor.consume(4) == [13, 14, 15, 16]
 
 
 def test_what_is_remembered_of_used_leases_does_not_grow() -> None:
     cursor = LeaseCursor()
     for number in range(USED_KEPT + 10):
         cursor.grant(Lease(start=2 * number, count=1))
-        cursor.take(1)
+        cursor.consume(1)
     assert len(cursor._behind) == USED_KEPT and not cursor._ahead
 
 
@@ -377,7 +377,7 @@ def test_every_granted_sample_is_taken_once_in_order_whatever_the_steps(
     taken: list[int] = []
     for n in takes:
         if n <= cursor.remaining:
-            taken.extend(cursor.take(n))
+            taken.extend(cursor.consume(n))
         assert taken == granted[: cursor.watermark]
         assert cursor.watermark + cursor.remaining == len(granted)
-    assert taken + cursor.take(cursor.remaining) == granted
+    assert taken + cursor.consume(cursor.remaining) == granted

@@ -173,9 +173,9 @@ def test_where_updates_are_waited_for_it_is_held_up_at_the_end_of_the_overlap() 
 
 
 def test_a_window_s_turn_is_over_once_its_due_step_has_passed() -> None:
-    assert [at(step=step).is_over(fragment()) for step in (3, 4, 5)] == [False, True, True]
-    assert [at(step=0, plan=None).is_over(fragment(of_round=of_round)) for of_round in (4, 6)] == [True, False]
-    assert not at(step=8).is_over(fragment(final=True))
+    assert [at(step=step).is_past_due(fragment()) for step in (3, 4, 5)] == [False, True, True]
+    assert [at(step=0, plan=None).is_past_due(fragment(of_round=of_round)) for of_round in (4, 6)] == [True, False]
+    assert not at(step=8).is_past_due(fragment(final=True))
 
 
 def test_the_newest_round_is_that_of_the_last_slot_s_newest_window() -> None:
@@ -195,10 +195,10 @@ def test_the_overlap_covers_both_ways_and_the_least_commit() -> None:
     assert chooser.choose(1.0) is None, "nothing is known"
 
     def turn(fragment: int, now: float, up: float, commit: float, down: float) -> None:
-        chooser.sent(fragment, now)
-        chooser.stored(fragment, now + up)
-        chooser.told(fragment, now + up + commit)
-        chooser.came(fragment, now + up + commit + down)
+        chooser.on_sent(fragment, now)
+        chooser.on_stored(fragment, now + up)
+        chooser.on_announced(fragment, now + up + commit)
+        chooser.on_arrived(fragment, now + up + commit + down)
 
     turn(0, 100.0, up=3.0, commit=20.0, down=2.0)
     assert chooser.choose(1.0) == 26
@@ -207,8 +207,8 @@ def test_the_overlap_covers_both_ways_and_the_least_commit() -> None:
     for now in (300.0, 400.0, 500.0, 600.0):
         turn(0, now, up=0.1, commit=0.1, down=0.1)
     assert chooser.choose(1.0) == 2
-    chooser.sent(0, 700.0)
-    chooser.cut()
-    chooser.stored(0, 800.0)
-    chooser.came(1, 900.0)
+    chooser.on_sent(0, 700.0)
+    chooser.on_disconnect()
+    chooser.on_stored(0, 800.0)
+    chooser.on_arrived(1, 900.0)
     assert chooser.choose(1.0) == 2, "an outage says nothing of the link"

@@ -22,7 +22,7 @@ def test_a_forked_child_ends_by_a_signal_that_its_parent_takes() -> None:
     """Also by one that comes before the child has run a line of Python."""
     signal.signal(SIGTERM, signal.SIG_DFL)
     seen, handlers = list[int](), Handlers()
-    handlers.take(lambda number, _: seen.append(number), SIGTERM)
+    handlers.install(lambda number, _: seen.append(number), SIGTERM)
     for _ in range(20):
         if (child := os.fork()) == 0:
             signal.sigtimedwait([], 30.0)
@@ -31,15 +31,15 @@ def test_a_forked_child_ends_by_a_signal_that_its_parent_takes() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -SIGTERM
     os.kill(os.getpid(), SIGTERM)
     assert seen == [SIGTERM] and SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    handlers.give_back()
+    handlers.uninstall()
     assert signal.getsignal(SIGTERM) == signal.SIG_DFL
 
 
 def test_handlers_that_others_have_set_since_stay() -> None:
     handlers, others = Handlers(), lambda *_: None
     before = signal.getsignal(SIGUSR1)
-    handlers.take(lambda *_: None, SIGTERM, SIGUSR1)
-    handlers.take(lambda *_: None, SIGUSR1)
+    handlers.install(lambda *_: None, SIGTERM, SIGUSR1)
+    handlers.install(lambda *_: None, SIGUSR1)
     signal.signal(SIGTERM, others)
-    handlers.give_back()
+    handlers.uninstall()
     assert (signal.getsignal(SIGTERM), signal.getsignal(SIGUSR1)) == (others, before)

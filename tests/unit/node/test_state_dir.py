@@ -121,7 +121,7 @@ class Kept:
         return self
 
     def settle(self, seq: int, merged_in: int | None = 4, window: int = 4) -> "Kept":
-        self.own.settled(delta(window, seq), merged_in)
+        self.own.on_outcome(delta(window, seq), merged_in)
         return self
 
     def install(self, version: int) -> "Kept":

@@ -56,7 +56,7 @@ class Notes:
         """As the driver's."""
 
     @contextmanager
-    def failure_told(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         self.told = True
         yield
 

@@ -510,7 +510,7 @@ def test_a_row_is_the_mean_of_its_seeds() -> None:
 
 def test_what_the_daemons_count_has_their_names() -> None:
     node = NodeMetrics(NodeId("a"))
-    node.saw(PLAIN_PROGRESS, versions={0: 0}, connected=True)
+    node.update(PLAIN_PROGRESS, versions={0: 0}, connected=True)
     known = {
         family.name for registry in (node.registry, CoordinatorMetrics().registry) for family in registry.collect()
     }
