@@ -19,6 +19,7 @@ PROMISES = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
 NAMED = (
     "Revisions",
     "Lanes",
+    "Who leads",
     "Adoption",
     "Data leases",
     "What peers claim",
