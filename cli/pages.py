@@ -132,7 +132,7 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
         client, leader = contender.client, contender.leader
         if client is None or leader is None:
             return f"{contender.name} begins to stand by"
-        state = "in sync" if client.is_whole else client.failed or "is being given the state"
+        state = "in sync" if client.is_in_sync else client.failed or "not in sync"
         silence_s = time.monotonic() - client.heard_at
         return f"{contender.name} stands by for {leader.leader}: {state}, {silence_s:.0f} s since it was heard of"
 
@@ -144,7 +144,7 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
         if client is None:
             body = metrics.exposition(in_sync=False, silence_s=0.0, taken=0)
         else:
-            body = metrics.exposition(in_sync=client.is_whole, silence_s=now - client.heard_at, taken=client.taken)
+            body = metrics.exposition(in_sync=client.is_in_sync, silence_s=now - client.heard_at, taken=client.taken)
         return Response(content_type=metrics.content_type, body=body)
 
     routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), METRICS: figures}

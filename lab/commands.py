@@ -32,6 +32,10 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
     nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
     faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
+    standby: Annotated[
+        int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="The built-in model of --standby.")] = "nano",
     out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,9 +48,16 @@ def chaos(
     if a committed version is lost or forked, if a process ends unexpectedly, or on
     any other finding.
 
+    With --standby, two coordinators, the connection between them and the store of
+    the leader's record fail one after the other; --minutes, --nodes and --faults
+    do not apply.
+
     Example: farloop chaos --minutes 10 --seed 1
     """
-    from farloop.lab.chaos.command import run_chaos
+    from farloop.lab.chaos.command import run_chaos, run_pair
+
+    if standby:
+        return run_pair(count=standby, seed=seed, model=model, out=out, as_json=as_json)
 
     run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
 

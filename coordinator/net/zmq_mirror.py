@@ -186,8 +186,9 @@ class MirrorClient:
         return now - self.heard_at > SILENCE_S or (self.lost_at is not None and now - self.lost_at > LOST_S)
 
     @property
-    def is_whole(self) -> bool:
-        return self._replica.whole > 0
+    def is_in_sync(self) -> bool:
+        """Whether the folder has all that the leader told, as far as this end knows: the record decides."""
+        return self._replica.whole > 0 and not self.is_without_leader
 
     @property
     def whole(self) -> int:
@@ -208,7 +209,7 @@ class MirrorClient:
                 patience_s = JOIN_S if self.lost_at is not None or self.heard_at < joined_at else SILENCE_S + JOIN_S
                 if self._socket is None or now - max(self.heard_at, joined_at) > patience_s:
                     self._join()
-                    joined_at, pinged_at, taken = time.monotonic(), float("-inf"), 0
+                    joined_at, pinged_at, taken = time.monotonic(), float("-inf"), self._replica.taken
                     continue
                 if now - pinged_at > PING_S:
                     pinged_at = now
@@ -260,7 +261,8 @@ class MirrorClient:
 
     def _say(self, message: list[Any]) -> None:
         if self._socket is not None:
-            self._socket.send(json.dumps(message, allow_nan=False).encode())
+            with suppress(zmq.Again):  # the connection has just ended, which its monitor tells
+                self._socket.send(json.dumps(message, allow_nan=False).encode(), zmq.DONTWAIT)
 
     def _receive(self) -> bool:
         """Take what is there; whether the connection goes on."""

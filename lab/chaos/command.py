@@ -104,6 +104,52 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
         raise CommandError(_verdict(outcome, folder), ExitCode.UNEXPECTED)
 
 
+def run_pair(*, count: int, seed: int, model: str, out: Path | None, as_json: bool) -> None:
+    """Run the storm over two coordinators, report, and fail if anything was lost.
+
+    Raises:
+        CommandError: one line; also where something was lost or forked.
+    """
+    if count < 1:
+        raise CommandError(f"--standby is a number of faults, 1 or more, not {count}")
+    from farloop.lab.chaos.pair_storm import PairStorm
+    from farloop.local.machine import machine, source_commit
+    from farloop.node.settings import PRESETS
+
+    if model not in PRESETS:
+        nearest = get_close_matches(model, PRESETS, n=1, cutoff=0.0)[0]
+        raise CommandError(f"--model: there is no model {model!r}; did you mean {nearest}? All: {', '.join(PRESETS)}")
+    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    _prepare(folder)
+    console = progress_console(json=as_json)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    say(f"{count} faults of a leader and its standby, seed {seed}; logs and numbers: {folder}")
+    with stop_on_signals() as stopped:
+        outcome = PairStorm(folder, seed=seed, count=count, model=model, say=say, stopped=stopped).run()
+    report = outcome.figures() | {"seed": seed, "model": model, "machine": machine(), "commit": source_commit() or ""}
+    write_output(folder / "chaos.json", dumps(report, indent=1))
+    if as_json:
+        typer.echo(dumps(report))
+    else:
+        console.print(pair_table(report))
+    if not outcome.good:
+        wrong = [f"{outcome.lost} versions lost"] * bool(outcome.lost) + [f"{outcome.forks} forks"] * bool(
+            outcome.forks
+        )
+        raise CommandError(f"{'; '.join(wrong + outcome.problems[:3])} (logs: {folder})", ExitCode.UNEXPECTED)
+
+
+def pair_table(report: dict[str, Any]) -> Table:
+    """A row per kind of fault, with the longest time to the next commit, then all of them."""
+    shown = table("fault", "times", "next commit, at most", left=("fault",))
+    for kind, each in report["by_fault"].items():
+        shown.add_row(kind, str(each["count"]), _s(each["max"]))
+    every = report["next_commit_s"]
+    shown.add_row("all", str(report["faults"]), f"{_s(every['max'])}, median {_s(every['median'])}")
+    shown.caption = f"{report['versions']} versions told, {report['lost']} lost, {report['forks']} forks"
+    return shown
+
+
 def _kinds(wanted: str) -> list[Kind]:
     """Kinds from a comma-separated list; an empty one is all. Raises CommandError."""
     names = [name.strip() for name in wanted.split(",") if name.strip()]

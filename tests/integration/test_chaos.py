@@ -38,6 +38,18 @@ def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_storm_over_two_coordinators_loses_nothing(tmp_path: Path) -> None:
+    """One fault of each kind."""
+    out = tmp_path / "storm"
+    words = [*CHAOS, "--standby", "12", "--seed", "3", "--json", "--out", str(out)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr + logs(out)
+    told = json.loads(done.stdout)
+    assert (told["lost"], told["forks"], told["problems"], told["faults"]) == (0, 0, [], 12)
+    assert len(told["by_fault"]) == 12 and told["versions"] > 100
+
+
+@pytest.mark.slow
 def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     out = tmp_path / "storm"
     words = [*CHAOS, "--minutes", "5", "--out", str(out)]

@@ -1,7 +1,6 @@
 """The record of who leads: one table of laws for every store that can keep it, and what a process makes of it."""
 
 import dataclasses
-import json
 import shutil
 import socket
 import subprocess
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +18,9 @@ from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, term_store
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
+from farloop.lab.chaos import record_server
 
 FIRST = Term(run="8f3c", leader="a", holder="1", term=1, address="tcp://a:7700")
-
-
-class LeaseServer(ThreadingHTTPServer):
-    """What an API server of Kubernetes does with leases: versions, conflicts, and one name that may be used."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _LeaseHandler)
-        self.leases: dict[str, dict[str, Any]] = {}
-        self.lock, self.version, self.allowed = threading.Lock(), 100, "run"
-
-
-class _LeaseHandler(BaseHTTPRequestHandler):
-    server: LeaseServer
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-    def _do(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-        name = body.get("metadata", {}).get("name") or self.path.rpartition("/")[2]
-        with self.server.lock:
-            found = self.server.leases.get(name)
-            held = None if found is None else found["metadata"]["resourceVersion"]
-            if name != self.server.allowed:
-                status, answer = 403, {"message": f"leases {name!r} is forbidden"}
-            elif self.command == "GET":
-                status, answer = (200, found) if found else (404, {})
-            elif (self.command == "POST" and found) or (
-                self.command == "PUT" and body["metadata"]["resourceVersion"] != held
-            ):
-                status, answer = 409, {}
-            else:
-                self.server.version += 1
-                body["metadata"]["resourceVersion"] = str(self.server.version)
-                self.server.leases[name] = body
-                status, answer = 201 if self.command == "POST" else 200, body
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST = do_PUT = _do
-
-
-def leases(stack: ExitStack) -> LeaseServer:
-    server = stack.enter_context(LeaseServer())
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stack.callback(server.shutdown)
-    return server
 
 
 def etcd(stack: ExitStack, folder: Path) -> str:
@@ -101,7 +51,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
                 stack.enter_context(object_server.serving(monkeypatch))
                 yield "s3://runs/demo"
             case "k8s":
-                yield f"k8s://farloop/run?api=http://127.0.0.1:{leases(stack).server_port}"
+                yield stack.enter_context(record_server.serving()).url
             case "etcd":
                 yield etcd(stack, tmp_path)
 
@@ -161,7 +111,7 @@ def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> Non
             term_store(url).read()
         assert "\n" not in str(told.value)
     with ExitStack() as stack:
-        server = leases(stack)
+        server = stack.enter_context(record_server.serving())
         with pytest.raises(Unreachable, match=r"answers 403: .*'other' is forbidden"):
             term_store(f"k8s://farloop/other?api=http://127.0.0.1:{server.server_port}").read()
         server.leases["run"] = {"metadata": {"resourceVersion": "1"}}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import stored_runs
 from power_cuts import extremes, image_of
+from terms_in_memory import Terms
 from virtual_files import Fate, VirtualFiles
 
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Deposed, StorageFailed
-from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
+from farloop.coordinator.leadership import Leadership, Term, Version
 from farloop.coordinator.storage import mirror as mirrors
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.follower import Adopted, Follower
@@ -23,30 +24,6 @@ from farloop.quant.digest import digest
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
-
-
-class Terms:
-    """A record in memory. `away`: the store does not answer; `deaf`: it does what is asked, and the answer is lost."""
-
-    def __init__(self) -> None:
-        self.term: Term | None = None
-        self.version = 0
-        self.away = self.deaf = False
-
-    def read(self) -> tuple[Term | None, Version]:
-        if self.away:
-            raise Unreachable("the store is away")
-        return self.term, self.version
-
-    def replace(self, term: Term, version: Version) -> bool:
-        if self.away:
-            raise Unreachable("the store is away")
-        if version != self.version:
-            return False
-        self.term, self.version = term, self.version + 1
-        if self.deaf:
-            raise Unreachable("the answer is lost")
-        return True
 
 
 class Pair:

@@ -1,0 +1,291 @@
+"""Random lives of two coordinators in virtual time: killed, suspended, cut off from each other and from the store of
+the record, whose answers may be lost. Whatever was told is in the folder of the one that leads, and it alone tells.
+
+The code is the product's: `Mirror`, `MirroredFiles`, `Replica`, `Leadership`, and `Contender` that decides to take
+over. A wait of one of them is a turn of the world, in which everything else happens.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terms_in_memory import Terms
+from virtual_files import Drawn, VirtualFiles
+
+from farloop.coordinator import leadership, standby
+from farloop.coordinator.errors import Deposed, StorageFailed
+from farloop.coordinator.leadership import Leadership
+from farloop.coordinator.net.zmq_mirror import SILENCE_S
+from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.standby import Contender
+from farloop.coordinator.storage.files import Bytes
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests
+
+PLACE = Path("/state")
+LOG = PLACE / "journal-000000.log"
+RECORD_BYTES = 8
+TURN_S = 0.25
+
+
+class Killed(Exception):
+    """The process in whose call this rises is dead."""
+
+
+class Turn:
+    """In place of a condition variable: a wait is a turn of the world."""
+
+    def __init__(self, world: "World", owner: "Coordinator") -> None:
+        self._world, self._owner = world, owner
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def notify_all(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self._world.turn(self._owner)
+
+
+class Coordinator:
+    """One host: its disk, and the process that runs on it."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world, self.name = world, name
+        self.disk = VirtualFiles()
+        self.disk.make_directory(PLACE)
+        self.start()
+
+    def start(self) -> None:
+        config = CoordinatorConfig(state_dir=PLACE, leads_by="file:///record", name=self.name)
+        self.contender = Contender(config, "run", self.world.terms)
+        self.mirror: Mirror | None = None
+        self.replica: Replica | None = None
+        self.route: bytes | None = None  # of its connection to the leader, while it stands by
+        self.heard_at = self.world.now
+        self.alive, self.suspended_until = True, 0.0
+        self.size = 0
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and self.world.now >= self.suspended_until
+
+    def kill(self) -> None:
+        self.alive = False
+        self.disk = self.disk.power_cut(self.world.fate()) if self.world.dice.random() < 0.5 else self.disk.killed()
+
+    def lead(self, led: Leadership) -> None:
+        """Go on with what the folder has. All that was told has to be there."""
+        self.replica = self.route = None
+        Replica(PLACE, self.disk, beside=False)  # what a start does with a half-given state
+        self.mirror = Mirror(PLACE, led, self.disk, lambda: self.world.now)
+        self.mirror._moved = Turn(self.world, self)  # type: ignore[assignment]
+        self.mirror.send = self.send
+        self.files = MirroredFiles(self.mirror)
+        held = b"" if self.disk.identity(LOG) is None else self.disk.read_bytes(LOG)
+        self.size = len(held) // RECORD_BYTES * RECORD_BYTES
+        records = [held[at : at + RECORD_BYTES] for at in range(0, self.size, RECORD_BYTES)]
+        missing = set(self.world.told) - set(records)
+        assert not missing, f"{self.name} leads without {missing}"
+        if self.disk.identity(LOG) is None:
+            self.files.create(LOG).close()
+        with closing(self.files.open(PLACE)) as folder:
+            folder.sync()
+
+    def tell(self) -> None:
+        """Write a record; once it is durable as it has to be, nodes are told."""
+        record = b"%07d\n" % self.world.next_record()
+        with closing(self.files.open(LOG, write=True)) as file:
+            file.write([record], self.size)
+            file.sync()
+        self.size += RECORD_BYTES
+        if not self.runs:  # it was killed or suspended in its call, and told nothing yet
+            raise Killed
+        assert self.world.leads(self), f"{self.name} tells what {self.world.terms.term} does not have"
+        self.world.told.append(record)
+
+    def send(self, route: bytes, frames: Sequence[Bytes]) -> None:
+        self.world.carry(self, route, [bytes(frame) for frame in frames])
+
+
+class World:
+    """Two hosts, the network between them, and the store of the record."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dice, self.now, self.terms = random.Random(seed), 100.0, Terms()
+        self.told: list[bytes] = []
+        self._records = 0
+        self._depth = 0
+        self.cut = False
+        self.calm = False
+        self.away_until = self.cut_until = 0.0
+        self.routes: dict[bytes, Coordinator] = {}
+        for module in (leadership, standby):
+            monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(leadership.time, "sleep", lambda seconds: self.turn(self.speaks))
+        self.hosts = [Coordinator(self, name) for name in "ab"]
+        self.speaks = self.hosts[0]  # whose call is under way
+
+    def fate(self) -> Any:
+        return Drawn(lambda most: self.dice.randrange(most))
+
+    def next_record(self) -> int:
+        self._records += 1
+        return self._records
+
+    def leads(self, host: Coordinator) -> bool:
+        """Whether no other holds the record."""
+        return self.terms.term is not None and self.terms.term.leader == host.name
+
+    # --- Messages
+
+    def carry(self, leader: Coordinator, route: bytes, frames: list[bytes]) -> None:
+        """From the leader to a standby, and its answer back, at once; or neither."""
+        host = self.routes.get(route)
+        if host is None or host.route != route or host.replica is None or self.cut or not host.runs:
+            self.routes.pop(route, None)  # a connection that lost something is broken
+            return
+        head = json.loads(frames[0])
+        if not isinstance(head[0], int):
+            return
+        host.heard_at = self.now
+        assert leader.mirror is not None
+        with suppress(FileNotFoundError):
+            host.replica.apply(head, frames[1:], lambda number: self._answer(leader, route, ["ack", number]))
+            self._answer(leader, route, ["took", host.replica.taken])
+
+    def _answer(self, leader: Coordinator, route: bytes, head: list[Any]) -> None:
+        if leader.mirror is not None and not self.cut:
+            leader.mirror.received(route, head)
+
+    # --- Time
+
+    def turn(self, caller: Coordinator | None) -> None:
+        """A quarter of a second. Raises Killed in the call of a process that died."""
+        self.now += TURN_S
+        if self._depth < 6:
+            self._depth += 1
+            try:
+                self._chance()
+                for host in self.hosts:
+                    if host is not caller and host.runs and host.mirror is None:
+                        self._stand_by(host)
+            finally:
+                self._depth -= 1
+        while caller is not None and caller.alive and not caller.runs:
+            self.turn(None)
+        if caller is not None and not caller.alive:
+            raise Killed
+
+    def _chance(self) -> None:
+        self.terms.away = self.now < self.away_until
+        self.cut = self.now < self.cut_until
+        match 6 if self.calm else self.dice.randrange(60):
+            case 0:
+                self.away_until = self.now + self.dice.uniform(0.0, 15.0)
+            case 1 | 2:
+                self.cut_until = self.now + self.dice.uniform(0.0, 15.0)
+                self.routes.clear()
+            case 3:
+                self.terms.deaf = not self.terms.deaf
+            case 4:
+                self.dice.choice(self.hosts).suspended_until = self.now + self.dice.uniform(0.0, 20.0)
+            case 5:
+                host = self.dice.choice(self.hosts)
+                if host.alive:
+                    host.kill()
+            case 6 | 7 | 8 | 9:
+                for host in self.hosts:
+                    if not host.alive:
+                        host.start()
+            case _:
+                pass
+
+    def _stand_by(self, host: Coordinator) -> None:
+        """What a standby's loop does: keep a connection, and take over from a leader that is silent."""
+        leader = next((other for other in self.hosts if other is not host and other.mirror and other.runs), None)
+        known = leader is not None and leader.mirror is not None and host.route in leader.mirror._known_routes
+        if known and not self.cut and host.route in self.routes:  # its ping is answered
+            host.heard_at = self.now
+        elif leader is not None and not self.cut:
+            self._join(host, leader)
+        elif self.now - host.heard_at > SILENCE_S:
+            speaks, self.speaks = self.speaks, host
+            try:
+                if (led := host.contender._take_over()) is not None:
+                    host.lead(led)
+            finally:
+                self.speaks = speaks
+
+    def _join(self, host: Coordinator, leader: Coordinator) -> None:
+        host.route = b"%d" % self.next_record()
+        self.routes[host.route] = host
+        host.replica = Replica(PLACE, host.disk, beside=False)
+        host.heard_at = self.now
+        assert leader.mirror is not None
+        leader.mirror.received(host.route, ["join", host.name, digests(PLACE, host.disk, {})])
+
+    def begin(self, host: Coordinator) -> None:
+        """A start that finds no leader, or itself."""
+        self.speaks = host
+        with suppress(leadership.Unreachable):
+            found, version = self.terms.read()
+            host.contender.leader = found
+            may = found is None or (found.leader == host.name and host.disk.identity(LOG) is not None)
+            if may and (led := Leadership.claim(self.terms, PLACE, host.contender._next(found), version)):
+                host.lead(led)
+
+    def live(self, turns: int) -> None:
+        for _ in range(turns):
+            for host in self.hosts:
+                if not host.runs:
+                    continue
+                self.speaks = host
+                try:
+                    if host.mirror is None:
+                        self.begin(host)
+                    else:
+                        for heard in host.mirror._standbys.values():
+                            if heard.route in self.routes and not self.cut and self.routes[heard.route].runs:
+                                heard.heard_at = heard.moved_at = self.now
+                        host.mirror.tick()
+                        host.tell()
+                except Killed:
+                    if host.alive:
+                        continue
+                except (Deposed, StorageFailed):
+                    host.mirror, host.alive = None, False  # it ends, and is started again
+            self.turn(None)
+
+
+def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(seed, monkeypatch)
+    world.live(150)
+    world.calm = True
+    world.terms.deaf = False
+    world.away_until = world.cut_until = 0.0
+    told = len(world.told)
+    for host in world.hosts:
+        host.suspended_until = 0.0
+        if not host.alive:
+            host.start()
+    world.live(120)
+    assert len(world.told) > told, "once everything is well the run goes on"
+    assert world.terms.term is not None and world.terms.term.in_sync, "and the other is in sync again"
+    return world
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 50))])
+def test_what_was_told_is_never_lost_and_one_tells(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaders = 0
+    for seed in range(200 * block, 200 * (block + 1)):
+        try:
+            world = play(seed, monkeypatch)
+        except AssertionError as error:
+            raise AssertionError(f"play({seed}): {error}") from error
+        leaders += world.terms.version
+    assert leaders > 1000, "much happens"
