@@ -329,17 +329,21 @@ COORDINATOR = Dashboard(
         Graph("Disk", [
             Line("free", "min(farloop_storage_free_bytes{C})"),
             Line("size", "min(farloop_storage_size_bytes{C})"),
-        ], "Of the file system of the state folder.", unit="bytes", width=8),
+        ], "Of the file system of the state folder.", unit="bytes", width=6),
         Graph("Memory and processor", [
             Line("resident", "max(process_resident_memory_bytes{C})"),
             Line("cores in use", "max(rate(process_cpu_seconds_total{C}[1m]))", axis="right"),
-        ], "Of its process. Anchors, momenta and the deltas of open windows are in memory.", unit="bytes", width=8),
+        ], "Of its process. Anchors, momenta and the deltas of open windows are in memory.", unit="bytes", width=6),
         Graph("Copies and reports", [
             Line("age of the newest copy", "max(farloop_copy_lag_seconds{C})"),
             Line("lines lost", "sum(increase(farloop_log_dropped_lines_total{C}[5m]))", axis="right"),
         ],
             "Copies of the state to an object store, where that is set; lines of metrics.jsonl that the disk did not "
-            "take in the last five minutes.", unit="s", width=8),
+            "take in the last five minutes.", unit="s", width=6),
+        Graph("Standby", [
+            Line("bytes behind", "max(farloop_standby_lag_bytes{C})"),
+            Line("standbys in sync", "max(farloop_standbys_in_sync{C})", axis="right"),
+        ], "Other coordinators that have all that nodes were told; bytes on their way to one.", unit="bytes", width=6),
         Row("If an alert fires"),
         Words("Runbooks", runbooks, height=18),
     ],

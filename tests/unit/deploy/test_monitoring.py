@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from farloop.algo.spec import NodeId
 from farloop.cli.main import app
-from farloop.coordinator.observe.metrics import Metrics
+from farloop.coordinator.observe.metrics import Metrics, StandbyMetrics
 from farloop.monitoring.dashboards.generate import RULE_OBJECT, dashboards, rule_object
 from farloop.monitoring.endpoint import METRICS
 from farloop.node.metrics import Metrics as NodeMetrics
@@ -39,7 +39,8 @@ def shown_by_the_daemons() -> set[str]:
     coordinator = Metrics()
     coordinator.scored(1.0)
     names: set[str] = set()
-    for text in (node.exposition(), coordinator.exposition()):
+    standby = StandbyMetrics().exposition(in_sync=True, silence_s=0.0, taken=0)
+    for text in (node.exposition(), coordinator.exposition(), standby):
         for family in text_string_to_metric_families(text.decode()):
             match family.type:
                 case "counter":
