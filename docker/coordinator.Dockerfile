@@ -4,7 +4,7 @@
 #
 # PIP_ARGS reaches pip as it is: name there the index with PyTorch's CPU wheels (docker/README.md has the line); without
 # it pip takes what its default index offers, on Linux the CUDA build, which works and is several GB larger.
-# With --build-arg EXTRAS=[hf] it has transformers, for models of Hugging Face.
+# With --build-arg EXTRAS=[cloud,hf] it has transformers, for models of Hugging Face, beside the clients of object stores.
 ARG BASE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
@@ -18,7 +18,7 @@ COPY constraints.txt ./
 # hadolint ignore=SC2086
 RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt torch numpy numba matplotlib
 COPY . .
-ARG EXTRAS=""
+ARG EXTRAS="[cloud]"
 # hadolint ignore=SC2086
 RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt ".${EXTRAS}" \
     && /opt/farloop/bin/pip uninstall --yes pip

@@ -3,7 +3,7 @@
 #     docker build -f docker/node.Dockerfile -t farloop-node .                   # CUDA
 #     docker build -f docker/node.Dockerfile --target cpu -t farloop-node:cpu .  # without (docker/README.md: PIP_ARGS)
 #
-# With --build-arg EXTRAS=[hf] it has transformers, for models of Hugging Face.
+# With --build-arg EXTRAS=[cloud,hf] it has transformers, for models of Hugging Face, beside the clients of object stores.
 #
 # torch's CUDA wheels bring their own CUDA libraries, and the container runtime brings the driver, so a CUDA base would
 # only be a second copy of them. To use one all the same, name it: --build-arg BASE=...
@@ -19,7 +19,7 @@ COPY constraints.txt ./
 # hadolint ignore=SC2086
 RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt torch numpy numba matplotlib
 COPY . .
-ARG EXTRAS=""
+ARG EXTRAS="[cloud]"
 # hadolint ignore=SC2086
 RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt ".${EXTRAS}"
 

@@ -47,6 +47,7 @@ def test_an_image_runs_a_command_that_exists_without_rights_and_checks_its_healt
     command, file = json.loads(last(path, "CMD"))
     assert command in get_command(app).commands  # type: ignore[attr-defined]
     assert Path(file).parent == Path("/etc/farloop")
+    assert 'EXTRAS="[cloud]"' in [words for name, words in instructions(path) if name == "ARG"], "copies need it"
     assert (last(path, "USER"), last(path, "STOPSIGNAL")) == ("10001:10001", "SIGTERM")
     *python, page = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
     assert python == ["python3", "-m", "farloop.monitoring.healthcheck"]

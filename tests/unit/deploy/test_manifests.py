@@ -17,6 +17,7 @@ from typer.main import get_command
 from farloop.cli.main import app
 from farloop.config.exit_codes import ExitCode
 from farloop.config.settings import NodeFile, RunFile, load
+from farloop.monitoring.addresses import parse_each_tcp
 from farloop.monitoring.endpoint import HEALTH, READY
 from farloop.node.library import DRAIN_S
 
@@ -50,7 +51,7 @@ def of_kind(overlay: str, kind: str) -> list[Object]:
 
 def pods(overlay: str) -> Iterator[tuple[str, Object, Object]]:
     """Name, labels and pod specification of every workload."""
-    for workload in [*of_kind(overlay, "StatefulSet"), *of_kind(overlay, "Job")]:
+    for workload in [one for kind in ("StatefulSet", "Deployment", "Job") for one in of_kind(overlay, kind)]:
         template = workload["spec"]["template"]
         yield workload["metadata"]["name"], template["metadata"]["labels"], template["spec"]
 
@@ -117,7 +118,7 @@ def test_after_the_run_nodes_are_complete_and_the_coordinator_serves(overlay: st
     on its volume, and one that is refused does not."""
     claims = {claim["metadata"]["name"] for claim in of_kind(overlay, "PersistentVolumeClaim")}
     jobs = {job["metadata"]["name"]: job["spec"] for job in of_kind(overlay, "Job")}
-    assert len(jobs) == {"local": 2, "coordinator-region": 0}.get(overlay, 1) and claims == set(jobs)
+    assert len(jobs) == (2 if overlay == "local" else not overlay.startswith("coordinator")) and claims == set(jobs)
     for name, _, pod in pods(overlay):
         file = settings(overlay, name, pod, tmp_path)
         if isinstance(file, RunFile):
@@ -134,7 +135,8 @@ def test_after_the_run_nodes_are_complete_and_the_coordinator_serves(overlay: st
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
     for _, _, pod in pods(overlay):
-        assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
+        assert pod["automountServiceAccountToken"] is (overlay == "coordinator-pair"), "the Lease alone needs a token"
+        assert pod["enableServiceLinks"] is False
         security = pod["securityContext"]
         assert security["runAsNonRoot"] and security["runAsUser"] == security["fsGroup"] == 10001
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -155,7 +157,7 @@ def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_services_budgets_and_policies_select_pods_and_ports_that_are_there(overlay: str) -> None:
+def test_services_and_policies_select_pods_and_ports_that_are_there_and_no_budget_refuses_a_drain(overlay: str) -> None:
     found = {name: (labels, pod) for name, labels, pod in pods(overlay)}
     for service in of_kind(overlay, "Service"):
         chosen = [pod for labels, pod in found.values() if service["spec"]["selector"].items() <= labels.items()]
@@ -163,31 +165,84 @@ def test_services_budgets_and_policies_select_pods_and_ports_that_are_there(over
         for pod in chosen:
             names = {port["name"] for port in pod["containers"][0]["ports"]}
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
-    selectors = [one["spec"]["selector"]["matchLabels"] for one in of_kind(overlay, "PodDisruptionBudget")]
+    assert not of_kind(overlay, "PodDisruptionBudget")
     policies = of_kind(overlay, "NetworkPolicy")
-    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in policies if one["spec"]["podSelector"]]
-    for selector in selectors:
+    for selector in (one["spec"]["podSelector"]["matchLabels"] for one in policies if one["spec"]["podSelector"]):
         assert any(selector.items() <= labels.items() for labels, _ in found.values())
     (deny,) = [one for one in policies if not one["spec"]["podSelector"]]
     assert sorted(deny["spec"]["policyTypes"]) == ["Egress", "Ingress"] and "ingress" not in deny["spec"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_node_may_dial_its_coordinator_and_is_dialled_by_prometheus_alone(overlay: str, tmp_path: Path) -> None:
+def test_a_daemon_may_dial_what_its_settings_name_and_its_pages_are_for_prometheus_alone(
+    overlay: str, tmp_path: Path
+) -> None:
     for name, labels, pod in pods(overlay):
         file = settings(overlay, name, pod, tmp_path)
-        (policy,) = [
-            one
+        policies = [
+            one["spec"]
             for one in of_kind(overlay, "NetworkPolicy")
             if one["spec"]["podSelector"] and one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
         ]
-        if isinstance(file, RunFile):
-            assert policy["spec"]["egress"] == []
+        out = {port["port"] for policy in policies for rule in policy["egress"] for port in rule["ports"]}
+        rules = [rule for policy in policies for rule in policy.get("ingress", [])]
+        come_in = {port["port"]: rule.get("from") for rule in rules for port in rule["ports"]}
+        (prometheus,) = come_in.pop("pages")
+        assert "monitoring" in prometheus["namespaceSelector"]["matchLabels"].values()
+        if isinstance(file, NodeFile):
+            assert out == {int(file.node.coordinator.rpartition(":")[2]), 53} and not come_in
             continue
-        out = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
-        assert out == {int(file.node.coordinator.rpartition(":")[2]), 53}
-        (rule,) = policy["spec"]["ingress"]
-        assert rule["from"] and [port["port"] for port in rule["ports"]] == ["pages"]
+        own, wanted = file.coordinator, set[int | str]()
+        wanted |= {443, 53} if own.copy_to else set()
+        wanted |= {443, 6443, 53} if own.leads_by.startswith("k8s:") else set()
+        wanted |= {"mirror"} if own.mirror else set()
+        assert out == wanted and come_in.pop("sessions") is None
+        if own.mirror:
+            (peer,) = come_in.pop("mirror")
+            assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+        assert not come_in
+
+
+def test_a_pair_names_its_own_pods_and_its_own_lease(tmp_path: Path) -> None:
+    overlay = "coordinator-pair"
+    (pair,) = of_kind(overlay, "StatefulSet")
+    ((name, labels, pod),) = pods(overlay)
+    file = settings(overlay, name, pod, tmp_path)
+    assert isinstance(file, RunFile)
+    spec, own = pair["spec"], file.coordinator
+    assert (spec["replicas"], spec["podManagementPolicy"], spec["updateStrategy"]["type"]) == (
+        2,
+        "Parallel",
+        "OnDelete",
+    )
+    (service,) = [one["spec"] for one in of_kind(overlay, "Service") if one["metadata"]["name"] == spec["serviceName"]]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"], "a standby is not ready"
+    assert [f"{one.host}:{one.port}" for one in parse_each_tcp(own.peers)] == [
+        f"{name}-{number}.{spec['serviceName']}:{own.mirror.rpartition(':')[2]}" for number in range(spec["replicas"])
+    ]
+    (container,) = pod["containers"]
+    assert {"name": "mirror", "containerPort": int(own.mirror.rpartition(":")[2])} in container["ports"]
+    fields = {one["name"]: one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") for one in container["env"]}
+    assert fields["FARLOOP_COORDINATOR__NAME"] == "metadata.name"
+    (role,) = of_kind(overlay, "Role")
+    begin, change = role["rules"]
+    assert (begin["verbs"], change["verbs"]) == (["create"], ["get", "update"])
+    assert own.leads_by == f"k8s://{pair['metadata']['namespace']}/{change['resourceNames'][0]}"
+    (bound,) = of_kind(overlay, "RoleBinding")
+    assert [one["name"] for one in bound["subjects"]] == [pod["serviceAccountName"]]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_coordinator_without_a_volume_recovers_and_is_replaced_wherever_its_host_is(tmp_path: Path) -> None:
+    overlay = "coordinator-recover"
+    (workload,) = of_kind(overlay, "Deployment")
+    ((name, _, pod),) = pods(overlay)
+    file = settings(overlay, name, pod, tmp_path)
+    assert isinstance(file, RunFile) and file.coordinator.recover == "auto"
+    assert workload["spec"]["replicas"] == 1 and not of_kind(overlay, "StatefulSet")
+    assert {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume} >= {"state", "tmp"}
+    assert {one["key"].partition("/")[2] for one in pod["tolerations"]} == {"unreachable", "not-ready"}
 
 
 @pytest.mark.parametrize("words", [["n-0", "n-1"], ["--coordinator"], ["--node", "n-0", "server.pub"]], ids="-".join)

@@ -185,7 +185,7 @@ def test_with_the_component_pods_are_scraped_where_they_serve_and_grafana_gets_t
         assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
         assert json.loads(one["data"][f"{name}.json"]) == dashboard
     monitors = [one["spec"] for one in objects if one["kind"] == "PodMonitor"]
-    for workload in (one for one in objects if one["kind"] in ("StatefulSet", "Job")):
+    for workload in (one for one in objects if one["kind"] in ("StatefulSet", "Deployment", "Job")):
         pod = workload["spec"]["template"]
         labels = pod["metadata"]["labels"]
         (monitor,) = [one for one in monitors if one["selector"]["matchLabels"].items() <= labels.items()]
