@@ -36,14 +36,14 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     if found is None:
         raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")
     scans = read_journal(directory)
-    from farloop.coordinator.observe.window_inspection import look_back, newest_versions
+    from farloop.coordinator.observe.window_inspection import closed_windows, newest_versions
 
     (newest, final), version = newest_versions(directory, scans), int(found[2])
     fragments = range(len(newest)) if found[1] is None else [int(found[1])]
     if found[1] is not None and int(found[1]) >= len(newest):
         raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
     wanted = {(fragment, version) for fragment in fragments}
-    past = steadily(lambda: look_back(directory, read_journal(directory), wanted))
+    past = steadily(lambda: closed_windows(directory, read_journal(directory), wanted))
     told = dict(_decisions(directory, version))
     explained = [_explained(told.get(key), past.get(key)) for key in sorted(wanted & (past.keys() | told.keys()))]
     if not explained:

@@ -185,7 +185,7 @@ class Coordinator:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_CALL_S):
                 await asyncio.sleep(self._started_at + LAST_CALL_S - now if restarted else 0.0)
-                await self._until(lambda: self.executor.idle and self.machine.all_told)
+                await self._until(lambda: self.executor.idle and self.machine.all_left)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await self._until(lambda: self.executor.idle)
@@ -232,7 +232,7 @@ class Coordinator:
     async def _count_traffic(self) -> None:
         traffic = TrafficMetrics(self.metrics, self.config.egress_price_per_gb)
         while True:
-            traffic.look(self.executor.sessions)
+            traffic.update(self.executor.sessions)
             await asyncio.sleep(STATUS_S)
 
     async def _dial_back(self) -> None:

@@ -115,7 +115,7 @@ class SnapshotService:
             for fragment, at_least in wanted.items():
                 copy = self._usable(fragment, versions[fragment], at_least, num_bytes(fragment))
                 if copy is not None or self._has_room(num_bytes(fragment)):
-                    return self._take_turn(session, fragment, copy, num_bytes(fragment))
+                    return self._start_request(session, fragment, copy, num_bytes(fragment))
         return None
 
     def encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
@@ -172,7 +172,9 @@ class SnapshotService:
             if self.held_bytes + num_bytes > self._most_bytes:
                 del self._copies[key]
 
-    def _take_turn(self, session: int, fragment: int, copy: EncodedSnapshot | None, num_bytes: int) -> SnapshotRequest:
+    def _start_request(
+        self, session: int, fragment: int, copy: EncodedSnapshot | None, num_bytes: int
+    ) -> SnapshotRequest:
         wanted = self._asked[session]
         del wanted[fragment]
         self._asked.move_to_end(session)
@@ -222,7 +224,7 @@ class Downloads:
         except (AlreadyUnderWay, LimitReached):  # when something has ended
             self._serving.put_off(number)
 
-    def ended(self, session: int, blob: BlobId) -> None:
+    def on_blob_end(self, session: int, blob: BlobId) -> None:
         if blob.kind is BlobKind.SNAPSHOT:
             self._serving.done(session)
         self._advance()

@@ -141,8 +141,8 @@ class CoordinatorExecutor:
         """
         now = self._clock.now()
         try:
-            self._observer.saw(event, self.machine)
-            self.stragglers.watch.saw(event, self.machine, now)
+            self._observer.on_event(event, self.machine)
+            self.stragglers.watch.on_event(event, self.machine, now)
         except Exception:
             if self._check:
                 raise
@@ -165,14 +165,14 @@ class CoordinatorExecutor:
         match event:
             case wire_ev.MessageReceived(message=msg.Hello() as hello):
                 self._greet(peer, hello)
-            case _ if self._links is not None and self._links.ended(event):
+            case _ if self._links is not None and self._links.is_about_probe(event):
                 pass
             case wire_ev.MessageReceived(message=message):
                 self._hear(peer, message)
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
                 self._keep_anchor(blob, data)
             case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
-                if failed := self._anchors.ended(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
+                if failed := self._anchors.on_failed(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
                     self.happened(failed)
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self.stragglers.whole(blob, self._clock.now())
@@ -187,7 +187,7 @@ class CoordinatorExecutor:
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 self._parted(peer, reason, detail)
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
-                self._downloads.ended(peer.number, blob)
+                self._downloads.on_blob_end(peer.number, blob)
             case _:
                 assert_never(event)
         if not isinstance(event, wire_ev.MessageReceived):
@@ -209,7 +209,7 @@ class CoordinatorExecutor:
         if (node := peer.node) is None:
             return
         links, now = self._links, self._clock.now()
-        if links is None or not links.heard(peer, node, message, self.machine.members, now):
+        if links is None or not links.on_message(peer, node, message, self.machine.members, now):
             self.happened(ev.NodeMessage(session=peer.number, node=node, message=message))
 
     def _parted(self, peer: Peer, reason: Reason, detail: str) -> None:
@@ -219,8 +219,8 @@ class CoordinatorExecutor:
         try:
             self._downloads.gone(peer.number)
             if node is not None:
-                self._deltas.parted(node)
-            self._observer.parted(node, reason, detail, self.machine)
+                self._deltas.on_disconnect(node)
+            self._observer.on_disconnect(node, reason, detail, self.machine)
         finally:  # the machine is told, whatever goes wrong here
             if node is not None:
                 self.happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
@@ -248,7 +248,7 @@ class CoordinatorExecutor:
         self._arm()
         while self._commands and not (self._busy or self._stopped):
             command = self._commands.popleft()
-            self._observer.carries_out(command)
+            self._observer.on_command(command)
             self._saw(command)
             self._execute(command)
         self._changed()
@@ -349,7 +349,7 @@ class CoordinatorExecutor:
             self._fail(peer, error, self._deltas.broken(offer, error))
 
         try:
-            self._deltas.keep(offer, data, partial(self._happened_to, peer), failed)
+            self._deltas.store(offer, data, partial(self._happened_to, peer), failed)
         except Exception as error:  # noqa: BLE001 - the edge of a session
             failed(error)
 
@@ -362,7 +362,7 @@ class CoordinatorExecutor:
 
     def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
         peer = self.sessions.get(blob.node)
-        self._anchors.keep(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
+        self._anchors.store(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
 
     def _happened_to(self, peer: Peer | None, event: ev.Event) -> None:
         """Give the machine the result of a job for a session, which may be over."""
@@ -489,5 +489,5 @@ class CoordinatorExecutor:
             self._shown_at = self._clock.now()
             self._observer.refresh(self.machine)
         if self._links is not None:
-            self._links.look(self.sessions, self.machine.members, self._clock.now())
-        self.stragglers.look(self._clock.now(), held=bool(self.storage.hold))
+            self._links.poll(self.sessions, self.machine.members, self._clock.now())
+        self.stragglers.poll(self._clock.now(), held=bool(self.storage.hold))

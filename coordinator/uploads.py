@@ -142,14 +142,14 @@ class DeltaIntake:
                 return self._waiting.pop(blob)
         return None
 
-    def parted(self, node: NodeId) -> None:
+    def on_disconnect(self, node: NodeId) -> None:
         """The node's session is over. It will repeat its offers; partial deltas may continue then."""
         self._waiting = {blob: offer for blob, offer in self._waiting.items() if blob.node != node}
         self._crowded = {blob: offer for blob, offer in self._crowded.items() if blob.node != node}
         self._asleep |= {blob for blob in self._partial if blob.node == node}
 
     def arrived(self, blob: BlobId) -> Offer | None:
-        """All bytes arrived, good or bad. Returns the offer, kept until `settled`; None if the delta became void."""
+        """All bytes arrived, good or bad. Returns the offer, kept until `on_outcome`; None if the delta became void."""
         for other in [other for other in self._crowded if other.node == blob.node]:
             self._waiting[other] = self._crowded.pop(other)
         if blob not in self._partial:
@@ -157,7 +157,7 @@ class DeltaIntake:
         self._keeping.add(blob)
         return self._forget(blob)
 
-    def settled(self, blob: BlobId) -> None:
+    def on_outcome(self, blob: BlobId) -> None:
         self._keeping.discard(blob)
 
     def check(self) -> None:
@@ -222,7 +222,7 @@ class DeltaUploads(DeltaIntake):
         wrong = self.let_in(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
-    def keep(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
+    def store(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
         """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
@@ -232,7 +232,7 @@ class DeltaUploads(DeltaIntake):
 
         def verified(found: Verified) -> None:
             def stored() -> None:
-                self.settled(offer.blob)
+                self.on_outcome(offer.blob)
                 self._held[offer.blob] = found.delta
                 done(ev.InputStored(offer=found.offer, payload=found.payload))
 
@@ -271,7 +271,7 @@ class DeltaUploads(DeltaIntake):
             self._held.pop(blob, None)
 
     def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
-        self.settled(offer.blob)
+        self.on_outcome(offer.blob)
         return ev.InputFailed(offer=offer, reason=reason, detail=detail)
 
 
@@ -298,12 +298,12 @@ class AnchorUploads:
         self._refs[offer.blob] = ref
         return None
 
-    def ended(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
+    def on_failed(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
         """It stopped coming, or does not match. None if it was not requested."""
         ref = self._refs.pop(blob, None)
         return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=spoiled)
 
-    def keep(self, blob: BlobId, data: bytearray, done: Done, failed: Callable[[Exception, ev.Event], None]) -> None:
+    def store(self, blob: BlobId, data: bytearray, done: Done, failed: Callable[[Exception, ev.Event], None]) -> None:
         """Verify and journal an anchor, if it was requested. `failed` gets unexpected errors, with the event for the
         machine."""
         ref = self._refs.pop(blob, None)

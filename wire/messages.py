@@ -31,7 +31,7 @@ from farloop.wire.reasons import Reason, RemoteProtocolError
 #
 # To add a message, write its class below with a number above all others and its senders, then its golden bytes
 # (`tests/unit/wire/test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say how). Numbers are never
-# reused. Who receives it handles it: `_received` in `node/machine.py`, `_heard` in `coordinator/decide/machine.py`; a
+# reused. Its receiver handles it: `_received` in `node/machine.py`, `_on_message` in `coordinator/decide/machine.py`. A
 # node's message also has a rate in `coordinator/net/sessions.py`.
 
 

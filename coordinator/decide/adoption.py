@@ -83,7 +83,7 @@ class AdoptionSurvey:
                 return ref
         return None
 
-    def told(self, ref: AnchorRef) -> list[Held]:
+    def answers(self, ref: AnchorRef) -> list[Held]:
         """Answers of the nodes that know this anchor."""
         answers = (self.claims[node].held for node in self.holders(ref))
         return [held for held in answers if held is not None]
@@ -259,16 +259,16 @@ class Adoption:
                 else:
                     self._greeted(event, now)
             case ev.NodeMessage(node=node, session=session, message=message):
-                self._heard(node, session, message)
+                self._on_message(node, session, message)
             case ev.NodeDisconnected(node=node, session=session):
-                self._parted(node, session, now)
+                self._on_disconnect(node, session, now)
             case ev.AnchorStored(record=record):
                 self._stored(record)
             case ev.AnchorFailed():
                 self._failed(event)
             case _:
                 pass  # nothing else is under way
-        return self._look(now)
+        return self._advance(now)
 
     def clock_jumped(self, seconds: float) -> None:
         self.began_at += seconds
@@ -307,7 +307,7 @@ class Adoption:
             del claims[oldest]
             self._left.discard(oldest)
 
-    def _heard(self, node: NodeId, session: int, message: msg.Message) -> None:
+    def _on_message(self, node: NodeId, session: int, message: msg.Message) -> None:
         """Accept the node's answer and the anchor that it was asked for; everything else comes too early."""
         claim = self._claims.get(node)
         if claim is None or claim.session != session:
@@ -336,7 +336,7 @@ class Adoption:
         self._alarms[about] = f"what it reports besides its anchors is rejected: {wrong}"
         return msg.Held(anchors=refs, windows=(), final=(), rounds=(), revisions=())
 
-    def _parted(self, node: NodeId, session: int, now: float) -> None:
+    def _on_disconnect(self, node: NodeId, session: int, now: float) -> None:
         claim = self._claims.get(node)
         if claim is not None and claim.session == session:
             claim.failed += claim.asked is not None
@@ -359,7 +359,7 @@ class Adoption:
 
     # --- what follows
 
-    def _look(self, now: float) -> bool:
+    def _advance(self, now: float) -> bool:
         """Do what is possible now. Returns whether adoption is complete."""
         done = self._go_on(now)
         self.wakes_at = min((at for at in self._moments() if at > now), default=None)
@@ -417,7 +417,7 @@ class Adoption:
                 free = next((node for node in holders if found.claims[node].asked is None), None)
                 if free is not None:
                     found.claims[free].asked, found.claims[free].offers_until = fragment, now + self._patience_s
-                    self._decisions.tell(free, msg.Recall(fragment=fragment))
+                    self._decisions.send(free, msg.Recall(fragment=fragment))
         done = len(found.wanted) - len(lacking)
         return self._wait(f"the anchors to come: {done} of {len(found.wanted)} fragments are here")
 
@@ -434,7 +434,7 @@ class Adoption:
                 self._decisions.do(ev.Forget(blob=blob))
         for node in sessions:
             detail = "what nodes hold is known now: the run goes on"
-            self._decisions.tell(node, msg.Leave(reason=Reason.HOLDING, detail=detail))
+            self._decisions.send(node, msg.Leave(reason=Reason.HOLDING, detail=detail))
         for what in [what for what in self._alarms if what.startswith(ALARM)]:
             del self._alarms[what]
         return True
@@ -443,7 +443,7 @@ class Adoption:
         """Raises Unknown."""
         ledger = self._ledger
         held = [claim.held for claim in found.claims.values() if claim.held is not None]
-        after = [terms_after(ref, found.told(ref)) for ref in found.wanted.values()]
+        after = [terms_after(ref, found.answers(ref)) for ref in found.wanted.values()]
         windows = tuple(terms for terms in after if terms is not None)
         revisions = revisions_since(ledger, held)
         owners = {(node, c.hello.incarnation): c.held for node, c in found.claims.items() if c.held is not None}
@@ -452,7 +452,7 @@ class Adoption:
             for owner, one in owners.items()
         }
         granted_to = min(MOST, max((one.granted_to for one in held), default=0))
-        frontier, returned, uncertain = ledger.leases.as_told(unused, granted_to)
+        frontier, returned, uncertain = ledger.leases.free_after_reports(unused, granted_to)
         return rec.Adopted(
             epoch=max(ledger.epoch, ledger.epoch_seen) + 1,
             anchors=tuple(

@@ -41,7 +41,7 @@ class Lateness:
         self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
         self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
 
-    def came(self, fragment: int, window: int, now: float) -> None:
+    def on_delta(self, fragment: int, window: int, now: float) -> None:
         """A delta arrived; it is late by the time since the quorum of the window that it names."""
         self._lateness_s.append(now - self._quorum_at.get((fragment, window), now))
 
@@ -73,10 +73,10 @@ class StragglerGrace:
         self._enabled = enabled
         self.lateness = Lateness()
 
-    def came(self, offer: Offer, now: float) -> None:
-        self.lateness.came(offer.blob.fragment, offer.window, now)
+    def on_delta(self, offer: Offer, now: float) -> None:
+        self.lateness.on_delta(offer.blob.fragment, offer.window, now)
 
-    def look_at(self, window: Window, quorum: int | None, now: float) -> None:
+    def update(self, window: Window, quorum: int | None, now: float) -> None:
         if window.quorum_at is not None or not window.has_quorum(quorum):
             return
         window.quorum_at = now
@@ -138,7 +138,7 @@ class ParticipationCheck:
         self._parts: dict[NodeId, Part] = {}
         for (fragment, version), commit in ledger.commits.items():
             for share in commit.merged:
-                self._saw(share.node, ledger.round_of(fragment, version))
+                self._on_merged(share.node, ledger.round_of(fragment, version))
 
     @property
     def holds(self) -> bool:
@@ -164,9 +164,9 @@ class ParticipationCheck:
 
     def committed(self, record: WindowCommitted) -> None:
         for share in record.merged:
-            self._saw(share.node, record.round)
+            self._on_merged(share.node, record.round)
 
-    def look(self, members: Iterable[Member]) -> None:
+    def update(self, members: Iterable[Member]) -> None:
         now = self._ledger.current_round
         self._parts = {member.name: member.holds for member in members if _is_live(member)}
         self._live_since = {name: self._live_since.get(name, now) for name in self._parts}
@@ -206,7 +206,7 @@ class ParticipationCheck:
             f"itself; or farloop release, after which it goes on as it is, for {ROUNDS} rounds at least"
         )
 
-    def _saw(self, node: NodeId, round_index: int) -> None:
+    def _on_merged(self, node: NodeId, round_index: int) -> None:
         self._merged[node] = max(self._merged.get(node, 0), round_index)
 
 
@@ -298,7 +298,7 @@ class Closing:
     def _held(self, window: Window) -> bool:
         fragment = self._ledger.fragment(window.terms.fragment)
         about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
-        self.guard.look(self._run.members.values())
+        self.guard.update(self._run.members.values())
         self._alarms.pop(about, None)
         if alarm := self.guard.alarm(window.contributors, fragment):
             self._alarms[about] = alarm
@@ -350,11 +350,11 @@ class Closing:
         window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).admission.quorum)
         self.try_one(event.fragment)
 
-    def look(self) -> None:
-        self.look_for_progress()
+    def poll(self) -> None:
+        self.check_progress()
         if not self.guard.holds:
             return
-        self.guard.look(self._run.members.values())
+        self.guard.update(self._run.members.values())
         if not self.guard.left_out():
             self.guard.let_go()
             for about in [about for about in self._alarms if about.startswith(ALARM)]:
@@ -373,9 +373,9 @@ class Closing:
             self._decisions.do(self._commits[fragment])
         self._drop_overdue()
         self.try_all()
-        self.look_for_progress()
+        self.check_progress()
 
-    def look_for_progress(self) -> None:
+    def check_progress(self) -> None:
         """Raise an alarm when nothing was committed for longer than usual, and for nodes that no window waits for."""
         for what in [what for what in self._alarms if what == NO_PROGRESS or what.startswith(SILENT)]:
             del self._alarms[what]

@@ -88,7 +88,7 @@ class Deadlines:
         key = (offer.blob.node, offer.blob.fragment)
         self._offered[key] = max(offer.window, self._offered.get(key, 0))
 
-    def came(self, offer: Offer, now: float) -> None:
+    def on_delta(self, offer: Offer, now: float) -> None:
         node = offer.blob.node
         pace = self._paces.setdefault(node, _Pace())
         since = self._opened_at.get((offer.blob.fragment, offer.window))

@@ -180,7 +180,9 @@ class Leases:
         self.returned_total += count
         return count
 
-    def as_told(self, unused: Mapping[Owner, Sequence[Lease]], granted_to: int) -> tuple[int, tuple[Lease, ...], int]:
+    def free_after_reports(
+        self, unused: Mapping[Owner, Sequence[Lease]], granted_to: int
+    ) -> tuple[int, tuple[Lease, ...], int]:
         """The free samples if this record is an old copy and these owners report what they have left. Changes nothing.
 
         Returns the frontier, the free ranges, and how many samples in them may have been trained on since the copy:

@@ -87,7 +87,7 @@ class Ledger:
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
         ledger.started = {started.node: started for started in saved.started}
         ledger.frozen = {started.holds: started for started in saved.frozen}
-        ledger._keep({stored.blob: stored.offer() for stored in saved.inputs})
+        ledger._set_inputs({stored.blob: stored.offer() for stored in saved.inputs})
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
         ledger.screening.resume(saved)
@@ -124,14 +124,14 @@ class Ledger:
             held=tuple(_held(leases, owner) for owner in leases.held),
             evaluations=tuple(self.evaluations),
             finished=self.finished,
-            ended=tuple(_ended(leases, owner) for owner in leases.ended),
+            ended=tuple(_leases_held(leases, owner) for owner in leases.ended),
             returned_total=leases.returned_total,
             uncertain_total=leases.uncertain_total,
             seen=self.screening.all_seen,
             standings=tuple(self.screening.standings.values()),
             history=self.history,
             epoch_seen=self.epoch_seen,
-            revisions=self.revisions_told(),
+            revisions=self.revisions_needed(),
             frozen=tuple(self.frozen.values()),
         )
 
@@ -148,7 +148,7 @@ class Ledger:
                 self.epoch_seen = max(self.epoch_seen, epoch)
             case rec.Rewound(epoch=epoch):
                 self.epoch = self.history = epoch
-                self._keep({})
+                self._set_inputs({})
             case rec.Adopted():
                 self._adopt(record)
             case rec.NodeStarted(node=node):
@@ -199,7 +199,7 @@ class Ledger:
             self._spooled.update(_spools(offer))
             self.screening.stored(stored)
 
-    def _keep(self, inputs: dict[BlobId, Offer]) -> None:
+    def _set_inputs(self, inputs: dict[BlobId, Offer]) -> None:
         """Have these deltas without an outcome, and no others."""
         self.inputs, self._spooled = inputs, {spooled for offer in inputs.values() for spooled in _spools(offer)}
 
@@ -230,7 +230,7 @@ class Ledger:
         for addend in record.blobs:
             self.leases.stores(addend.blob.node, addend.blob.incarnation, addend.consumed)
         decided = {addend.blob for addend in record.blobs} | {refusal.blob for refusal in record.refused}
-        self._keep(
+        self._set_inputs(
             {
                 blob: offer
                 for blob, offer in self.inputs.items()
@@ -248,7 +248,7 @@ class Ledger:
     def _adopt(self, record: rec.Adopted) -> None:
         """Continue from what nodes held. Nodes of another history count as new."""
         self.epoch = self.history = record.epoch
-        self._keep({})
+        self._set_inputs({})
         for revision in record.revisions:
             self._revise(revision)
         opened = {terms.fragment: terms for terms in record.windows}
@@ -281,7 +281,7 @@ class Ledger:
         self.revisions = self.revisions.and_then(revision).needed(versions, self.current_round - 1)
         self.screening.revise(self.spec, self.revisions)
 
-    def revisions_told(self) -> tuple[Revision, ...]:
+    def revisions_needed(self) -> tuple[Revision, ...]:
         """Revisions that a node may still need; none if the terms never changed."""
         return self.revisions.kept if len(self.revisions.kept) > 1 else ()
 
@@ -336,7 +336,7 @@ class Ledger:
         open_slots = [self.fragment(index).slot for index, terms in self.windows.items() if terms.round <= round_index]
         return min(open_slots, default=0) if round_index else 0
 
-    def is_over_for(self, part: Part) -> bool:
+    def is_finished_for(self, part: Part) -> bool:
         return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
 
     def is_too_far_ahead(self, window: WindowTerms) -> bool:
@@ -459,6 +459,6 @@ def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
     )
 
 
-def _ended(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+def _leases_held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
     consumed, granted = leases.ended[owner], leases.ended_granted[owner]
     return rec.LeasesHeld(node=owner[0], incarnation=owner[1], leases=(), consumed=consumed, retired=granted)

@@ -20,7 +20,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
 from farloop.coordinator.decide.revising import revision_of
 from farloop.coordinator.decide.rollback import RollbackGuard, of_this_run
-from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
+from farloop.coordinator.decide.roster import EXPIRE_S, Member, alarm_unheld_stages
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.errors import NotNow
@@ -129,7 +129,7 @@ class CoordinatorMachine:
         self._closing.fix_rounds()
         self._membership.start_ready(self._run.now, "none")
         self._closing.try_all()
-        self._finish_if_over()
+        self._finish_if_done()
 
     @property
     def in_quarantine(self) -> dict[NodeId, str]:
@@ -159,13 +159,13 @@ class CoordinatorMachine:
         return self._membership.awaited
 
     @property
-    def all_told(self) -> bool:
+    def all_left(self) -> bool:
         """Whether every node that has come to this start has left because the run is over."""
         return all(m.session is None and m.reason is Reason.RUN_FINISHED for m in self.members.values())
 
     def start(self) -> list[ev.Command]:
         """Commands of a restart: windows that can close at once."""
-        return self._decisions.take()
+        return self._decisions.pop_commands()
 
     def stop(self) -> None:
         """This coordinator ends: no node is removed and no window closes because its sessions end. Stored deltas are
@@ -211,10 +211,10 @@ class CoordinatorMachine:
             case ev.NodeMessage(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
                     member.heard_at = now
-                    self._heard(member, message, now)
+                    self._on_message(member, message, now)
             case ev.NodeDisconnected(node=node, session=session, reason=reason):
                 if member := self._membership.in_session(node, session):
-                    self._membership.parted(member, reason, now)
+                    self._membership.on_disconnect(member, reason, now)
             case ev.InputStored(offer=offer, payload=payload):
                 self._stored(offer, payload)
             case ev.InputFailed(offer=offer, reason=reason, detail=detail):
@@ -227,7 +227,7 @@ class CoordinatorMachine:
                 self._closing.too_much(event)
             case ev.TermsGiven(revision=revision):
                 self._decisions.record(rec.TermsChanged(revision=revision))
-                self._membership.tell_revision(revision)
+                self._membership.send_revision(revision)
                 self.guard.begin_again()
                 self._closing.try_all()
             case ev.HoldReleased():
@@ -242,18 +242,18 @@ class CoordinatorMachine:
                 pass  # of a session that ended as the run went on
             case _:
                 assert_never(event)
-        self._look_at_hold(held)
+        self._update_hold(held)
         self._forget_the_gone()
-        self._closing.look()
-        self._look_after_stages()
-        return self._decisions.take()
+        self._closing.poll()
+        self._update_stage_alarms()
+        return self._decisions.pop_commands()
 
     def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
         if not self._run.stopping and adoption.handle(event, now):
             self._adoption = None
             self._membership.clock_jumped(now - adoption.began_at)  # no node could connect meanwhile
             self._begin()
-        return self._decisions.take()
+        return self._decisions.pop_commands()
 
     def next_timer(self) -> float | None:
         if self._adoption is not None:
@@ -273,8 +273,8 @@ class CoordinatorMachine:
         self._forget_the_gone()
         self._closing.pass_time()
         self._membership.start_ready(now, "none")
-        self._look_after_stages()
-        return self._decisions.take()
+        self._update_stage_alarms()
+        return self._decisions.pop_commands()
 
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves."""
@@ -292,7 +292,7 @@ class CoordinatorMachine:
             window.check()
         self._membership.check()
 
-    def _heard(self, member: Member, message: msg.Message, now: float) -> None:
+    def _on_message(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
             case msg.Ready(history=history):
                 if history == self.ledger.history:  # else its node has yet to hear that it must begin again
@@ -313,7 +313,7 @@ class CoordinatorMachine:
             case _:
                 pass  # the session's own business
 
-    def _look_at_hold(self, before: str | None) -> None:
+    def _update_hold(self, before: str | None) -> None:
         """Begin or end a hold; its time does not count toward deadlines."""
         if before is None and self.holding is not None:
             self._membership.send_away(self.holding)
@@ -370,9 +370,9 @@ class CoordinatorMachine:
         if any(a.startswith(QUARANTINE) and a.removeprefix(QUARANTINE) not in self.ledger.started for a in self.alarms):
             self._closing.show_quarantine()
 
-    def _look_after_stages(self) -> None:
+    def _update_stage_alarms(self) -> None:
         if self._cut_in_stages and self.begun:
-            look_after_stages(self.members.values(), self.ledger, self.alarms)
+            alarm_unheld_stages(self.members.values(), self.ledger, self.alarms)
 
     # --- windows
 
@@ -391,13 +391,13 @@ class CoordinatorMachine:
         )
         self._closing.node_deadlines.opened(window)
         window.begin_with(self.ledger.inputs, ours.admission.quorum)
-        self.grace.look_at(window, ours.admission.quorum, self._run.now)
+        self.grace.update(window, ours.admission.quorum, self._run.now)
 
     def _offered(self, member: Member, offer: msg.Offer) -> None:
         blob = offer.blob
         window = self.windows.get(blob.fragment)
         if blob in self.ledger.inputs:
-            return self._decisions.tell(member.name, msg.Stored(blob=blob))
+            return self._decisions.send(member.name, msg.Stored(blob=blob))
         self._closing.node_deadlines.offered(offer)
         if blob.fragment in (ailing := self._damaged.get(member.name, set())):
             self._note_damage(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
@@ -408,31 +408,31 @@ class CoordinatorMachine:
     def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
         """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true, or that came
         too late for it: a window that is closing may have to open again."""
-        self._tell_outcome(member.name, offer, reason, detail)
+        self._send_outcome(member.name, offer, reason, detail)
         no_other = (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE, Reason.LATE)
         if reason in no_other and offer.blob.node == member.name:
             self._give_up(offer, reason)
 
-    def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        self._decisions.tell(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
+    def _send_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._decisions.send(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
 
     def _stored(self, offer: msg.Offer, payload: int) -> None:
         window = self.windows.get(offer.blob.fragment)
         self.ledger.leases.stores(offer.blob.node, offer.blob.incarnation, offer.consumed)
         if offer.blob in self.ledger.inputs:
-            return self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
+            return self._decisions.send(offer.blob.node, msg.Stored(blob=offer.blob))
         if window is None or not window.admits(offer) or window.is_too_late_for(offer):
             return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
-        self.grace.came(offer, self._run.now)
-        self._closing.node_deadlines.came(offer, self._run.now)
+        self.grace.on_delta(offer, self._run.now)
+        self._closing.node_deadlines.on_delta(offer, self._run.now)
         self.ledger.apply(rec.InputStored.of(offer, payload))
-        self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
+        self._decisions.send(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
-            window.take(offer)
+            window.add(offer)
             quorum = self.ledger.terms_at(window.terms).admission.quorum
-            self.grace.look_at(window, quorum, self._run.now)
+            self.grace.update(window, quorum, self._run.now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
         self._membership.start_ready(self._run.now, "none")
 
@@ -441,7 +441,7 @@ class CoordinatorMachine:
         blob = offer.blob
         self._decisions.record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
         self._decisions.do(ev.Forget(blob=blob))
-        self._tell_outcome(blob.node, offer, reason, detail)
+        self._send_outcome(blob.node, offer, reason, detail)
         self._give_up(offer, reason)
 
     def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
@@ -466,7 +466,7 @@ class CoordinatorMachine:
         self._closing.fix_rounds()
         for refusal in record.refused:
             outcome = msg.Outcome(blob=refusal.blob, reason=refusal.reason, detail=refusal.detail)
-            self._decisions.tell(refusal.blob.node, outcome)
+            self._decisions.send(refusal.blob.node, outcome)
         self._closing.show_quarantine()
         self._publish(record, closed)
         self._membership.start_ready(self._run.now, "round" if self.ledger.current_round > before else "slot")
@@ -476,17 +476,17 @@ class CoordinatorMachine:
             self._open(record.next_window)  # expects who has just started, too
             self._closing.try_one(record.fragment)
         self._closing.try_those_ahead()
-        self._finish_if_over(record.fragment)
+        self._finish_if_done(record.fragment)
 
-    def _finish_if_over(self, fragment: int | None = None) -> None:
+    def _finish_if_done(self, fragment: int | None = None) -> None:
         """End the run when every fragment is final, also after a restart; tell nodes whose own
         fragments are all final."""
         if not self.ledger.windows and not self.ledger.finished:
             self._decisions.record(rec.RunFinished())
         for member in self._membership.connected:
             holds_it = fragment is None or member.has(self.ledger.fragment(fragment))
-            if not self.ledger.windows or (holds_it and self.ledger.is_over_for(member.holds)):
-                self._decisions.tell(member.name, msg.Finished())
+            if not self.ledger.windows or (holds_it and self.ledger.is_finished_for(member.holds)):
+                self._decisions.send(member.name, msg.Finished())
         if not self.ledger.windows:
             self._decisions.do(ev.Finish())
 

@@ -148,8 +148,8 @@ class Membership:
         restores = self._restorable(hello)
         welcome = dataclasses.replace(self._welcome(member), restores=tuple(restores))
         self._decisions.do(ev.Accept(session=event.session, node=name, welcome=welcome))
-        if self._ledger.finished or (self._ledger.windows and self._ledger.is_over_for(member.holds)):
-            self._decisions.tell(name, msg.Finished())
+        if self._ledger.finished or (self._ledger.windows and self._ledger.is_finished_for(member.holds)):
+            self._decisions.send(name, msg.Finished())
         if member.stage == "training":
             self._grant_again(member)
         for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
@@ -191,7 +191,7 @@ class Membership:
             rounds=ledger.rounds_ahead(),
             leases=held if ledger.spec.identity.num_samples and is_source(member.holds) else None,
             history=ledger.history,
-            revisions=ledger.revisions_told(),
+            revisions=ledger.revisions_needed(),
         )
 
     @property
@@ -199,10 +199,10 @@ class Membership:
         """The nodes that take part or may return."""
         return {m.name for m in self.members.values() if m.stage != "left"}
 
-    def tell_revision(self, revision: Revision) -> None:
+    def send_revision(self, revision: Revision) -> None:
         """Tell connected nodes of new terms; others hear of them in their Welcome."""
         for member in self.connected:
-            self._decisions.tell(member.name, msg.Revised(revision=revision))
+            self._decisions.send(member.name, msg.Revised(revision=revision))
 
     def _welcome_back(self, member: Member, now: float) -> None:
         assert member.start_round is not None
@@ -232,7 +232,7 @@ class Membership:
         if member.stage != "joining":
             return
         if fault := frozen_fault(told.frozen, member, self._ledger):
-            self._decisions.tell(member.name, msg.Leave(reason=Reason.WRONG_FROZEN, detail=fault))
+            self._decisions.send(member.name, msg.Leave(reason=Reason.WRONG_FROZEN, detail=fault))
             member.disconnect(Reason.WRONG_FROZEN, now, 0.0)
             return self._leave(member, Reason.WRONG_FROZEN)
         member.stage, member.frozen, member.unsaved = "ready", told.frozen, told.unsaved
@@ -256,7 +256,7 @@ class Membership:
             return
         self._ready = {name for name in self._ready if name in self.members and self.members[name].stage == "ready"}
         ready = [m for name, m in self.members.items() if name in self._ready and m.session is not None]
-        ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
+        ready = [m for m in ready if not self._ledger.is_finished_for(m.holds)]
         if begins:
             sent = {blob.node for blob in self._ledger.inputs}
             train = [m for m in self.members.values() if m.counts and (m.session is not None or m.name in sent)]
@@ -303,8 +303,8 @@ class Membership:
         self._record_start(member)
         leases = self._grant(member)
         first = leases[0] if leases else None
-        self._decisions.tell(member.name, msg.Start(round=plan, lease=first, slot=slot))
-        self._tell_grants(member, leases[1:])
+        self._decisions.send(member.name, msg.Start(round=plan, lease=first, slot=slot))
+        self._send_grants(member, leases[1:])
 
     def _slot_for(self, member: Member, plan: RoundPlan) -> int:
         """The slot of the round with which a node can start; 0 if it waits for the next round, as a pipeline stage
@@ -343,7 +343,7 @@ class Membership:
         book.watermark(*owner, progress.sample_watermark)
         if not member.let_go and member.session is not None and not progress.samples_left:
             since = min(progress.sample_watermark, book.most_used(*owner))
-            self._tell_grants(member, self._grant(member, since=since))
+            self._send_grants(member, self._grant(member, since=since))
             member.let_go = True
         self._top_up(member)
 
@@ -353,7 +353,7 @@ class Membership:
 
     def _top_up(self, member: Member) -> None:
         if member.counts and member.session is not None and member.let_go:
-            self._tell_grants(member, self._grant(member))
+            self._send_grants(member, self._grant(member))
 
     def _grant_again(self, member: Member) -> None:
         """Send a node's grants again: they may have been lost with the last session.
@@ -364,7 +364,7 @@ class Membership:
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
         member.let_go = bool(book.held.get(owner)) or brings_own
-        self._tell_grants(member, book.unused(*owner))
+        self._send_grants(member, book.unused(*owner))
         self._top_up(member)
 
     def _grant(self, member: Member, *, since: int | None = None) -> list[Lease]:
@@ -392,18 +392,18 @@ class Membership:
         """Samples in its stored deltas."""
         return self._ledger.leases.stored.get((member.name, member.incarnation), 0)
 
-    def _tell_grants(self, member: Member, leases: Iterable[Lease]) -> None:
+    def _send_grants(self, member: Member, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            self._decisions.tell(member.name, msg.Grant(lease=lease))
+            self._decisions.send(member.name, msg.Grant(lease=lease))
 
     # --- disconnecting and leaving
 
     def send_away(self, why: str) -> None:
         """The run is held: end all sessions; nodes dial again until it continues."""
         for member in self.connected:
-            self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
+            self._decisions.send(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
 
-    def parted(self, member: Member, reason: Reason, now: float) -> None:
+    def on_disconnect(self, member: Member, reason: Reason, now: float) -> None:
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
     def left(self, member: Member, leave: msg.Leave, now: float) -> None:

@@ -158,7 +158,7 @@ class RollbackGuard:
             self._remember(epoch_met(hello))
             trusted = self._run.held is None and self._trusted_at is not None and now >= self._trusted_at
             if trusted or node in self._disbelieved:
-                self._keep_out(node, standing.detail, "another history of this run goes on", now)
+                self._exclude(node, standing.detail, "another history of this run goes on", now)
                 detail = f"node {node} {standing.detail}"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
             if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
@@ -191,7 +191,7 @@ class RollbackGuard:
         if self._run.held is None:
             return
         for node, detail in self._claims.items():
-            self._keep_out(node, detail, why, now)
+            self._exclude(node, detail, why, now)
         self._disbelieved |= self._claims.keys()
         self._claims = {}
         if self._against:
@@ -214,7 +214,7 @@ class RollbackGuard:
         self._kept_out_at.pop(node, None)
         self._alarms.pop(_of(node), None)
 
-    def _keep_out(self, node: NodeId, detail: str, why: str, now: float) -> None:
+    def _exclude(self, node: NodeId, detail: str, why: str, now: float) -> None:
         self._kept_out_at[node] = now
         self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}; {IF_RIGHT}"
 

@@ -162,7 +162,7 @@ def too_few_to_begin(ready: Iterable[Member], ledger: Ledger) -> bool:
     return min(stages_held(ready, ledger).values()) < ledger.spec.terms.admission.min_nodes
 
 
-def look_after_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:
+def alarm_unheld_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:
     """Raise an alarm for stages without a holder."""
     fragments = ledger.spec.identity.layout.fragments
     waiting = {fragments[index].stage for index in ledger.windows}

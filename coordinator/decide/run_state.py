@@ -55,7 +55,7 @@ class Decisions:
     def do(self, command: ev.Command) -> None:
         self._commands.append(command)
 
-    def tell(self, node: NodeId, message: Message) -> None:
+    def send(self, node: NodeId, message: Message) -> None:
         self.do(ev.Tell(node=node, message=message))
 
     def record(self, record: rec.Record) -> None:
@@ -68,7 +68,7 @@ class Decisions:
         self._ledger.apply(record)
         self.do(ev.Record(record=record))
 
-    def take(self) -> list[ev.Command]:
+    def pop_commands(self) -> list[ev.Command]:
         """All commands since the last call."""
         commands, self._commands = self._commands, []
         return commands
@@ -88,14 +88,14 @@ class StorageHold:
         if not self._waiting:
             _log.warning("storage hold begin what=%r why=%r fix=%r", what, str(why), why.fix)
         self._waiting[what] = why
-        self._tell()
+        self._update_alarm()
 
     def end(self, what: str) -> None:
         if self._waiting.pop(what, None) and not self._waiting:
             _log.info("storage hold end what=%r", what)
-        self._tell()
+        self._update_alarm()
 
-    def _tell(self) -> None:
+    def _update_alarm(self) -> None:
         if not self._waiting:
             self._alarms.pop(ALARM, None)
             return

@@ -47,7 +47,7 @@ class Window:
     quorum_at: float | None = None  # when the quorum was reached
     expected: set[NodeId] = field(default_factory=set)  # frozen at opening; later removals carry reasons
     removed: dict[NodeId, Reason] = field(default_factory=dict)
-    inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas; `take` adds one
+    inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas; `add` adds one
     contributors: set[NodeId] = field(init=False)  # of `inputs`
     refused: dict[BlobId, Refusal] = field(default_factory=dict)  # durable deltas that no window will merge
     state: Literal["open", "closing"] = "open"
@@ -89,7 +89,7 @@ class Window:
     def has_quorum(self, quorum: int | None) -> bool:
         return quorum is not None and len(self.contributors) >= quorum and self.toward_quorum >= quorum
 
-    def take(self, offer: Offer) -> None:
+    def add(self, offer: Offer) -> None:
         """Add a durable delta."""
         self.inputs[offer.blob] = offer
         self.contributors.update(contribution.node for contribution in offer.contributors)
@@ -130,7 +130,7 @@ class Window:
             counts = any(c.steps for c in offer.contributors)
             last_chance = self.terms.final or offer.window + self.max_staleness <= self.terms.window
             if not self.alone or quorum is None or not counts or took < quorum or last_chance:
-                self.take(offer)
+                self.add(offer)
                 took += counts
 
     def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:

@@ -35,7 +35,7 @@ LOST_S = 60.0  # an alarm about lost packets lasts so long after the last one
 
 
 class LinkMonitor:
-    """Call `look` a few times a second, `heard` and `ended` for what sessions report."""
+    """Call `poll` a few times a second, `on_message` and `is_about_probe` for what sessions report."""
 
     def __init__(
         self,
@@ -90,26 +90,26 @@ class LinkMonitor:
         self._prober.asked.add((node, True))
         return ""
 
-    def heard(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
+    def on_message(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
         """Handle a message. Returns whether it was about links. `known`: all nodes of the run."""
         match message:
             case Observed(links=links):
                 for seen in links[:MOST_SEEN]:
                     if not seen.peer or (seen.peer != node and seen.peer in known):
-                        self._saw(node, seen, now)
+                        self._on_observed(node, seen, now)
             case msg.Offer(blob=BlobId(kind=BlobKind.PROBE) as blob, size=size):
                 self._offered(peer, blob, size, now)
             case _:
                 return False
         return True
 
-    def ended(self, event: wire_ev.SessionEvent) -> bool:
+    def is_about_probe(self, event: wire_ev.SessionEvent) -> bool:
         """Returns whether the event was about a probe."""
         if isinstance(event, wire_ev.MessageReceived | wire_ev.SessionClosed):
             return False
         return event.blob.kind is BlobKind.PROBE
 
-    def _saw(self, node: NodeId, seen: Seen, now: float) -> None:
+    def _on_observed(self, node: NodeId, seen: Seen, now: float) -> None:
         peer, running = seen.peer or COORDINATOR, self._prober.running
         if seen.peer and seen.rtt_s is not None and 0.0 < seen.rtt_s < 60.0:
             self.matrix.round_trips(node, peer, [seen.rtt_s])
@@ -121,7 +121,7 @@ class LinkMonitor:
         for burst in seen.bursts[:MOST_SEEN]:
             self._took((peer, node), burst, now, probe=running)
         if running is not None and not seen.bursts:
-            self._prober.over(now, learned=False)
+            self._prober.finish(now, learned=False)
         if seen.bulk is not None:
             if seen.bulk.large_lost:
                 self._large_lost[node] = (now, "from")
@@ -131,7 +131,7 @@ class LinkMonitor:
         found = self.matrix.burst(ends, burst, now, probe=probe is not None and probe.quiet)
         if probe is not None:
             self._peer = None
-            self._prober.over(now, learned=isinstance(found, Measured))
+            self._prober.finish(now, learned=isinstance(found, Measured))
 
     def _offered(self, peer: Peer, blob: BlobId, size: int, now: float) -> None:
         """A node offers the bytes of an uplink probe."""
@@ -146,11 +146,11 @@ class LinkMonitor:
                 with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice, or no room now
                     session.expect(blob, size, DIGEST, Sink(size), now)
 
-    def look(self, sessions: Mapping[NodeId, Peer], members: Mapping[NodeId, Member], now: float) -> None:
+    def poll(self, sessions: Mapping[NodeId, Peer], members: Mapping[NodeId, Member], now: float) -> None:
         """Send echoes, read new measurements, and continue or begin a probe."""
         here = {node: peer for node, peer in sessions.items() if peer.session.state is State.OPEN}
-        self.matrix.keep(members.keys())
-        self._prober.keep(members.keys())
+        self.matrix.retain(members.keys())
+        self._prober.retain(members.keys())
         self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
         if any(_is_busy(peer.session, self._is_probed(peer), now) for peer in here.values()):
             self._prober.busy(now)
@@ -162,7 +162,7 @@ class LinkMonitor:
                 with self._working_for(peer) as session:
                     self._see(node, peer, now)
                     if connections:
-                        self._look_at_connection(node, peer, now)
+                        self._read_tcp_info(node, peer, now)
                     if echoes and session.state is State.OPEN:
                         self._echoed_at[peer.number] = now
                         session.echo(now)
@@ -195,7 +195,7 @@ class LinkMonitor:
             ours = running is not None and running.upward and self._is_probed(peer)
             self._took((node, COORDINATOR), burst, now, probe=running if ours else None)
 
-    def _look_at_connection(self, node: NodeId, peer: Peer, now: float) -> None:
+    def _read_tcp_info(self, node: NodeId, peer: Peer, now: float) -> None:
         if peer.connection is None:
             return
         before, info = self._infos.get(peer.number, b""), tcp_info(*peer.connection, INFO_BYTES)
@@ -225,7 +225,7 @@ class LinkMonitor:
         why = "its session is over" if gone else why
         _log.info("probe cancelled node=%s upward=%s why=%r", running.node, running.upward, why)
         self._peer = None
-        self._prober.over(now, learned=False)
+        self._prober.finish(now, learned=False)
         if peer is not None and not gone:
             with self._working_for(peer) as session:
                 session.cancel(_blob(running))

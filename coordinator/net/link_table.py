@@ -112,7 +112,7 @@ class LinkTable:
         direction = self._directions.get(ends)
         return None if direction is None else direction.rate.value
 
-    def keep(self, places: Collection[str]) -> None:
+    def retain(self, places: Collection[str]) -> None:
         """Forget all links but those of these ends and the coordinator."""
         here = {*places, COORDINATOR}
         self._directions = {ends: known for ends, known in self._directions.items() if set(ends) <= here}
@@ -289,7 +289,7 @@ class BandwidthProbe:
         )
         return self.running
 
-    def over(self, now: float, *, learned: bool) -> None:
+    def finish(self, now: float, *, learned: bool) -> None:
         """The running probe ended; `learned`: it measured the rate."""
         running, self.running = self.running, None
         if running is None:
@@ -306,7 +306,7 @@ class BandwidthProbe:
         _, wait_s = self._pause.get(running.node, (0.0, first))
         self._pause[running.node] = (now + wait_s, min(2 * wait_s, longest))
 
-    def keep(self, nodes: Iterable[str]) -> None:
+    def retain(self, nodes: Iterable[str]) -> None:
         known = set(nodes)
         self._pause = {node: pause for node, pause in self._pause.items() if node in known}
         self._spent = {node: spent for node, spent in self._spent.items() if node in known}

@@ -252,7 +252,7 @@ class SessionRouter:
 
     def on_frame(self, route: Route, parts: Sequence[Buffer], sender: Sender) -> None:
         try:
-            lane = self._peers.lane(route) or self._meet(route, parts, sender)
+            lane = self._peers.lane(route) or self._on_first_frame(route, parts, sender)
         except OF_THE_PROCESS:
             raise
         except Exception:
@@ -331,13 +331,15 @@ class SessionRouter:
             raise error
         self.failed(peer, error)
 
-    def _meet(self, route: Route, parts: Sequence[Buffer], sender: Sender) -> Lane | None:
+    def _on_first_frame(self, route: Route, parts: Sequence[Buffer], sender: Sender) -> Lane | None:
         """The first frame of a route. Returns the lane of a new session, which must receive the frame."""
         owner, address = sender.owner, sender.address
         if self._socket.authenticates and owner is None:
             self._turned_away(Reason.WRONG_KEY, address)
             return None
-        met = self._peers.meet(route, parts, None if owner is None else NodeId(owner), address, self._clock.now())
+        met = self._peers.on_first_frame(
+            route, parts, None if owner is None else NodeId(owner), address, self._clock.now()
+        )
         if met is None:
             return None
         if isinstance(met, Answer):

@@ -92,7 +92,7 @@ class Bucket:
     def __init__(self, rate: RateLimit, now: float) -> None:
         self._rate, self._level, self._at = rate, rate.burst, now
 
-    def take(self, now: float) -> bool:
+    def acquire(self, now: float) -> bool:
         """Take one token; False if there is none."""
         self._level = min(self._rate.burst, self._level + self._rate.per_s * max(0.0, now - self._at))
         self._at = now
@@ -121,34 +121,34 @@ class RateLimiter:
         if self._sessions.total() >= limits.sessions:
             return Reason.CROWDED
         if address is None:
-            return None if self._take("greeting", who, limits.greetings_of_a_key, now) else Reason.TOO_OFTEN
+            return None if self._allows("greeting", who, limits.greetings_of_a_key, now) else Reason.TOO_OFTEN
         address = network_of(address)
         if self._sessions[address] >= limits.sessions_of_an_address:
             return Reason.CROWDED
-        if not self._take("greeting", f"{who} at {address}", limits.greetings_of_a_key, now):
+        if not self._allows("greeting", f"{who} at {address}", limits.greetings_of_a_key, now):
             return Reason.TOO_OFTEN
-        return None if self._take("greetings", address, limits.greetings_of_an_address, now) else Reason.TOO_OFTEN
+        return None if self._allows("greetings", address, limits.greetings_of_an_address, now) else Reason.TOO_OFTEN
 
     def says(self, who: str, message: msg.Message, now: float) -> Reason | None:
         """Whether a message of an open session is accepted: None, or the reason why the session must end."""
         rate = self.limits.messages.get(type(message))
-        if rate is None or self._take(type(message).__name__, who, rate, now):
+        if rate is None or self._allows(type(message).__name__, who, rate, now):
             return None
         return Reason.TOO_OFTEN
 
     def opens_lane(self, session: int, now: float) -> bool:
         """Whether a session may open another lane."""
-        return self._take("lane", str(session), self.limits.lanes_of_a_session, now)
+        return self._allows("lane", str(session), self.limits.lanes_of_a_session, now)
 
     def begun(self, counted_as: str) -> None:
         self._sessions[counted_as] += 1
 
-    def ended(self, counted_as: str) -> None:
+    def on_session_end(self, counted_as: str) -> None:
         self._sessions[counted_as] -= 1
         if not self._sessions[counted_as]:
             del self._sessions[counted_as]
 
-    def _take(self, what: str, who: str, rate: RateLimit, now: float) -> bool:
+    def _allows(self, what: str, who: str, rate: RateLimit, now: float) -> bool:
         key = (what, who)
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -157,7 +157,7 @@ class RateLimiter:
                 self._buckets.popitem(last=False)
         else:
             self._buckets.move_to_end(key)
-        return bucket.take(now)
+        return bucket.acquire(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Peers:
         """Whether a session uses the connection with this descriptor."""
         return descriptor in self._descriptors
 
-    def meet(
+    def on_first_frame(
         self, route: Route, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
     ) -> Lane | Answer | None:
         """The first frame of a route.
@@ -331,7 +331,7 @@ class Peers:
         self._known.move_to_end(peer.who)
         if len(self._known) > _MAX_BUCKETS:
             self._known.popitem(last=False)
-        self.rates.ended(peer.counted_as)
+        self.rates.on_session_end(peer.counted_as)
         self._tokens.pop(peer.token, None)
         self._remember(peer.token, peer)
         self._further_lanes -= peer.max_lanes - 1

@@ -250,7 +250,7 @@ class ZmqRouter:
             if self._congestion:
                 choose_congestion(descriptor, host, self._congestion)
             return
-        self._connections.ended(descriptor)
+        self._connections.on_closed(descriptor)
         if self._listener.uses(descriptor):
             self._listener.on_gone()
 
@@ -258,7 +258,7 @@ class ZmqRouter:
         """ZeroMQ keeps a connection for as long as its heartbeats are answered."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for connection in self._connections.look(time.monotonic()):
+            for connection in self._connections.find_idle(time.monotonic()):
                 self._disconnect(connection, Reason.SILENT)
 
     def _disconnect(self, connection: "Connection", reason: Reason) -> None:
@@ -354,7 +354,7 @@ class Connections:
 
     def accepted(self, descriptor: int, host: str, port: int, now: float) -> Connection | None:
         """ZeroMQ accepted a connection. Returns the connection to close for it, if any."""
-        self.ended(descriptor)
+        self.on_closed(descriptor)
         self._open[descriptor] = new = Connection(descriptor, host, port, now)
         self._add_stranger(new)
         going = None
@@ -366,13 +366,13 @@ class Connections:
             self._closing.add(going.descriptor)
         return going
 
-    def ended(self, descriptor: int) -> None:
+    def on_closed(self, descriptor: int) -> None:
         """ZeroMQ closed a connection."""
         if connection := self._open.pop(descriptor, None):
             self._remove_stranger(connection)
         self._closing.discard(descriptor)
 
-    def look(self, now: float) -> list[Connection]:
+    def find_idle(self, now: float) -> list[Connection]:
         """Connections that no session has used for too long, each once. Call it every few seconds."""
         going = []
         for connection in self._open.values():

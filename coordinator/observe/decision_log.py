@@ -36,7 +36,7 @@ class DecisionLog:
         self._computed: dict[int, tuple[float, float, float]] = {}
         """By fragment of the commit in progress: norm, seconds of merging and of the journal."""
 
-    def saw(self, event: ev.Event, machine: CoordinatorMachine, t: float, now: float) -> None:
+    def on_event(self, event: ev.Event, machine: CoordinatorMachine, t: float, now: float) -> None:
         """An event on its way to the machine; `t` is the run's time."""
         match event:
             case ev.InputStored(offer=offer):
@@ -55,7 +55,7 @@ class DecisionLog:
             case _:
                 pass
 
-    def carries_out(self, command: ev.Command, now: float) -> None:
+    def on_command(self, command: ev.Command, now: float) -> None:
         match command:
             case ev.Commit(draft=draft):
                 self._closed.setdefault(draft.fragment, now)

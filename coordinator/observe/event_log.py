@@ -33,7 +33,7 @@ from farloop.wire.reasons import Reason
 
 # --- Event log
 #
-# Every event goes through `EventLog.told`: to the log, to a counter by reason for alarms and graphs, and to the
+# Every event goes through `EventLog.add`: to the log, to a counter by reason for alarms and graphs, and to the
 # status's list of recent events.
 
 _log = logging.getLogger(__name__)
@@ -63,15 +63,15 @@ class EventLog:
         self._greeted: dict[ev.SessionId, str] = {}  # nodes whose sessions are neither accepted nor refused yet
         self._details: dict[str, str] = {}  # of Leaves that the journal has yet to say
 
-    def told(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
+    def add(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
         """Note an event. `detail`: place or values; may be empty."""
-        self._tell(kind, node, reason.code, reason.sentence, detail, now)
+        self._log_event(kind, node, reason.code, reason.sentence, detail, now)
 
     def turned_away(self, reason: Reason, who: str, now: float) -> None:
         """A peer was rejected. `RejectionCounter` limits its log lines."""
         self._note("refused", "", reason.code, reason.sentence, who, now)
 
-    def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
+    def on_event(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         """An event on its way to the machine."""
         match event:
             case ev.NodeHello(session=session, node=node):
@@ -82,14 +82,14 @@ class EventLog:
                     if node in machine.ledger.started:
                         self._details[node] = leave.detail
                     else:
-                        self.told("left", node, leave.reason, leave.detail, now)
+                        self.add("left", node, leave.reason, leave.detail, now)
             case ev.NodeMessage(node=node, message=msg.Fetch(fragment=fragment, first=False)):
                 detail = f"fragment {fragment}; a snapshot is sent"
-                self._tell("anchor", node, "anchor_mismatch", "its anchor did not match its digest", detail, now)
+                self._log_event("anchor", node, "anchor_mismatch", "its anchor did not match its digest", detail, now)
             case _:
                 pass
 
-    def carries_out(self, command: ev.Command, now: float) -> None:
+    def on_command(self, command: ev.Command, now: float) -> None:
         match command:
             case ev.Accept(session=session):
                 self._greeted.pop(session, None)
@@ -98,38 +98,40 @@ class EventLog:
                 if refused.reason is Reason.HOLDING:  # it dials again every few seconds, and the alarm says all
                     self._note("refused", node, refused.reason.code, refused.reason.sentence, "", now)
                 else:
-                    self.told("refused", node, refused.reason, refused.detail, now)
+                    self.add("refused", node, refused.reason, refused.detail, now)
             case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
                 said = "" if detail == reason.sentence else f": {detail}"
-                self.told("delta", node, reason, f"fragment {blob.fragment}, base {blob.version}{said}", now)
+                self.add("delta", node, reason, f"fragment {blob.fragment}, base {blob.version}{said}", now)
             case ev.Tell(node=node, message=msg.Leave(reason=Reason.WRONG_FROZEN as reason, detail=detail)):
-                self.told("refused", node, reason, detail, now)
+                self.add("refused", node, reason, detail, now)
             case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
                 said = self._details.pop(node, "")
                 detail = "a newer start took its place" if reason in _TAKEN_OVER else said
-                self.told("left", node, reason, detail, now)
+                self.add("left", node, reason, detail, now)
             case _:
                 pass
 
     def committed(self, record: rec.WindowCommitted, now: float) -> None:
         for drop in record.drops:
-            self.told("dropped", drop.node, drop.reason, f"fragment {record.fragment}, window {record.version}", now)
+            self.add("dropped", drop.node, drop.reason, f"fragment {record.fragment}, window {record.version}", now)
 
-    def parted(self, node: str | None, reason: Reason, detail: str, machine: CoordinatorMachine, now: float) -> None:
+    def on_disconnect(
+        self, node: str | None, reason: Reason, detail: str, machine: CoordinatorMachine, now: float
+    ) -> None:
         """A session ended; `node` None: before it was accepted."""
         member = machine.members.get(NodeId(node)) if node else None
         if member is not None and member.stage == "left":
             return  # it said so itself
         if node or reason in _UNEXPECTED:
-            self.told("session", node or "", reason, "" if detail == reason.sentence else detail, now)
+            self.add("session", node or "", reason, "" if detail == reason.sentence else detail, now)
 
     def alarms(self, alarms: Mapping[str, str], now: float) -> None:
         """Note alarms that began or ended, and count each kind."""
         for what, why in alarms.items():
             if what not in self._alarms:
-                self._tell("alarm", "", kind_of_alarm(what), f"{what}: {why}", "", now)
+                self._log_event("alarm", "", kind_of_alarm(what), f"{what}: {why}", "", now)
         for what in self._alarms.keys() - alarms.keys():
-            self._tell("over", "", kind_of_alarm(what), f"{what}: resolved", "", now)
+            self._log_event("over", "", kind_of_alarm(what), f"{what}: resolved", "", now)
         kinds = [kind_of_alarm(what) for what in alarms]
         for kind in {*kinds, *(kind_of_alarm(what) for what in self._alarms)}:
             self._metrics.alarm.labels(kind).set(kinds.count(kind))
@@ -139,7 +141,7 @@ class EventLog:
         """The last ones, oldest first."""
         return [{**event, "age_s": max(0.0, now - at)} for at, event in self._recent.values()]
 
-    def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
+    def _log_event(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
         node, detail = shown(node), shown(detail)
         level = logging.WARNING if kind in _LOUD else logging.INFO
         _log.log(
@@ -377,14 +379,14 @@ class Totals:
         for event in reversed(told):
             try:
                 if event.get("event") == "totals":
-                    totals._take(event)
+                    totals._read(event)
                 elif event.get("event") == "progress":
                     totals.update(str(event["node"]), event)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 _log.warning("totals lack a damaged line path=%s why=%r", path, error)
         return totals
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _read(self, event: Mapping[str, Any]) -> None:
         totals, latest = event["totals"], {node["name"]: _counters(node) for node in event["nodes"]}
         moved = {**totals["bytes_by_kind"], **{name: totals[name] for name in ("tokens", "bytes_up", "bytes_down")}}
         counted = Counter({counter: int(count) for counter, count in moved.items()})

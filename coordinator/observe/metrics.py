@@ -242,7 +242,7 @@ class Metrics:
             self.storage_free.set(usage.free)
             self.storage_size.set(usage.total)
 
-    def saw_logs(self, dropped: int) -> None:
+    def set_logs(self, dropped: int) -> None:
         """How many lines of metrics.jsonl were dropped so far; and look at logs and disk."""
         for file, count in (("metrics.jsonl", dropped), ("stderr", dropped_lines())):
             self._dropped_lines.labels(file).inc(count - self._dropped[file])
@@ -270,7 +270,7 @@ class Metrics:
             if (after_s := delta["after_s"]) is not None:
                 self.late_seconds.labels(node).set(max(0.0, after_s))
 
-    def saw_nodes(self, nodes: Sequence[NodeStatus]) -> None:
+    def set_nodes(self, nodes: Sequence[NodeStatus]) -> None:
         """How every node is now, as the coordinator last heard of it."""
         for name in self._shown - {node["name"] for node in nodes}:  # it was forgotten
             self._forget(name)
@@ -288,7 +288,7 @@ class Metrics:
             self.node_lost.labels(name).set(node["lost_steps"])
             self.node_skipped.labels(name).set(node["skipped_turns"])
 
-    def saw_links(self, inventory: InventoryStatus) -> None:
+    def set_links(self, inventory: InventoryStatus) -> None:
         """The links as they are known now: series by both ends, as many as there are measured directions, and at most
         `MOST_SERIES`."""
         shown = set()
@@ -302,13 +302,13 @@ class Metrics:
             self._links[name].remove(source, target)
         self._links_shown = shown
 
-    def saw_uplink(self, uplink: UplinkStatus) -> None:
+    def set_uplink(self, uplink: UplinkStatus) -> None:
         """The limit on what is sent, and how long blobs have waited for it."""
         self._uplink_limit.set(uplink["bytes_per_s"] or 0.0)
         self._uplink_held.inc(uplink["held_s"] - self._uplink_held_s)
         self._uplink_held_s = uplink["held_s"]
 
-    def saw_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
+    def set_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
         """Who is slow or hangs now, as (kind, node)."""
         for kind, node in found:
             self._anomalies.labels(kind, node).set(1)
@@ -376,7 +376,7 @@ class TrafficMetrics:
         self._nodes: set[NodeId] = set()
         metrics.egress_price.set(price)
 
-    def look(self, sessions: Mapping[NodeId, Peer]) -> None:
+    def update(self, sessions: Mapping[NodeId, Peer]) -> None:
         """Count what has been moved since the last look, in the sessions that are open."""
         metrics, before = self._metrics, self._seen
         self._seen = {}

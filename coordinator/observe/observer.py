@@ -115,9 +115,9 @@ class Observer(interface.Observer):
         """Seconds since the run's start, over all incarnations."""
         return self._offset_s + time.monotonic() - self._started
 
-    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
-        self._happenings.saw(event, machine, time.monotonic())
-        self._diary.saw(event, machine, self.t, time.monotonic())
+    def on_event(self, event: ev.Event, machine: CoordinatorMachine) -> None:
+        self._happenings.on_event(event, machine, time.monotonic())
+        self._diary.on_event(event, machine, self.t, time.monotonic())
         match event:
             case ev.NodeMessage(node=node, message=msg.Progress() as progress):
                 if machine.believes(node, progress):
@@ -131,16 +131,16 @@ class Observer(interface.Observer):
             case _:
                 pass
 
-    def carries_out(self, command: ev.Command) -> None:
+    def on_command(self, command: ev.Command) -> None:
         if isinstance(command, ev.Refuse):
             self._metrics.refusals.labels(command.refused.reason.code).inc()
         elif isinstance(command, ev.Accept):
             self._metrics.node_sessions.labels(command.node).inc()
-        self._happenings.carries_out(command, time.monotonic())
-        self._diary.carries_out(command, time.monotonic())
+        self._happenings.on_command(command, time.monotonic())
+        self._diary.on_command(command, time.monotonic())
 
-    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
-        self._happenings.parted(node, reason, detail, machine, time.monotonic())
+    def on_disconnect(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
+        self._happenings.on_disconnect(node, reason, detail, machine, time.monotonic())
 
     def turned_away(self, reason: Reason, who: str) -> None:
         """A greeting, a frame or a key was rejected."""
@@ -148,7 +148,7 @@ class Observer(interface.Observer):
         self._happenings.turned_away(reason, who, time.monotonic())
 
     def says_good_bye(self, reason: Reason) -> None:
-        self._happenings.told("farewell", "", reason, "", time.monotonic())
+        self._happenings.add("farewell", "", reason, "", time.monotonic())
 
     def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
         names = [share.node for share in record.merged]
@@ -215,7 +215,7 @@ class Observer(interface.Observer):
                     why += f" with a commit, for which {', '.join(map(named, sorted(late)))} must train or stall"
                 _log.info("node name=%s state=%s reason=%r", named(node["name"]), seen, why)
                 if stalled:
-                    self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())
+                    self._happenings.add("stalled", node["name"], Reason.STALLED, "", time.monotonic())
         self.joined = any(node["connected"] for node in status["nodes"])
         self._metrics.steps.set(status["run"]["steps"])
         self._metrics.position.set(status["position"])
@@ -224,7 +224,7 @@ class Observer(interface.Observer):
         # After a restart no node has reported yet; the round's first position is known all the same.
         ledger = machine.ledger
         position = max(status["position"], ledger.rounds[ledger.current_round].start if ledger.rounds else 0)
-        self._metrics.saw_nodes(status["nodes"])
+        self._metrics.set_nodes(status["nodes"])
         self._metrics.learning_rate.set(learning_rate(machine.ledger.spec.terms, int(position)))
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
         self._metrics.nodes.labels("quarantined").set(len(machine.in_quarantine))
@@ -241,17 +241,17 @@ class Observer(interface.Observer):
         if self.inventory is not None:
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())
-            self._metrics.saw_links(status["inventory"])
+            self._metrics.set_links(status["inventory"])
         if (uplink := self.uplink) is not None:
             rate = uplink.bytes_per_s if math.isfinite(uplink.bytes_per_s) else None
             status["uplink"] = {"bytes_per_s": rate, "quiet": uplink.is_quiet, "held_s": uplink.held_s}
-            self._metrics.saw_uplink(status["uplink"])
+            self._metrics.set_uplink(status["uplink"])
         if self.watch is not None:
             status["watch"] = self.watch()
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.rollback_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))
-        self._metrics.saw_logs(self._timeline.dropped)
+        self._metrics.set_logs(self._timeline.dropped)
         self.status_json, self._refreshed = dumps(status).encode(), time.monotonic()
 
     @property

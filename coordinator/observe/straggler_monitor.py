@@ -95,7 +95,7 @@ class RoundTimes:
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}
 
-    def keep(self, incarnations: Mapping[str, int]) -> None:
+    def retain(self, incarnations: Mapping[str, int]) -> None:
         """Forget other starts of nodes: another start may run on another machine."""
         for node, incarnation in incarnations.items():
             if node not in self._own or self._own[node].incarnation != incarnation:
@@ -199,7 +199,7 @@ class SlowLinks:
         self._strays: dict[Ends, int] = {}  # rounds in a row in which a direction was unusual
         self._found: dict[str, str] = {}
 
-    def round_over(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
+    def on_round_end(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
         places = [COORDINATOR, *sorted(nodes)]
         number = {place: index for index, place in enumerate(places)}
         here = [ends for ends in matrix.measured() if ends[0] in number and ends[1] in number]
@@ -276,7 +276,7 @@ class Mitigation:
 
 
 class StragglerDetector:
-    """Detects stragglers of one coordinator. `saw` gets events before the machine does; call `look` a few times a
+    """Detects stragglers of one coordinator. `on_event` gets events before the machine does; call `poll` a few times a
     second."""
 
     def __init__(self, adapt: str = "drop") -> None:
@@ -284,12 +284,12 @@ class StragglerDetector:
         self.adapt = adapt
         self.pacing, self._places = RoundTimes(), SlowLinks()
         self.anomalies: dict[tuple[Kind, str], Anomaly] = {}  # current anomalies
-        self.over: list[Anomaly] = []  # anomalies that ended since the last look
+        self.over: list[Anomaly] = []  # anomalies that ended since the last `poll`
         self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
         """Mitigations of past faults, and the judged round in which they ended."""
         self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
         self._judged = 0
-        self.round = 0  # the run's round at the last look
+        self.round = 0  # the run's round at the last `poll`
         self._closed_at: float | None = None
         self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
         self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with a stored delta
@@ -299,7 +299,7 @@ class StragglerDetector:
         self._looked_at = 0.0
         self.why_not = "no round is over yet"  # why no node is judged; empty if nodes are
 
-    def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
+    def on_event(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         if self.adapt == "off":
             return
         match event:
@@ -327,23 +327,23 @@ class StragglerDetector:
             case _:
                 pass
 
-    def look(
+    def poll(
         self, machine: CoordinatorMachine, matrix: LinkTable, now: float, *, held: bool = False
     ) -> list[Mitigation]:
         """Mitigations that are due. `held`: nothing can be committed."""
         if self.adapt == "off":
             return []
         self.over.clear()
-        self.pacing.keep({m.name: m.incarnation for m in machine.members.values() if m.stage == "training"})
+        self.pacing.retain({m.name: m.incarnation for m in machine.members.values() if m.stage == "training"})
         if held or machine.holding is not None or machine.guard.holds:
             self._timed_from = now
-        rungs = self._look_for_hangs(machine, now)
-        if self._round_is_over(machine, now):
+        rungs = self._find_hangs(machine, now)
+        if self._begins_round(machine, now):
             rungs += self._judge(machine, matrix)
         self._looked_at = now
         return rungs
 
-    def _round_is_over(self, machine: CoordinatorMachine, now: float) -> bool:
+    def _begins_round(self, machine: CoordinatorMachine, now: float) -> bool:
         current = machine.ledger.current_round
         if self._closed_at is None:
             self.round, self._closed_at = current, now
@@ -355,7 +355,7 @@ class StragglerDetector:
     def _judge(self, machine: CoordinatorMachine, matrix: LinkTable) -> list[Mitigation]:
         self._judged += 1
         self._rounds.append(self.pacing.close(self.anomalies.keys()))
-        self._places.round_over(matrix, [m.name for m in machine.members.values() if m.counts])
+        self._places.on_round_end(matrix, [m.name for m in machine.members.values() if m.counts])
         judged = sum(one.expected_compute_s > 0.0 for one in self._rounds[-1].values())
         counts = sum(member.counts for member in machine.members.values())
         self.why_not = ""
@@ -378,7 +378,7 @@ class StragglerDetector:
                 rungs += self._climb(anomaly, machine)
         return rungs
 
-    def _look_for_hangs(self, machine: CoordinatorMachine, now: float) -> list[Mitigation]:
+    def _find_hangs(self, machine: CoordinatorMachine, now: float) -> list[Mitigation]:
         """Find one hang at a time: other nodes may merely wait for it."""
         late = self._past_deadline(machine, now)
         finding = None if late is None else hung(self._progress(late, machine))  # None where all merely evaluate
@@ -557,21 +557,21 @@ class StragglerMonitor:
         if blob.kind is BlobKind.DELTA:
             self.watch.pacing.whole(blob, now)
 
-    def look(self, now: float, *, held: bool) -> None:
+    def poll(self, now: float, *, held: bool) -> None:
         before = set(self.watch.anomalies)
-        rungs = self.watch.look(self._machine, self._table, now, held=held)
+        rungs = self.watch.poll(self._machine, self._table, now, held=held)
         for anomaly in self.watch.over:
             kind, node = anomaly.finding.kind, anomaly.finding.node
             _log.info("anomaly end kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
             self._saw(AnomalySeen(finding=anomaly.finding, round=self.watch.round, over=True))
         for key in self.watch.anomalies.keys() - before:
-            self._tell(self.watch.anomalies[key])
+            self._log_anomaly(self.watch.anomalies[key])
         for rung in rungs:
             self._climb(rung)
         if self._metrics is not None:
-            self._metrics.saw_anomalies([(_word(kind), node) for kind, node in self.watch.anomalies])
+            self._metrics.set_anomalies([(_word(kind), node) for kind, node in self.watch.anomalies])
 
-    def _tell(self, anomaly: Anomaly) -> None:
+    def _log_anomaly(self, anomaly: Anomaly) -> None:
         finding = anomaly.finding
         _log.warning(
             "anomaly kind=%s node=%s factor=%.2g round=%d why=%r place=%r",

@@ -44,7 +44,7 @@ class ClosedWindow:
     measured: dict[BlobId, MeasuredDelta]  # empty where the deltas are not stored
 
 
-def look_back(
+def closed_windows(
     directory: Path, entries: list[Entry], wanted: set[tuple[int, int]]
 ) -> dict[tuple[int, int], ClosedWindow]:
     """The commits of these fragments and versions, as far as the journal has them. Raises StorageError."""

@@ -288,7 +288,7 @@ class _World:
             node = self._places[delta.node].node
             return self._agenda.after(0.5 * self._places[delta.node].group.rtt_s, lambda: node.refused(delta))
         delta.stored = True
-        self._lateness.came(delta.fragment, delta.window, self._agenda.now)
+        self._lateness.on_delta(delta.fragment, delta.window, self._agenda.now)
         if window.closing:
             self._late[delta.fragment].append(delta)
         else:

@@ -21,23 +21,23 @@ def begun(spec: RunSpec) -> Ledger:
 
 
 class Watched:
-    """A machine; who looks on overrides `saw`, `carries_out` and `committed`. Commits are done as they are decided."""
+    """A machine; observers override `on_event`, `on_command` and `committed`. Commits are done as they are decided."""
 
     def __init__(self, ledger: Ledger, now: float = 0.0) -> None:
         self.now = now
         self.machine = CoordinatorMachine(ledger, now=now)
 
-    def saw(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         """Before the machine handles it."""
 
-    def carries_out(self, command: ev.Command) -> None:
+    def on_command(self, command: ev.Command) -> None:
         """Of all commands."""
 
     def committed(self, record: rec.WindowCommitted) -> None:
         """Before the machine hears that it is done."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        self.saw(event)
+        self.on_event(event)
         return self.follow(self.machine.handle(event, self.now))
 
     def pass_time(self, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Watched:
 
     def follow(self, commands: list[ev.Command]) -> list[ev.Command]:
         for command in commands:
-            self.carries_out(command)
+            self.on_command(command)
             if isinstance(command, ev.Commit):
                 record = dataclasses.replace(command.draft, update_size=77, anchor_digest=5)
                 self.committed(record)

@@ -101,7 +101,7 @@ def test_a_record_that_cannot_be_encoded_is_refused_before_it_is_part_of_any_sta
     decisions, before = Decisions(run.ledger), rec.encode(run.ledger.saved())
     with pytest.raises(ValueError, match="EpochSeen cannot be written to the journal"):
         decisions.record(rec.EpochSeen(epoch=MOST + 1))
-    assert decisions.take() == [] and rec.encode(run.ledger.saved()) == before
+    assert decisions.pop_commands() == [] and rec.encode(run.ledger.saved()) == before
 
 
 def test_a_round_that_nobody_was_told_of_is_not_the_one_that_a_node_began_with(run: Told) -> None:

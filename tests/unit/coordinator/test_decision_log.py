@@ -31,12 +31,12 @@ class Scene(Watched):
         for session, node in enumerate(NODES):
             self.say(node, msg.Ready(), session)
 
-    def saw(self, event: ev.Event) -> None:
-        self.log.saw(event, self.machine, self.now - 50.0, self.now)
+    def on_event(self, event: ev.Event) -> None:
+        self.log.on_event(event, self.machine, self.now - 50.0, self.now)
         assert self.log.timeline.flush()
 
-    def carries_out(self, command: ev.Command) -> None:
-        self.log.carries_out(command, self.now)
+    def on_command(self, command: ev.Command) -> None:
+        self.log.on_command(command, self.now)
 
     def committed(self, record: rec.WindowCommitted) -> None:
         self.now += 2.0

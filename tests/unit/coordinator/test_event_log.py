@@ -46,11 +46,11 @@ class Scene(Watched):
         self.metrics = Metrics()
         self.events = EventLog(self.metrics)
 
-    def saw(self, event: ev.Event) -> None:
-        self.events.saw(event, self.machine, 0.0)
+    def on_event(self, event: ev.Event) -> None:
+        self.events.on_event(event, self.machine, 0.0)
 
-    def carries_out(self, command: ev.Command) -> None:
-        self.events.carries_out(command, 0.0)
+    def on_command(self, command: ev.Command) -> None:
+        self.events.on_command(command, 0.0)
 
     def value(self, kind: str, code: str) -> float:
         return self.metrics.registry.get_sample_value("farloop_events_total", {"kind": kind, "reason": code}) or 0.0
@@ -73,23 +73,23 @@ def scene(spec: RunSpec) -> Scene:
 
 
 def refusal(scene: Scene, reason: Reason) -> None:
-    scene.carries_out(ev.Refuse(session=1, refused=msg.Refused(reason=reason, detail="here", retriable=False)))
+    scene.on_command(ev.Refuse(session=1, refused=msg.Refused(reason=reason, detail="here", retriable=False)))
 
 
 def outcome(scene: Scene, reason: Reason) -> None:
-    scene.carries_out(ev.Tell(node=A, message=msg.Outcome(blob=OFFER.blob, reason=reason, detail=reason.sentence)))
+    scene.on_command(ev.Tell(node=A, message=msg.Outcome(blob=OFFER.blob, reason=reason, detail=reason.sentence)))
 
 
 def leave(scene: Scene, reason: Reason) -> None:
-    scene.carries_out(ev.Record(record=rec.NodeLeft(node=A, reason=reason)))
+    scene.on_command(ev.Record(record=rec.NodeLeft(node=A, reason=reason)))
 
 
 def session_end(scene: Scene, reason: Reason) -> None:
-    scene.events.parted(A, reason, reason.sentence, scene.machine, 0.0)
+    scene.events.on_disconnect(A, reason, reason.sentence, scene.machine, 0.0)
 
 
 def told(scene: Scene, reason: Reason) -> None:
-    scene.events.told("stalled", A, reason, "", 0.0)
+    scene.events.add("stalled", A, reason, "", 0.0)
 
 
 R = Reason
@@ -181,18 +181,18 @@ def test_a_leave_is_told_once_whether_the_node_had_started_or_not(scene: Scene, 
 
 def test_strangers_that_hang_up_push_out_nothing(scene: Scene) -> None:
     for reason in Reason:
-        scene.events.parted(None, reason, "", scene.machine, 0.0)
+        scene.events.on_disconnect(None, reason, "", scene.machine, 0.0)
     assert {event["code"] for event in scene.events.recent(0.0)} == {"malformed", "wrong_key", "superseded"}
 
 
 def test_what_repeats_itself_is_one_line_with_a_count_and_no_more_than_so_many_are_kept(scene: Scene) -> None:
     for second in range(5):
-        scene.events.told("delta", "bergen", Reason.LATE, f"window {second}", float(second))
+        scene.events.add("delta", "bergen", Reason.LATE, f"window {second}", float(second))
     (event,) = scene.events.recent(4.0)
     assert (event["count"], event["age_s"], event["detail"]) == (5, 0.0, "window 4")
     assert scene.value("delta", "late") == 5.0
     for number in range(KEEP):
-        scene.events.told("delta", f"node{number}", Reason.LATE, "", 5.0)
+        scene.events.add("delta", f"node{number}", Reason.LATE, "", 5.0)
     kept = scene.events.recent(5.0)
     assert len(kept) == KEEP and "bergen" not in {event["node"] for event in kept}
 

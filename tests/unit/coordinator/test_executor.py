@@ -39,7 +39,7 @@ class Eyes:
     def __init__(self) -> None:
         self.commands: list[ev.Command] = []
 
-    def carries_out(self, command: ev.Command) -> None:
+    def on_command(self, command: ev.Command) -> None:
         self.commands.append(command)
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +129,7 @@ def test_a_machine_that_fails_is_used_only_if_its_invariants_hold(desk: Desk, mo
 
 def test_what_watches_the_run_stops_nothing_in_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     handled = desk.note_events()
-    monkeypatch.setattr(desk.eyes, "saw", refuse(), raising=False)
+    monkeypatch.setattr(desk.eyes, "on_event", refuse(), raising=False)
     desk.executor.happened(PARTED)
     assert handled == [PARTED]
 

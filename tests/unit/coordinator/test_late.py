@@ -32,7 +32,7 @@ def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, 
     if hurried:
         lateness = run.machine.grace.lateness
         lateness.has_quorum(0, -1, opened_at=-1.0, now=-1.0, max_staleness=0)
-        lateness.came(0, -1, 0.0)
+        lateness.on_delta(0, -1, 0.0)
     return run
 
 
@@ -216,9 +216,9 @@ class Arrivals:
         """A delta for the open window, or for an earlier one, so long after the open one's beginning."""
         window, now = number or self.number, self.window.opened_at + after_s
         arrived = plain_offer(NodeId(node), window, fragment=0, seq=window)
-        self.grace.came(arrived, now)
-        self.window.take(arrived)
-        self.grace.look_at(self.window, self.quorum, now)
+        self.grace.on_delta(arrived, now)
+        self.window.add(arrived)
+        self.grace.update(self.window, self.quorum, now)
 
     def rounds(self, count: int, after_s: Sequence[float]) -> "Arrivals":
         """In each, nodes a, b, c… come after these times."""

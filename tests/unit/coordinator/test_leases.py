@@ -214,7 +214,7 @@ def test_an_old_book_takes_what_nodes_say_is_left_and_counts_the_rest_as_trained
     book.give(A, 10)
     book.give(B, 10)
     book.stores(B, 1, 4)
-    told = book.as_told({(A, 1): [Lease(start=7, count=3), Lease(start=30, count=10)]}, 40)
+    told = book.free_after_reports({(A, 1): [Lease(start=7, count=3), Lease(start=30, count=10)]}, 40)
     assert told == (40, (Lease(start=7, count=3), Lease(start=14, count=6), Lease(start=30, count=10)), 6)
     book.begin_from(*told)
     book.check()
@@ -225,5 +225,7 @@ def test_an_old_book_takes_what_nodes_say_is_left_and_counts_the_rest_as_trained
 
 def test_what_two_say_they_have_is_free_once() -> None:
     book = Leases(frontier=10, returned=[Lease(start=0, count=4)])
-    frontier, free, uncertain = book.as_told({(A, 1): [Lease(start=2, count=6)], (B, 1): [Lease(start=5, count=5)]}, 0)
+    frontier, free, uncertain = book.free_after_reports(
+        {(A, 1): [Lease(start=2, count=6)], (B, 1): [Lease(start=5, count=5)]}, 0
+    )
     assert (frontier, free, uncertain) == (10, (Lease(start=0, count=10),), 2)

@@ -52,7 +52,7 @@ class Star:
     def run(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until and not self.halted:
-            self.sight.look(self.peers, self.members, self.now)
+            self.sight.poll(self.peers, self.members, self.now)
             for name in self.peers:
                 self._carry(name)
             self.now += 0.25
@@ -77,7 +77,7 @@ class Star:
             if (report := probing.look(node)) is not None:
                 node.send(report, self.now)
                 moved = True
-            self.sight.look(self.peers, self.members, self.now)
+            self.sight.poll(self.peers, self.members, self.now)
 
     def _events(self, name: NodeId) -> None:
         node, peer, probing = self.nodes[name], self.peers[name], self.probing[name]
@@ -92,9 +92,9 @@ class Star:
                     probing.ended(blob)
         for event in peer.session.events():
             if isinstance(event, MessageReceived):
-                assert self.sight.heard(peer, name, event.message, self.members, self.now)
+                assert self.sight.on_message(peer, name, event.message, self.members, self.now)
             else:
-                assert self.sight.ended(event) == (event.blob.kind is BlobKind.PROBE)  # type: ignore[union-attr]
+                assert self.sight.is_about_probe(event) == (event.blob.kind is BlobKind.PROBE)  # type: ignore[union-attr]
 
 
 def _opened() -> tuple[Session, Session]:
@@ -132,7 +132,7 @@ def test_a_probe_is_called_off_as_soon_as_anybody_waits_for_bytes(to: NodeId) ->
     assert len(star.probes) == 1
     star.push(to, bytes(1 << 20))
     star.peers[to].session.outgoing(star.now, max_chunks=1)  # it is on its way
-    star.sight.look(star.peers, star.members, star.now)
+    star.sight.poll(star.peers, star.members, star.now)
     began = star.probes[0]
     star.run(0.25)
     assert star.probes[-1] == dataclasses.replace(began, num_bytes=0, rtt_s=0.0)
@@ -156,7 +156,7 @@ def test_stages_tell_what_came_from_each_other_and_nothing_of_the_coordinators_l
     told = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=1, segments=100)
     took = Transfer(num_bytes=3_000_000, seconds=0.5)
     links = tuple(Seen(peer=peer, bulk=told, rtt_s=0.1, transfer=took) for peer in ("", "bergen", "oslo", "nobody"))
-    star.sight.heard(star.peers[OSLO], OSLO, Observed(links=links), star.members, 0.0)
+    star.sight.on_message(star.peers[OSLO], OSLO, Observed(links=links), star.members, 0.0)
     table = [((row["from"], row["to"]), row) for row in star.sight.matrix.rows(0.0)]
     connected = {ends for ends, row in table if row["retransmit_ratio"] is not None}
     assert connected == {("oslo", COORDINATOR), ("oslo", "bergen")}
@@ -173,7 +173,7 @@ def test_large_packets_that_are_lost_in_either_direction_raise_an_alarm_until_no
     monkeypatch.setattr("farloop.coordinator.net.link_monitor.congestion_of", lambda *of: "cubic")
     star.run(6.0)
     told = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=9, segments=99, large_lost=True)
-    star.sight.heard(star.peers[OSLO], OSLO, Observed(links=(Seen(bulk=told),)), star.members, star.now)
+    star.sight.on_message(star.peers[OSLO], OSLO, Observed(links=(Seen(bulk=told),)), star.members, star.now)
     alarms = star.sight.alarms(star.now)
     assert alarms.keys() == {"mtu of oslo", "mtu of bergen"}
     assert alarms["mtu of oslo"].startswith("from it, large packets are lost and small ones pass")
@@ -202,6 +202,6 @@ def test_a_session_that_turns_out_to_be_broken_as_it_is_asked_is_not_probed() ->
 
     gone = LinkMonitor(BUDGET, finds_it_gone, star.now, quiet_s=0.0)
     gone.matrix.round_trips(OSLO, COORDINATOR, star.peers[OSLO].session.round_trips)
-    gone.look(star.peers, star.members, star.now)
+    gone.poll(star.peers, star.members, star.now)
     assert star.peers[OSLO].session.state is State.CLOSED
-    gone.look(star.peers, star.members, star.now + 60.0)
+    gone.poll(star.peers, star.members, star.now + 60.0)

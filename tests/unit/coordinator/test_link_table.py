@@ -83,7 +83,7 @@ def test_links_of_forgotten_nodes_are_dropped_and_entries_are_bounded(table: Lin
     for node in ("oslo", "bergen"):
         table.round_trips(node, COORDINATOR, [0.01])
         table.burst((node, COORDINATOR), burst(1e6), 0.0, probe=False)
-    table.keep(["bergen"])
+    table.retain(["bergen"])
     assert {row["from"] for row in table.rows(0.0)} == {"bergen", COORDINATOR}
     for index in range(MOST_LINKS + 100):
         table.connection((f"n{index}", COORDINATOR), Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=0, segments=1))
@@ -154,7 +154,7 @@ def test_one_probe_at_a_time_begins_after_a_quiet_while() -> None:
     assert probe.next([candidate("b")], NOW + 5.0) is None
     probe.busy(NOW + 5.1)
     assert not running.quiet
-    probe.over(NOW + 20.0, learned=True)
+    probe.finish(NOW + 20.0, learned=True)
     assert probe.next([candidate("b")], NOW + 20.0) is not None
     assert prober(budget=0).next([candidate()], NOW) is None
 
@@ -164,9 +164,9 @@ def test_unmeasured_links_go_first_then_the_oldest_and_fresh_rates_only_if_the_l
     assert probe.next([candidate(age_s=FRESH_S - 1)], NOW) is None
     due = [candidate("a", age_s=FRESH_S + 1), candidate("b"), candidate("c", age_s=FRESH_S + 50)]
     first = probe.next(due, NOW)
-    probe.over(NOW, learned=True)
+    probe.finish(NOW, learned=True)
     second = probe.next([due[0], due[2]], NOW)
-    probe.over(NOW, learned=True)
+    probe.finish(NOW, learned=True)
     assert first is not None and second is not None and (first.node, second.node) == ("b", "c")
     assert probe.next([candidate(age_s=1.0, changed=True)], NOW) is not None
 
@@ -178,7 +178,7 @@ def test_after_a_probe_without_a_result_the_pause_doubles() -> None:
         while (running := probe.next([candidate()], at)) is None:
             at += 1.0
         waits.append(at - begun)
-        probe.over(at, learned=False)
+        probe.finish(at, learned=False)
         probe.has_moved("oslo", 1 << 60, 0)
         probe._spent.clear()
         assert running.ends_by > at
@@ -190,7 +190,7 @@ def test_an_hour_costs_a_node_no_more_than_its_budget() -> None:
     for second in range(3600):
         if probe.next([candidate(changed=True)], NOW + second) is not None:
             begun += 1
-            probe.over(NOW + second, learned=True)
+            probe.finish(NOW + second, learned=True)
     assert begun == PROBES_AN_HOUR
 
 
@@ -207,10 +207,10 @@ def test_a_direction_that_was_asked_for_is_next_however_fresh_until_it_is_known(
         now += AGAIN_S[0]
         running = probe.next([candidate(node="rome", age_s=FRESH_S + 1.0), fresh], now)
         assert running is not None and running.node == "oslo"
-        probe.over(now, learned=learned)
+        probe.finish(now, learned=learned)
     assert probe.next([fresh], now + 1.0) is None
     probe.asked.add(("oslo", True))
-    probe.keep(["rome"])
+    probe.retain(["rome"])
     assert probe.asked == set()
 
 
@@ -233,7 +233,7 @@ def test_probes_take_one_percent_of_the_runs_bytes_after_one_small_probe_of_each
             probe.busy(now - QUIET_S)
         probed += round(1.01 * running.num_bytes)
         probe.has_moved("oslo", 0, round(1.01 * running.num_bytes))
-        probe.over(now, learned=learned)
+        probe.finish(now, learned=learned)
         assert probed <= 0.01 * moved + 1.02 * 2 * FIRST_BYTES
 
 
@@ -241,7 +241,7 @@ def test_a_probe_without_a_result_is_repeated_only_with_more_bytes() -> None:
     probe = prober(run_bytes=0)
     first = probe.next([candidate()], NOW)
     assert first is not None and first.num_bytes == FIRST_BYTES
-    probe.over(NOW, learned=False)
+    probe.finish(NOW, learned=False)
     probe.has_moved("oslo", 15 * FIRST_BYTES * 100, 0)
     assert probe.next([candidate()], NOW + AGAIN_S[1]) is None
     probe.has_moved("oslo", 3 * FIRST_BYTES * 100, 0)

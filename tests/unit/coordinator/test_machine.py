@@ -767,12 +767,12 @@ def test_all_are_told_once_every_node_has_left_because_of_the_end(spec: RunSpec)
     run.say(C, msg.Leave(reason=Reason.DRAINED))
     finish(run, A, B)
     for node in (A, B):
-        assert not run.machine.all_told
+        assert not run.machine.all_left
         run.say(node, msg.Leave(reason=Reason.RUN_FINISHED))
-    assert not run.machine.all_told and run.machine.awaited == []
+    assert not run.machine.all_left and run.machine.awaited == []
     run.greet(C, incarnation=2)
     run.say(C, msg.Leave(reason=Reason.RUN_FINISHED))
-    assert run.machine.all_told
+    assert run.machine.all_left
 
 
 def test_a_coordinator_that_stops_closes_no_window_for_want_of_the_nodes_it_sent_away(spec: RunSpec) -> None:

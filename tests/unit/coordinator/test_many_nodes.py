@@ -100,7 +100,7 @@ def test_a_nodes_link_costs_a_look_at_all_links_the_same_among_many_as_among_few
         for node in nodes:
             for ends in ((node, COORDINATOR), (COORDINATOR, node)):
                 table.transfer(ends, msg.Transfer(num_bytes=1 << 20, seconds=0.5), 1.0)
-        return work_of(lambda: table.rows(2.0) if look == "status" else places.round_over(table, nodes)) / count
+        return work_of(lambda: table.rows(2.0) if look == "status" else places.on_round_end(table, nodes)) / count
 
     assert per_node(MANY) < GROWTH * per_node(FEW)
 

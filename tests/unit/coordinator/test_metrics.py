@@ -71,11 +71,11 @@ def test_a_node_that_is_lost_is_missed_and_one_that_left_on_purpose_is_not(metri
         ({**left, "reason": Reason.OUT_OF_TIME.sentence}, None, 0),
         ({}, 1, 50),
     ):
-        metrics.saw_nodes([statuses.node("a", tokens_per_s=50.0, **changes)])
+        metrics.set_nodes([statuses.node("a", tokens_per_s=50.0, **changes)])
         assert value(metrics, "node_connected", node="a") == connected
         assert connected is None or value(metrics, "node_tokens_per_second", node="a") == tokens_per_s
     metrics.late_seconds.labels("a").set(30.0)
-    metrics.saw_nodes([statuses.node("b")])
+    metrics.set_nodes([statuses.node("b")])
     gone = ("connected", "last_message_seconds", "tokens_per_second", "arrival_seconds")
     assert [value(metrics, f"node_{name}", node="a") for name in gone] == [None] * 4, "it was forgotten"
 
@@ -110,14 +110,14 @@ def test_bytes_are_counted_once_by_direction_and_kind_over_all_sessions(metrics:
     traffic.received_blobs[BlobKind.DELTA].add(500)
     traffic.rewinds, traffic.control_resends = 2, 1
     for _ in range(2):
-        links.look({A: peer(1, traffic, in_flight=7)})
+        links.update({A: peer(1, traffic, in_flight=7)})
     assert value(metrics, "link_bytes_total", node="a", direction="sent", kind="update") == 1000
     assert value(metrics, "link_bytes_total", node="a", direction="received", kind="delta") == 500
     assert value(metrics, "link_in_flight_bytes", node="a") == 7
     assert value(metrics, "link_resends_total", node="a") == 3, "apart from bytes"
-    links.look({})
+    links.update({})
     assert value(metrics, "link_in_flight_bytes", node="a") == 0, "it has no session"
     again.sent_blobs[BlobKind.UPDATE].add(10)
-    links.look({A: peer(2, again)})
+    links.update({A: peer(2, again)})
     assert value(metrics, "link_bytes_total", node="a", direction="sent", kind="update") == 1010
     assert value(metrics, "egress_cost_total", node="a") == pytest.approx(1510 / 1e9 * 2.0)

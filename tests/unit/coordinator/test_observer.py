@@ -53,8 +53,8 @@ class Scene(Watched):
         self.observer = Observer(store, file, self.metrics, self.hold)
         self.machine.start()
 
-    def saw(self, event: ev.Event) -> None:
-        self.observer.saw(event, self.machine)
+    def on_event(self, event: ev.Event) -> None:
+        self.observer.on_event(event, self.machine)
 
     def committed(self, record: rec.WindowCommitted) -> None:
         buffers = Buffers(version=record.version, anchor=torch.zeros(1), target=torch.zeros(1), outer={})
@@ -179,7 +179,7 @@ def test_a_run_that_waits_for_a_decision_says_so(scene: Scene, log: Callable[[st
     for session in (1, 2, 3):
         (refused,) = [c for c in scene.join(A, session, epoch_seen=5) if isinstance(c, ev.Refuse)]
         assert refused.session == session
-        scene.observer.carries_out(refused)
+        scene.observer.on_command(refused)
         status = scene.refresh()
     (alarm,) = status["alarms"]
     assert status["run"]["state"] == "holding" and scene.value("farloop_rollback_held") == 1

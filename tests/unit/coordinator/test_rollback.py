@@ -163,7 +163,7 @@ def test_an_epoch_that_was_met_elsewhere_is_remembered_durably_if_a_run_can_have
     assert guard.says("a", hello(epoch_seen=7 + MOST_STARTS + 1), 1.0) == MALFORMED and guard.run.held is None
     for epoch in (9, 12, 10):
         guard.says("a", hello(epoch_seen=epoch), 1.0)
-    assert recorded(guard.decisions.take()) == [rec.EpochSeen(epoch=epoch) for epoch in (9, 12)]
+    assert recorded(guard.decisions.pop_commands()) == [rec.EpochSeen(epoch=epoch) for epoch in (9, 12)]
 
 
 def test_nobody_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:

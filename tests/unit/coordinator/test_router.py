@@ -342,7 +342,7 @@ def test_messages_that_are_never_acknowledged_end_the_session() -> None:
 
 def test_a_first_frame_that_cannot_be_handled_is_ignored(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(hall.link._peers, "meet", None)
+        patch.setattr(hall.link._peers, "on_first_frame", None)
         hall.link.on_frame("stranger", [b"?"], From())
     assert hall.away == [Reason.FAULT] and hall.ends == []
 

@@ -39,7 +39,7 @@ class Door:
 
     def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Answer | None:
         self.routes += 1
-        return self.peers.meet(self.routes.to_bytes(5), parts, owner, self.where, now)
+        return self.peers.on_first_frame(self.routes.to_bytes(5), parts, owner, self.where, now)
 
     def joins(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Peer | None:
         """The session whose bulk lane the next route has become."""
@@ -195,15 +195,17 @@ def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(
     peer.ended_by = Reason.SILENT
     door.peers.forget(peer)
     for route in routes:
-        assert door.peers.meet(route, frame(Ready()), A, "there", 1.0) is None
+        assert door.peers.on_first_frame(route, frame(Ready()), A, "there", 1.0) is None
     assert door.meets(lane_hello(1, 1, peer.token, 1), A) is None
     ended = (Reason.ENDED, "a (silent)")
     assert door.away == [ended, ended, (Reason.ENDED, "a"), ended]
-    assert isinstance(door.peers.meet(routes[0], GREETING, A, "there", 1.0), Lane), "a greeting is one by any route"
+    assert isinstance(door.peers.on_first_frame(routes[0], GREETING, A, "there", 1.0), Lane), (
+        "a greeting is one by any route"
+    )
     monkeypatch.setattr(sessions, "_MAX_ENDED", 4)
     for _ in range(4):
         door.peers.forget(door.greeted(B))
-    assert len(door.peers._ended) == 4 and door.peers.meet(routes[1], frame(Ready()), A, "there", 1.0) is None
+    assert len(door.peers._ended) == 4 and door.peers.on_first_frame(routes[1], frame(Ready()), A, "there", 1.0) is None
     assert door.away[-1] == (Reason.MALFORMED, A)
 
 
@@ -216,9 +218,9 @@ def test_a_bucket_gives_its_burst_and_its_rate_and_no_more(per_s: float, burst: 
     now, taken = 0.0, 0
     for number, gap in enumerate(gaps, start=1):
         now += gap
-        taken += bucket.take(now)
+        taken += bucket.acquire(now)
         assert taken <= burst + per_s * now + 1e-6
-        assert slow.take(now + 1.001 * number), "asking more slowly than the rate always succeeds"
+        assert slow.acquire(now + 1.001 * number), "asking more slowly than the rate always succeeds"
 
 
 @pytest.fixture
@@ -256,7 +258,7 @@ def test_sessions_are_bounded_by_address_and_over_all(limiter: RateLimiter) -> N
     for i in range(LIMITS.sessions - LIMITS.sessions_of_an_address):
         limiter.begun(f"key-{i}")
     assert limiter.greets("a", None, now=0.0) is Reason.CROWDED
-    limiter.ended("key-0")
+    limiter.on_session_end("key-0")
     assert limiter.greets("a", None, now=0.0) is None
 
 

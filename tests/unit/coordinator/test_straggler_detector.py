@@ -23,7 +23,7 @@ class Paced(RoundTimes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keep({A: 1})
+        self.retain({A: 1})
 
     def round(self, number: int, *, byte_s: float = 0.001, strays: bool = False) -> Sample:
         """Ten steps and a thousand bytes, ten seconds from the round before."""
@@ -64,10 +64,10 @@ def test_another_start_of_a_node_is_another_machine_for_all_one_knows(paced: Pac
     for number in range(LEAST_ROUNDS + 1):
         paced.round(number)
     assert A in paced.paces()
-    paced.keep({A: 2})
+    paced.retain({A: 2})
     assert A not in paced.paces()
     assert paced.round(0).expected_compute_s == 0.0
-    paced.keep({})
+    paced.retain({})
     assert paced.close([]) == {}
 
 
@@ -106,7 +106,7 @@ def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
     nodes = [NodeId(name) for name in "abcd"]
     for seed in range(5):
         rand, pacing, rounds = random.Random(seed), RoundTimes(), list[dict[str, Sample]]()
-        pacing.keep(dict.fromkeys(nodes, 1))
+        pacing.retain(dict.fromkeys(nodes, 1))
         for number in range(200):
             now = 100.0 * number
             for node in nodes:
@@ -147,9 +147,9 @@ def measured(slow: dict[Ends, float]) -> LinkTable:
 def slowed(slow: dict[Ends, float]) -> SlowLinks:
     known = SlowLinks()
     for _ in range(LEAST_ROUNDS):
-        known.round_over(measured({}), list(RATES))
+        known.on_round_end(measured({}), list(RATES))
         assert not any(map(known.of, PLACES))
-    known.round_over(measured(slow), list(RATES))
+    known.on_round_end(measured(slow), list(RATES))
     return known
 
 
@@ -176,9 +176,9 @@ def test_what_stays_slow_is_usual_one_day_and_so_is_what_became_fast() -> None:
     """No place is called slow for ever, nor are links held to what they no longer are."""
     known = slowed({UP: 8.0})
     for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.round_over(measured({UP: 8.0}), list(RATES))
+        known.on_round_end(measured({UP: 8.0}), list(RATES))
     assert known.of("c") == "", "the usual by now"
     for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.round_over(measured({}), list(RATES))
-    known.round_over(measured({UP: 4.0}), list(RATES))
+        known.on_round_end(measured({}), list(RATES))
+    known.on_round_end(measured({UP: 4.0}), list(RATES))
     assert known.of("c") == "send side, 4.0 times as slow as before", "not as it was when it was slow"

@@ -160,7 +160,7 @@ def test_while_it_is_made_durable_it_is_not_asked_for_again(door: Door) -> None:
     door.intake.arrived(door.offer.blob)
     door.let_in(door.offer, session=again)
     assert again.expected == []
-    door.intake.settled(door.offer.blob)
+    door.intake.on_outcome(door.offer.blob)
     door.let_in(door.offer, session=again)
     assert again.blobs == [door.offer.blob] and again.expected[0][1] is not door.session.expected[0][1]
 
@@ -199,12 +199,12 @@ def test_what_a_gone_session_left_half_done_makes_room(door: Door) -> None:
     """It would go on where it stopped, and nobody waits for that."""
     door.limit(most_bytes=door.offer.size)
     door.let_in(door.of(A), door.of(B))
-    door.intake.parted(B)
+    door.intake.on_disconnect(B)
     assert door.intake.next() is None, "b will offer it again"
-    door.intake.parted(A)
+    door.intake.on_disconnect(A)
     door.let_in(door.of(NodeId("c")))
     assert [blob.node for blob in door.session.blobs] == ["a", "c"]
-    door.intake.parted(NodeId("c"))
+    door.intake.on_disconnect(NodeId("c"))
     door.let_in(dataclasses.replace(door.of(B), window=2), window=2)
     assert door.intake.held_bytes == door.offer.size, "nor is what is left of a window that is over kept"
 
@@ -228,7 +228,7 @@ def test_what_waits_for_a_crowded_session_ends_with_it(door: Door) -> None:
     under_way = door.of(A, seq=99)
     door.session.expected.append((under_way.blob, None))
     door.let_in(door.offer)
-    door.intake.parted(A)
+    door.intake.on_disconnect(A)
     door.intake.arrived(under_way.blob)
     assert door.intake.next() is None
 
@@ -269,7 +269,7 @@ class Desk(VirtualHost):
 
     def keep(self, offer: Offer, data: bytearray) -> list[ev.Event]:
         told: list[ev.Event] = []
-        self.uploads.keep(offer, data, told.append, self.fatal)
+        self.uploads.store(offer, data, told.append, self.fatal)
         self.run()
         return told
 

@@ -105,7 +105,7 @@ def test_where_there_are_too_many_in_all_the_address_with_most_strangers_gives_o
     crowd(connections, range(5), "10.0.0.1")
     crowd(connections, range(5, 10), "10.9.9.9")
     assert goes(connections, 10) == going
-    connections.ended(going)
+    connections.on_closed(going)
     connections.check()
     assert len(connections) == 10
 
@@ -117,7 +117,7 @@ def test_who_says_nothing_for_long_goes_and_who_speaks_stays() -> None:
     crowd(connections, range(1, 3), "10.0.0.1")
 
     def gone_at(now: float) -> list[int]:
-        return [connection.descriptor for connection in connections.look(now)]
+        return [connection.descriptor for connection in connections.find_idle(now)]
 
     assert [gone_at(STRANGER_S + seconds) for seconds in (0, 1, 2)] == [[], [2], []], "it is told once"
     speaks.clear()
@@ -144,12 +144,12 @@ def test_the_budget_holds_and_no_session_loses_its_connection(steps: list[tuple[
                 going += [one.descriptor] if one else []
             case "c":
                 for gone in going:
-                    connections.ended(gone)
+                    connections.on_closed(gone)
                 going.clear()
             case "e":
-                connections.ended(descriptor)
+                connections.on_closed(descriptor)
             case "l":
-                going += [connection.descriptor for connection in connections.look(now)]
+                going += [connection.descriptor for connection in connections.find_idle(now)]
             case _:
                 speaks ^= {descriptor}
                 continue
