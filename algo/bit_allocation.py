@@ -35,13 +35,13 @@ class Choice:
     error: float  # sum of the squared errors, rounded to the nearest float
 
 
-def budget(tables: Sequence[Table]) -> float:
-    """The paper's budget E with α = 1: Σ error of the first candidates, which would be taken without a choice.
+def budget(tables: Sequence[Table], alpha: float = 1.0) -> float:
+    """The paper's budget α·E: E is Σ error of the first candidates, which would be taken without a choice.
 
-    Rounded up, so that these always fit. Raises ValueError: a table is empty or holds impossible numbers.
+    Rounded up, so that these fit with α = 1. Raises ValueError: a table is empty or holds impossible numbers.
     """
     _check(tables)
-    return _rounded_up(sum((Fraction(table[0].error) for table in tables), Fraction(0)))
+    return _rounded_up(Fraction(alpha) * sum((Fraction(table[0].error) for table in tables), Fraction(0)))
 
 
 def by_multiplier(tables: Sequence[Table], max_error: float) -> Choice:

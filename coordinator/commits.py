@@ -33,9 +33,9 @@ from farloop.wire.reasons import Reason
 # --- Adaptive bits: a step for every tensor of a fragment, chosen by L-GreCo from what was merged last.
 #
 # `q4r:policy=l-greco` asks for it. Tensors lose unequally at an equal step; the choice spends no more squared error
-# than the uniform step would, and fewer bits. It is published with the terms of the fragment's next window, and
-# journaled with them; decoders need not know, because a payload holds its scales. Nodes with a codec of their own have
-# their own choice where that one asks for it, and none otherwise.
+# than α times that of the uniform step, and fewer bits. It is published with the terms of the fragment's next window,
+# and journaled with them; decoders need not know, because a payload holds its scales. Nodes with a codec of their own
+# have their own choice where that one asks for it, and none otherwise.
 
 
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
@@ -75,7 +75,7 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
     codec = codec_named(codec_up)
     if not _chooses(codec):
         return None
-    plain = replace(codec, policy="relative", step=codec.step[:1])
+    plain = replace(codec, policy="relative", alpha=1.0, step=codec.step[:1])
     base = codec.step[0]
     tables = [
         [
@@ -85,7 +85,7 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
         ]
         for tensor in fragment.tensors
     ]
-    choice = by_multiplier(tables, budget(tables))  # no more error than the uniform choice has
+    choice = by_multiplier(tables, budget(tables, codec.alpha))
     # Four digits: the spelling travels with every commit.
     steps = tuple(float(f"{base * L_GRECO_FACTORS[index]:.4g}") for index in choice.indices)
     return spelling_of(replace(plain, step=steps))

@@ -89,3 +89,5 @@ def _check_one_step(what: str, codec: Codec) -> None:
             f"{what} {spelling_of(codec)!r}: a step for every tensor is the coordinator's to publish; give one step, "
             "and policy=l-greco"
         )
+    if isinstance(codec, Q4rCodec) and codec.alpha != 1.0 and codec.policy != "l-greco":
+        raise UnsoundPairing(f"{what} {spelling_of(codec)!r}: only policy=l-greco has an alpha; leave it out")

@@ -94,6 +94,12 @@ _Q4R = {
         meaning="step in units of a block's rms; as it is; or shared out over tensors by the coordinator",
         default="relative",
     ),
+    "alpha": Parameter(
+        read=number(1, 4),
+        write=float_text,
+        meaning="with l-greco: largest squared error, in units of what step loses in all tensors",
+        default=1.0,
+    ),
 }
 _TOPK = Parameter(read=whole(1, 4096), write=str, meaning="how many of 4096 elements are sent", default=64)
 _RANDK = Parameter(

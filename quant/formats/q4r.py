@@ -50,6 +50,7 @@ class Q4rCodec(BlockCodec):
     """Distance of neighbouring codes in units of a block's rms, or as it is (`absolute`); one, or one per tensor."""
     rounding: Rounding = "stochastic"
     policy: Policy = "relative"
+    alpha: float = 1.0  # of l-greco: the squared error that it may spend, in units of that of an equal step
 
     @property
     def traits(self) -> Traits:

@@ -60,6 +60,17 @@ def test_large_tensors_get_fine_steps_and_small_ones_coarse_for_fewer_bits_at_no
     assert bits < 0.95 * uniform_bits and error <= uniform_error * (1 + 1e-6)
 
 
+def test_alpha_is_how_much_the_error_may_grow() -> None:
+    prices = []
+    for alpha in ("1", "1.5", "3"):
+        chosen = next_codec(f"q4r:policy=l-greco,alpha={alpha}", DELTA, FRAGMENT)
+        assert chosen is not None and "alpha" not in chosen
+        prices.append(price(codec_named(chosen)))
+    _, error = price(codec_named("q4r"))
+    assert all(spent <= alpha * error * (1 + 1e-6) for (_, spent), alpha in zip(prices, (1, 1.5, 3), strict=True))
+    assert prices[0][0] > prices[1][0] > prices[2][0]
+
+
 def test_the_other_settings_stay_and_a_delta_of_zeros_has_a_choice_too() -> None:
     chosen = next_codec("q4r:policy=l-greco,rounding=nearest,step=0.7", DELTA, FRAGMENT)
     assert chosen is not None and chosen.endswith("rounding=nearest")

@@ -131,7 +131,7 @@ NOT_NUMBERS = ["", "0", "x", "nan", "inf", "-inf", "-1", "9e-31", "1.1e30", "1e4
     [
         ("q4:", "q4 has no parameter ''; there are beta"),
         ("q4:step=1", "q4 has no parameter 'step'; there are beta"),
-        ("q4r:stepp=1", "q4r has no parameter 'stepp'; there are step, rounding, policy, beta"),
+        ("q4r:stepp=1", "q4r has no parameter 'stepp'; there are step, rounding, policy, alpha, beta"),
         ("q4r:step=1,", "q4r has no parameter ''"),
         ("q4r:step=1,step=2", "step is given twice"),
         ("q4r:step", "step is a number from 1e-30 to 1e+30, not ''"),
@@ -233,6 +233,7 @@ def test_a_step_so_large_that_error_feedback_would_grow_is_refused() -> None:
     check_uplink(codec_named("q4r:step=1,beta=1"))
     assert "beta=0" in refusal(check_uplink, "q4r:step=2.5,beta=1")
     assert "beta=0" in refusal(check_uplink, "q4r:step=1,policy=absolute,beta=0.5")
+    assert refusal(check_uplink, "q4r:alpha=2").endswith("only policy=l-greco has an alpha; leave it out")
 
 
 @every_codec
