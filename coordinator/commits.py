@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, zeros
@@ -19,23 +18,21 @@ from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import NO_POOL, Buffers, Pool, Result, Step, Sum
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
-from farloop.quant.bit_rates import measure
+from farloop.quant.bit_rates import candidates, joined, measure
 from farloop.quant.blob import Expected, Parsed, pack_anchor, parse_blob, unpack_anchor
-from farloop.quant.codec import Codec
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
-from farloop.quant.formats.q4r import L_GRECO_FACTORS, Q4rCodec
 from farloop.quant.registry import codec_named, spelling_of
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import AnchorRef, Share
 from farloop.wire.reasons import Reason
 
-# --- Adaptive bits: a step for every tensor of a fragment, chosen by L-GreCo from what was merged last.
+# --- Adaptive bits: a step, k or rank for every tensor of a fragment, chosen by L-GreCo from what was merged last.
 #
-# `q4r:policy=l-greco` asks for it. Tensors lose unequally at an equal step; the choice spends no more squared error
-# than α times that of the uniform step, and fewer bits. It is published with the terms of the fragment's next window,
-# and journaled with them; decoders need not know, because a payload holds its scales. Nodes with a codec of their own
-# have their own choice where that one asks for it, and none otherwise.
+# `policy=l-greco` of q4r, topk and lowrank asks for it. Tensors lose unequally at an equal step; the choice spends no
+# more squared error than α times that of the equal one, and fewer bits. It is published with the terms of the
+# fragment's next window, and journaled with them. Nodes with a codec of their own have their own choice where that one
+# asks for it, and none otherwise.
 
 
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
@@ -46,15 +43,11 @@ def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, st
 
 def leaves_a_choice(terms: Terms) -> bool:
     """Whether any requested codec does."""
-    return any(_chooses(codec_named(codec)) for codec in _asked(terms))
+    return any(candidates(codec_named(codec)) for codec in _asked(terms))
 
 
 def _asked(terms: Terms) -> list[str]:
     return list(dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of))))
-
-
-def _chooses(codec: Codec) -> TypeGuard[Q4rCodec]:
-    return isinstance(codec, Q4rCodec) and codec.policy == "l-greco"
 
 
 def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
@@ -73,22 +66,12 @@ def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerm
 def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
     """Codec of the fragment's next deltas by its merged delta, fp32 [numel]; None: as the terms say."""
     codec = codec_named(codec_up)
-    if not _chooses(codec):
+    if not (found := candidates(codec)):
         return None
-    plain = replace(codec, policy="relative", alpha=1.0, step=codec.step[:1])
-    base = codec.step[0]
-    tables = [
-        [
-            Candidate(bits=rate.bits, error=rate.error)
-            for factor in L_GRECO_FACTORS
-            for rate in [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1))]
-        ]
-        for tensor in fragment.tensors
-    ]
-    choice = by_multiplier(tables, budget(tables, codec.alpha))
-    # Four digits: the spelling travels with every commit.
-    steps = tuple(float(f"{base * L_GRECO_FACTORS[index]:.4g}") for index in choice.indices)
-    return spelling_of(replace(plain, step=steps))
+    rates = [[measure(candidate, view(delta, tensor)) for candidate in found] for tensor in fragment.tensors]
+    tables = [[Candidate(bits=rate.bits, error=rate.error) for rate in of_tensor] for of_tensor in rates]
+    choice = by_multiplier(tables, budget(tables, codec.alpha))  # type: ignore[attr-defined]  # those with candidates
+    return spelling_of(joined([found[index] for index in choice.indices]))
 
 
 # --- What a commit is made of, between the ledger that decides and the aggregator that computes.

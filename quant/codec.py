@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -210,6 +211,18 @@ class Codec(ABC):
 def flat(numel: int) -> Fragment:
     """A fragment that is one plain vector, for callers without a model."""
     return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=(numel,), offset=0),))
+
+
+SharedPolicy = Literal["equal", "l-greco"]
+
+L_GRECO_SHARES = (1.0, 0.25, 0.35, 0.5, 0.7, 1.41, 2.0, 2.83, 4.0)
+"""Multiples of `topk`'s k and `lowrank`'s rank from which the coordinator may choose for a tensor; the first is the
+equal choice."""
+
+
+def of_tensors(given: tuple[int, ...], fragment: Fragment) -> tuple[int, ...]:
+    """A number for each tensor of the fragment, where one may be given for all."""
+    return given * len(fragment.tensors) if len(given) == 1 else given
 
 
 def finite_weight(weight: float) -> float:

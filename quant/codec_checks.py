@@ -1,9 +1,9 @@
 """Refuse at the start of a run the codecs that would make it fail slowly."""
 
 from farloop.algo.terms import Terms
+from farloop.quant.bit_rates import candidates
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
-from farloop.quant.formats.q4r import Q4rCodec
 from farloop.quant.registry import codec_named, spelling_of
 
 
@@ -84,10 +84,11 @@ def check_variates(codec: Codec, *, may_lose: bool = False) -> None:
 
 
 def _check_one_step(what: str, codec: Codec) -> None:
-    if isinstance(codec, Q4rCodec) and len(codec.step) > 1:
+    several = max(len(getattr(codec, name, ())) for name in ("step", "k", "rank")) > 1
+    if several:
         raise UnsoundPairing(
-            f"{what} {spelling_of(codec)!r}: a step for every tensor is the coordinator's to publish; give one step, "
-            "and policy=l-greco"
+            f"{what} {spelling_of(codec)!r}: a number for every tensor is the coordinator's to publish; give one, and "
+            "policy=l-greco"
         )
-    if isinstance(codec, Q4rCodec) and codec.alpha != 1.0 and codec.policy != "l-greco":
+    if getattr(codec, "alpha", 1.0) != 1.0 and not candidates(codec):
         raise UnsoundPairing(f"{what} {spelling_of(codec)!r}: only policy=l-greco has an alpha; leave it out")

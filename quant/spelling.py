@@ -56,6 +56,17 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return read
 
 
+def wholes(low: int, high: int, meaning: str, default: int) -> Parameter:
+    """One or more whole numbers of this range, separated by slashes."""
+    read = whole(low, high)
+    return Parameter(
+        read=lambda text: tuple(read(part) for part in text.split("/")),
+        write=lambda values: "/".join(map(str, values)),
+        meaning=f"{meaning}; one number, or one per tensor of a fragment",
+        default=(default,),
+    )
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Reads one of these words."""
 
@@ -78,6 +89,21 @@ def _beta(default: float) -> Parameter:
     return Parameter(read=number(0, 1), write=float_text, meaning=meaning, default=default)
 
 
+_ALPHA = Parameter(
+    read=number(1, 4),
+    write=float_text,
+    meaning="with l-greco: largest squared error, in units of what an equal choice for all tensors loses",
+    default=1.0,
+)
+_SHARED = {
+    "policy": Parameter(
+        read=one_of("equal", "l-greco"),
+        write=str,
+        meaning="the same for all tensors, or shared out over them by the coordinator",
+        default="equal",
+    ),
+    "alpha": _ALPHA,
+}
 _Q4R = {
     "step": Parameter(
         read=numbers(1e-30, 1e30),
@@ -94,14 +120,9 @@ _Q4R = {
         meaning="step in units of a block's rms; as it is; or shared out over tensors by the coordinator",
         default="relative",
     ),
-    "alpha": Parameter(
-        read=number(1, 4),
-        write=float_text,
-        meaning="with l-greco: largest squared error, in units of what step loses in all tensors",
-        default=1.0,
-    ),
+    "alpha": _ALPHA,
 }
-_TOPK = Parameter(read=whole(1, 4096), write=str, meaning="how many of 4096 elements are sent", default=64)
+_TOPK = wholes(1, 4096, "how many of 4096 elements are sent", 64)
 _RANDK = Parameter(
     read=number(1 / 256, 1), write=float_text, meaning="share of the elements that are sent", default=1 / 16
 )
@@ -125,19 +146,19 @@ _TERNARY = Parameter(
     meaning="largest magnitude in units of a tensor's rms; what is larger is clipped to it. 0: none is",
     default=2.5,
 )
-_LOWRANK = Parameter(read=whole(1, 128), write=str, meaning="columns of the two factors of a matrix", default=4)
+_LOWRANK = wholes(1, 128, "columns of the two factors of a matrix", 4)
 
 PARAMETERS: Final[Mapping[str, Mapping[str, Parameter]]] = {
     **{name: {"beta": _beta(0.0)} for name in ("fp32", "bf16", "q8", "q4")},
     "q4r": {**_Q4R, "beta": _beta(0.0)},
     "e3m0": {"beta": _beta(0.0)},
-    "topk": {"k": _TOPK, "beta": _beta(0.95)},
+    "topk": {"k": _TOPK, **_SHARED, "beta": _beta(0.95)},
     "randk": {"fraction": _RANDK, "beta": _beta(0.0)},
     "sketch": {**_SKETCH, "beta": _beta(1.0)},
     "ternary": {"clip": _TERNARY, "beta": _beta(0.0)},
     "sign": {"beta": _beta(1.0)},
     "lattice": {"beta": _beta(0.0)},
-    "lowrank": {"rank": _LOWRANK, "beta": _beta(1.0)},
+    "lowrank": {"rank": _LOWRANK, **_SHARED, "beta": _beta(1.0)},
     **{name: {"beta": _beta(0.0)} for name in ("e2m1", "nf4")},
 }
 """The fields of each codec that its spelling may set."""

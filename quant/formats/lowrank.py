@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TILE, Fragment
-from farloop.quant.codec import Codec, Traits, require_flat
+from farloop.quant.codec import Codec, SharedPolicy, Traits, of_tensors, require_flat
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, largest_scale, to_bf16, uniform16
 
+MOST_RANK = 128
 _ONE = 0x3F80  # bits of 1 in bf16: no element of a column of length 1 is larger
 
 
@@ -33,6 +34,7 @@ class _Part:
     offset: int
     numel: int
     place: int  # first of its numbers, bf16, in the payload
+    rank: int
     tall: int = 0
     """The larger side of a matrix, whose bases are P [tall, rank] and Q [short, rank]; 0 for what is sent as it is."""
     short: int = 0
@@ -43,26 +45,29 @@ class _Part:
 class LowrankCodec(Codec):
     """Payload: of each tensor in turn its P, its Q, both row by row, or its elements; all bf16, no gaps."""
 
-    rank: int = 4  # of what arrives of a matrix
+    rank: tuple[int, ...] = (4,)  # of what arrives of a matrix; one, or one per tensor
+    policy: SharedPolicy = "equal"
+    alpha: float = 1.0  # of l-greco, as that of `q4r`
 
     @property
     def traits(self) -> Traits:
         """What it promises. The bits are those of what is no matrix; of an n×m matrix, 16·rank·(n + m) ÷ (n·m)."""
         # A projection never loses more than there is. What it keeps on average is at least 1/m by the random column,
         # with m the shorter side, and rank of rank + 1 columns are sent. Half of that is declared, for rounding.
+        least = min(self.rank) if self.policy == "equal" else 1
         longest_short_side = math.isqrt(MAX_FRAGMENT_ELEMENTS)
         return Traits(
             bits_per_element=16.0,
             exact_decode=False,  # a matrix product adds in an order of its own on every machine
             unbiased=False,
-            contraction=self.rank / (self.rank + 1) / longest_short_side / 2,
+            contraction=least / (least + 1) / longest_short_side / 2,
             deterministic=False,
             warm_start=True,
             sparse=True,
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        return 2 * sum(_numbers(part, self.rank) for part in self._parts(fragment))
+        return 2 * sum(_numbers(part) for part in self._parts(fragment))
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
         # The bytes may differ between machines, as matrix products do.
@@ -101,34 +106,35 @@ class LowrankCodec(Codec):
     def _check(self, payload: Tensor, fragment: Fragment) -> None:
         """Refuse numbers so large that their products could overflow."""
         for part in self._parts(fragment):
-            end = part.place + _numbers(part, self.rank)
-            q_place = part.place + part.tall * self.rank
+            end = part.place + _numbers(part)
+            q_place = part.place + part.tall * part.rank
             _check(payload, part.place, q_place, _ONE)
             _check(payload, q_place, end, self._largest_q if part.tall else BF16_LARGEST)
 
     @property
     def _largest_q(self) -> int:
         """Bits of the largest bf16 that, times 1, can be added `rank` times."""
-        return largest_scale(1 << (self.rank - 1).bit_length())
+        return largest_scale(1 << (max(self.rank) - 1).bit_length())
 
     def _parts(self, fragment: Fragment) -> list[_Part]:
         """What becomes of each tensor. A matrix is split where that at least halves it, as torch's hook has it."""
         parts, place = [], 0
-        for tensor in fragment.tensors:
+        for tensor, rank in zip(fragment.tensors, of_tensors(self.rank, fragment), strict=True):
             rows = tensor.shape[0] if tensor.shape else 1
             columns = tensor.numel // rows if rows else 0
-            if len(tensor.shape) > 1 and 0 < 2 * self.rank * (rows + columns) <= tensor.numel:
+            if len(tensor.shape) > 1 and 0 < 2 * rank * (rows + columns) <= tensor.numel:
                 tall, short, wide = max(rows, columns), min(rows, columns), columns > rows
             else:
                 tall, short, wide = 0, 0, False
-            part = _Part(offset=tensor.offset, numel=tensor.numel, place=place, tall=tall, short=short, wide=wide)
+            size = {"offset": tensor.offset, "numel": tensor.numel, "tall": tall, "short": short}
+            part = _Part(place=place, rank=rank, wide=wide, **size)
             parts.append(part)
-            place += _numbers(part, self.rank)
+            place += _numbers(part)
         return parts
 
     def _start_columns(self, part: _Part, previous: Tensor | None, seed: int) -> Tensor:
         """Where the power iteration starts, fp32 [short, rank + 1] with magnitudes of at most 1."""
-        noise = uniform16(seed, part.offset, part.short * (self.rank + 1)).view(-1, self.rank + 1) - 0.5
+        noise = uniform16(seed, part.offset, part.short * (part.rank + 1)).view(-1, part.rank + 1) - 0.5
         if previous is None:
             return noise
         warm = self._factors(previous, part)[1].to(noise.device)
@@ -137,10 +143,9 @@ class LowrankCodec(Codec):
 
     def _factors(self, payload: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         """P fp32 [tall, rank] and Q fp32 [short, rank]."""
-        numbers = from_bf16(_read(payload, part.place, part.place + _numbers(part, self.rank)))
-        return numbers[: part.tall * self.rank].view(-1, self.rank), numbers[part.tall * self.rank :].view(
-            -1, self.rank
-        )
+        numbers = from_bf16(_read(payload, part.place, part.place + _numbers(part)))
+        of_p = part.tall * part.rank
+        return numbers[:of_p].view(-1, part.rank), numbers[of_p:].view(-1, part.rank)
 
     def _decode_part_into(self, payload: Tensor, part: _Part, first: int, out: Tensor) -> None:
         """The elements of a tensor from `first` on."""
@@ -178,8 +183,8 @@ def _matrix(x: Tensor, part: _Part) -> Tensor:
     return flat.view(part.short, part.tall).T if part.wide else flat.view(part.tall, part.short)
 
 
-def _numbers(part: _Part, rank: int) -> int:
-    return (part.tall + part.short) * rank if part.tall else part.numel
+def _numbers(part: _Part) -> int:
+    return (part.tall + part.short) * part.rank if part.tall else part.numel
 
 
 def _bytes(first: int, stop: int) -> slice:

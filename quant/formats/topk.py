@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.codec import Traits
+from farloop.quant.codec import L_GRECO_SHARES, SharedPolicy, Traits, of_tensors
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, chunks_of, largest_bits, padding, require_finite
 from farloop.quant.kernels.dispatch import fast_sparse
@@ -54,7 +54,10 @@ class Squares(Chunks):
 class TopkCodec(SparseCodec):
     """The arithmetic of its chunks."""
 
-    k: int = 64  # how many of 4096 elements are sent; of a chunk of n elements, ⌈k·n ÷ 4096⌉
+    k: tuple[int, ...] = (64,)
+    """How many of 4096 elements are sent, and of a chunk of n elements ⌈k·n ÷ 4096⌉; one, or one per tensor."""
+    policy: SharedPolicy = "equal"
+    alpha: float = 1.0  # of l-greco, as that of `q4r`
 
     @property
     def traits(self) -> Traits:
@@ -65,12 +68,13 @@ class TopkCodec(SparseCodec):
         Schur-convex, a₁² + … + a_k² ≤ M·H with H = Σ (√i − √(i−1))². Of the others, each is at most a_k, and
         k·a_k² ≤ M. Hence the whole chunk has at most M·(H + 4096/k − 1), of which M is kept.
         """
-        h = sum((math.sqrt(i) - math.sqrt(i - 1)) ** 2 for i in range(1, self.k + 1))
+        least = min(self.k) if self.policy == "equal" else max(1, round(min(L_GRECO_SHARES) * self.k[0]))
+        h = sum((math.sqrt(i) - math.sqrt(i - 1)) ** 2 for i in range(1, least + 1))
         return Traits(
-            bits_per_element=(14 * self.k + 32) / CHUNK,
+            bits_per_element=(14 * max(self.k) + 32) / CHUNK,
             exact_decode=True,
             unbiased=False,
-            contraction=0.999 / (CHUNK / self.k - 1 + h),  # a thousandth for the rounding of magnitudes
+            contraction=0.999 / (CHUNK / least - 1 + h),  # a thousandth for the rounding of magnitudes
             deterministic=True,
             sparse=True,
         )
@@ -86,8 +90,8 @@ class TopkCodec(SparseCodec):
         require_finite(x)
         levels = [x.new_empty(0, dtype=torch.int16)]
         index, values = [x.new_empty(0, dtype=torch.int16)], [x.new_empty(0, dtype=torch.uint8)]
-        for chunks in _chunks(fragment):
-            part = _largest(chunks.of(x), self._kept(chunks.length))
+        for chunks, k in self._chunks(fragment):
+            part = _largest(chunks.of(x), k)
             for all_of_them, some in zip((levels, index, values), part, strict=True):
                 all_of_them.append(some.view(-1))
         at_levels, at_zeros, at_index, at_values = self._ranges(fragment)
@@ -105,8 +109,8 @@ class TopkCodec(SparseCodec):
         index = torch.zeros(-(-total // 4) * 4, dtype=torch.int16, device="cpu")
         values = torch.zeros(index.numel(), dtype=torch.uint8, device="cpu")
         chunk, entry = 0, 0
-        for chunks in _chunks(fragment, piece=x.numel()):
-            last, end = chunk + chunks.count, entry + chunks.count * self._kept(chunks.length)
+        for chunks, k in self._chunks(fragment, piece=x.numel()):
+            last, end = chunk + chunks.count, entry + chunks.count * k
             columns = chunks.columns if isinstance(chunks, Squares) else 0
             places = (chunks.start, chunks.count, chunks.length, columns)
             if not fast.largest(x, *places, levels[4 * chunk : 4 * last], index[entry:end], values[entry:end]):
@@ -161,8 +165,7 @@ class TopkCodec(SparseCodec):
         unpack_into(payload[at_values].to(device), values, bits=2)
         values = values.view(-1)
         chunk, entry = 0, 0
-        for chunks in _chunks(fragment):
-            k = self._kept(chunks.length)
+        for chunks, k in self._chunks(fragment):
             end = entry + chunks.count * k
             yield (
                 chunks,
@@ -172,12 +175,15 @@ class TopkCodec(SparseCodec):
             )
             chunk, entry = chunk + chunks.count, end
 
-    def _kept(self, length: int) -> int:
-        return -(-self.k * length // CHUNK)
+    def _chunks(self, fragment: Fragment, piece: int = PIECE) -> Iterator[tuple[Chunks, int]]:
+        """And how many elements of each are sent. Raises ValueError: there are several k, but not one per tensor."""
+        for tensor, k in zip(fragment.tensors, of_tensors(self.k, fragment), strict=True):
+            for chunks in _chunks(tensor, piece):
+                yield chunks, -(-k * chunks.length // CHUNK)
 
     def _totals(self, fragment: Fragment) -> tuple[int, int]:
         """Chunks and entries of a fragment."""
-        parts = [(chunks.count, chunks.count * self._kept(chunks.length)) for chunks in _chunks(fragment)]
+        parts = [(chunks.count, chunks.count * k) for chunks, k in self._chunks(fragment)]
         return sum(count for count, _ in parts), sum(kept for _, kept in parts)
 
     def _ranges(self, fragment: Fragment) -> tuple[slice, slice, slice, slice]:
@@ -189,13 +195,12 @@ class TopkCodec(SparseCodec):
         return slice(0, 4 * count), slice(4 * count, places), slice(places, values), slice(values, end)
 
 
-def _chunks(fragment: Fragment, piece: int = PIECE) -> Iterator[Chunks]:
-    for tensor in fragment.tensors:
-        if len(tensor.shape) == 2 and tensor.shape[0] % SIDE == 0 and tensor.shape[1] % SIDE == 0:
-            yield from _squares(tensor, piece)
-        else:
-            short = len(tensor.shape) < 2 and tensor.numel < LONG_VECTOR
-            yield from chunks_of(tensor.offset, tensor.numel, SIDE if short else CHUNK, piece)
+def _chunks(tensor: TensorSlot, piece: int) -> Iterator[Chunks]:
+    if len(tensor.shape) == 2 and tensor.shape[0] % SIDE == 0 and tensor.shape[1] % SIDE == 0:
+        yield from _squares(tensor, piece)
+    else:
+        short = len(tensor.shape) < 2 and tensor.numel < LONG_VECTOR
+        yield from chunks_of(tensor.offset, tensor.numel, SIDE if short else CHUNK, piece)
 
 
 def _squares(matrix: TensorSlot, piece: int) -> Iterator[Squares]:

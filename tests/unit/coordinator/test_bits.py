@@ -78,6 +78,53 @@ def test_the_other_settings_stay_and_a_delta_of_zeros_has_a_choice_too() -> None
     assert next_codec("q4r:policy=l-greco", torch.zeros(NUMEL), FRAGMENT) is not None
 
 
+def spectrum(*decays: float) -> Tensor:
+    """Matrices whose singular values and elements fall at another pace in each, and a vector."""
+    x, generator = torch.zeros(NUMEL), torch.Generator().manual_seed(0)
+    for slot, decay in zip(SLOTS[:2], decays, strict=True):
+        left, right = (torch.linalg.qr(torch.randn(side, 64, generator=generator)).Q for side in slot.shape)
+        matrix = (left * decay ** torch.arange(64)) @ right.T
+        x[slot.offset : slot.offset + slot.numel] = matrix.reshape(-1)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("codec", "delta"),
+    [("topk:k=128", gaussian(1e-2, 1e-4, 1e-4)), ("lowrank:rank=4", spectrum(0.9, 0.5))],
+    ids=["topk", "lowrank"],
+)
+def test_tensors_with_more_to_lose_get_a_larger_k_or_rank_and_the_fragment_fewer_bytes(
+    codec: str, delta: Tensor
+) -> None:
+    name = codec.partition(":")[0]
+    chosen, equal = codec_named(next_codec(f"{codec},policy=l-greco", delta, FRAGMENT) or ""), codec_named(codec)
+    shares = getattr(chosen, {"topk": "k", "lowrank": "rank"}[name])
+    assert len(shares) == 3 and shares[0] > shares[1] and chosen.traits.contraction > 0
+    lost = []
+    for one in (chosen, equal):
+        payload = one.encode(delta, FRAGMENT)
+        one.validate(payload, FRAGMENT)
+        out = torch.empty(NUMEL)
+        one.decode_into(payload, out, FRAGMENT)
+        lost.append(float((out - delta).square().sum()))
+    assert chosen.payload_bytes(FRAGMENT) < equal.payload_bytes(FRAGMENT) and lost[0] < 1.05 * lost[1]
+    assert next_codec(codec, delta, FRAGMENT) is None
+
+
+def test_every_tensor_is_encoded_as_it_would_be_alone_with_its_k() -> None:
+    codec = codec_named("topk:k=256/16/64")
+    out, payload = torch.empty(NUMEL), codec.encode(DELTA, FRAGMENT)
+    codec.decode_into(payload, out, FRAGMENT)
+    for slot, k in zip(SLOTS, (256, 16, 64), strict=True):
+        here = slice(slot.offset, slot.offset + slot.numel)
+        alone = Fragment(index=0, slot=0, numel=slot.numel, tensors=(dataclasses.replace(slot, offset=0),))
+        own, expected = codec_named(f"topk:k={k}"), torch.empty(slot.numel)
+        own.decode_into(own.encode(DELTA[here], alone), expected, alone)
+        assert torch.equal(out[here], expected)
+    with pytest.raises(ValueError, match="zip"):
+        codec_named("topk:k=256/16").encode(DELTA, FRAGMENT)
+
+
 def test_who_has_a_codec_of_its_own_has_a_choice_where_that_asks_for_one() -> None:
     """And what was chosen stands where a window brought nothing new, until something else is asked for."""
     terms = plain_terms(codec_up="q8", codec_up_of=((A, "q4r:policy=l-greco"), (B, "q4")))

@@ -549,7 +549,7 @@ def test_the_contraction_of_topk_holds_where_two_magnitudes_fit_worst(k: int) ->
     root = torch.arange(k + 1, dtype=torch.float64).sqrt()
     x = torch.full((65536,), float(root[-1] - root[-2]))
     x.view(-1, 4096)[:, :k] = (root[1:] - root[:-1]).float()
-    codec = dataclasses.replace(TOPK, k=k)
+    codec = dataclasses.replace(TOPK, k=(k,))
     assert lost(codec, x, flat(65536)) <= 1 - codec.traits.contraction
 
 

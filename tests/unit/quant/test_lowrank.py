@@ -19,7 +19,7 @@ from farloop.quant.errors import BadPayload
 from farloop.quant.formats.lowrank import LOWRANK
 
 TOP = float(np.finfo(np.float32).max)
-RANK1 = replace(LOWRANK, rank=1)
+RANK1 = replace(LOWRANK, rank=(1,))
 
 
 def gaussian(fragment: Fragment, seed: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ def test_a_matrix_is_split_where_that_halves_it(shape: tuple[int, ...], numbers:
 @pytest.mark.parametrize("shape", [(48, 24), (24, 48), (24, 6, 8)])
 @pytest.mark.parametrize("rank", [1, 3, 5])
 def test_decoding_equals_the_product_of_the_factors(shape: tuple[int, ...], rank: int) -> None:
-    codec, fragment = replace(LOWRANK, rank=rank), cut(shape)
+    codec, fragment = replace(LOWRANK, rank=(rank,)), cut(shape)
     payload = codec.encode(gaussian(fragment), fragment, seed=1)
     p, q = factors(payload, 48, 24, rank)
     product = p @ q.T if shape[0] == 48 else q @ p.T
@@ -146,7 +146,7 @@ def test_never_more_is_lost_than_there_is(matrix: np.ndarray, seed: int, warm: b
 @pytest.mark.parametrize("rank", [1, 4])
 def test_of_what_no_warm_start_can_see_the_promised_share_arrives_on_average(rank: int) -> None:
     """All directions equal, and the last payload blind to all of them: only the random column finds anything."""
-    codec, side = replace(LOWRANK, rank=rank), 32
+    codec, side = replace(LOWRANK, rank=(rank,)), 32
     x, fragment = of_matrix(torch.eye(side))
     blind = torch.zeros(codec.payload_bytes(fragment), dtype=torch.uint8)
     losses = [lost(codec, x, fragment, seed=seed, previous=blind) for seed in range(60)]
@@ -226,7 +226,7 @@ def test_what_no_encoder_writes_is_refused() -> None:
 
 @pytest.mark.parametrize("rank", [1, 3, 4, 5])
 def test_the_largest_factors_have_a_finite_product(rank: int) -> None:
-    codec, fragment = replace(LOWRANK, rank=rank), cut((64, 32))
+    codec, fragment = replace(LOWRANK, rank=(rank,)), cut((64, 32))
     payload = torch.zeros(codec.payload_bytes(fragment), dtype=torch.uint8)
     numbers = payload.view(torch.int16)
     numbers[: 64 * rank] = 0x3F80

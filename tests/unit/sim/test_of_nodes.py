@@ -142,3 +142,6 @@ def test_bits_that_adapt_are_chosen_for_those_who_ask_for_them() -> None:
     assert sent_by(outcome, ROME) == {"q8"} and any("step=" in codec for codec in sent_by(outcome, OSLO))
     outcome = play("streaming", codec_up="q8", codec_up_of=((ROME, adaptive),))
     assert sent_by(outcome, OSLO) == {"q8"} and any("step=" in codec for codec in sent_by(outcome, ROME))
+    outcome = play("diloco", codec_up="topk:k=256,policy=l-greco", codec_up_of=((ROME, "lowrank:policy=l-greco"),))
+    for node, name in ((OSLO, "topk:k="), (ROME, "lowrank:rank=")):
+        assert any(codec.startswith(name) and "/" in codec for codec in sent_by(outcome, node))
