@@ -31,7 +31,7 @@ def plain_terms(**changes: Any) -> Terms:
 
 
 def plain_spec(**changes: Any) -> RunSpec:
-    """Of a run of a model that nobody looks at; `changes` are of its terms."""
+    """Of a run of a model that is not looked at; `changes` are of its terms."""
     identity = Identity(
         name="plain",
         model="own",

@@ -1,6 +1,6 @@
 """A pretend CUDA device on the CPU: tensors that say they are on cuda:0, streams that run late, events, pinned memory.
 
-Every operation on such a tensor is queued on the current stream and runs when somebody waits for it (`order="lazy"`),
+Every operation on such a tensor is queued on the current stream and runs when it is waited for (`order="lazy"`),
 now and then (`"random"`), or at once (`"eager"`). What misses a wait gets other numbers than `"eager"`; vector clocks
 name the two operations. It also counts what a real device would charge: waits of the host, bytes over PCIe, memory.
 

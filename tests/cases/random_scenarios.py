@@ -81,7 +81,7 @@ def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     leave = {f.node for f in scenario.faults if isinstance(f, sc.DrainNode)}
     leave |= {f.node for f in scenario.faults if isinstance(f, sc.CrashNode) and f.down_s is None}
     if all(number == liar or node.name in leave for number, node in enumerate(scenario.nodes)):
-        liar = None  # alone it would be held for good, as it should be: nobody's work would be part of the run
+        liar = None  # alone it would be held for good, as it should be: no node's work would be part of the run
     method = method_named(terms.method)
     deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
     if terms.admission.screen == "off" or method.alone:  # what is merged may end it for good

@@ -96,7 +96,7 @@ class SpoilAnchor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreCopy:
     """The coordinator dies, and a copy of its state takes the state's place. Where that is seen, and the run is held or
-    a node kept out, a person winds the run back. Nothing happens once a node has ended: nobody could bring it back."""
+    a node kept out, a person winds the run back. Nothing happens once a node has ended: it cannot come back."""
 
     after_commits: int  # it dies `later_s` after this many windows were committed
     commits_ago: int  # commits that the copy lacks, of those before it died
@@ -108,7 +108,7 @@ class RestoreCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTerms:
-    """Somebody sets other terms, as `farloop set` does; refused where the coordinator is down, or the run cannot have
+    """Other terms are set, as by `farloop set`; refused where the coordinator is down, or the run cannot have
     them."""
 
     at: float
@@ -125,7 +125,7 @@ class CrashAtWrite:
     write: int
     """The how many-th, from 1."""
     durable: bool
-    """Just behind it, before anybody hears of it; or just before: of what was torn off nothing is left, for a restart
+    """Just behind it, before any node hears of it; or just before: of what was torn off nothing is left, for a restart
     cuts it (`coordinator/storage/segment.py`)."""
     down_s: float = 0.5
 
@@ -189,7 +189,7 @@ class Rejoin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondCoordinator:
-    """Somebody starts another coordinator on the same state while the first one lives: it is refused."""
+    """An operator starts another coordinator on the same state while the first one lives: it is refused."""
 
     at: float
 

@@ -127,7 +127,7 @@ class MortalCoordinator(SimulatedCoordinator):
     """One start of the coordinator, which may die, and be given other terms."""
 
     def change_terms(self, given: Mapping[str, str]) -> Revision | str:
-        """As somebody asks for at its door: the revision, or why there is none."""
+        """What the admin socket answers: the revision, or why there is none."""
         try:
             revision = revision_asked_for(self.machine, given)
         except ValueError as error:

@@ -81,7 +81,7 @@ def torn(strike: Strike) -> None:
 
 
 def durable_before_memory(strike: Strike) -> None:
-    """A commit is synced, and neither the buffers nor anybody knows of it."""
+    """A commit is synced, and neither the buffers nor any node knows of it."""
     committing = False
     commit, sync = store.Store.commit, journal.Journal.sync
 

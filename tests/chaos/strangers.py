@@ -108,7 +108,7 @@ class Strangers:
             connection.send(GREETING[turn // len(held) % len(GREETING) :][:1])
 
     def _wrong_key(self) -> None:
-        """A handshake with a key that nobody authorized."""
+        """A handshake with an unauthorized key."""
         public, secret = zmq.curve_keypair()
         self._dial((public, secret), b"let me in")
 

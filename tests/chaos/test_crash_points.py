@@ -1,6 +1,6 @@
 """A daemon that is gone at each step of its work, as if by a power cut, and is started again: nothing is lost.
 
-Nodes that stay live in this process. What anybody was told, the status page, the nodes and the journal
+Nodes that stay live in this process. What any process was told, the status page, the nodes and the journal
 as it was left, is in the journal at the end, and everybody ends with the same anchors.
 """
 
@@ -173,7 +173,7 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
             assert first["merged"] == ["a", "b"], "the run begins with all of its nodes, however often"
 
 
-@pytest.mark.timeout(300)  # twice, nodes that nobody knows are listened for
+@pytest.mark.timeout(300)  # twice, unknown nodes are listened for
 @pytest.mark.parametrize(("point", "hit"), cases(ADOPT_MATRIX))
 def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_what_the_nodes_hold(
     tmp_path: Path, point: str, hit: int
@@ -203,8 +203,8 @@ LAST = {"node-good-bye-before"}
 
 @pytest.mark.parametrize(("point", "hit"), cases(NODE_MATRIX))
 def test_a_node_that_dies_at_any_step_comes_back_under_its_name(tmp_path: Path, point: str, hit: int) -> None:
-    # Its second start counts as one, unless the first was gone before anybody could know of it; and with the run at its
-    # end nobody waits for a second.
+    # Its second start counts as one, unless the first was gone before a node could know of it; and with the run at its
+    # end no node waits for a second.
     starts = 1 if point in {"node-start-counted-before", *LAST} else 2
     with story(tmp_path, "a") as told:
         coordinator = told.start()
@@ -230,7 +230,7 @@ def takes_part(status: Status, name: str, incarnation: int) -> bool:
 
 
 def assert_whole(told: Story, incarnations: list[int], *, gone: frozenset[str] = frozenset()) -> None:
-    """Nothing that was told is missing, nobody was told anything else, and the run is at its end.
+    """Nothing that was told is missing, no node was told anything else, and the run is at its end.
 
     `gone`: nodes that never told with what they ended.
     """

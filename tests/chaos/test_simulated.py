@@ -129,8 +129,8 @@ def test_a_disk_that_takes_nothing_holds_the_run_and_loses_nothing(undisturbed: 
 
 @pytest.mark.parametrize("who", [None, sc.TWO_NODES[0].name], ids=["coordinator", "node"])
 @pytest.mark.parametrize("by_s", [0.5, 60.0, 86400.0])
-def test_a_clock_that_leaps_ahead_costs_nobody_its_place(who: NodeId | None, by_s: float) -> None:
-    """The time in which nothing was heard because the clock leapt is nobody's silence."""
+def test_a_clock_that_leaps_ahead_costs_no_node_its_place(who: NodeId | None, by_s: float) -> None:
+    """The time in which nothing was heard because the clock leapt is no node's silence."""
     outcome = run(calm(ft.ClockJump(node=who, at=2.0, by_s=by_s)))
     outcome.check()
     assert not any(commit.drops for commit in outcome.commits)

@@ -1,4 +1,4 @@
-"""What a fuzz target is: a door through which bytes come that somebody else wrote, as a function of these bytes."""
+"""What a fuzz target is: a door through which bytes come from outside, as a function of these bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from loopback import FARLOOP, Run
 
 
 def new_keys(run: Run, *names: str) -> Path:
-    """A folder of pairs, and an allow-list that lets in nobody yet."""
+    """A folder of pairs, and an empty allow-list."""
     _commands(run, {name: ("new", "keys", "--name", name) for name in names})
     (run.folder / "allow").mkdir()
     run.tables["coordinator"] |= {

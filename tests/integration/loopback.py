@@ -427,7 +427,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that systems give to outgoing connections.
+    """A free port, below those that systems give to outgoing connections.
 
     One of the latter could be taken, while the coordinator is away, by the very node that dials it again.
     """

@@ -128,7 +128,7 @@ def test_a_page_that_is_no_status_ends_with_2_and_a_line(body: bytes, status: in
     assert result.stderr.count("\n") == 1
 
 
-def test_where_nobody_answers_status_ends_with_5() -> None:
+def test_without_an_answer_status_ends_with_5() -> None:
     result = farloop("status", "--url", f"127.0.0.1:{free_port()}")
     assert result.exit_code == 5
     assert "connection refused" in result.stderr

@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_dialled_all_the_same() -> None:
     assert finding.level == "ok" and "is taken" in finding.detail
 
 
-def test_an_address_that_nobody_reaches_is_a_warning_with_its_mend() -> None:
+def test_an_address_that_cannot_be_reached_is_a_warning_with_its_mend() -> None:
     finding = dial_back(Address(host="node.invalid", port=free_port()))
     assert finding.level == "warn" and "forward the port" in finding.fix
 
@@ -128,13 +128,13 @@ def test_an_address_that_nobody_reaches_is_a_warning_with_its_mend() -> None:
         ("localhost", "127.0.0.1", None),
     ],
 )
-def test_who_has_no_key_has_nobody_dialled_but_itself(host: str, only: str | None, reached: bool | None) -> None:
+def test_without_a_key_only_the_own_address_is_dialled(host: str, only: str | None, reached: bool | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://{host}:{server.getsockname()[1]}"
         assert asyncio.run(reaches(address, only)) is reached
 
 
-def test_a_port_where_nobody_listens_is_not_reached_and_nonsense_is_not_tried() -> None:
+def test_a_port_without_a_listener_is_not_reached_and_nonsense_is_not_tried() -> None:
     assert asyncio.run(reaches(f"tcp://127.0.0.1:{free_port()}", None)) is False
     for nonsense in ("", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "tcp://host:²"):
         assert asyncio.run(reaches(nonsense, None)) is None

@@ -1,4 +1,4 @@
-"""A coordinator that dies, stops, or is started wrongly over its state: nothing committed is lost, nobody restarts."""
+"""A coordinator that dies, stops, or is started wrongly over its state: nothing committed is lost, no node restarts."""
 
 import signal
 import time
@@ -83,7 +83,7 @@ def test_a_lost_node_is_forgotten_by_name_and_known_again_when_it_comes_back(new
     assert 'farloop_node_connected{node="a"} 0.0' in run.page("/metrics")[1]
     forget = run.start("forget", *FARLOOP, "forget", "a", "--state", str(run.state_dir))
     assert run.until_ended(forget) == ExitCode.DONE and "node a is forgotten" in forget.said
-    run.until("nobody is missed", lambda status: not status["nodes"])
+    run.until("no node is missed", lambda status: not status["nodes"])
     assert "farloop_node_connected{" not in run.page("/metrics")[1]
     coordinator.kill()
     run.start_coordinator()

@@ -21,7 +21,7 @@ def small(new_run: NewRun, **coordinator: object) -> Run:
 
 
 def test_who_comes_after_the_end_learns_of_it_and_ends_well(new_run: NewRun) -> None:
-    """M: a node that finds nobody pauses for up to 7.5 s: a restarted coordinator serves longer, whoever it knows."""
+    """M: a node that finds no coordinator pauses for up to 7.5 s: a restarted coordinator serves longer."""
     run = small(new_run)
     run.until_done(run.start_coordinator(), run.start_node("a"))
     assert json.loads((run.folder / "a" / "node.json").read_text())["finished"].startswith("tokyo (fingerprint ")

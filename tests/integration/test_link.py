@@ -243,7 +243,7 @@ def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pyt
         for _ in range(3):
             closed = wait_for(delivered, wire_ev.SessionClosed)
             assert isinstance(closed, wire_ev.SessionClosed) and "is the coordinator running" in closed.detail
-        assert link.moved.up.total == 0, "what nobody took was not sent"
+        assert link.moved.up.total == 0, "what was not taken was not sent"
         with station(endpoint):
             wait_for(delivered, msg.Welcome)
             assert link.moved.up.total > 0
@@ -368,7 +368,7 @@ def test_lanes_that_break_one_by_one_and_a_coordinator_that_stops_cost_no_byte_o
             assert received == wire_ev.BlobReceived(blob=blob, data=data)
 
 
-def test_who_replays_a_lanes_greeting_from_elsewhere_takes_no_lane_and_holds_up_nobody(endpoint: str) -> None:
+def test_who_replays_a_lanes_greeting_from_elsewhere_takes_no_lane_and_delays_no_node(endpoint: str) -> None:
     """T: the token was read from a connection in the clear. A hundred connections say it, and then send bytes."""
     data = bytearray(random.Random(1).randbytes(64 << 20))
     with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint, lanes=4)) as (link, delivered):

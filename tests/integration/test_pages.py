@@ -1,6 +1,6 @@
 """What README.md, docs/quickstart.md and docs/two-clusters.md tell a reader to type, typed: every machine is a folder.
 
-A page's commands are taken from the page, in any order, by how they begin; one that nobody took fails the test, so a
+A page's commands are taken from the page, in any order, by how they begin; one that was not taken fails the test, so a
 page cannot gain a command that is not run. `SMALLER` makes runs short and lets them share this machine; each of its
 texts must stand in the page, so a page that changes is noticed.
 """

@@ -125,7 +125,7 @@ def test_activations_in_eight_bits_train_as_well(tmp_path: Path) -> None:
 
 
 def trained_by_those_that_are_visited(nodes: Nodes, steps: int) -> Steps:
-    """AdamW at every node; one that nobody visits waits until all have left."""
+    """AdamW at every node; one that is not visited waits until all have left."""
     took: Steps = {name: [] for name in nodes.names}
 
     def work(name: str, executor: Executor, part: StagePart) -> None:

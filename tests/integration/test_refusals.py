@@ -41,7 +41,7 @@ def test_who_wants_another_run_or_brings_other_data_is_refused_and_a_taken_port_
 
 
 def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins(new_run: NewRun) -> None:
-    """Nothing of the broken weights reaches anybody, and the other node goes on."""
+    """Nothing of the broken weights reaches any node, and the other node goes on."""
     run = own_run(new_run, steps=120, h=10, nodes=2, method="diloco")
     run.on_tape = True
     coordinator = run.start_coordinator()

@@ -19,7 +19,7 @@ REVOKED_WITHIN_S = 10.0
 """The folder is looked at every second; the rest is for a machine that has other things to do."""
 
 
-def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(new_run: NewRun) -> None:
+def test_an_encrypted_run_admits_only_known_keys_and_drops_revoked_ones(new_run: NewRun) -> None:
     run = new_run(steps=600, **PACED)
     keys = new_keys(run, "coordinator", "a", "b", "stranger")
     authorize(run, "a", "b")
@@ -40,7 +40,7 @@ def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(n
     run.until_said(plain.log, "no link")
     status = run.until("others are unaffected", lambda s: merged_since(s, versions, "b"))
     assert [node["name"] for node in status["nodes"]] == ["a", "b"]
-    assert fooled.running and plain.running, "they are not refused: nobody they could believe has answered"
+    assert fooled.running and plain.running, "they are not refused: no coordinator they could believe has answered"
     fooled.end()
     plain.end()
 
@@ -49,7 +49,7 @@ def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(n
     stranger = run.start_node("stranger", **keys_of(keys, "stranger"))
     run.until("who was let in later trains", lambda s: merged_since(s, versions, "stranger"))
 
-    (run.folder / "allow" / "broken.pub").write_text("somebody is still copying")
+    (run.folder / "allow" / "broken.pub").write_text("still being copied")
     run.until_said(coordinator.log, "allow list unreadable")
     revoke(run, "b")
     revoked_at = time.monotonic()
@@ -65,7 +65,7 @@ def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(n
     assert_all_agree(run, status, "a", "stranger")
 
 
-def test_garbage_on_the_port_harms_nobody(new_run: NewRun) -> None:
+def test_garbage_on_the_port_harms_no_node(new_run: NewRun) -> None:
     run = new_run(steps=600, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
     versions = run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))["versions"]
@@ -108,7 +108,7 @@ def turned_away(run: Run) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_strangers_a_thief_and_half_open_connections_stop_nobody(new_run: NewRun) -> None:
+def test_strangers_a_thief_and_half_open_connections_stop_no_node(new_run: NewRun) -> None:
     run = new_run(steps=150, **PACED)
     keys = new_keys(run, "coordinator", "a", "b", "thief")
     authorize(run, "a", "b", "thief")
@@ -136,7 +136,7 @@ def test_strangers_a_thief_and_half_open_connections_stop_nobody(new_run: NewRun
     assert node_of(status, "a")["lost_steps"] == 0
 
 
-# --- bytes that nobody asked for
+# --- bytes that were not asked for
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _DEALER = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

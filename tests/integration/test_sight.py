@@ -38,7 +38,7 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine = Machine(folder / name)
             machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
             machine.port("mlx5_0", layer="InfiniBand")
-            declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
+            declared = f"tcp://127.0.0.1:{passes.port}"  # there is an answer
             told = read_inventory({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
             link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told))
             link.start(partial(plain_hello, node=NodeId(name)), lambda event: None)

@@ -15,7 +15,7 @@ from farloop.wire.limits import Limits
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 FEW = 16
-"""Blobs in transfer at once: as few as that, so that the test is short. 256 unless somebody says so."""
+"""Blobs in transfer at once: as few as that, so that the test is short. 256 unless set."""
 
 THIN, FAT = Link.parse("3kbit/20ms"), Link.parse("100mbit/1ms")
 

@@ -285,7 +285,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "unit/coordinator/test_screening.py",
     ),
     _of(
-        "nobody is in quarantine",
+        "no node is in quarantine",
         "coordinator/decide/screening.py",
         "return found if 2 * len(found) < len(nodes) else {}",
         "return {}",

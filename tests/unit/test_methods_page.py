@@ -46,7 +46,7 @@ def test_the_table_holds_every_method_with_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_section_and_is_advised_to_somebody(method: str) -> None:
+def test_every_method_has_a_section_and_is_advised_to_some_reader(method: str) -> None:
     assert f"\n## {method}\n" in PAGE
     advice = PAGE[PAGE.index("## Which one") : PAGE.index("## Words")]
     assert f"`{method}`" in advice

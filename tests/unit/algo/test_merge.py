@@ -73,7 +73,7 @@ def test_equal_counters_weigh_exactly_the_same(rule: WeightRule, count: int) -> 
 
 @EVERY_RULE
 def test_who_did_no_step_weighs_nothing_and_dilutes_nothing(rule: WeightRule) -> None:
-    """A16, B23: a zero delta of a joiner is not a vote; where nobody did a step all weigh the same."""
+    """A16, B23: a zero delta of a joiner is not a vote; where no node did a step all weigh the same."""
     assert rule([[contribution(A, 100)], [contribution(B, 100, steps=0)], [contribution(C, 100)]]) == [0.5, 0.0, 0.5]
     assert rule([[contribution(A, 5, steps=0)], [contribution(B, 0)]]) == [0.5, 0.5]
     assert by(rule, -5, 10) == [0.0, 1.0] and by(rule, -5, -5) == [0.5, 0.5]
@@ -99,7 +99,7 @@ def test_weights_of_every_rule_sum_to_one(rule: WeightRule, reports: list[tuple[
 @EVERY_RULE
 @pytest.mark.parametrize("honest", [1, 2, 3, 4, 9])
 def test_a_node_that_claims_any_number_of_tokens_has_a_bounded_weight(rule: WeightRule, honest: int) -> None:
-    """Where nobody grants samples a claim of 2^40 tokens a step was a weight of 1."""
+    """Where samples are not granted, a claim of 2^40 tokens a step was a weight of 1."""
     weights = by(rule, *[640] * honest, 10 << 40)
     times = MOST_TIMES if rule is token_weights else MOST_TIMES**2
     assert weights[-1] == pytest.approx(times / (honest + times)) and len(set(weights[:-1])) == 1
@@ -386,7 +386,7 @@ def test_inner_products_are_those_of_the_whole_vectors(seed: int, count: int) ->
 
 
 def test_a_delta_that_points_against_all_others_is_seen_however_long_it_is() -> None:
-    """Without it the others agree. What has no voice is held against those that have one, and no sum accuses nobody."""
+    """Without it the others agree. What has no voice is held against those that have one; no sum accuses a node."""
     honest = [torch.ones(NUMEL) + 0.5 * delta for delta in deltas_of(3, 3)]
     found = cosines(gram(read(*honest, -1000 * honest[0])), range(4))
     assert found[3] is not None and found[3] < -0.8 and found[:3] == [None] * 3

@@ -255,7 +255,7 @@ def dealt(
     [
         (1, {"a": 100.0, "b": 50.0, "c": 34.0}, {"b": 15, "c": 10}),
         (1, {"a": 100.0, "b": 1.0}, {"b": 1}),
-        (4, {"a": 100.0, "b": 1.0}, {"b": 4}),  # nobody does fewer steps than it has sends
+        (4, {"a": 100.0, "b": 1.0}, {"b": 4}),  # no node does fewer steps than it has sends
         (40, {"a": 100.0, "b": 1.0}, {}),  # a truncated round has fewer steps than slots
         (1, {}, {}),
         (1, {"a": 0.0, "b": 0.0}, {}),

@@ -26,7 +26,7 @@ def ended(codes: Mapping[int, int]) -> dict[int, ProcessFailure]:
         ({0: KILLED, 1: ExitCode.INTERRUPTED, 2: -15}, True, ExitCode.UNEXPECTED),
         ({1: ExitCode.UNREACHABLE, 0: ExitCode.INTERRUPTED}, True, ExitCode.UNREACHABLE),
         ({1: ExitCode.REFUSED, 0: ExitCode.INTERRUPTED}, False, ExitCode.REFUSED),
-        ({0: ExitCode.INTERRUPTED, 1: ExitCode.UNEXPECTED}, False, ExitCode.INTERRUPTED),  # somebody stopped rank 0
+        ({0: ExitCode.INTERRUPTED, 1: ExitCode.UNEXPECTED}, False, ExitCode.INTERRUPTED),  # rank 0 was stopped
         ({0: ExitCode.UNEXPECTED, 1: ExitCode.USAGE}, False, ExitCode.USAGE),
     ],
 )

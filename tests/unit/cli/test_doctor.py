@@ -174,7 +174,7 @@ def test_few_files_are_a_warning_and_locked_memory_matters_with_rdma_alone() -> 
 
 
 def test_a_buffer_smaller_than_the_bandwidth_delay_product_caps_a_connection() -> None:
-    """4 MiB and 100 ms are 336 Mbit/s, whatever the card can do. What nobody measured is not judged."""
+    """4 MiB and 100 ms are 336 Mbit/s, whatever the card can do. What was not measured is not judged."""
     up, down, _ = buffers(LIMITS, Way(rtt_s=0.1, up_bytes_per_s=125e6, down_bytes_per_s=25e6))
     assert up.level == "warn"
     assert up.fix == "one connection gets 336 Mbit/s at most: raise the last number of net.ipv4.tcp_wmem to 25000000"

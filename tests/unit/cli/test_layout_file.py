@@ -116,7 +116,7 @@ def test_paths_that_are_worth_it_are_told_beside_those_that_are_there(layout: Pa
 
 
 def test_paths_of_which_nothing_is_predicted_are_replaced(layout: Path) -> None:
-    """Nobody stays on a link that is not believed for want of a number."""
+    """No node stays on a link that is not believed for want of a number."""
     tables = one_island(0.2)
     laid(layout, tables)
     one, other = (hop.node for hop in read_layout(layout)[0].paths[0].hops[:2])
@@ -135,7 +135,7 @@ def test_another_address_is_written_whatever_is_gained(layout: Path) -> None:
 
 
 def test_a_node_that_is_away_is_planned_without_and_keeps_its_stage(layout: Path) -> None:
-    """Nobody is sent over it, and it can come back: a layout without it would leave it outside for good."""
+    """No microbatch is sent over it, and it can come back: a layout without it would leave it outside for good."""
     laid(layout, changed(one_island(0.2), slots=2))
     old, addresses = read_layout(layout)
     gone = old.paths[0].hops[1].node

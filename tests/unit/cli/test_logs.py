@@ -115,7 +115,7 @@ def test_every_event_that_is_logged_has_words_or_fields() -> None:
     assert not bare
 
 
-# --- Output that nobody reads
+# --- Output without a reader
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def small_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     logging.root.setLevel(level)
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted_and_the_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_without_a_reader_are_dropped_and_counted_and_the_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with small_pipe(monkeypatch) as pipe:
         read_late(pipe)
 
@@ -169,7 +169,7 @@ def read_late(pipe: int) -> None:
     assert pairs_of(lines[-2])["event"] == "last" and lines[-1] == "farloop: error: the very last\n"
 
 
-def test_nobody_waits_for_a_line_to_be_printed_or_for_a_pipe_that_has_no_reader(
+def test_no_caller_waits_for_a_line_to_be_printed_or_for_a_pipe_that_has_no_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with small_pipe(monkeypatch) as pipe:
@@ -181,7 +181,7 @@ def test_nobody_waits_for_a_line_to_be_printed_or_for_a_pipe_that_has_no_reader(
         assert dropped_lines() == 2
 
 
-def test_what_does_not_take_an_item_stops_nobody() -> None:
+def test_what_does_not_take_an_item_stops_no_caller() -> None:
     hangs, taken = threading.Event(), list[int]()
     writer = BackgroundWriter[int]("t", lambda item: (hangs.wait(), taken.append(item)), 2)
     for item in range(5):

@@ -197,7 +197,7 @@ def test_with_init_the_coordinator_grants_samples_of_the_data_that_are_named(tmp
         (torch.ones(2, 2, dtype=torch.complex64), "'weight' is complex64, and weights in floating point are wanted"),
     ],
 )
-def test_weights_that_nobody_can_train_are_refused_before_the_run(tmp_path: Path, weights: Tensor, line: str) -> None:
+def test_weights_that_cannot_be_trained_are_refused_before_the_run(tmp_path: Path, weights: Tensor, line: str) -> None:
     save_file({"bias": torch.zeros(4), "weight": weights}, tmp_path / "own.safetensors")
     with pytest.raises(ValueError, match=line):
         identity_of(DataConfig(), init=tmp_path / "own.safetensors", method="diloco")

@@ -82,7 +82,7 @@ def test_who_asks_gets_the_answer_and_only_the_owner_of_the_folder_may(tmp_path:
     assert not (tmp_path / NAME).exists()
 
 
-def test_the_socket_of_a_start_that_was_killed_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_the_socket_of_a_start_that_was_killed_is_in_the_way_of_no_start(tmp_path: Path) -> None:
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / NAME))
     left.close()

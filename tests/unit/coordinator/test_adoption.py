@@ -1,4 +1,4 @@
-"""A coordinator that goes on from what nodes hold: whom it waits for, what it asks for and records (protocol S)."""
+"""A coordinator that goes on from what nodes hold: which it waits for, what it asks for and records (protocol S)."""
 
 import dataclasses
 from typing import Any
@@ -141,7 +141,7 @@ def adopted(commands: Commands) -> rec.Adopted:
     return record
 
 
-# --- whom it waits for
+# --- which nodes it waits for
 
 
 def test_who_can_be_asked_is_let_in_for_that_alone(start: Start) -> None:
@@ -222,7 +222,7 @@ def test_what_is_adopted_is_recorded_once_all_of_it_is_here(both: Start) -> None
     assert both.ledger.versions == [2, 1] and (both.ledger.epoch, both.ledger.history) == (4, 4)
     assert both.machine.holding is None and not both.alarms
     assert {window.terms.window for window in both.machine.windows.values()} == {3, 2}
-    assert both.machine.members[A].gone_at == both.now + 10.0, "nobody could come before"
+    assert both.machine.members[A].gone_at == both.now + 10.0, "no node could come before"
     both.part(A, Reason.HOLDING)
     for node in (A, B):  # they dial again, and begin anew from snapshots
         commands = both.dials(node, *NEW)
@@ -239,7 +239,7 @@ def test_what_an_earlier_start_brought_home_is_not_asked_for_again(spec: RunSpec
     assert [anchor.node for anchor in adopted(start.bring(A, NEW[1])).anchors] == [B, A]
 
 
-def test_spoiled_bytes_are_asked_of_somebody_else_or_the_version_is_lost(both: Start) -> None:
+def test_spoiled_bytes_are_asked_of_another_node_or_the_version_is_lost(both: Start) -> None:
     both.at(LISTEN_S)
     both.bring(A, NEW[0])
     both.handle(ev.AnchorFailed(node=A, anchor=NEW[1], spoiled=False))
@@ -286,7 +286,7 @@ def test_without_the_terms_that_follow_nothing_is_adopted(start: Start) -> None:
     assert start.ledger.versions == [0, 0]
 
 
-def test_an_anchor_that_nobody_asked_for_or_of_another_name_is_not_taken(both: Start) -> None:
+def test_an_anchor_that_was_not_asked_for_or_of_another_name_is_not_taken(both: Start) -> None:
     """Room for all of it is made as soon as it is let in: it has one name, so that no node has many on their way."""
     both.at(LISTEN_S)
     for changes in (
@@ -371,7 +371,7 @@ def test_what_cannot_be_true_is_not_gone_on_under(three: Start, held: dict[str, 
 
 
 def test_a_version_that_one_node_alone_knows_does_not_become_the_model(careful: Start) -> None:
-    """Its bytes have the digest that its own node names: nobody else's word stands for them."""
+    """Its bytes have the digest that its own node names: no other node's word stands for them."""
     careful.meets(A, *NEW)
     assert asked(careful.at(PATIENCE_S)) == [] and "node a alone knows" in careful.waits, "b does not come"
     careful.meets(B, *OLD)
@@ -422,7 +422,7 @@ MERGED_ON_THE_WAY = dataclasses.replace(EMPTY, anchors=(ref(0, 4), ref(1, 0)))
 @pytest.mark.parametrize(
     ("claims", "wanted", "lost"),
     [
-        (  # the newest that anybody holds; what nobody holds is lost
+        (  # the newest that any node holds; what no node holds is lost
             [claim(ref(0, 3), ref(1, 0)), claim(ref(0, 2), ref(1, 2), told=(ref(0, 4),))],
             [ref(0, 3), ref(1, 2)], (ref(0, 4),),
         ),
@@ -454,7 +454,7 @@ def test_what_is_wanted_of_what_nodes_hold(
         ([claim(ref(0, 2, 5), ref(1, 0, 6), history=4)], ("fragment 1 is at version 0",)),
     ],
 )
-def test_what_nobody_but_a_person_can_decide_is_named(
+def test_what_only_a_person_can_decide_is_named(
     ledger: Ledger, claims: list[NodeClaim], words: tuple[str, ...]
 ) -> None:
     fault = survey(dict(zip((A, B), claims, strict=False)), ledger).fault
@@ -504,7 +504,7 @@ def test_terms_that_were_changed_since_are_taken_over_in_order(ledger: Ledger, s
 
 
 def test_codecs_of_other_nodes_than_the_terms_name_are_not_taken_over(ledger: Ledger, spec: RunSpec) -> None:
-    """Which codec was chosen for whom would not be known at the commit."""
+    """Which codec was chosen for which node would not be known at the commit."""
     after, theirs = window(0, 4, 1), window(0, 4, 1, codec_up_of=((A, "q8"),))
     own = revision(1, spec.terms.replace(codec_up_of=((A, "q8"),)), (4, 4), 2)
     assert rounds_since(ledger, [], [own], [theirs]) == rounds_since(ledger, [], (), [after]) == ()

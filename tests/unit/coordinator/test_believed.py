@@ -104,7 +104,7 @@ def test_a_record_that_cannot_be_encoded_is_refused_before_it_is_part_of_any_sta
     assert decisions.pop_commands() == [] and rec.encode(run.ledger.saved()) == before
 
 
-def test_a_round_that_nobody_was_told_of_is_not_the_one_that_a_node_began_with(run: Told) -> None:
+def test_a_round_that_no_node_was_told_of_is_not_the_one_that_a_node_began_with(run: Told) -> None:
     run.greeted(HOSTILE, greeting(incarnation=2, round=(1 << 63) - 1))
     assert run.ledger.started[HOSTILE].round == max(run.ledger.rounds)
 

@@ -145,7 +145,7 @@ def test_a_node_that_falls_silent_does_not_hold_the_run(world: World, lie: Calla
 
 
 @pytest.mark.parametrize(("lie", "late"), [(waiting, Reason.LATE), (honest, Reason.STALLED)])
-def test_a_delta_that_fails_once_nobody_waits_for_it_ends_its_window(
+def test_a_delta_that_fails_once_it_is_not_waited_for_ends_its_window(
     spec: RunSpec, lie: Callable[[World], None], late: Reason
 ) -> None:
     """The node sends no other one: a window that needs it would be held for good."""
@@ -271,7 +271,7 @@ def test_who_waits_for_a_window_is_not_blamed_for_the_next_one(spec: RunSpec) ->
     assert not world.dropped(A) and not world.dropped(B) and world.dropped(C)
 
 
-def test_while_nothing_can_be_committed_nobody_misses_a_deadline(world: World) -> None:
+def test_while_nothing_can_be_committed_no_node_misses_a_deadline(world: World) -> None:
     """O: a full disk does not take the deltas that came."""
     world.falls(waiting)
     world.alarms[STORAGE] = "the disk is full"
@@ -304,7 +304,7 @@ def test_a_restart_learns_anew_and_is_patient(world: World) -> None:
     assert len(world.commits) > count + 5
 
 
-def test_where_nobody_is_to_be_dropped_the_alarm_is_all(spec: RunSpec) -> None:
+def test_where_no_node_is_to_be_dropped_the_alarm_is_all(spec: RunSpec) -> None:
     """`adapt` = off or advise."""
     world = World(spec, {A: 2.0, B: 2.0}, drops=False)
     world.run(60.0)
@@ -317,7 +317,7 @@ def test_where_nobody_is_to_be_dropped_the_alarm_is_all(spec: RunSpec) -> None:
 
 
 def test_a_node_that_pauses_leaves_the_windows_at_once_and_comes_back(world: World) -> None:
-    """D: its operator's wish holds nobody, and is no fault."""
+    """D: its operator's wish holds no node, and is no fault."""
     then = world.falls(pausing)
     world.run(60.0)
     assert len(world.committed_since(then)) > 25 and not world.alarms
@@ -326,7 +326,7 @@ def test_a_node_that_pauses_leaves_the_windows_at_once_and_comes_back(world: Wor
     assert world.b_is_expected() == {True}
 
 
-def test_a_run_that_nobody_is_connected_to_says_who_is_missing(world: World) -> None:
+def test_a_run_that_no_node_is_connected_to_says_who_is_missing(world: World) -> None:
     for node in (A, B):
         world.part(node)
     world.run(FLOOR_S)

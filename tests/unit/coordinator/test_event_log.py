@@ -159,7 +159,7 @@ def control_characters(scene: Scene) -> None:
         (control_characters, "left", "none", "?[2J?bye xxx"),
     ],
 )
-def test_an_event_says_of_whom_and_what(
+def test_an_event_names_its_node_and_what_happened(
     scene: Scene, happens: Callable[[Scene], None], kind: str, code: str, detail: str
 ) -> None:
     happens(scene)

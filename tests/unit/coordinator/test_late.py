@@ -22,7 +22,7 @@ from farloop.wire.reasons import Reason
 
 
 def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, **terms: Any) -> Run:
-    """Nodes a, b and c train. `hurried`: the first window closes at its quorum, and no later one waits for anybody."""
+    """Nodes a, b and c train. `hurried`: the first window closes at its quorum, and no later one waits for any node."""
     row = method_named(method)
     choices = {
         "method": method, "on_late_update": "continue", "quorum": row.quorum, "max_staleness": row.max_staleness,
@@ -79,7 +79,7 @@ def test_late_deltas(spec: RunSpec, method: str, terms: dict[str, Any], given: s
 
 
 def test_what_the_next_window_could_not_take_either_is_refused(spec: RunSpec) -> None:
-    """D, E: kept, it would fall out of the books with the commit, and nobody would be told."""
+    """D, E: kept, it would fall out of the books with the commit, and no node would be told."""
     run = late_run(spec, max_staleness=1)
     run.commit(1, A)
     under_way = run.offer(B, 1, 1)
@@ -105,7 +105,7 @@ def test_a_delta_without_a_step_does_not_make_a_quorum(spec: RunSpec, method: st
     """F: a node that stands still, or has come to the end, would race through the windows of all rounds."""
     run = late_run(spec, method)
     assert merged(run.store(A, steps=0, tokens=0)) == merged(run.store(B, steps=0, tokens=0)) == []
-    assert merged(run.store(C, steps=0, tokens=0)) == ["abc"], "nobody is left to wait for"
+    assert merged(run.store(C, steps=0, tokens=0)) == ["abc"], "no node is left to wait for"
 
 
 def test_a_window_waits_for_the_time_that_deltas_have_been_late_by(spec: RunSpec) -> None:
@@ -141,7 +141,7 @@ def test_every_delta_is_a_step_of_its_own_even_if_several_came_at_once(spec: Run
 
 
 def test_a_round_lasts_until_all_that_are_expected_have_served_it_and_is_evaluated_once(spec: RunSpec) -> None:
-    """J. It does not wait for whom it lost."""
+    """J. It does not wait for a node that it lost."""
     run = late_run(spec, "async", hurried=False)
     rounds, evaluators = [], []
     for node in (A, B, A, C, A):
@@ -273,7 +273,7 @@ def test_a_window_waits_twice_as_long_as_the_latest_was_late() -> None:
 
 
 @pytest.mark.parametrize(("others", "seconds"), [(("a", "b"), 0.5), (("a",), 0.0)])
-def test_a_node_that_is_too_slow_is_not_waited_for_and_slows_nobody(others: tuple[str, ...], seconds: float) -> None:
+def test_a_node_that_is_too_slow_is_not_waited_for_and_slows_no_node(others: tuple[str, ...], seconds: float) -> None:
     """Its deltas are late by two thirds of a round: those of the others decide."""
     arrivals = Arrivals()
     for _ in range(5):
@@ -291,7 +291,7 @@ def test_a_delta_that_came_for_a_window_that_is_closed_was_late_by_all_of_that()
     assert arrivals.grace.seconds == 4.0, "2.5 s late; half of 8 s is the bound"
 
 
-def test_the_time_in_which_the_process_stood_still_is_nobody_s_lateness() -> None:
+def test_the_time_in_which_the_process_stood_still_is_no_node_s_lateness() -> None:
     """C."""
     arrivals = Arrivals().rounds(3, (8.0, 8.25))
     arrivals.came("a", 8.0)

@@ -162,7 +162,7 @@ class Grants(RuleBasedStateMachine):
         """Samples of the present incarnation in the order of their grants."""
         self.used: dict[NodeId, int] = {A: 0, B: 0}
         self.done: list[int] = []
-        """Samples that somebody used."""
+        """Samples that were used."""
 
     @rule(node=nodes, count=st.integers(1, 20))
     def grant(self, node: NodeId, count: int) -> None:

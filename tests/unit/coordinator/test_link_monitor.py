@@ -124,7 +124,7 @@ def test_in_quiet_times_every_direction_is_probed_once_and_known() -> None:
 
 
 @pytest.mark.parametrize("to", [OSLO, BERGEN])
-def test_a_probe_is_called_off_as_soon_as_anybody_waits_for_bytes(to: NodeId) -> None:
+def test_a_probe_is_called_off_as_soon_as_other_bytes_wait(to: NodeId) -> None:
     star = Star(OSLO, BERGEN, budget=64 << 20)
     star.halts = True
     star.run(60.0)

@@ -47,7 +47,7 @@ COMMANDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("a late joiner waits", {}, "a", "b greets; b is ready", ""),
     ("a late joiner starts after the commit that ends the round", {}, "a", "b joins; a sends 1; 1 is durable",
      "publish 1.1 to ab; started b 1; b: start 1"),
-    ("a joiner starts at once where nobody trains any more", {}, "a", "b joins; a leaves",
+    ("a joiner starts at once where no node trains any more", {}, "a", "b joins; a leaves",
      "left a DRAINED; started b 0; b: start 0"),
     ("a delta is acknowledged once it is durable", {}, "ab", "b sends 1", "b: stored"),
     ("the last delta closes the window", {}, "ab", "b sends 1; a sends 1", "a: stored; commit 1.1 of ab"),
@@ -110,13 +110,13 @@ def test_events_lead_to_commands(spec: RunSpec, terms: dict[str, Any], nodes: st
     assert brief(Run(spec, nodes, **terms).play(given)) == expected
 
 
-# Law, nodes that train, events, the fragment, whom its window waits for then.
+# Law, nodes that train, events, the fragment, the nodes that its window waits for then.
 WAITED_FOR = [
     ("who starts together", "ab", "0s", 0, "ab"),
     ("a joiner's first send is after a full period", "a", "b joins; a sends 1; 1 is durable", 1, "ab"),
     ("it has none for a window that was open before", "a", "b joins; a sends 1; 1 is durable", 0, "a"),
     ("nor for the next", "a", "b joins; a sends 1; 1 is durable; a sends 0; 0 is durable", 0, "ab"),
-    ("who joins where nobody trains", "a", "b joins; a leaves", 1, "b"),
+    ("a node joins where no node trains", "a", "b joins; a leaves", 1, "b"),
     ("a node that is back in time was never away", "ab", "b parts; 0.5s; b returns", 1, "ab"),
     ("who was away for longer is not", "ab", "b parts; 1s", 1, "a"),
     ("and is again while the window is open", "ab", "b parts; 1s; b returns", 1, "ab"),
@@ -127,7 +127,7 @@ WAITED_FOR = [
     ("a newer start is not", "ab", "b is reborn", 1, "a"),
     ("a restart waits for all", "ab", "a sends 1; b sends 1; 1 is durable; restart", 1, "ab"),
     ("after a crash in the first round, too", "ab", "restart; a returns; b greets; b is ready", 1, "ab"),
-    ("a joiner brings back nobody that was lost to a drop", "ab", "b spoils 0; a leaves; c joins; b sends 1; "
+    ("a joiner brings back no node that was lost to a drop", "ab", "b spoils 0; a leaves; c joins; b sends 1; "
      "1 is durable", 0, ""),
 ]  # fmt: skip
 
@@ -135,7 +135,7 @@ WAITED_FOR = [
 @pytest.mark.parametrize(
     ("nodes", "given", "fragment", "expected"), [c[1:] for c in WAITED_FOR], ids=[c[0] for c in WAITED_FOR]
 )
-def test_whom_a_window_waits_for(spec: RunSpec, nodes: str, given: str, fragment: int, expected: str) -> None:
+def test_which_nodes_a_window_waits_for(spec: RunSpec, nodes: str, given: str, fragment: int, expected: str) -> None:
     run = Run(spec, nodes)
     run.play(given)
     assert run.missing(fragment) == set(expected)
@@ -543,7 +543,7 @@ def test_who_stands_still_for_good_reason_is_waited_for_until_its_deadline(spec:
 
 
 def test_how_long_a_node_may_stand_still_follows_its_own_steps(spec: RunSpec) -> None:
-    """V: of steps of 20 s, ten may pass. C: a stop of this process is nobody's stall."""
+    """V: of steps of 20 s, ten may pass. C: a stop of this process is no node's stall."""
     for seconds, jump, stalls_after in ((20.0, 0.0, 200.0), (1.0, 500.0, 500.0 + STALL_S)):
         run = Run(spec, "a")
         stepping(run, A, seconds=seconds)
@@ -590,7 +590,7 @@ def test_the_alarm_of_a_lost_anchor_ends_fragment_by_fragment_with_deltas_of_it(
     ],
 )
 def test_alarms_of_a_node_that_is_gone_end_with_it(spec: RunSpec, given: str, stay: bool) -> None:
-    """They stayed in the status for ever: nobody could mend them any more."""
+    """They stayed in the status for ever: they could not be removed any more."""
     run = Run(spec, "ab")
     run.say(A, msg.Fetch(fragment=0))
     run.play(given)
@@ -678,7 +678,7 @@ def test_an_answer_may_be_of_a_later_version_than_was_asked_for(asked: Run) -> N
 
 
 def test_after_a_restart_whoever_was_asked_may_answer_once(asked: Run) -> None:
-    """Q: whom the incarnation before has asked is in no record."""
+    """Q: which node the incarnation before has asked is in no record."""
     asked.play("restart; a returns; b returns")
     assert recorded(asked.say(B, SCORE)) and asked.say(A, SCORE) == []
     asked.play("restart; a returns")
@@ -719,14 +719,14 @@ def test_an_answer_settles_what_the_same_node_was_asked_before(at_20: Ledger) ->
     assert evaluations.asked(B, (19, 20)) == 18 and evaluations.evaluator == B
 
 
-def test_questions_that_nobody_answers_are_forgotten_in_time(at_20: Ledger) -> None:
+def test_questions_without_an_answer_are_forgotten_in_time(at_20: Ledger) -> None:
     evaluations = Evaluations(at_20)
     for version in range(1, 21):
         evaluations.ask(version, B if version <= 4 else A)
     assert evaluations.asked(B, (19, 20)) is None and evaluations.asked(A, (19, 5)) == 5
 
 
-def test_what_an_earlier_incarnation_may_have_asked_for_is_answered_once_by_anybody(at_20: Ledger) -> None:
+def test_what_an_earlier_incarnation_may_have_asked_for_is_answered_once_by_any_node(at_20: Ledger) -> None:
     at_20.evaluations[-1] = rec.EvaluationTaken(loss=1.0, versions=(16, 17), position=1.0)
     evaluations = Evaluations(at_20)
     assert [evaluations.asked(A, (17, version)) for version in (17, 18, 19, 20)] == [None, 18, 19, 20]

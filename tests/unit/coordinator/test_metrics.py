@@ -80,7 +80,7 @@ def test_a_node_that_is_lost_is_missed_and_one_that_left_on_purpose_is_not(metri
     assert [value(metrics, f"node_{name}", node="a") for name in gone] == [None] * 4, "it was forgotten"
 
 
-def test_what_nobody_has_measured_is_not_shown_as_zero_and_what_alerts_ask_for_is(metrics: Metrics) -> None:
+def test_what_was_not_measured_is_not_shown_as_zero_and_what_alerts_ask_for_is(metrics: Metrics) -> None:
     assert value(metrics, "validation_loss_nats") is None
     metrics.scored(2.5)
     metrics.scored(2.25)
@@ -89,7 +89,7 @@ def test_what_nobody_has_measured_is_not_shown_as_zero_and_what_alerts_ask_for_i
     assert value(metrics, "rejected_peers_total", reason="wrong_key") == 0
 
 
-def test_the_disk_is_looked_at_when_somebody_asks(metrics: Metrics, spec: RunSpec, tmp_path: Path) -> None:
+def test_the_disk_is_looked_at_on_a_request(metrics: Metrics, spec: RunSpec, tmp_path: Path) -> None:
     metrics.describe("r", spec.terms, tmp_path)
     free, size = value(metrics, "storage_free_bytes"), value(metrics, "storage_size_bytes")
     assert free is not None and size is not None and 0 < free <= size

@@ -140,7 +140,7 @@ def test_whatever_opens_a_file_is_tried_again_and_loses_nothing(
 def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descriptor(
     tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
-    """Nobody is told of it before it is known whose the folder is; the wait for that is an alarm."""
+    """No node is told of it before it is known whose the folder is; the wait for that is an alarm."""
     store = stored_runs.begun(tmp_path / "state", spec)
     real, naps = files.OsFile.sync, list[list[str]]()
 

@@ -319,7 +319,7 @@ def test_a_node_that_ended_by_an_error_is_shown_with_it_until_it_returns(
 
 
 def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
-    """V: it is connected, and nobody waits for it."""
+    """V: it is connected, and no node waits for it."""
     scene.start()
     scene.pass_time(300.0)
     (node,) = scene.refresh()["nodes"]

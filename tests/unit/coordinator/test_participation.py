@@ -89,7 +89,7 @@ def test_a_run_goes_on_when_who_was_left_out_leaves(held: Served) -> None:
     assert not held.held and not held.alarm and held.ledger.versions != versions, "what was held is committed"
 
 
-def test_when_nobody_is_left_nothing_is_wrong_any_more(held: Served) -> None:
+def test_when_no_node_is_left_nothing_is_wrong_any_more(held: Served) -> None:
     for node in NODES:
         held.part(node)
     assert not held.held and not held.alarm

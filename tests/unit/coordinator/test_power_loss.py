@@ -57,7 +57,7 @@ class Run:
 
     store: Store
     epoch = 0
-    """The newest that anybody was told."""
+    """The newest that any node was told."""
     snapshot: Cut | None = None
     in_doubt: State = ()
     """What the folder may hold after a stage whose write failed."""

@@ -1,7 +1,7 @@
 """Records: typed, and the same bytes for ever (protocol B, H, P).
 
 `python tests/unit/coordinator/test_records.py` writes the golden bytes anew: only for a new kind, or a new field with
-a default. Bytes that are there already are in somebody's journal.
+a default. Bytes that are there already are in a journal.
 """
 
 import dataclasses

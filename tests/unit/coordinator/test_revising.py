@@ -57,13 +57,13 @@ def run(spec: RunSpec) -> Changing:
     return Changing(spec)
 
 
-def test_terms_hold_from_the_next_window_and_the_next_round_that_nobody_knows_of(run: Changing) -> None:
+def test_terms_hold_from_the_next_window_and_the_next_round_that_no_node_knows_of(run: Changing) -> None:
     revision = revision_asked_for(run.machine, {"outer_lr": "0.5", "h": "5"})
     assert (revision.number, revision.windows, revision.round) == (1, (2, 2), 3)
     assert run.ledger.spec.terms.outer.lr == 0.6, "asking changes nothing"
 
 
-def test_they_are_in_the_journal_before_anybody_is_told(run: Changing) -> None:
+def test_they_are_in_the_journal_before_any_node_is_told(run: Changing) -> None:
     commands = run.set(outer_lr="0.5")
     revision = run.ledger.revisions.newest
     assert commands == [ev.Record(record=rec.TermsChanged(revision=revision)), tell(A, msg.Revised(revision=revision))]
@@ -190,7 +190,7 @@ def test_a_change_after_a_restart_holds_from_no_earlier_window_than_the_one_befo
     assert revision.windows == (2, 3) and revision.round >= run.journal.revisions.newest.round
 
 
-def test_revisions_that_nobody_can_need_are_forgotten(spec: RunSpec) -> None:
+def test_revisions_that_no_node_can_need_are_forgotten(spec: RunSpec) -> None:
     run = Changing(spec, steps=2000)
     for number in range(3 * HISTORY_VERSIONS):
         run.set(outer_lr=str(0.3 + 0.001 * number))

@@ -159,14 +159,14 @@ def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(guard: Gua
 
 
 def test_an_epoch_that_was_met_elsewhere_is_remembered_durably_if_a_run_can_have_reached_it(guard: Guard) -> None:
-    """Whoever winds the run back must claim a higher one, before meeting anybody. A lie would use up the epochs."""
+    """Whoever winds the run back must claim a higher one, before meeting any node. A lie would use up the epochs."""
     assert guard.says("a", hello(epoch_seen=7 + MOST_STARTS + 1), 1.0) == MALFORMED and guard.run.held is None
     for epoch in (9, 12, 10):
         guard.says("a", hello(epoch_seen=epoch), 1.0)
     assert recorded(guard.decisions.pop_commands()) == [rec.EpochSeen(epoch=epoch) for epoch in (9, 12)]
 
 
-def test_nobody_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:
+def test_no_node_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:
     """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
     assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
     assert guard.says("b", hello(), 10.0) is None
@@ -179,7 +179,7 @@ def test_nobody_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:
     assert guard.says("a", hello(epoch_seen=9), 103.0) is not None and guard.run.held is not None
 
 
-def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(guard: Guard) -> None:
+def test_a_coordinator_that_no_node_came_to_for_long_is_no_more_trusted(guard: Guard) -> None:
     assert guard.says("a", hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S) == HOLDING
 
 
@@ -208,7 +208,7 @@ def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(guard:
     ],
     ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
 )
-def test_who_was_not_there_at_the_last_commits_contradicts_nobody(guard: Guard, ledger: Ledger, other: Hello) -> None:
+def test_who_was_not_there_at_the_last_commits_contradicts_no_node(guard: Guard, ledger: Ledger, other: Hello) -> None:
     if other.anchors[1:] == (ref(1, 3, digest=9),):
         del ledger.commits[1, 3]  # so long ago that its digest is not remembered
     guard.held_by_a(other)
@@ -288,7 +288,7 @@ def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(claimed: R
 
 
 def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapshots(run: Run) -> None:
-    """Even those whose anchors may be the same: what they merge meanwhile, nobody here knows."""
+    """Even those whose anchors may be the same: what they merge meanwhile is not known here."""
     known = hello(announced=(ref(0, 9),))
     assert as_newcomer(known) == dataclasses.replace(known, anchors=(), announced=(), round=None)
     run.store(A)

@@ -150,7 +150,7 @@ class Hall(VirtualHost):
             self.process.go_on()
 
     def turn(self, *names: str) -> None:
-        """Carry frames of these nodes, or of all, until nobody has anything to say."""
+        """Carry frames of these nodes, or of all, until no node has anything to send."""
         now, moved = self.process.now, True
         while moved:
             moved = False
@@ -549,7 +549,7 @@ def taken(egress: Egress, seconds: int) -> int:
     return total
 
 
-def test_while_nobody_waits_for_anything_the_background_has_all_and_it_is_not_held_against_it() -> None:
+def test_while_nothing_else_is_waited_for_the_background_has_all_and_it_is_not_held_against_it() -> None:
     """Nor is it a stock to draw on: the share begins as the first live byte leaves."""
     egress = measured(4e6)
     for _ in range(10_000):
@@ -565,7 +565,7 @@ def test_while_live_bytes_are_in_flight_it_has_its_share_and_is_never_starved(by
     assert 0.7 * share < taken(measured(bytes_per_s), 20) / 20 < 1.2 * share
 
 
-def test_a_peer_that_takes_nothing_is_over_or_has_nothing_in_flight_delays_nobody() -> None:
+def test_a_peer_that_takes_nothing_is_over_or_has_nothing_in_flight_delays_no_node() -> None:
     egress = Egress(0.0)
     for i in range(100):
         egress.live(1, 1000, moved=i == 0, now=i / 10)

@@ -108,7 +108,7 @@ def test_a_delta_far_longer_than_is_usual_is_refused(
 
 
 def test_without_a_memory_the_others_are_the_measure(spec: RunSpec) -> None:
-    """Alone nothing can be said; of two nobody knows which is wrong, and it is held against neither."""
+    """Alone nothing can be said; of two it is unknown which is wrong, and it is held against neither."""
     assert Story(spec).close(b=30.0, c=0.1, d=1000.0) == {D: Reason.OUTLIER}
     assert Story(spec).close("a", a=1e30) == {}
     story = Story(spec)
@@ -227,12 +227,12 @@ def test_a_window_in_which_the_others_do_not_agree_ends_the_row(spec: RunSpec) -
             assert story.close(cosines=cosines) == {}
     for _ in range(2):
         story.close(cosines=AGAINST_ALL)
-    story.close("ad")  # too few to say whether there is anybody to be against
+    story.close("ad")  # too few to say whether there is any node to be against
     story.close(cosines=AGAINST_ALL)
     assert story.apart == {D}
     for _ in range(5):
         story.close()
-    assert story.apart == {D}, "there, nothing is shown by being against nobody"
+    assert story.apart == {D}, "there, nothing is shown by being against no node"
 
 
 def test_two_nodes_that_disagree_are_both_heard(spec: RunSpec) -> None:

@@ -29,7 +29,7 @@ GREETING = frame(plain_hello())
 
 
 class Door:
-    """Peers, and whom they turned away."""
+    """Peers, and the reasons of those turned away."""
 
     def __init__(self, rates: RateLimits = LIMITS) -> None:
         self.away: list[tuple[Reason, str]] = []
@@ -186,7 +186,7 @@ def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
 def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a cut of 11 s they were counted as malformed, of nobody."""
+    """After a cut of 11 s they were counted as malformed, of no node."""
     peer = door.greeted(A)
     for number in (1, 2):
         door.joins(lane_hello(1, 1, peer.token, number), A)
@@ -236,8 +236,8 @@ def test_64_nodes_that_come_back_at_once_all_get_in(limiter: RateLimiter, addres
             assert limiter.greets(f"n{node}", address, now=float(again)) is None
 
 
-def test_who_greets_all_the_time_is_passed_over_and_nobody_else(limiter: RateLimiter) -> None:
-    """By its key; where nobody has one, by its address, whatever names it claims."""
+def test_who_greets_all_the_time_alone_is_passed_over(limiter: RateLimiter) -> None:
+    """By its key; where there is none, by its address, whatever names it claims."""
     answers = [limiter.greets("thief", None, now=i / 100) for i in range(1000)]
     assert answers.count(None) <= LIMITS.greetings_of_a_key.burst + 10 * LIMITS.greetings_of_a_key.per_s + 1
     assert set(answers) == {None, Reason.TOO_OFTEN}

@@ -131,7 +131,7 @@ def test_no_stage_gets_more_than_a_round_ahead_of_another(run: Staged) -> None:
     assert run.ledger.versions == [0, 1, 3] and heard_by(followed)[2] == (A1, B1), "now it is closed at once"
 
 
-def test_a_stage_that_nobody_holds_is_told_and_its_windows_wait(make_run: MakeRun) -> None:
+def test_a_stage_that_no_node_holds_is_told_and_its_windows_wait(make_run: MakeRun) -> None:
     run = make_run(A0, B0, A1, min_nodes=1)
     assert not run.alarms
     run.leave(A1)

@@ -362,7 +362,7 @@ def test_an_update_that_is_being_sent_keeps_its_segment(small: Store) -> None:
 # --- Memory that is used again
 
 
-def test_commits_take_turns_with_buffers_that_nobody_reads_and_leave_those_alone_that_others_have(
+def test_commits_take_turns_with_buffers_without_readers_and_leave_those_alone_that_others_have(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A snapshot or a copy that is being written keeps what it was cut from."""
@@ -388,7 +388,7 @@ def test_commits_take_turns_with_buffers_that_nobody_reads_and_leave_those_alone
     restarted(store).close()
 
 
-def test_a_commit_is_written_over_what_nobody_else_has_and_nobody_takes_that_before_it_is_durable(
+def test_a_commit_is_written_over_what_has_no_other_owner_and_is_not_taken_before_it_is_durable(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_rounds(store, 2)
@@ -441,7 +441,7 @@ def test_a_pool_keeps_no_more_than_it_may_and_frees_as_much_as_it_has_to_make() 
     assert pool.empty(50).numel() == 50 and pool.empty(60) is not large, "both together were too much"
 
 
-def test_a_pool_hands_a_buffer_out_again_once_nobody_can_read_it_any_more() -> None:
+def test_a_pool_hands_a_buffer_out_again_once_it_can_not_be_read_any_more() -> None:
     size = 32 << 20
     pool = Pool(2 * size)
     buffer = pool.buffer(size)
@@ -519,7 +519,7 @@ def test_an_adopted_anchor_is_the_nodes_and_its_optimizer_begins_anew(copy: Stor
 
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("fenced", [True, False])
-def test_an_adoption_that_finds_no_room_is_tried_again_and_one_by_somebody_else_ends_it(
+def test_an_adoption_that_finds_no_room_is_tried_again_and_one_by_another_process_ends_it(
     copy: Store, monkeypatch: pytest.MonkeyPatch, room: bool, fenced: bool
 ) -> None:
     """Its next epoch is one that nodes have not met: the other start need not have heard of theirs."""

@@ -32,7 +32,7 @@ def quick_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def first(tmp_path: Path, spec: RunSpec) -> Store:
-    """A coordinator at work; somebody has deleted its lock."""
+    """A coordinator at work; its lock was deleted."""
     store = stored_runs.begun(tmp_path / "state", spec)
     stored_runs.run_rounds(store, 2)
     (store.directory / "lock").unlink()
@@ -75,7 +75,7 @@ def test_a_start_changes_nothing_before_it_has_claimed_the_epoch(first: Store, m
 
 
 class Unlocked(OsFiles):
-    """A share whose locks keep nobody out."""
+    """A share whose locks keep no process out."""
 
     def lock(self, path: Path) -> Lock:
         return super().lock(path.with_name("lock-of-another-host"))

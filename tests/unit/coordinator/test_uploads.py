@@ -142,7 +142,7 @@ def test_what_a_node_began_before_is_void(door: Door) -> None:
 
 
 def test_the_memory_of_what_is_void_is_given_back(door: Door) -> None:
-    """R, W: by deltas that nobody wants any more a node could make the coordinator hold hundreds of each fragment."""
+    """R, W: by deltas that are void a node could make the coordinator hold hundreds of each fragment."""
     session = Session(Role.COORDINATOR, 0.0)
     session._handshake.state, session._handshake.epoch = State.OPEN, 1
     offers = [door.of(A, seq=seq) for seq in range(1, 5)]
@@ -196,7 +196,7 @@ def test_one_delta_may_always_come_however_large(door: Door) -> None:
 
 
 def test_what_a_gone_session_left_half_done_makes_room(door: Door) -> None:
-    """It would go on where it stopped, and nobody waits for that."""
+    """It would go on where it stopped, and no window waits for that."""
     door.limit(most_bytes=door.offer.size)
     door.let_in(door.of(A), door.of(B))
     door.intake.on_disconnect(B)

@@ -1,4 +1,4 @@
-"""One window: whom it waits for, when and why it closes, and what its commit says (protocol D, E, H)."""
+"""One window: which nodes it waits for, when and why it closes, and what its commit says (protocol D, E, H)."""
 
 import dataclasses
 from typing import Any
@@ -95,7 +95,7 @@ GONE = {B: Reason.SILENT}
         (patient(idle("b"), alone=True), 1, 1, None),
         (patient(late("a"), offer("b"), offer("c")), 3, 1, "all 3 expected came"),
         (window("ab", idle("b")), 1, 1, "quorum of 1 reached, without a"),
-        # a node that stands still would send one after the other, and nobody else's would ever be in time
+        # a node that stands still would send one after the other, and no other node's would ever be in time
         (window("ab", idle("b"), needs_steps=True), 1, 1, None),
         (window("ab", idle("b"), needs_steps=True, alone=True), 1, 1, None),
     ],

@@ -85,7 +85,7 @@ def crowd(connections: Connections, descriptors: range, address: str) -> None:
 
 
 def goes(connections: Connections, descriptor: int) -> int | None:
-    """Who makes room for this one of an address that nobody else has."""
+    """Who makes room for this one of an address that no other node has."""
     going = connections.accepted(descriptor, "10.0.0.1", 1, 0.0)
     connections.check()
     return going.descriptor if going else None

@@ -95,7 +95,7 @@ def test_on_a_gpu_a_job_sees_what_was_submitted_before_it_and_is_over_when_it_re
     for _ in range(100):
         x.add_(1.0)
     job = SideStream(device).beside(lambda: anchor.copy_(x, non_blocking=True))
-    x.add_(1.0)  # not seen, or torn: nobody waits for the job
+    x.add_(1.0)  # not seen, or torn: the job is not waited for
     thread = threading.Thread(target=job)
     thread.start()
     thread.join()

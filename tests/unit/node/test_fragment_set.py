@@ -122,7 +122,7 @@ def test_check_notices_what_cannot_be(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(("lag", "lost"), [(0, 0), (1, 8)])
 def test_a_merge_settles_what_was_sent_for_it(lag: int, lost: int) -> None:
-    """H: with a lag nobody else counts the work that is in no version."""
+    """H: with a lag no other node counts the work that is in no version."""
     assert settled(state_at(3, 4, merged=(B,), sent=[sent(4)]), 4, A, lag) == ([forgotten(4, 4)], lost)
     state = state_at(3, 4, sent=[sent(4)])
     assert settled(state, 3, A, lag) == ([], 0)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from farloop.node import hf  # noqa: E402 - it needs transformers
 
 
-def test_the_callback_tells_tokens_and_rate_and_stops_nobody_else_s_stop(
+def test_the_callback_tells_tokens_and_rate_and_stops_no_other_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = mock.Mock(position=10.0, running=True)

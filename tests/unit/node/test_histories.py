@@ -189,7 +189,7 @@ def test_it_tells_what_follows_its_version_and_keeps_following_what_it_does(stor
     assert told.windows[0].round in {plan.index for plan in told.rounds}
     assert [revision.number for revision in told.revisions] == [0]
     machine = story.machine
-    assert (machine.epoch, machine.history, machine.stage) == (5, 0, "training"), "a lower epoch fences nobody here"
+    assert (machine.epoch, machine.history, machine.stage) == (5, 0, "training"), "a lower epoch fences no node here"
     assert not machine.connected, "it is let in for this alone"
 
 

@@ -308,7 +308,7 @@ def test_a_probe_that_told_nothing_is_reported_all_the_same() -> None:
     assert probing.look(node) is None
 
 
-def test_bytes_that_nobody_asked_for_are_declined() -> None:
+def test_bytes_that_were_not_asked_for_are_declined() -> None:
     _, node, coordinator = probed_downward(BUDGET, asked=False)
     carry(node, coordinator)
     assert coordinator.events() == [BlobDeclined(blob=BLOB)]

@@ -62,7 +62,7 @@ class Granted:
 
 
 class Squares:
-    """A dataset of somebody's own."""
+    """A dataset of the user's own."""
 
     def __len__(self) -> int:
         return 1000

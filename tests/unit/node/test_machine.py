@@ -129,7 +129,7 @@ def test_the_steps_inside_a_delta_are_h_without_overlap_and_h_minus_tau_with_it(
 
 
 def test_with_a_of_one_a_dropped_delta_begins_the_next_at_its_merge() -> None:
-    """E, H: the local weights became the anchor, so what was done before is in nobody's hands."""
+    """E, H: the local weights became the anchor, so what was done before is in no other node's hands."""
     story = Story(tau=3, mix=1.0).begin()
     story.steps(4)
     story.receive(story.commit(merged=[B]))

@@ -82,7 +82,7 @@ def _given_back_early(replica: Replica, command: ev.Encode, delta: Tensor, *rest
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "the codec's thread begins before the delta is taken": (devices.SideStream, "beside", _no_wait),
     "a delta is given back before it is encoded": (encoder, "encode_delta", _given_back_early),
-    "nobody waits for an event": (Event, "synchronize", lambda self: None),
+    "events are not waited for": (Event, "synchronize", lambda self: None),
     "no stream waits for an event": (Stream, "wait_event", lambda self, event: None),
 }
 

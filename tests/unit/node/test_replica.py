@@ -151,7 +151,7 @@ def test_an_update_moves_the_anchor_by_what_it_decodes_to_and_its_digest_is_comp
     assert (replica.versions[0], replica.digests[0]) == (1, digest(expected))
     again = blob(replica, values, version=2, base=1)
     assert not replica.apply(0, 2, again, "q4", EPOCH, digest(expected)), "a digest that is not the announced one"
-    assert replica.versions[0] == -1, "nobody is told that this anchor is held"
+    assert replica.versions[0] == -1, "this anchor is not announced as held"
 
 
 def test_an_update_that_is_applied_ahead_makes_the_same_anchor_and_changes_nothing_before(
@@ -169,7 +169,7 @@ def test_an_update_that_is_applied_ahead_makes_the_same_anchor_and_changes_nothi
         before = replica.anchors[index].read().clone()
         replica.apply_ahead(index, version, data, "q4", EPOCH)
         assert torch.equal(replica.anchors[index].read(), before) and not replica.can_apply_ahead(index)
-        data[:] = bytes(len(data))  # nobody reads it again
+        data[:] = bytes(len(data))  # it is not read again
         assert replica.apply(index, version, data, "q4", EPOCH, plain.digests[index])
         assert (
             torch.equal(replica.anchors[index].read(), plain.anchors[index].read())

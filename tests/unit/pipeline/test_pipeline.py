@@ -106,7 +106,7 @@ def test_a_codec_makes_it_smaller_and_nearly_the_same_and_is_believed_where_it_w
         (parts_of(torch.zeros(2, 3, 5), dtype="int64"), "of 'int64'"),
         (parts_of(torch.zeros(2, 3, 5), size=119), "119 are announced"),
         (parts_of(torch.zeros(2, 3, 5), checksum=1), "wrong checksum of a tensor"),
-        # Numbers that nobody can mean.
+        # Numbers that make no sense.
         (parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, position=65)), "at hop 65"),
         (messages.message(dataclasses.replace(WORD, job_s=float("nan")), RUN), "PipelineMessage holds"),
         (messages.message(dataclasses.replace(WORD, queued=-1), RUN), "PipelineMessage holds"),
@@ -176,7 +176,7 @@ def test_swaps_and_jumps_are_bounded_as_skippipe_has_them(stages: list[int], leg
         ({"B": 3.0}, 1, "B", 0),  # its replica
         ({"b": LATE_S + 1, "B": 2.0}, 1, "B", 0),  # one that would begin sooner
         ({"b": LATE_S + 1, "B": LATE_S + 5}, 1, "b", 0),
-        ({"c": 0.0, "d": 0.0}, 1, "c", 1),  # past a stage that nobody holds
+        ({"c": 0.0, "d": 0.0}, 1, "c", 1),  # past a stage that no node holds
         ({"d": 0.0}, 1, "d", 2),
         ({}, 3, None, 1),  # back to its source: the last stage is skipped
         ({}, 4, None, 0),  # at the end of its path

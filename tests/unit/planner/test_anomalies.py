@@ -118,7 +118,7 @@ def test_a_slow_link_is_named_within_three_rounds() -> None:
         assert (found.kind, found.node) == (Kind.LINK_SLOW, "n3") and found.factor > 1.6
 
 
-def test_nobody_is_slow_by_what_was_predicted_of_it_nor_among_three() -> None:
+def test_no_node_is_slow_by_what_was_predicted_of_it_nor_among_three() -> None:
     """Different H and bits are compared by that; three are too few to compare."""
     own = {f"n{n}": Sample(compute_s=10.0 * n, expected_compute_s=10.0 * n, transfer_s=1.0 * n,
                            expected_transfer_s=1.0 * n) for n in range(1, 9)}  # fmt: skip

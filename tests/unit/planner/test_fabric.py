@@ -1,4 +1,4 @@
-"""Seconds of a message, links that nobody should believe, who shares an island, and what its ranks share."""
+"""Seconds of a message, links that should not be believed, which nodes share an island, and what its ranks share."""
 
 import itertools
 from dataclasses import replace

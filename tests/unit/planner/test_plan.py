@@ -84,7 +84,7 @@ def test_a_sync_inside_an_island_is_counted_as_an_all_reduce(sync_bytes: float |
     fast = make_plan(replace(inventory, hub=None, links=inventory.links | {("X", "X"): replace(link, bytes_per_s=1e9)}))
     without = {ends: link for ends, link in inventory.links.items() if ends != ("X", "X")}
     assumed = make_plan(replace(inventory, links=without)).sync
-    assert assumed is not None and assumed.priced is assumed.star, "a rate that nobody gave decides nothing"
+    assert assumed is not None and assumed.priced is assumed.star, "a rate that was not given decides nothing"
     assert fast.sync is not None and (fast.sync.priced is fast.sync.star) == (sync_bytes is None)
 
 

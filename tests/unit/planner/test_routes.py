@@ -162,7 +162,7 @@ def test_a_simulated_step_is_possible_whole_not_below_its_bounds_and_always_the_
     """P3, P4: nodes do one thing at a time and keep to their slots; P forwards, one loss, P backwards of each."""
     routes, work, _ = step
     outcome = simulate(*step, keep=True)
-    assert outcome.stalled == 0, "nobody waits for ever on paths in order"
+    assert outcome.stalled == 0, "no microbatch waits for ever on paths in order"
     assert outcome.makespan_s >= max(bounds_s(*step)) * (1 - 1e-12)
     done = collections.Counter((piece.source, piece.microbatch, piece.kind) for piece in outcome.pieces)
     for route, number in itertools.product(routes, range(work.microbatches)):

@@ -38,7 +38,7 @@ PACES = st.lists(PACE, min_size=1, max_size=6)
 
 
 @given(PACES, st.integers(1, 300))
-def test_rounds_end_alike_and_nobody_drifts_four_times_as_far_as_another(paces: list[Pace], h: int) -> None:
+def test_rounds_end_alike_and_no_node_drifts_four_times_as_far_as_another(paces: list[Pace], h: int) -> None:
     """|Hᵢ·τᵢ + commᵢ − T*| ≤ τᵢ, but where H was bounded."""
     found = choose(paces, h=h, parameters=50e6, bits=(8, 4, 2))
     assert max(rate.h for rate in found) <= 4 * min(rate.h for rate in found)
@@ -89,7 +89,7 @@ def test_a_node_that_computes_slowly_does_fewer_steps() -> None:
         ("n7", paces(Pace(step_s=0.21, bytes_per_s=18e6)), False),  # it gains little
         ("n7", paces(Pace(step_s=0.2, bytes_per_s=10e6)), True),  # it trains meanwhile
         ("nobody", paces(USUAL), False),  # it was never measured
-        ("n0", {"n0": USUAL}, False),  # nor was anybody else
+        ("n0", {"n0": USUAL}, False),  # nor was any other node
     ],
 )
 def test_what_gains_nothing_is_not_worth_other_terms(node: str, known: dict[str, Pace], overlap: bool) -> None:

@@ -1,4 +1,4 @@
-"""Nodes and links that become slow in a whole run: named in time, withdrawn when they are well, and nobody else."""
+"""Nodes and links that become slow in a whole run: named in time, withdrawn when they are well, and no other."""
 
 from itertools import pairwise
 from typing import Any
@@ -78,7 +78,7 @@ def test_a_node_that_computes_slowly_is_named_and_not_its_link() -> None:
 
 @pytest.mark.parametrize("rounds", [50, *slow(200)])
 def test_a_node_that_was_slow_from_the_beginning_is_planned_for_and_jitter_is_no_fault(rounds: int) -> None:
-    """b takes twice as long for everything, all vary by a fifth: nobody is named."""
+    """b takes twice as long for everything, all vary by a fifth: no node is named."""
     outcome = play(rounds=rounds, num_samples=0)
     assert noticed(outcome) == [] and climbed(outcome) == []
 
@@ -131,7 +131,7 @@ def test_what_stays_slow_for_long_is_usual_from_then_on(monkeypatch: pytest.Monk
     assert not named.over and over.over and found(outcome) == {(Kind.LINK_SLOW, C)}
 
 
-def test_with_three_nodes_nobody_is_called_slow() -> None:
+def test_with_three_nodes_no_node_is_called_slow() -> None:
     outcome = play(SlowLink(node=C, at=60.0, for_s=60.0, factor=8.0), rounds=25, adapt="act", names=(A, B, C))
     assert not {kind for kind, _ in found(outcome)} & {Kind.LINK_SLOW, Kind.NODE_SLOW}
     assert not [what for _, _, what in outcome.tape if isinstance(what, ev.LeftOut)]

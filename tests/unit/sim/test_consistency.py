@@ -186,7 +186,7 @@ def test_a_new_start_of_a_node_voids_what_the_old_one_had_not_delivered() -> Non
 
 
 def test_a_run_whose_nodes_all_die_goes_on_when_one_comes_back() -> None:
-    """D, I: windows that nobody else can serve are served late."""
+    """D, I: windows that no other node can serve are served late."""
     both = (CrashNode(node=A, at=1.3), CrashNode(node=B, at=1.4, down_s=20.0))
     outcome = simulate("streaming", *both, steps=24)
     assert outcome.nodes[B][-1].stage == "finished"
@@ -230,7 +230,7 @@ def test_a_decision_stands_although_its_commit_failed() -> None:
 
 
 @pytest.mark.parametrize("for_s", [3.0, 20.0])
-def test_a_stopped_coordinator_holds_its_own_absence_against_nobody(for_s: float) -> None:
+def test_a_stopped_coordinator_holds_its_own_absence_against_no_node(for_s: float) -> None:
     """C."""
     clean = simulate("streaming")
     assert history(simulate("streaming", PauseCoordinator(at=1.3, for_s=for_s))) == history(clean)

@@ -1,4 +1,4 @@
-"""Whole runs of the methods in which nobody waits for an update: `decoupled` and `async` (protocol A, D, E, F)."""
+"""Whole runs of the methods in which no node waits for an update: `decoupled` and `async` (protocol A, D, E, F)."""
 
 import dataclasses
 from collections import Counter
@@ -80,7 +80,7 @@ def test_alone_every_delta_is_a_step_and_all_make_as_many() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.4, 2.0])
-def test_a_slow_node_slows_nobody_else(seconds: float) -> None:
+def test_a_slow_node_slows_no_other_node(seconds: float) -> None:
     """F: four times slower, or twenty times; its own part is small, and comes late."""
     without, with_it = clear("decoupled", FAST), play("decoupled", (*FAST, seconds))
     for node in (A, B, C):
@@ -117,14 +117,14 @@ def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: 
 
 
 def test_a_slow_node_slows_lone_steps_until_it_is_known_to_be_slow() -> None:
-    """A: the first two rounds are planned before anybody has done a step."""
+    """A: the first two rounds are planned before any node has done a step."""
     short, long = play("async", (*FAST, 0.4)), play("async", (*FAST, 0.4), steps=2 * STEPS)
     assert trained_for(long, A) - trained_for(short, A) < 1.25 * STEPS * 0.1
     assert all(start.skipped_positions == 0 for (start,) in long.nodes.values())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_node_that_dies_holds_nobody_up(method: str) -> None:
+def test_a_node_that_dies_holds_no_node_up(method: str) -> None:
     outcome = play(method, FAST, CrashNode(node=C, at=4.0))
     without = clear(method, FAST)
     assert trained_for(outcome, A) < trained_for(without, A) + 3.0, "a closed connection is waited for 2 s"
@@ -151,7 +151,7 @@ def test_a_coordinator_that_dies_costs_no_step(method: str, at_event: int) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_coordinator_that_is_away_for_less_than_a_round_stops_nobody(method: str) -> None:
+def test_a_coordinator_that_is_away_for_less_than_a_round_stops_no_node(method: str) -> None:
     """F: deltas wait for it, training does not."""
     outcome, without = play(method, FAST, PauseCoordinator(at=5.0, for_s=0.9)), clear(method, FAST)
     assert trained_for(outcome, A) < trained_for(without, A) + 0.05

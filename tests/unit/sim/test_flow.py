@@ -111,7 +111,7 @@ def test_bytes_are_those_of_the_deltas_and_updates(fragments: int, rounds: int) 
     choice = {"h": 30, "fragments": fragments, "tau": 0, "bits_up": 4.25, "bits_down": 8.0}
     outcome = flow("streaming", Group(count=4), choice=choice, model=Model(parameters=1001))
     up, down = ([532], [1001]) if fragments == 1 else ([178, 178, 177], [334, 334, 333])
-    # The last slot is sent in every round, the others from the second on; nobody needs the run's last update.
+    # The last slot is sent in every round, the others from the second on; no node needs the run's last update.
     assert outcome.bytes_up == 4 * (sum(up) * (rounds - 1) + up[-1])
     assert outcome.bytes_down == 4 * sum(down) * (rounds - 1)
     assert outcome.bytes_state == 0

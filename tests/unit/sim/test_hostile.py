@@ -145,7 +145,7 @@ def test_a_robust_merge_comes_out_the_same_after_a_crash(merge: str) -> None:
 
 
 def test_a_run_in_which_nothing_can_be_merged_ends_all_the_same() -> None:
-    """E: finite deltas near the end of fp32, nobody else, no screen, and nobody who would hold the run for it."""
+    """E: finite deltas near the end of fp32, no other node, no screen, and no node that would hold the run for it."""
     node = NodeSetup(name=NodeId("a"), deceit="overflow")
     terms = terms_of("diloco", steps=40, min_nodes=1, codec_up="fp32", screen="off")
     faults = (CrashCoordinator(at_event=25), CrashCoordinator(at_event=40))

@@ -59,7 +59,7 @@ def test_samples_of_the_lost_stretch_are_granted_anew() -> None:
 
 
 def test_a_node_that_was_away_when_the_run_was_wound_back_begins_again_without_a_second_hold() -> None:
-    """It is ahead by more than a version, and nobody has to decide twice."""
+    """It is ahead by more than a version, and the operator need not decide twice."""
     cut = sc.CutLink(node=NodeId("b"), at=0.0, for_s=0.0)
     first = restored(cut)
     died = next(when for when, _, what in first.tape if isinstance(what, str) and what.startswith("restored"))

@@ -295,7 +295,7 @@ def alternating(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("choices", mostly_slow(ALTERNATING.values(), ALTERNATING["going on"]), ids=ALTERNATING)
 @pytest.mark.usefixtures("alternating")
 def test_a_run_whose_windows_differ_ends_equal_everywhere_whatever_goes_wrong(choices: dict[str, Any]) -> None:
-    """B, P: nobody needs a snapshot again but the one whose anchor was spoiled, and a restart repeats every commit."""
+    """B, P: no node needs a snapshot again but the one whose anchor was spoiled, and a restart repeats every commit."""
     terms = terms_of(**{"steps": 48, "min_nodes": 3, **Q4, **choices})
     outcome = run(Scenario(terms=terms, nodes=FOUR, faults=STORM, weather=HOSTILE_LINK, seed=3, num_samples=1000))
     outcome.check()

@@ -95,7 +95,7 @@ def test_one_replica_of_a_stage_dies_and_the_run_goes_on() -> None:
     assert all(names == ((A0, B0), (A1,))[stage[index]] for index, names in final.items())
 
 
-def test_a_stage_that_nobody_holds_stops_the_run_until_somebody_does() -> None:
+def test_a_stage_that_no_node_holds_stops_the_run_until_a_node_does() -> None:
     """And nothing is lost by that: every window of every fragment is committed, by whoever holds it."""
     dead = tuple(sc.CrashNode(node=name, at=1.5, down_s=30.0 if name == A1 else None) for name in (A1, B1))
     world = World(pipelines("streaming", *dead))

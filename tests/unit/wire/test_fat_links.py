@@ -47,7 +47,7 @@ class IdealPipe:
                 end.lane_opened(lane)
         self.received: set[BlobId] = set()
         self.left: list[tuple[float, Role, int]] = []
-        """When each frame was sent, to whom, and its bytes."""
+        """When each frame was sent, its receiver, and its bytes."""
         self.again = 0
         """Bytes of blobs that were sent more than once."""
         self.lost = 0
@@ -255,7 +255,7 @@ def test_a_near_link_has_chunks_that_take_time(mbit: float, least_kib: int, most
 def test_a_lane_that_takes_everything_and_brings_nothing_costs_time_outs_and_then_little(
     from_the_start: bool, up: bool
 ) -> None:
-    """T: until its connection is given up, of which nobody tells. It has brought nothing ever, or nothing of late."""
+    """T: until its connection is given up, which is not announced. It has brought nothing ever, or nothing of late."""
     pipe = IdealPipe(*(250.0,) * 4, rtt_s=0.1)
     if not from_the_start:
         pipe.share(1, 64 * MB, up=up)

@@ -89,7 +89,7 @@ def test_a_secret_that_is_no_file_of_its_own_is_refused_at_once(
         load_secret(tmp_path / "a.key")
 
 
-def test_a_public_key_may_be_behind_a_link_and_a_secret_of_nobody_else(
+def test_a_public_key_may_be_behind_a_link_and_a_secret_of_no_other_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path / "a.key", KEY)
@@ -195,7 +195,7 @@ def test_a_key_that_was_replaced_is_revoked_beside_a_broken_file_and_a_half_writ
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
-def test_a_folder_that_is_gone_for_a_moment_shuts_nobody_out_and_is_named(
+def test_a_folder_that_is_gone_for_a_moment_shuts_no_node_out_and_is_named(
     allowed: AllowList, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     """As while a disk is mounted again; to shut everybody out is to remove the files."""

@@ -237,7 +237,7 @@ def test_echoes_measure_the_round_trip() -> None:
     assert node.events() == coordinator.events() == []
 
 
-def test_an_echo_that_nobody_answers_is_not_said_for_ever() -> None:
+def test_an_echo_without_an_answer_is_not_repeated_for_ever() -> None:
     _, coordinator = opened()
     for _ in range(100):
         coordinator.echo(0.0)
@@ -268,7 +268,7 @@ def test_a_probe_measures_the_link_and_ends_when_it_knows_enough(bytes_per_s: fl
     assert coordinator.background_in_flight == 0
 
 
-def test_whatever_somebody_waits_for_goes_before_a_probe() -> None:
+def test_whatever_is_waited_for_goes_before_a_probe() -> None:
     node, coordinator = opened()
     link = Link(node, coordinator, bytes_per_s=1.25e6, rtt_s=0.02)
     data = bytes(3 << 20)

@@ -230,7 +230,7 @@ SAID = (plain_progress(samples_left=0), plain_offer(NodeId("a"), consumed=4), GR
 
 
 def beyond(value: Any, name: str) -> list[Any]:
-    """Values of the same type that nobody can mean; none for what has no bound, or is only cut."""
+    """Values of the same type that make no sense; none for what has no bound, or is only cut."""
     match value:
         case bool() | None | BlobKind() | Reason():
             return []

@@ -544,7 +544,7 @@ def test_a_leave_is_delivered_acknowledged_and_closes_both_ends() -> None:
     assert node.outgoing(9.0) == coordinator.outgoing(9.0) == []
 
 
-def test_a_leave_that_nobody_acknowledges_lingers_and_then_closes() -> None:
+def test_a_leave_without_an_acknowledgement_lingers_and_then_closes() -> None:
     node, _ = opened(timing=Timing(linger_s=5.0))
     node.send(LEAVE, 0.5)
     sent = []

@@ -301,7 +301,7 @@ def bulk(session: Session, blob: BlobId, offset: int, chunk: bytes) -> Parts:
     return frame.parts()
 
 
-def test_chunks_of_100_000_blobs_that_nobody_expects_are_held_within_the_early_window() -> None:
+def test_chunks_of_100_000_unexpected_blobs_are_held_within_the_early_window() -> None:
     node, coordinator = opened()
     for seq in range(100_000):
         coordinator.receive(1, bulk(node, delta(seq), 0, bytes(200)), 0.0)

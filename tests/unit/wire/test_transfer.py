@@ -669,7 +669,7 @@ def test_many_blobs_at_once_are_reported_in_smaller_pieces() -> None:
     assert end.credits[-1].received == 256 << 10
 
 
-def test_cancelling_what_is_sent_tells_nobody() -> None:
+def test_cancelling_what_is_sent_tells_no_peer() -> None:
     end = End()
     end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
     end.transfers.cancel(update(1))

@@ -38,7 +38,7 @@ def test_planning_is_timed_by_the_clock_that_is_given() -> None:
     assert row.plan_s == 3.0 and row.same_again and row.random_s > row.step_s
 
 
-def told_by_nobody(layout: StageLayout, folder: Path, *, steps: int, microbatches: int, **_: object) -> dict[str, Told]:
+def told_nothing(layout: StageLayout, folder: Path, *, steps: int, microbatches: int, **_: object) -> dict[str, Told]:
     """As `run_nodes`: processes of which each step takes a second, and whose loss falls, faster without skips."""
     falls = 0.9 if len({len(path.hops) for path in layout.paths} | {4}) == 1 else 0.95
     told = {}
@@ -54,7 +54,7 @@ def told_by_nobody(layout: StageLayout, folder: Path, *, steps: int, microbatche
 def test_the_command_writes_its_findings_with_what_processes_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "run_nodes", told_by_nobody)
+    monkeypatch.setattr(pipeline, "run_nodes", told_nothing)
     small = functools.partial(pipeline.processes, steps=3, learning_steps=12)
     monkeypatch.setattr(pipeline, "processes", small)
     ended = farloop("bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--processes")

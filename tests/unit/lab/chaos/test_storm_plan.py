@@ -1,4 +1,4 @@
-"""What a storm will do is drawn from its seed alone, and always leaves somebody standing; the links it damages."""
+"""What a storm will do is drawn from its seed alone, and always leaves a node standing; the links it damages."""
 
 import itertools
 
@@ -24,7 +24,7 @@ NODES = ("a", "b", "c", "d")
 
 
 @given(st.integers(0, 10_000), st.floats(1.0, 1800.0), st.integers(2, 4))
-def test_nobody_is_hit_twice_at_a_time_one_node_is_left_alone_and_every_fault_ends_within_the_storm(
+def test_no_node_is_hit_twice_at_a_time_one_node_is_left_alone_and_every_fault_ends_within_the_storm(
     seed: int, seconds: float, count: int
 ) -> None:
     nodes = NODES[:count]
