@@ -27,6 +27,10 @@ NODES = ["farloop-node-0", "farloop-node-1"]
 PODS = ["farloop-coordinator-0", *NODES]
 
 
+def objects_of(overlay: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(run(tool("kubectl"), "kustomize", K8S / "overlays" / overlay)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """One node, and kubectl against it."""
@@ -41,7 +45,7 @@ class Cluster:
 
     def apply(self, overlay: str, *more: str) -> str:
         """As `kubectl apply -k` does, but for what 1.20 does not have."""
-        objects = list(yaml.safe_load_all(run(tool("kubectl"), "kustomize", K8S / "overlays" / overlay)))
+        objects = objects_of(overlay)
         for job in (one for one in objects if one["kind"] == "Job"):
             del job["spec"]["podFailurePolicy"], job["spec"]["podReplacementPolicy"]
         return self.kubectl("apply", *more, "--filename", "-", text=yaml.safe_dump_all(objects))
@@ -132,6 +136,19 @@ def test_the_server_takes_every_object_of_an_overlay(cluster: Cluster, overlay: 
     cluster.lab("kubectl", "apply", "--kustomize", K8S / "base" / "namespace")
     told = cluster.apply(overlay, "--dry-run=server")
     assert "(server dry run)" in told and "rror" not in told
+
+
+def test_a_pair_may_use_its_own_lease_and_nothing_else(cluster: Cluster) -> None:
+    rights = [one for one in objects_of("coordinator-pair") if one["kind"] in ("Namespace", "Role", "RoleBinding")]
+    cluster.kubectl("apply", "--filename", "-", text=yaml.safe_dump_all(rights))
+    who = "--as=system:serviceaccount:farloop:farloop-coordinator"
+    for may, words in {
+        "yes": ("create leases", "get leases/farloop", "update leases/farloop"),
+        "no": ("get leases/other", "delete leases/farloop", "list leases", "get secrets", "get pods"),
+    }.items():
+        for asked in words:
+            told = cluster.kubectl("auth", "can-i", *asked.split(), who, code=None)
+            assert told.split()[-1] == may, asked
 
 
 def test_nothing_was_sent_to_another_namespace(applied: Cluster) -> None:
