@@ -248,14 +248,11 @@ def asked_for(
     `flags`: fields of `Grid`; None where not given. `lists`: fields of `Grid` that may be given several times; they are
     added to the file's.
     """
-    if preset is None:
-        grid = Grid() if path is None else load_grid(path)
-    elif path is not None:
+    if preset is not None and path is not None:
         raise CommandError("--preset and --grid both name the variants; take one of them")
-    elif preset not in GRIDS:
+    if preset is not None and preset not in GRIDS:
         raise CommandError(f"--preset: there is no {preset!r}; {nearest(preset, GRIDS)}")
-    else:
-        grid = GRIDS[preset]
+    grid = load_grid(path) if path else GRIDS[preset] if preset else Grid()
     variants = lists.get("variants") or []
     return dataclasses.replace(
         grid,

@@ -293,14 +293,12 @@ class Replica:
         fragment, start = self.layout.fragments[index], self._start(index).read()
         if self.weights.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
-        if index in self._next:
-            return False
         self.merges.show()
         sources = self.weights.sources(index, gradients=self.gradients)
         tensors = [(slot, rows_of(sources[slot.name], slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
-        if not plain:
+        if not plain or index in self._next:
             return False
         steps = codec.steps(fragment)
         for slot, tensor in tensors:
