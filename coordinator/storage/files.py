@@ -77,7 +77,7 @@ def require_free(path: Path, nbytes: int) -> None:
 
 _T = TypeVar("_T")
 
-_SAFETENSORS: Final = {
+SAFETENSORS: Final = {
     "torch.float64": "F64",
     "torch.int64": "I64",
     "torch.float32": "F32",
@@ -103,6 +103,12 @@ class File(ABC):
     @abstractmethod
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Up to `num_bytes` from `offset` on; fewer at the end. Any thread. Raises OSError."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill the buffer from `offset` on; how many bytes there were. Any thread. Raises OSError."""
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     @abstractmethod
     def write(self, parts: Sequence[Bytes], offset: int) -> None:
@@ -216,7 +222,7 @@ class Files(ABC):
         # The library would write through the page cache, and hold up what the journal waits for.
         header, parts, at = dict[str, object](__metadata__=metadata), list[Bytes](), 0
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-            dtype, ends = _SAFETENSORS[str(tensor.dtype)], [at, at + tensor.nbytes]
+            dtype, ends = SAFETENSORS[str(tensor.dtype)], [at, at + tensor.nbytes]
             header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": ends}
             at += tensor.nbytes
             if tensor.nbytes:
@@ -319,6 +325,12 @@ class OsFile(File):
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         return os.pread(self.fd, num_bytes, offset)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        read = 0
+        while read < len(buffer) and (count := os.preadv(self.fd, [buffer[read:]], offset + read)):
+            read += count
+        return read
 
     def write(self, parts: Sequence[Bytes], offset: int) -> None:
         """What is large is written past the page cache, but for its first and its last page."""

@@ -440,6 +440,9 @@ class MirroredFile(File):
     def read(self, offset: int, num_bytes: int) -> bytes:
         return self._inner.read(offset, num_bytes)
 
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        return self._inner.read_into(offset, buffer)
+
     def allocate(self, offset: int, num_bytes: int) -> None:
         self._inner.allocate(offset, num_bytes)
 

@@ -3,7 +3,9 @@
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,6 +156,8 @@ class Attachments:
 
 _log = logging.getLogger(__name__)
 
+_READERS = 4  # snapshots that are read at a time
+
 Items = Sequence[Entry | Gap]  # a journal's content, in order
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
@@ -247,8 +251,14 @@ class Recovery:
             JournalCorrupt: the damage that was passed over matters.
             SnapshotCorrupt, StateMismatch, StorageFailed
         """
-        for index in range(len(self.ledger.versions)):
-            self.buffers.append(place(self._restore(index, read)))
+        count = len(self.ledger.versions)
+        with ThreadPoolExecutor(_READERS, "read snapshots") as pool:  # a disk gives one reader half of what it can
+            loads = deque(pool.submit(self._load, index) for index in range(min(_READERS, count)))
+            for index in range(count):
+                snapshot = loads.popleft().result()
+                if index + _READERS < count:
+                    loads.append(pool.submit(self._load, index + _READERS))
+                self.buffers.append(place(self._restore(index, snapshot, read)))
         if self.fault is not None:
             what, why = "journal", f"damaged where the data is no longer needed: {self.fault}"
             _log.warning("alarm what=%r why=%r", what, why)
@@ -260,16 +270,19 @@ class Recovery:
         done = self.done.get(index, {})
         return version <= newest and all(following in done for following in range(version + 1, newest + 1))
 
-    def _restore(self, index: int, read: Read) -> Buffers:
-        """The fragment's buffers: its newest good snapshot, then every later commit."""
-        spec, newest = self.ledger.spec, self.ledger.versions[index]
-        snapshot = snapshots.load_latest(
+    def _load(self, index: int) -> snapshots.Snapshot | None:
+        """The newest good snapshot of a fragment. Any thread."""
+        return snapshots.load_latest(
             self.directory,
             index,
-            fingerprint=spec.identity.fingerprint(),
+            fingerprint=self.ledger.spec.identity.fingerprint(),
             files=self.files,
-            at_most=newest if self.older else None,
+            at_most=self.ledger.versions[index] if self.older else None,
         )
+
+    def _restore(self, index: int, snapshot: snapshots.Snapshot | None, read: Read) -> Buffers:
+        """The fragment's buffers: its newest good snapshot, then every later commit."""
+        newest = self.ledger.versions[index]
         if snapshot is None:
             raise Inconsistent(self.directory, f"there is no snapshot of fragment {index}")
         if snapshot.version < self.adopted.get(index, 0):  # it died before there was one

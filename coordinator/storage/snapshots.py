@@ -17,27 +17,29 @@ The file is `snapshots/f<fragment>-v<version>.safetensors` in the state director
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
-from farloop.coordinator.storage.files import DISK, Files, no_room
+from farloop.coordinator.storage.files import DISK, SAFETENSORS, Files, no_room
 from farloop.quant.digest import digest
 
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = "1"
+
+DTYPES = {kind: getattr(torch, name.removeprefix("torch.")) for name, kind in SAFETENSORS.items()}
+"""What tensors may be of, by the format's names."""
 
 KEEP = 2  # snapshots of a fragment that stay, so that one damaged file does not cost the run
 _NAME = re.compile(r"f(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)\.safetensors")
@@ -97,14 +99,11 @@ def load(path: Path, files: Files = DISK) -> Snapshot:
     """Read and verify a snapshot.
     Raises SnapshotCorrupt: it cannot be read, or is not what was saved under this name."""
     try:
-        # Read, not mapped: a bad block under a mapped file would be the death of the process, perhaps much later.
-        data = files.read_bytes(path)
-        tensors, metadata = load_bytes(data), _metadata(data)
-        del data
+        tensors, metadata = _read(path, files)
         if metadata.get("format_version") != FORMAT_VERSION:
             found = metadata.get("format_version")
             raise SnapshotCorrupt(path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}")
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotCorrupt(path, f"cannot be read: {error}") from error
     checksum = metadata.pop("checksum", None)
     if checksum != _checksum(tensors, metadata):
@@ -183,14 +182,33 @@ def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {**metadata, "checksum": _checksum(tensors, metadata)}
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """Metadata of the file's header. Raises ValueError."""
-    length = int.from_bytes(data[:8], "little")
-    if length > len(data) - 8:
-        raise ValueError("its header is cut off")
-    header = json.loads(data[8 : 8 + length])
-    found = header.get("__metadata__") if isinstance(header, dict) else None
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+def _read(path: Path, files: Files) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, each tensor read into its place: a start holds the state once.
+
+    Not mapped: a bad block under a mapped file would be the death of the process, perhaps much later.
+    Raises OSError, ValueError, KeyError, TypeError: it is none.
+    """
+    with closing(files.open(path)) as file:
+        size = file.identity()[2]
+        length = int.from_bytes(file.read(0, 8), "little")
+        if length > size - 8:
+            raise ValueError("its header is cut off")
+        header = json.loads(file.read(8, length))
+        metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
+        tensors = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + int(at) for at in entry["data_offsets"])
+            shape = [int(extent) for extent in entry["shape"]]
+            dtype = DTYPES[entry["dtype"]]
+            if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != end - begin or end > size:
+                raise ValueError(f"tensor {name} has other bytes than its shape")
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            if end > begin:
+                view = tensor.reshape(-1).view(torch.uint8).numpy().data
+                if file.read_into(begin, view) != end - begin:
+                    raise ValueError(f"tensor {name} is cut off")
+            tensors[str(name)] = tensor
+        return tensors, metadata
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], files: Files) -> None:
