@@ -96,7 +96,11 @@ def run_coordinator(
         mirror = follower = None
         place: Place = MappedBuffers(config.state_dir) if config.map_buffers else as_they_are
         if config.leads_by:
-            leadership, follower = _led(config, plan, place, force=force_lead)
+            found = _led(config, plan, place, force=force_lead)
+            if found is None:
+                say("stopped while it stood by; the same command stands by again")
+                return ExitCode.DONE
+            leadership, follower = found
             if config.recover == "auto" and not has_run(config.state_dir) and not restore_from:
                 restore_from = _to_recover(config, leadership)
                 if restore_from and adopt_patience_s is None:
@@ -133,9 +137,12 @@ def _bound(call: Callable[[], _T]) -> _T:
         raise CommandError(str(error)) from error
 
 
-def _led(config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool) -> tuple[Leadership, Follower | None]:
-    """Wait until this process leads. A signal ends it before. The state in memory, if it has followed another's.
-    Raises CommandError, StorageError, KeyFileError."""
+def _led(
+    config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool
+) -> tuple[Leadership, Follower | None] | None:
+    """Wait until this process leads; None once a signal has ended that. With the state in memory, if it has followed
+    another's. Raises CommandError, StorageError, KeyFileError."""
+    signals: list[int] = []
     terms = _bound(lambda: term_store(config.leads_by))
     contender = Contender(config, plan.spec.identity.fingerprint(), terms, place)
     with ExitStack() as standing_by:
@@ -144,13 +151,15 @@ def _led(config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool) ->
             warm_for(plan.spec.terms)
             url = standing_by.enter_context(standby_pages(config, contender))
             say(f"{contender.name} stands by for run {plan.spec.identity.name}" + (f", status {url}" if url else ""))
+            on_signals(lambda number, _: signals.append(number))
 
         try:
-            leadership = contender.lead(force=force, stand_by=stand_by, stopped=lambda: False)
+            leadership = contender.lead(force=force, stand_by=stand_by, stopped=lambda: bool(signals))
         except Unusable as error:
             raise CommandError(f"[coordinator] leads_by: {error}") from error
-    assert leadership is not None
-    return leadership, contender.follower
+        finally:
+            on_signals(end_at_once)
+    return None if leadership is None else (leadership, contender.follower)
 
 
 def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:

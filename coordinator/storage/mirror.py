@@ -49,8 +49,12 @@ ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
 _COMPLETE: Final = "complete"  # its file that says that it is whole, and which old files stay
 _SNAPSHOTS: Final = "snapshots"
-_MIRRORED: Final = re.compile(r"(epoch|model\.safetensors|journal-[0-9]{6,}\.log)(\.tmp)?|snapshots(/[^/]+)?")
-"""Reports, the lock and mapped buffers are each host's own."""
+_MIRRORED: Final = re.compile(
+    r"(epoch|model\.safetensors|journal-[0-9]{6,}\.log)(\.tmp)?|snapshots(/[^/]+)?|(metrics|decisions)[^/]*\.jsonl"
+)
+"""The lock, the admin socket, the saved status and mapped buffers are each host's own."""
+_REPORTS: Final = ".jsonl"
+"""Files that the observer writes: they are brought after, and nothing waits for them."""
 
 Send = Callable[[bytes, Sequence[Bytes]], None]
 """Sends frames to a route. Any thread; never waits."""
@@ -114,6 +118,7 @@ class _Standby:
     waits: bool = False  # whether a sync waits for it
     pending: set[int] = field(default_factory=set)  # what it has to acknowledge
     to_copy: dict[str, list[int]] = field(default_factory=dict)  # files that it is being given: next byte, and end
+    reports: dict[str, Identity] = field(default_factory=dict)  # as they were when they were sent last
     sent: int = 0  # bytes of changes
     taken: int = 0
 
@@ -179,6 +184,8 @@ class Mirror:
             if self._now() - self._checked_at >= CHECK_S:
                 self._checked_at = self._now()
                 self.leadership.check()
+                for standby in list(self._standbys.values()):
+                    self._bring_reports(standby)
         except StorageError as error:
             self._fail(error)
 
@@ -340,6 +347,8 @@ class Mirror:
             if self.inner.is_directory(self.root / _SNAPSHOTS):
                 self.tell("mkdir", _SNAPSHOTS, to=standby)
             for file in _contents(self.root, self.inner):
+                if file.endswith(_REPORTS):
+                    continue
                 if file in equal:
                     self.tell("keep", file, to=standby)
                 elif (identity := self.inner.identity(self.root / file)) is not None:
@@ -372,6 +381,27 @@ class Mirror:
             else:
                 del standby.to_copy[name]
         return True
+
+    def _bring_reports(self, standby: _Standby) -> None:
+        """What the observer wrote since the last time."""
+        there = {name for name in _contents(self.root, self.inner) if name.endswith(_REPORTS)}
+        for name in standby.reports.keys() - there:
+            with self.lock:
+                self.tell("unlink", name, to=standby)
+                del standby.reports[name]
+        for name in sorted(there):
+            before = standby.reports.get(name)
+            with suppress(FileNotFoundError), closing(self.inner.open(self.root / name)) as file:
+                now = file.identity()
+                grew = before is not None and before[:2] == now[:2] and before[2] <= now[2]
+                at = before[2] if before is not None and grew else 0
+                with self.lock:
+                    if not grew:
+                        self.tell("create", name, to=standby)
+                    while at < now[2] and (data := file.read(at, min(CHUNK_BYTES, now[2] - at))):
+                        self.tell("write", name, at, parts=[data], to=standby)
+                        at += len(data)
+                standby.reports[name] = (*now[:2], at, now[3])
 
     def renamed(self, name: str, target: str | None) -> None:
         for standby in self._standbys.values():

@@ -122,7 +122,13 @@ def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
     before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
     pair.daemons["a"].signal(signal.SIGTERM)
     assert run.until_ended(pair.daemons["a"]) == ExitCode.DONE
-    pair.goes_on_at("b", before)
+    status = pair.goes_on_at("b", before)
+    assert status["totals"]["tokens"] >= before["totals"]["tokens"] > 0
+    standby = pair.start("a")
+    pair.until_in_sync("a")
+    standby.signal(signal.SIGTERM)
+    assert run.until_ended(standby) == ExitCode.DONE
+    assert standby.last_line == "stopped while it stood by; the same command stands by again"
 
 
 @pytest.mark.slow

@@ -340,9 +340,28 @@ def test_a_coordinator_that_stops_does_not_wait_for_a_standby(pair: Pair, spec: 
     assert found(pair.leader.killed()) == told(store)
 
 
+def test_reports_follow_and_nothing_waits_for_them(pair: Pair, spec: RunSpec) -> None:
+    """So that totals, clock and `farloop report` go on after a standby has taken over."""
+    pair.begin(spec)
+    pair.join()
+    log = PLACE / "metrics.jsonl"
+    for content in (b"one\n", b"one\ntwo\n", b"anew\n"):
+        pair.leader.write_bytes(log, content)
+        if content == b"one\ntwo\n":
+            pair.leader.write_bytes(PLACE / "decisions.jsonl", b"x\n")
+        pair.time += 10.0
+        pair.mirror._standbys[b"1"].heard_at = pair.time
+        pair.mirror.tick()
+        assert pair.standby.read_bytes(log) == content
+    pair.leader.unlink(PLACE / "decisions.jsonl")
+    pair.time += 10.0
+    pair.mirror.tick()
+    assert "decisions.jsonl" not in pair.standby.names(PLACE)
+
+
 def test_a_standby_writes_nothing_beside_the_state(tmp_path: Path) -> None:
     replica = Replica(tmp_path, beside=False)
-    for name in ("../x", "lock", "admin.sock", "other/x", "snapshots/../../x", "metrics.jsonl"):
+    for name in ("../x", "lock", "admin.sock", "other/x", "snapshots/../../x", "status.json", "mapped-1"):
         with pytest.raises(StorageFailed, match="not its to change"):
             replica.apply([1, "create", name], [], lambda number: None)
     with pytest.raises(StorageFailed, match="not known here: swap"):
