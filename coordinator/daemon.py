@@ -70,6 +70,7 @@ class Coordinator:
         self._mirror = mirror
         if mirror is not None:
             self.observer.standbys, self.observer.standby_alarms = mirror.status, mirror.alarms
+            mirror.nodes_silent_s = lambda: self._nodes_silent_s(clock.now())
         self._copying: Copying | None = None
         if config.copy_to:
             self._copying = Copying(config.copy_to, config.copy_every_s, self._cut, self.machine.alarms)
@@ -119,6 +120,10 @@ class Coordinator:
         self.observer.watch = self.executor.stragglers.status
         answers = handlers(self.machine, store.ledger, self.executor.happened, config.state_dir)
         self._door = admin.AdminSocket(config.state_dir, {**answers, "status": self._status})
+
+    def _nodes_silent_s(self, now: float) -> float:
+        """Since any node was heard of; 0 while none is connected. Any thread."""
+        return min((now - peer.session.heard_at for peer in tuple(self.executor.sessions.values())), default=0.0)
 
     async def _status(self, request: admin.Request) -> admin.Answer:
         self.observer.refresh(self.machine)

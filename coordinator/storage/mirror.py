@@ -43,6 +43,9 @@ STALLED_S: Final = 30.0  # ... or that answers, and has not taken anything of wh
 WINDOW_BYTES: Final = 8 << 20
 """Of snapshots that are sent and not taken yet: they must not stand before a commit."""
 CHUNK_BYTES: Final = 1 << 20  # of a large write, and of a file that a new standby is given
+NODES_SILENT_S: Final = 2.5  # nodes report every second
+YIELD_S: Final = 8.0
+"""How long a leader that hears neither standby nor nodes leaves the record as it is: more than a standby waits."""
 CHECK_S: Final = 2.0  # between two looks at the record
 ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
 
@@ -131,6 +134,8 @@ class Mirror:
     ) -> None:
         self.root, self.leadership, self.inner, self._now = root, leadership, files, now
         self.send: Send = lambda route, frames: None
+        self.nodes_silent_s: Callable[[], float] = lambda: 0.0
+        """Since any node was heard of; 0 while none is connected. Any thread."""
         self.lock = threading.RLock()  # holds the order of changes
         self._moved = threading.Condition(threading.Lock())  # a standby took something, or the state below changed
         self._standbys: dict[bytes, _Standby] = {}
@@ -306,6 +311,10 @@ class Mirror:
 
     def _leave_behind(self, standby: _Standby) -> None:
         """Go on without a standby: first in the record, then here. Raises Deposed."""
+        until = self._now() + YIELD_S
+        with self._moved:  # where nodes are silent, too, this host is cut off: the standby may lead, and should
+            while self.nodes_silent_s() > NODES_SILENT_S and self._is_lost(standby) and self._now() < until:
+                self._moved.wait(0.05)
         names = self.leadership.term.in_sync
         try:
             self.leadership.set_in_sync(tuple(name for name in names if name != standby.name))

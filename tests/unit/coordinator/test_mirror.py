@@ -4,6 +4,7 @@ that forget what was not synced."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Condition, Lock
 from typing import Any
 
 import pytest
@@ -284,6 +285,33 @@ def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None
     assert told(store)[0] == before[0]
     with pytest.raises(Deposed):
         store.require_ours()
+
+
+@pytest.mark.parametrize("silent_s", [1.0, 60.0])
+def test_a_leader_that_hears_nobody_lets_the_standby_lead_first(pair: Pair, spec: RunSpec, silent_s: float) -> None:
+    """It is cut off from nodes and standby, and not from the store of the record."""
+    store = pair.begin(spec)
+    pair.join()
+    pair.cut_off = True
+    pair.time += 5.0
+    pair.mirror.nodes_silent_s = lambda: silent_s
+    waited = pair.time
+
+    class Clock(Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            pair.time += 0.5
+            term, version = pair.terms.read()
+            if pair.time > waited + 2.0 and term is not None and term.in_sync:  # what a standby does
+                pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
+            return False
+
+    pair.mirror._moved = Clock(Lock())
+    if silent_s > 10.0:
+        with pytest.raises(Deposed, match="b leads"):
+            stored_runs.commit(store, 0)
+    else:
+        stored_runs.commit(store, 0)
+        assert pair.terms.term is not None and pair.terms.term.leader == "a"
 
 
 def test_a_leader_that_writes_nothing_notices_that_another_leads(pair: Pair, spec: RunSpec) -> None:
