@@ -127,12 +127,10 @@ def fault_of(part: Part, layout: Layout) -> str | None:
 
 
 def is_in(fragment: Fragment, part: Part) -> bool:
-    """Whether the fragment is of this part."""
     return part is None or fragment.stage in part
 
 
 def fragments_of(part: Part, layout: Layout) -> tuple[Fragment, ...]:
-    """The fragments of a part, in order."""
     return tuple(fragment for fragment in layout.fragments if is_in(fragment, part))
 
 

@@ -131,7 +131,6 @@ def _card(nic: Nic) -> Finding:
 
 
 def limit_findings(found: Limits, told: Inventory) -> list[Finding]:
-    """Limits of this process."""
     findings = [_files(found.nofile, found.nofile_hard)]
     if any(nic.kind in RDMA for nic in told.nics):
         locked = "without bound" if found.memlock_bytes is None else size_text(found.memlock_bytes)

@@ -357,7 +357,7 @@ class CoordinatorExecutor:
         if (peer := self._open_session_of(command.offer.blob.node)) is None:
             return
         with self._router.working_for(peer) as session:
-            if failed := self._anchors.let_in(session, command):
+            if failed := self._anchors.admit(session, command):
                 self.happened(failed)
 
     def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:

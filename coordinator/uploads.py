@@ -92,7 +92,7 @@ class DeltaIntake:
     """Offers of sessions with too many transfers, until one of them ends."""
     _asleep: set[BlobId] = field(default_factory=set)  # partly arrived, without a session: they may be dropped
 
-    def let_in(
+    def admit(
         self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
     ) -> str | None:
         """Receive a delta over this session. Returns a sentence if its size is wrong, else None.
@@ -219,7 +219,7 @@ class DeltaUploads(DeltaIntake):
         """Receive a delta over this session if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        wrong = self.let_in(session, offer, window, fragment, codec_up, self._clock.now())
+        wrong = self.admit(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
     def store(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
@@ -285,7 +285,7 @@ class AnchorUploads:
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._refs: dict[BlobId, AnchorRef] = {}  # requested anchors that are on their way
 
-    def let_in(self, session: Session, command: ev.ReceiveAnchor) -> ev.AnchorFailed | None:
+    def admit(self, session: Session, command: ev.ReceiveAnchor) -> ev.AnchorFailed | None:
         offer, ref = command.offer, command.anchor
         if offer.size != blob_bytes(codec_named("fp32"), self._fragment(ref)):
             return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=True)

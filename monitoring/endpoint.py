@@ -101,7 +101,6 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
         return self._port
 
     def close(self) -> None:

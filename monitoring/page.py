@@ -94,7 +94,6 @@ class Curve:
 
 
 def curve_of(view: RunView) -> Curve | None:
-    """The curve of a run."""
     points = [(score["position"], score["loss"]) for score in view.status["evaluations"]]
     return curve(points, last_step=max(view.steps, *(step for step, _ in points), 1))
 

@@ -215,7 +215,6 @@ def _window_view(window: WindowStatus) -> WindowView:
 
 
 def event_view(event: EventStatus) -> EventView:
-    """One of the recent events."""
     return EventView(
         age=f"{duration_text(event['age_s'])} ago",
         node=event["node"] or NOTHING,

@@ -111,7 +111,7 @@ def check_types(given: Mapping[str, object]) -> None:
         one = _SEQUENCES.get(argument)
         if one and isinstance(value, Sequence) and all(type(each) is one for each in value):
             continue
-        told = a_kind(value)
+        told = describe_type(value)
         if isinstance(value, type) and issubclass(value, nn.Module):
             told = f"the class {value.__name__}, not a module of it"
         elif argument in _BUILDERS and callable(value):
@@ -120,7 +120,7 @@ def check_types(given: Mapping[str, object]) -> None:
             told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
         raise LoopError(f"join({argument}=…) got {told}; expected {wanted}")
     if isinstance(model := given["model"], nn.Module):
-        bare(model)
+        unwrap(model)
 
 
 def _takes(function: Callable[..., object], count: int) -> bool:
@@ -163,15 +163,17 @@ _DEEPSPEED = (
 )
 
 
-def a_kind(value: object) -> str:
+def describe_type(value: object) -> str:
     kind = type(value).__name__
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
-def bare(module: object) -> nn.Module:
+def unwrap(module: object) -> nn.Module:
     """The model without a wrapper that averages gradients. Raises LoopError."""
     if not isinstance(module, nn.Module):
-        raise LoopError(f"the function given as join(model=…) returned {a_kind(module)}: return a torch.nn.Module")
+        raise LoopError(
+            f"the function given as join(model=…) returned {describe_type(module)}: return a torch.nn.Module"
+        )
     inner = getattr(module, "_orig_mod", module)
     if type(inner).__name__ == "FullyShardedDataParallel":  # its import takes as long as half of torch
         raise LoopError(
@@ -292,7 +294,7 @@ def resolved(given: Mapping[str, Any]) -> tuple[NodeConfig, LinkConfig, LoopOpti
     config = NodeConfig(**{key: value for key, value in found.items() if value is not None or key not in read})
     model = given["model"]
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
-        model = ModelParts([bare(part) for part in model]) if len(model) > 1 else model[0]
+        model = ModelParts([unwrap(part) for part in model]) if len(model) > 1 else model[0]
     while (given["hook"] or given["wrap"] == "none") and isinstance(model, DistributedDataParallel):
         model = model.module
     values = {**given, **{argument: getattr(config, key) for key, argument in named.items() if argument in given}}
@@ -338,7 +340,7 @@ def check_parameters(module: nn.Module) -> None:
             raise LoopError(f"parameter {name!r} was made under torch.inference_mode(): build the model outside it")
         if parameter.requires_grad and is_traceable_wrapper_subclass(parameter) and not is_dtensor(parameter):
             raise LoopError(
-                f"parameter {name!r} is trained as {a_kind(parameter)}, which cannot be averaged: train a "
+                f"parameter {name!r} is trained as {describe_type(parameter)}, which cannot be averaged: train a "
                 "plain tensor, or freeze it and train an adapter"
             )
         if parameter.is_complex() and parameter.requires_grad:
@@ -391,6 +393,6 @@ def loss_of(given: object) -> float:
         return number_of("loss", given)
     except ValueError:
         raise LoopError(
-            f"the function given as join(evaluate=…) returned {a_kind(given)}: return the loss, a number or a tensor "
-            "of one element"
+            f"the function given as join(evaluate=…) returned {describe_type(given)}: return the loss, a number or a "
+            "tensor of one element"
         ) from None

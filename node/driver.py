@@ -83,7 +83,7 @@ class Driver:
         """After a step whose next one is decided already."""
         with self.reporting_failure():
             self.executor.step_done(tokens, loss, stepped=stepped)
-            self.executor.go_on()
+            self.executor.resume()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the outcome of what was sent, then say good-bye; False when that took too long."""

@@ -162,8 +162,6 @@ class KeepSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseSamples:
-    """Samples were granted."""
-
     lease: Lease
 
 

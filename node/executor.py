@@ -268,7 +268,7 @@ class NodeExecutor:
             _log.info("overlap chosen tau=%d%s why='updates come in time over this link'", tau, before)
             self._handle(ev.OverlapChosen(tau=tau))
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """After an inner step whose next one is decided already: take no event."""
         self.report_if_due()
         self._count_as("training")

@@ -42,15 +42,15 @@ from farloop.node.arguments import (
     ModelOf,
     OptimizerOf,
     Wrap,
-    a_kind,
-    bare,
     check_hooks,
     check_parameters,
     check_seconds,
+    describe_type,
     loss_of,
     number_of,
     resolved,
     shown,
+    unwrap,
 )
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.devices import Awaited, device_of
@@ -72,7 +72,7 @@ from farloop.node.model.shards import (
     elsewhere,
     is_on_all,
     is_sharded,
-    is_spread,
+    is_split,
     reshard,
     unaveraged,
 )
@@ -146,7 +146,7 @@ class Node:
         layout, cluster = spec.identity.layout, self.cluster
         absent = elsewhere(cluster, dict(trainable_tensors(module)))
         self._parameters = parameters = matched_parameters(module, layout, options.holds, absent)
-        sharded = is_spread(cluster, [*module.parameters(), *parameters.values()])
+        sharded = is_split(cluster, [*module.parameters(), *parameters.values()])
         if sharded:
             check_codecs((spec.terms.codec_of(NodeId(config.name)), spec.terms.codecs.down))
             _check_evaluate(cluster, options.evaluate is not None)
@@ -459,7 +459,7 @@ class Node:
             evaluate = self._options.evaluate
             self._follower.follow(lambda: self._evaluated(evaluate) if evaluate is not None else None)
         elif self.executor is not None and self.executor.replica is not None:
-            self.executor.replica.go_on()
+            self.executor.replica.resume()
 
     def _evaluated(self, evaluate: Callable[[nn.Module], float]) -> float:
         self._enter(EVALUATING)
@@ -660,7 +660,7 @@ def _check_options(config: NodeConfig, options: LoopOptions) -> None:
 
 def _placed(model: nn.Module | ModelOf, spec: RunSpec, cluster: Cluster) -> nn.Module:
     """The module that will be trained, on the rank's device unless the loop has sharded it. Raises LoopError."""
-    module = bare(model if isinstance(model, nn.Module) else model(spec))
+    module = unwrap(model if isinstance(model, nn.Module) else model(spec))
     reshard(module)  # the loop may have evaluated it
     check_parameters(module)
     if not is_sharded(module):
@@ -733,6 +733,6 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
     built = optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
     if not isinstance(built, Optimizer):
         raise LoopError(
-            f"the function given as join(optimizer=…) returned {a_kind(built)}: return a torch.optim.Optimizer"
+            f"the function given as join(optimizer=…) returned {describe_type(built)}: return a torch.optim.Optimizer"
         )
     return built

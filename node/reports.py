@@ -144,7 +144,6 @@ PROGRESS_S = 1.0  # between two reports to the coordinator
 
 
 def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
-    """The anchors that a replica holds."""
     return tuple(
         msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
         for i, version in replica.versions.items()

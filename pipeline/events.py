@@ -55,8 +55,6 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageArrived:
-    """A message came."""
-
     sender: str
     message: Message
 

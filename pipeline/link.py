@@ -69,7 +69,6 @@ class LinkEstimate:
             self._round_trips.append((now, round_trip_s))
 
     def tensor(self, num_bytes: int, sent_s: float, now: float) -> None:
-        """A tensor came."""
         self._tensors.append((now, num_bytes, now - sent_s))
 
     def echo(self, now: float) -> Echo:

@@ -138,8 +138,6 @@ EMA = 0.1  # smoothing of the seconds per job (SWARM's α)
 
 
 class PipelineMachine:
-    """The machine of one node."""
-
     def __init__(
         self, *, name: str, layout: StageLayout, incarnation: int = 0, settings: Settings | None = None
     ) -> None:
@@ -363,7 +361,7 @@ class PipelineMachine:
             return self._do(ev.Discard(trip=work.trip))
         match work.kind:
             case Kind.FORWARD:
-                self._go_on(work, held)
+                self._send_onward(work, held)
             case Kind.LOSS:
                 self._go_back(work, work.visited, len(work.visited) - 1)
             case Kind.BACKWARD:
@@ -376,7 +374,7 @@ class PipelineMachine:
             case _:
                 assert_never(work.kind)
 
-    def _go_on(self, work: Work, held: AdmittedWork) -> None:
+    def _send_onward(self, work: Work, held: AdmittedWork) -> None:
         """Forward: to the next stage, or back to the source for the loss."""
         path = self.layout.paths_from(work.trip.source)[work.path]
         late_s, limits = self.settings.late_s, self.settings.limits

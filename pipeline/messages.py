@@ -261,7 +261,6 @@ def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int
 
 
 def _check_numbers(told: Message | Work) -> None:
-    """Check numbers and names."""
     for value in _numbers(told):
         if not 0 <= value <= _MOST:  # false for NaN as well
             raise RemoteProtocolError(f"{type(told).__name__} holds {value}")

@@ -183,8 +183,6 @@ class Hub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A request to the planner."""
-
     stages: int | None = None  # None: as few as memory allows
     skip: float = 0.0  # share of the stages that a microbatch leaves out, below 1
     seed: int = 0

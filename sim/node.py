@@ -111,7 +111,7 @@ class SimulatedNode:
             check=True,
         )
         self.link = self._on(link)
-        inbox = _Inbox(self._go_on)
+        inbox = _Inbox(self._advance)
         self.executor = NodeExecutor(
             NodeConfig(name=setup.name, tau=setup.tau, adapt_tau=False),
             inbox=inbox,
@@ -150,7 +150,7 @@ class SimulatedNode:
 
     # --- the driver's loop
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Take what has come, and begin the next inner step if the executor says so."""
         if self._busy or self.gone:
             return
@@ -209,7 +209,7 @@ class SimulatedNode:
         def done() -> None:
             then()
             self._busy = False
-            self._go_on()
+            self._advance()
 
         self.process.after(seconds, done)
 
@@ -221,4 +221,4 @@ class SimulatedNode:
             self.gone = True
             self.link.close()
         else:
-            self.process.after(_LOOKS_S, self._go_on)
+            self.process.after(_LOOKS_S, self._advance)

@@ -65,7 +65,7 @@ class Process:
         """SIGSTOP."""
         self.stopped = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT: what is readable goes in before due timers fire (protocol C)."""
         self.stopped = False
         held = [*self._held_frames, *self._held_timers]

@@ -30,9 +30,7 @@ class BlobSource(Protocol):
     """Bytes that can be read in any order, again and again, until the transfer has ended."""
 
     @property
-    def size(self) -> int:
-        """Bytes in all."""
-        ...
+    def size(self) -> int: ...
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
         """Exactly the bytes [offset, offset + num_bytes). They must not change before the transfer has ended."""

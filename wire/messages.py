@@ -579,7 +579,6 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
     cls = type(message)
     if cls is not Committed:
         return pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])

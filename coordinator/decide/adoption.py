@@ -361,11 +361,11 @@ class Adoption:
 
     def _advance(self, now: float) -> bool:
         """Do what is possible now. Returns whether adoption is complete."""
-        done = self._go_on(now)
+        done = self._step(now)
         self.wakes_at = min((at for at in self._moments() if at > now), default=None)
         return done
 
-    def _go_on(self, now: float) -> bool:
+    def _step(self, now: float) -> bool:
         for claim in self._claims.values():
             if claim.asked is not None and claim.offers_until is not None and now >= claim.offers_until:
                 claim.asked, claim.failed = None, claim.failed + 1

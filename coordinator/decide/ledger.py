@@ -286,7 +286,6 @@ class Ledger:
         return self.revisions.kept if len(self.revisions.kept) > 1 else ()
 
     def terms_of(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
-        """The terms of a window."""
         return self.revisions.of_window(fragment, window, round_index)
 
     def terms_at(self, window: WindowTerms) -> Terms:
@@ -297,7 +296,6 @@ class Ledger:
         return min(self.terms_at(window).admission.floor, self.spec.terms.admission.floor)
 
     def terms_in(self, round_index: int) -> Terms:
-        """The terms of a round."""
         return self.revisions.of_round(round_index)
 
     def next_round_to_fix(self) -> RoundPlan | None:

@@ -228,7 +228,6 @@ class Membership:
     # --- starting
 
     def ready(self, member: Member, told: msg.Ready, now: float) -> None:
-        """Handle Ready."""
         if member.stage != "joining":
             return
         if fault := frozen_fault(told.frozen, member, self._ledger):
@@ -288,14 +287,12 @@ class Membership:
     def _is_needed(self, member: Member) -> bool:
         """Whether one of its windows cannot close without it: too few nodes train that hold the fragment."""
         windows = [w for w in self._windows.values() if member.has(self._ledger.fragment(w.terms.fragment))]
-        return any(not self._is_served(window) or self._lacks(window) for window in windows)
+        floor = self._ledger.floor_of
+        return any(not self._is_served(w) or w.short_of(floor(w.terms)) is not None for w in windows)
 
     def _is_served(self, window: Window) -> bool:
         fragment = self._ledger.fragment(window.terms.fragment)
         return any(m.counts and m.has(fragment) for m in self.members.values())
-
-    def _lacks(self, window: Window) -> bool:
-        return window.short_of(self._ledger.floor_of(window.terms)) is not None
 
     def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
         member.start(plan.index, slot, now)
@@ -331,7 +328,6 @@ class Membership:
     # --- samples
 
     def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
-        """Handle a report."""
         paused = member.paused
         member.report(progress, now)
         if member.paused and not paused:

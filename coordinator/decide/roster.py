@@ -79,7 +79,6 @@ class Member:
         return self.progress is not None and self.progress.state == "paused"
 
     def has(self, fragment: Fragment) -> bool:
-        """Whether it holds the fragment."""
         return is_in(fragment, self.holds)
 
     @property

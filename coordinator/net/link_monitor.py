@@ -104,7 +104,6 @@ class LinkMonitor:
         return True
 
     def is_about_probe(self, event: wire_ev.SessionEvent) -> bool:
-        """Returns whether the event was about a probe."""
         if isinstance(event, wire_ev.MessageReceived | wire_ev.SessionClosed):
             return False
         return event.blob.kind is BlobKind.PROBE
@@ -170,7 +169,7 @@ class LinkMonitor:
         numbers = {peer.number for peer in here.values()}
         self._echoed_at = {number: at for number, at in self._echoed_at.items() if number in numbers}
         self._infos = {number: info for number, info in self._infos.items() if number in numbers}
-        self._go_on(now)
+        self._probe(now)
         self._begin(here, now)
 
     def _count(self, here: Mapping[NodeId, Peer]) -> None:
@@ -213,7 +212,7 @@ class LinkMonitor:
     def _is_probed(self, peer: Peer) -> bool:
         return self._prober.running is not None and peer is self._peer
 
-    def _go_on(self, now: float) -> None:
+    def _probe(self, now: float) -> None:
         """Cancel the running probe if a transfer waits, its session is over, or it takes too long."""
         running, peer = self._prober.running, self._peer
         if running is None:

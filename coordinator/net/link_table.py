@@ -35,8 +35,6 @@ Ends = tuple[str, str]  # (from, to)
 
 @dataclass(slots=True)
 class _Direction:
-    """One direction of a link."""
-
     rate: Average = field(default_factory=Average)
     measured_by: Means = ""
     measured_at: float | None = None
@@ -259,7 +257,6 @@ class BandwidthProbe:
 
     @property
     def probes(self) -> bool:
-        """Whether probes are enabled."""
         return self._budget_bytes > 0
 
     def busy(self, now: float) -> None:

@@ -85,8 +85,6 @@ _SHARES: Final = 16
 
 
 class Bucket:
-    """A token bucket."""
-
     __slots__ = ("_at", "_level", "_rate")
 
     def __init__(self, rate: RateLimit, now: float) -> None:
@@ -168,7 +166,6 @@ class Answer:
     message: Refused | Trial
 
     def parts(self) -> list[Buffer]:
-        """The frame."""
         return ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(self.message)).parts()
 
 

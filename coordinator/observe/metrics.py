@@ -324,7 +324,7 @@ class Metrics:
                 with suppress(KeyError):
                     gauge.remove(name)
 
-    def saw_standbys(self, status: StandbyStatus) -> None:
+    def set_standbys(self, status: StandbyStatus) -> None:
         self.standbys.set(len(status["in_sync"]))
         self.standby_lag.set(status["lag_bytes"])
         self.term.set(status["term"])

@@ -237,7 +237,7 @@ class Observer(interface.Observer):
             self._metrics.copy_lag.set(status["copy"]["lag_s"])
         if self.standbys is not None:
             status["standby"] = self.standbys()
-            self._metrics.saw_standbys(status["standby"])
+            self._metrics.set_standbys(status["standby"])
         if self.inventory is not None:
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())

@@ -521,8 +521,6 @@ class AnomalySeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MitigationTaken:
-    """A mitigation was taken, or advised."""
-
     action: Action
     node: str
     carry_out: bool

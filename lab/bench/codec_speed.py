@@ -239,7 +239,6 @@ def with_usual_copies(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
 
 
 def codec_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[SpeedRow]:
-    """A row for each of `ops` that the codec has."""
     x, y, fragment, name = bench.x, bench.y, bench.fragment, spelling_of(codec)
     fast = fast_path(codec.kernel_key(), x.device) if isinstance(codec, BlockCodec) else None
     path = "torch" if fast is None else ("triton" if bench.where.device == "cuda" else "numba")

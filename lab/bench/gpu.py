@@ -193,7 +193,6 @@ def _has(module: str) -> bool:
 
 
 def print_row(what: str, **numbers: object) -> None:
-    """One row."""
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in numbers.items()}
     sys.stdout.write(dumps({"what": what, **rounded}) + "\n")
     sys.stdout.flush()

@@ -156,8 +156,6 @@ def planning(sizes: Sequence[int], clock: Clock = time.perf_counter) -> Iterator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A transfer."""
-
     name: str
     num_bytes: int
     links: tuple[str, ...]  # it crosses all of them at once

@@ -48,8 +48,6 @@ class Mark:
 
 
 class Marks(list[Mark]):
-    """The marks of this process."""
-
     def mark(self, name: str, version: int) -> None:
         self.append(Mark(name=name, version=version, at=time.monotonic(), cpu=time.process_time()))
 
@@ -106,8 +104,6 @@ def _update_in(event: object) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of the rounds."""
-
     name: str
     s_median: float
     s_mean: float

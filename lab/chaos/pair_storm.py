@@ -284,9 +284,9 @@ class PairStorm:
     def _rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._look()
+            self._observe()
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         if self._stopped:
             raise CommandError("stopped", ExitCode.INTERRUPTED)
         self._status(self._leader)
@@ -295,6 +295,6 @@ class PairStorm:
     def _until(self, what: str, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            self._look()
+            self._observe()
             if time.monotonic() > deadline:
                 raise CommandError(f"not within {PATIENCE_S:g} s: {what} (logs: {self._out})", ExitCode.UNEXPECTED)

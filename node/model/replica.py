@@ -218,7 +218,7 @@ class Replica:
                 case told:
                     raise AssertionError(f"rank 0 told {told!r}")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the other ranks go on with training."""
         self.weights.broadcast("go on")
 
@@ -518,7 +518,6 @@ class Replica:
         return self.weights.digest(index, anchor) == wanted
 
     def anchor_blob(self, index: int, epoch: int) -> bytearray:
-        """The blob of an anchor, a snapshot."""
         self.weights.broadcast("collect", index)
         codec, fragment, version = codec_named(_FP32), self.layout.fragments[index], self.versions[index]
         blob = bytearray(blob_bytes(codec, fragment))

@@ -54,7 +54,7 @@ def is_on_all(parameters: Iterable[Tensor], ranks: int) -> bool:
     return all(is_dtensor(each) and each.device_mesh.size() == ranks for each in parameters)  # type: ignore[attr-defined]
 
 
-def is_spread(cluster: Cluster, tensors: Iterable[Tensor]) -> bool:
+def is_split(cluster: Cluster, tensors: Iterable[Tensor]) -> bool:
     """Whether a rank lacks any part of these tensors: of DTensors, or of those that are `elsewhere`. The same answer on
     all ranks, which all call this."""
     return not cluster.all_agree(not any(is_dtensor(tensor) or tensor.is_meta for tensor in tensors))
@@ -573,7 +573,7 @@ def unaveraged(model: nn.Module) -> Iterator[None]:
 def tensor_digests(cluster: Cluster, tensors: Mapping[str, Tensor]) -> list[int]:
     """The `digest` of every tensor, flat, as fp32, however it is sharded; all ranks call this, and those of the same
     box leave it to the first of them. Raises LoopError as `Shards`."""
-    if not is_spread(cluster, tensors.values()):
+    if not is_split(cluster, tensors.values()):
         return [box_digest(tensor, [0] * tensor.ndim, tensor.shape) for tensor in tensors.values()]
     boxes, _ = _share_boxes(cluster, tensors)
     own = list[int]()

@@ -347,7 +347,7 @@ class World(world.World):
     def _pause(self, process: Process | None, for_s: float) -> None:
         if process is not None:
             process.stop()
-            self.agenda.after(for_s, process.go_on)
+            self.agenda.after(for_s, process.resume)
 
     def _cut(self, node: NodeId, *, reset: bool) -> None:
         host = self.hosts[node]

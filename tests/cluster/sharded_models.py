@@ -356,7 +356,7 @@ def rounds(
         if leads:
             with ours.anchors_in_place():
                 check("an evaluation", ours.evaluate(evaluate) == 0.5)
-            ours.go_on()
+            ours.resume()
         else:
             ours.follow(evaluate)
         check("weights during an evaluation", seen == [True])
@@ -382,7 +382,7 @@ def _lead(rank: Rank, work: Callable[..., Any], *given: Any, **options: Any) -> 
         rank.ours.follow(lambda: None)
         return None
     done = work(*given, **options)
-    rank.ours.go_on()
+    rank.ours.resume()
     return done
 
 

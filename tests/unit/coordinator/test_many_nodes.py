@@ -115,7 +115,7 @@ def test_an_offer_costs_the_intake_the_same_among_many_partial_deltas_as_among_f
         offers = [plain_offer(NodeId(f"node-{number}"), size=size) for number in range(count)]
         window, session = Window(terms=terms, expected=set()), Session(Role.COORDINATOR, 0.0)
         with mock.patch.object(session, "expect", lambda blob, size, digest, reassembly, now: reassembly):
-            work = work_of(lambda: [intake.let_in(session, o, window, fragment, terms.codec_up, 0.0) for o in offers])
+            work = work_of(lambda: [intake.admit(session, o, window, fragment, terms.codec_up, 0.0) for o in offers])
         assert intake.held_bytes == count * size
         return work / count
 

@@ -147,7 +147,7 @@ class Hall(VirtualHost):
             self.process.stop()
         self.run_for(seconds)
         if stopped:
-            self.process.go_on()
+            self.process.resume()
 
     def turn(self, *names: str) -> None:
         """Carry frames of these nodes, or of all, until no node has anything to send."""

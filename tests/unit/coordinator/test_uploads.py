@@ -80,7 +80,7 @@ class Door:
         for offer in offers:
             fragment = offer.blob.fragment
             window = Window(terms=dataclasses.replace(self.windows[fragment], **terms), expected={A})  # type: ignore[arg-type]
-            told = self.intake.let_in(
+            told = self.intake.admit(
                 session or self.session,  # type: ignore[arg-type]
                 offer,
                 window,
@@ -102,7 +102,7 @@ def door(spec: RunSpec) -> Door:
 
 def test_a_delta_of_the_open_window_may_come_and_one_of_a_window_that_is_over_is_not_asked_for(door: Door) -> None:
     assert door.let_in(door.offer, window=2) is None
-    assert door.intake.let_in(door.session, door.offer, None, door.layout.fragments[0], "q4", 0.0) is None  # type: ignore[arg-type]
+    assert door.intake.admit(door.session, door.offer, None, door.layout.fragments[0], "q4", 0.0) is None  # type: ignore[arg-type]
     assert door.session.expected == []
     assert door.let_in(door.offer) is None
     assert door.session.blobs == [door.offer.blob]

@@ -480,7 +480,7 @@ def test_steps_in_which_nothing_is_due_are_decided_at_once(
     assert told[0] == each.executor.decision()
     for decision in told[1:]:
         at_once.executor.step_done(10, 1.0)
-        at_once.executor.go_on()
+        at_once.executor.resume()
         assert each.step() and decision == each.executor.decision()
 
 

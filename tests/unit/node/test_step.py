@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Layout, RunSpec
-from farloop.node.arguments import LoopOptions, bare, check_hooks, check_parameters, unwrapped
+from farloop.node.arguments import LoopOptions, check_hooks, check_parameters, unwrap, unwrapped
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
@@ -629,7 +629,7 @@ def test_a_model_that_is_converted_after_join_is_refused(other: torch.dtype, req
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_a_scripted_model_is_refused() -> None:
     with pytest.raises(LoopError, match=r"got a scripted module: give the module that it was made from$"):
-        bare(torch.jit.script(two_layers()))
+        unwrap(torch.jit.script(two_layers()))
 
 
 def test_a_model_that_was_made_under_inference_mode_is_refused() -> None:
@@ -746,7 +746,7 @@ def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
 
 def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
     with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
-        bare([nn.Linear(1, 1)])
+        unwrap([nn.Linear(1, 1)])
     loop = Loop(plain)
     with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
         _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]

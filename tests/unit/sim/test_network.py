@@ -162,7 +162,7 @@ def test_a_stopped_process_reads_what_waits_before_its_timers_fire() -> None:
     process.stop()
     process.after(1.0, lambda: seen.append("timer"))
     agenda.at(2.0, lambda: process.deliver(lambda: seen.append("frame")))
-    agenda.at(3.0, process.go_on)
+    agenda.at(3.0, process.resume)
     play(agenda)
     assert seen == ["frame", "timer"]
 
