@@ -34,7 +34,7 @@ from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
-from farloop.coordinator.storage.mirror import Mirror, MirroredFiles
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors
@@ -120,6 +120,8 @@ def run_coordinator(
             follower=None if rewind else follower,
         )
         ending.callback(store.close)
+        if mirror is not None:
+            mark(config.state_dir)
         adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
         gc.collect()
         gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s

@@ -278,34 +278,33 @@ class Leadership:
         found, now = store.read()
         return cls(store, root, term, now) if found == term else None
 
-    def set_in_sync(self, names: tuple[str, ...]) -> None:
-        """Record who has all that was told. Waits for the store.
+    def set_in_sync(self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
+        """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
         with self._lock:
-            if self.term.in_sync == names:
-                return
-            new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
             logged_at = float("-inf")
-            while True:
+            while self.term.in_sync != names:
+                new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
                 try:
                     self._store.replace(new, self._version)  # its answer may be lost: what is there decides
                     found, version = self._store.read()
-                    if found == new:
-                        self.term, self._version, self.why_held = new, version, ""
-                        return
-                    if found != self.term:
+                    if found is None or found.holder != self.term.holder:
                         raise self._deposed(found)
+                    self.term, self._version, self.why_held = found, version, ""
+                    continue
                 except Unreachable as error:
                     self.why_held = str(error)
                     if time.monotonic() - logged_at >= REPEAT_S:
                         logged_at = time.monotonic()
-                        _log.warning(
-                            "record not changed leads_by why=%r note='the run is held until it is'", str(error)
-                        )
+                        _log.warning("record not changed why=%r note='the run is held until it is'", str(error))
+                if unless():
+                    self.why_held = ""
+                    return False
                 if self._closed:
                     what = "stopped while the record of the leader could not be changed"
                     raise StorageFailed(self._root, f"{what}: {self.why_held}")
                 time.sleep(RETRY_S)
+            return True
 
     def check(self) -> None:
         """Raises Deposed: another leads. A store that does not answer says nothing."""
@@ -314,7 +313,7 @@ class Leadership:
                 found, _ = self._store.read()
             except Unreachable:
                 return
-            if found != self.term:
+            if found is None or found.holder != self.term.holder:
                 raise self._deposed(found)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.follower import Follower, Following
+from farloop.coordinator.storage.mirror import is_marked
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import parse_each_tcp
@@ -72,6 +73,14 @@ class Contender:
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
                     return leadership
+            elif self._config.peers and has_run(self._root) and not is_marked(self._root):
+                assert self.leader is not None
+                raise StateMismatch(
+                    self._root,
+                    f"holds a run, and {self.leader.leader}, which leads by {self._config.leads_by} since term "
+                    f"{self.leader.term}, did not have it from here: standing by would replace it. To go on with this "
+                    "run, stop the other, delete the record and start this one first; else give an empty --state DIR",
+                )
             elif self._config.peers:
                 stand_by()
                 return self._stand_by(stopped)

@@ -50,6 +50,7 @@ CHECK_S: Final = 2.0  # between two looks at the record
 ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
 
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
+_MARK: Final = "has-standbys"  # file of a folder that was led or mirrored by a record
 _COMPLETE: Final = "complete"  # its file that says that it is whole, and which old files stay
 _SNAPSHOTS: Final = "snapshots"
 _MIRRORED: Final = re.compile(
@@ -309,18 +310,23 @@ class Mirror:
         now = self._now()
         return now - standby.heard_at > SILENCE_S or now - standby.moved_at > STALLED_S
 
-    def _leave_behind(self, standby: _Standby) -> None:
-        """Go on without a standby: first in the record, then here. Raises Deposed."""
+    def _leave_behind(self, standby: _Standby, *, rejoins: bool = False) -> None:
+        """Go on without a standby: first in the record, then here. Raises Deposed.
+        `rejoins`: it asks to be let in over another connection, so that this one has ended."""
         until = self._now() + YIELD_S
         with self._moved:  # where nodes are silent, too, this host is cut off: the standby may lead, and should
             while self.nodes_silent_s() > NODES_SILENT_S and self._is_lost(standby) and self._now() < until:
                 self._moved.wait(0.05)
         names = self.leadership.term.in_sync
+        others = tuple(name for name in names if name != standby.name)
         try:
-            self.leadership.set_in_sync(tuple(name for name in names if name != standby.name))
+            # One that comes back over the same connection has missed nothing, where the store is away
+            alone = self.leadership.set_in_sync(others, unless=lambda: not rejoins and not self._is_lost(standby))
         except StorageError as error:
             self._fail(error)
             raise
+        if not alone:
+            return
         with self.lock, self._moved:
             self._known_routes.discard(standby.route)
             if self._standbys.pop(standby.route, None) is not None:
@@ -331,7 +337,7 @@ class Mirror:
 
     def _let_in(self, name: str, route: bytes, held: dict[str, tuple[int, str]]) -> None:
         for before in [each for each in self._standbys.values() if each.name == name]:
-            self._leave_behind(before)  # its connection broke: what was on its way to it is lost
+            self._leave_behind(before, rejoins=True)  # its connection broke: what was on its way to it is lost
         own = digests(self.root, self.inner, self._digests)
         standby = self._begin(name, route, {file for file, each in held.items() if own.get(file) == each})
         while self._copy_chunk(standby):
@@ -732,7 +738,19 @@ def finish_incoming(root: Path, files: Files = DISK) -> None:
             files.unlink(root / name)
     for name in _incoming(root, files):
         files.rename(base / name, root / name)
+    mark(root, files)
     for folder in (root / _SNAPSHOTS, root):
         with closing(files.open(folder)) as directory:
             directory.sync()
     files.delete(base / _COMPLETE)
+
+
+def mark(root: Path, files: Files = DISK) -> None:
+    """Say that the folder's run is the one that the record of the leader is about."""
+    if not is_marked(root, files):
+        files.write_bytes(root / _MARK, b"")
+
+
+def is_marked(root: Path, files: Files = DISK) -> bool:
+    """Whether the folder was led or mirrored by a record: another's state may take the place of this."""
+    return files.identity(root / _MARK) is not None

@@ -220,7 +220,7 @@ class PairStorm:
         self._leader = leader
         self._until(f"{leader} answers", lambda: self._status(leader) is not None)
         before = dict(self._newest)
-        self._until(f"{leader} commits", lambda: any(now > before[f] for f, now in self._newest.items()))
+        self._until(f"{leader} commits", lambda: any(now > before.get(f, 0) for f, now in self._newest.items()))
         self._took = time.monotonic() - began
 
     def _bring_back(self) -> None:

@@ -18,6 +18,7 @@ from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, term_store
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
+from farloop.coordinator.storage.mirror import mark
 from farloop.lab.chaos import record_server
 
 FIRST = Term(run="8f3c", leader="a", holder="1", term=1, address="tcp://a:7700")
@@ -216,6 +217,17 @@ def test_a_second_one_stands_by(tmp_path: Path) -> None:
     assert Start(tmp_path, "a", **PAIR).lead() is not None
     b = Start(tmp_path, "b", **PAIR)
     assert b.lead() is None and b.stands_by
+
+
+def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> None:
+    """A host with an empty folder was started before the one that has the run."""
+    assert Start(tmp_path, "b", **PAIR).lead() is not None
+    a = Start(tmp_path, "a", **PAIR)
+    a.has_run()
+    with pytest.raises(StateMismatch, match=r"holds a run, and b, which leads by .* since term 1, did not have it"):
+        a.lead()
+    mark(a.config.state_dir)
+    assert a.lead() is None and a.stands_by
 
 
 def test_a_leader_that_lost_its_folder_stands_by_for_those_that_have_all(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from virtual_files import Fate, VirtualFiles
 
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Deposed, StorageFailed
-from farloop.coordinator.leadership import Leadership, Term, Version
+from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
 from farloop.coordinator.storage import mirror as mirrors
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.follower import Adopted, Follower
@@ -357,6 +357,31 @@ def test_the_record_is_changed_before_the_run_goes_on_alone(pair: Pair, spec: Ru
     stored_runs.commit(store, 0)
     assert asked[0] >= 3 and pair.terms.term is not None and pair.terms.term.in_sync == ()
     assert not pair.mirror.alarms().get("leads_by")
+
+
+def test_a_standby_that_comes_back_releases_the_run_while_the_store_is_away(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    pair.cut_off = True
+    pair.time += 10.0
+    pair.terms.away = True
+    sent = list[tuple[bytes, Sequence[Bytes]]]()
+    pair.mirror.send = lambda route, frames: sent.append((route, frames))
+    asked = [0]
+
+    def away() -> tuple[Term | None, Version]:
+        asked[0] += 1
+        if asked[0] == 3:  # it was suspended, and takes all that waits for it
+            pair.cut_off, pair.mirror.send = False, pair.deliver
+            pair.mirror.received(pair.route, ["ping"])
+            for route, frames in sent:
+                pair.deliver(route, [bytes(frame) for frame in frames])
+        raise Unreachable("the store is away")
+
+    pair.terms.replace = lambda term, version: away()  # type: ignore[method-assign, return-value, func-returns-value]
+    stored_runs.commit(store, 0)
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",) and not pair.mirror.alarms()
+    assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
 
 
 def test_a_coordinator_that_stops_does_not_wait_for_a_standby(pair: Pair, spec: RunSpec) -> None:
