@@ -447,7 +447,7 @@ class CoordinatorExecutor:
 
     def _committed(self, result: Result, merge_s: float, computed_at: float, record: rec.WindowCommitted) -> None:
         self._deltas.forget([addend.blob for addend in record.blobs])
-        self._observer.committed(record, result, merge_s, self._clock.now() - computed_at)
+        self._observer.on_committed(record, result, merge_s, self._clock.now() - computed_at)
         self.happened(ev.CommitDone(record=record))
         self._result_over(record.fragment)
 

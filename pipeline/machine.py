@@ -203,18 +203,18 @@ class PipelineMachine:
             case ev.StepBegan():
                 self._begin(event)
             case ev.Arrived(sender=sender, work=work):
-                self._arrived(sender, work)
+                self._on_arrived(sender, work)
             case ev.Computed(work=work):
-                self._computed(work)
+                self._on_computed(work)
             case ev.MessageArrived():
                 self._on_message(event)
             case ev.Up(peer=peer):
                 self.peers.set(peer, "up")
                 self.homes.left.discard(peer)
             case ev.Down(peer=peer):
-                self._down(peer)
+                self._on_down(peer)
             case ev.Offered():
-                self._offered(event.layout, event.addresses)
+                self._on_offered(event.layout, event.addresses)
             case _:
                 assert_never(event)
         return self._advance()
@@ -320,7 +320,7 @@ class PipelineMachine:
 
     # --- work
 
-    def _arrived(self, sender: str, work: Work) -> None:
+    def _on_arrived(self, sender: str, work: Work) -> None:
         if work.epoch > self.epoch and work.epoch == self.switching.epoch:
             self.desk.early.append((sender, work))
         elif work.kind is not Kind.FORWARD:
@@ -350,7 +350,7 @@ class PipelineMachine:
             self._touched |= {hop.node for hop in work.visited}
         self.desk.queue.append(work)
 
-    def _computed(self, work: Work) -> None:
+    def _on_computed(self, work: Work) -> None:
         assert self.desk.running == work, "it was not asked for"
         self.desk.running = None
         took_s = self._now - self.busy_at
@@ -424,7 +424,7 @@ class PipelineMachine:
         for trip in self.desk.trips(of):
             self._forget(trip)
 
-    def _down(self, peer: str) -> None:
+    def _on_down(self, peer: str) -> None:
         self.peers.set(peer, "down")
         self._forget_all(lambda trip: trip.source == peer)
         for trip in [trip for trip, held in self.desk.held.items() if held.next == peer]:
@@ -470,7 +470,7 @@ class PipelineMachine:
 
     # --- another layout
 
-    def _offered(self, layout: StageLayout, addresses: dict[str, str]) -> None:
+    def _on_offered(self, layout: StageLayout, addresses: dict[str, str]) -> None:
         if refusal := self._prepare(layout, addresses):
             return self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
         self._post(self.switching.conduct(self._reachable()))
@@ -505,7 +505,7 @@ class PipelineMachine:
     def _retry_early(self) -> None:
         early, self.desk.early = self.desk.early, []
         for sender, work in early:
-            self._arrived(sender, work)
+            self._on_arrived(sender, work)
 
     # --- small things
 

@@ -257,15 +257,15 @@ class Adoption:
                 if refused := refusal(hello, node, self._ledger, None) or unbelievable(hello, self._ledger):
                     self._decisions.do(ev.Refuse(session=session, refused=refused))
                 else:
-                    self._greeted(event, now)
+                    self._on_hello(event, now)
             case ev.NodeMessage(node=node, session=session, message=message):
                 self._on_message(node, session, message)
             case ev.NodeDisconnected(node=node, session=session):
                 self._on_disconnect(node, session, now)
             case ev.AnchorStored(record=record):
-                self._stored(record)
+                self._on_stored(record)
             case ev.AnchorFailed():
-                self._failed(event)
+                self._on_failed(event)
             case _:
                 pass  # nothing else is under way
         return self._advance(now)
@@ -279,7 +279,7 @@ class Adoption:
 
     # --- what nodes say
 
-    def _greeted(self, event: ev.NodeHello, now: float) -> None:
+    def _on_hello(self, event: ev.NodeHello, now: float) -> None:
         """Let in a node that holds anchors, to be asked for them alone."""
         hello, before = event.hello, self._claims.get(event.node)
         if before is not None and before.session is not None:
@@ -342,13 +342,13 @@ class Adoption:
             claim.failed += claim.asked is not None
             claim.session, claim.held, claim.asked, claim.heard_at = None, None, None, now
 
-    def _stored(self, record: rec.AnchorFetched) -> None:
+    def _on_stored(self, record: rec.AnchorFetched) -> None:
         """An anchor arrived with the announced digest, and is durable."""
         self._fetched[record.anchor.fragment] = record
         if (claim := self._claims.get(record.node)) and claim.asked == record.anchor.fragment:
             claim.asked = None
 
-    def _failed(self, event: ev.AnchorFailed) -> None:
+    def _on_failed(self, event: ev.AnchorFailed) -> None:
         """An anchor did not match, or stopped coming."""
         claim = self._claims.get(event.node)
         if claim is not None:

@@ -162,7 +162,7 @@ class ParticipationCheck:
             return self._given_share
         return FLOOR_SHARE if self._ledger.spec.terms.admission.quorum is None else 0.0
 
-    def committed(self, record: WindowCommitted) -> None:
+    def on_committed(self, record: WindowCommitted) -> None:
         for share in record.merged:
             self._on_merged(share.node, record.round)
 
@@ -314,11 +314,11 @@ class Closing:
 
     # --- outcomes
 
-    def committed(self, record: rec.WindowCommitted, closed: Window) -> None:
-        self.node_deadlines.committed(closed, self._run.now)
+    def on_committed(self, record: rec.WindowCommitted, closed: Window) -> None:
+        self.node_deadlines.on_committed(closed, self._run.now)
         del self._commits[record.fragment]
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
-        self.guard.committed(record)
+        self.guard.on_committed(record)
 
     @property
     def in_quarantine(self) -> dict[NodeId, str]:
@@ -335,11 +335,11 @@ class Closing:
         for fragment in sorted(self._ahead & self._windows.keys()):
             self.try_one(fragment)
 
-    def failed(self, event: ev.CommitFailed) -> None:
+    def on_commit_failed(self, event: ev.CommitFailed) -> None:
         self._alarms[f"commit of fragment {event.fragment}"] = event.detail
         self._retry_at[event.fragment] = self._run.now + RETRY_S
 
-    def too_much(self, event: ev.SumOverflow) -> None:
+    def on_overflow(self, event: ev.SumOverflow) -> None:
         """The sum overflows fp32 and would again: leave the longest delta out."""
         window = self._windows[event.fragment]
         if event.longest is None:
@@ -391,7 +391,7 @@ class Closing:
             return self.node_deadlines.held(self._run.now)
         for window, node in self.node_deadlines.overdue(self._windows, self._run.now):
             if node in window.missing:
-                self.node_deadlines.missed(window, node, self._run.now)
+                self.node_deadlines.on_missed(window, node, self._run.now)
                 expects = self.node_deadlines.expects(node, self._run.now)
                 for one in [window] if expects else self._windows.values():
                     if one.state == "open" and node in one.missing:

@@ -78,13 +78,13 @@ class Deadlines:
 
     # --- what is seen
 
-    def opened(self, window: Window) -> None:
+    def on_opened(self, window: Window) -> None:
         fragment, number = window.terms.fragment, window.terms.window
         oldest = number - window.max_staleness
         self._opened_at = {k: at for k, at in self._opened_at.items() if k[0] != fragment or k[1] >= oldest}
         self._opened_at[fragment, number] = window.opened_at
 
-    def offered(self, offer: Offer) -> None:
+    def on_offer(self, offer: Offer) -> None:
         key = (offer.blob.node, offer.blob.fragment)
         self._offered[key] = max(offer.window, self._offered.get(key, 0))
 
@@ -99,7 +99,7 @@ class Deadlines:
         if not pace.misses:
             pace.rests = 0
 
-    def committed(self, window: Window, now: float) -> None:
+    def on_committed(self, window: Window, now: float) -> None:
         self._windows_took.append((now - window.opened_at, self._steps(window.terms.round, None)))
         self._moved_at = now
         here, _ = self._run.members, self._middle_s  # of those who are here until now
@@ -110,7 +110,7 @@ class Deadlines:
         """Nothing can be committed: this time counts against no node."""
         self._moved_at = now
 
-    def restarted(self, node: NodeId) -> None:
+    def on_restart(self, node: NodeId) -> None:
         """The node was restarted, perhaps repaired. Its record is cleared for two restarts."""
         pace = self._paces.get(node)
         if pace is not None and pace.rests <= 2:
@@ -146,7 +146,7 @@ class Deadlines:
         ]
         return found if self._drops else []
 
-    def missed(self, window: Window, node: NodeId, now: float) -> None:
+    def on_missed(self, window: Window, node: NodeId, now: float) -> None:
         """Count a missed deadline, and suspend a node that misses several."""
         pace = self._paces.setdefault(node, _Pace())
         since, allowed = self._since(window, node), self.allowed_s(window, node)

@@ -197,7 +197,7 @@ class Ledger:
         if self.outcome_reason(stored.blob, stored.window) is None and self._spooled.isdisjoint(_spools(offer)):
             self.inputs[stored.blob] = offer
             self._spooled.update(_spools(offer))
-            self.screening.stored(stored)
+            self.screening.on_stored(stored)
 
     def _set_inputs(self, inputs: dict[BlobId, Offer]) -> None:
         """Have these deltas without an outcome, and no others."""
@@ -206,7 +206,7 @@ class Ledger:
     def _commit(self, record: rec.WindowCommitted) -> None:
         fragment, version = record.fragment, record.version
         assert version == self.versions[fragment] + 1, "commits of a fragment come one by one"
-        self.screening.committed(record, self.inputs, self.rounds)
+        self.screening.on_committed(record, self.inputs, self.rounds)
         self.versions[fragment] = version
         if record.next_window is None:
             self.windows.pop(fragment, None)

@@ -206,8 +206,8 @@ class CoordinatorMachine:
             case ev.NodeHello():
                 if self._membership.is_new(event):
                     self._clear_alarms(event.node)
-                    self._closing.node_deadlines.restarted(event.node)
-                self._membership.greeted(event, now)
+                    self._closing.node_deadlines.on_restart(event.node)
+                self._membership.on_hello(event, now)
             case ev.NodeMessage(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
                     member.heard_at = now
@@ -216,15 +216,15 @@ class CoordinatorMachine:
                 if member := self._membership.in_session(node, session):
                     self._membership.on_disconnect(member, reason, now)
             case ev.InputStored(offer=offer, payload=payload):
-                self._stored(offer, payload)
+                self._on_stored(offer, payload)
             case ev.InputFailed(offer=offer, reason=reason, detail=detail):
                 self._drop(offer, reason, detail)
             case ev.CommitDone(record=record):
-                self._committed(record)
+                self._on_committed(record)
             case ev.CommitFailed():
-                self._closing.failed(event)
+                self._closing.on_commit_failed(event)
             case ev.SumOverflow():
-                self._closing.too_much(event)
+                self._closing.on_overflow(event)
             case ev.TermsGiven(revision=revision):
                 self._decisions.record(rec.TermsChanged(revision=revision))
                 self._membership.send_revision(revision)
@@ -296,20 +296,20 @@ class CoordinatorMachine:
         match message:
             case msg.Ready(history=history):
                 if history == self.ledger.history:  # else its node has yet to hear that it must begin again
-                    self._membership.ready(member, message, now)
+                    self._membership.on_ready(member, message, now)
             case msg.Offer():
-                self._offered(member, message)
+                self._on_offer(member, message)
             case msg.Progress():
-                self._reported(member, message, now)
+                self._on_progress(member, message, now)
             case msg.Evaluation():
-                self._evaluated(member, message)
+                self._on_evaluation(member, message)
             case msg.Fetch(fragment=fragment, first=first):
                 if 0 <= fragment < len(self.ledger.versions) and member.has(self.ledger.fragment(fragment)):
                     wrong = set[int]() if first else {fragment}
                     self._note_damage(member.name, self._damaged.get(member.name, set()) | wrong)
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
-                self._membership.left(member, message, now)
+                self._membership.on_leave(member, message, now)
             case _:
                 pass  # the session's own business
 
@@ -322,7 +322,7 @@ class CoordinatorMachine:
             self._closing.clock_jumped(self._rollback.held_s)
             self._closing.try_all()
 
-    def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+    def _on_progress(self, member: Member, progress: msg.Progress, now: float) -> None:
         """Ignore a report that cannot be true: it is no sign of progress."""
         untrue = progress_untrue(progress, self.ledger, member.holds)
         if untrue is not None:
@@ -331,9 +331,9 @@ class CoordinatorMachine:
         self.alarms.pop(f"{REPORT}{member.name}", None)
         if more := samples_untrue(progress, member, self.ledger):
             self.alarms[f"{REPORT}{member.name}"] = more
-        self._membership.reported(member, progress, now)
+        self._membership.on_progress(member, progress, now)
 
-    def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
+    def _on_evaluation(self, member: Member, evaluation: msg.Evaluation) -> None:
         """Take the evaluation of a node that was asked, once."""
         asked = self._evaluations.asked(member.name, evaluation.versions, evaluation.position)
         if asked is None or member.stage != "training":
@@ -389,16 +389,16 @@ class CoordinatorMachine:
             opened_at=self._run.now,
             expected=expected,
         )
-        self._closing.node_deadlines.opened(window)
+        self._closing.node_deadlines.on_opened(window)
         window.begin_with(self.ledger.inputs, ours.admission.quorum)
         self.grace.update(window, ours.admission.quorum, self._run.now)
 
-    def _offered(self, member: Member, offer: msg.Offer) -> None:
+    def _on_offer(self, member: Member, offer: msg.Offer) -> None:
         blob = offer.blob
         window = self.windows.get(blob.fragment)
         if blob in self.ledger.inputs:
             return self._decisions.send(member.name, msg.Stored(blob=blob))
-        self._closing.node_deadlines.offered(offer)
+        self._closing.node_deadlines.on_offer(offer)
         if blob.fragment in (ailing := self._damaged.get(member.name, set())):
             self._note_damage(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
         if refused := delta_refusal(offer, member, self.ledger, window):
@@ -416,7 +416,7 @@ class CoordinatorMachine:
     def _send_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
         self._decisions.send(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
 
-    def _stored(self, offer: msg.Offer, payload: int) -> None:
+    def _on_stored(self, offer: msg.Offer, payload: int) -> None:
         window = self.windows.get(offer.blob.fragment)
         self.ledger.leases.stores(offer.blob.node, offer.blob.incarnation, offer.consumed)
         if offer.blob in self.ledger.inputs:
@@ -455,12 +455,12 @@ class CoordinatorMachine:
             window.removed[node] = reason
             self._closing.try_one(offer.blob.fragment)
 
-    def _committed(self, record: rec.WindowCommitted) -> None:
+    def _on_committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: publish it, start waiting nodes, open the next window, or end the run."""
         before, held = self.ledger.current_round, self.ledger.inputs
         closed = self.windows.pop(record.fragment)
         self.ledger.apply(record)
-        self._closing.committed(record, closed)
+        self._closing.on_committed(record, closed)
         for blob in held.keys() - self.ledger.inputs.keys() - {addend.blob for addend in record.blobs}:
             self._decisions.do(ev.Forget(blob=blob))
         self._closing.fix_rounds()

@@ -117,7 +117,7 @@ class Membership:
         member = self.members.get(event.node)
         return member is None or event.hello.incarnation > member.incarnation
 
-    def greeted(self, event: ev.NodeHello, now: float) -> None:
+    def on_hello(self, event: ev.NodeHello, now: float) -> None:
         """Handle a session's first message: let the node in, or say why not."""
         hello, name = event.hello, event.node
         member = self.members.get(name)
@@ -227,7 +227,7 @@ class Membership:
 
     # --- starting
 
-    def ready(self, member: Member, told: msg.Ready, now: float) -> None:
+    def on_ready(self, member: Member, told: msg.Ready, now: float) -> None:
         if member.stage != "joining":
             return
         if fault := frozen_fault(told.frozen, member, self._ledger):
@@ -327,7 +327,7 @@ class Membership:
 
     # --- samples
 
-    def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+    def on_progress(self, member: Member, progress: msg.Progress, now: float) -> None:
         paused = member.paused
         member.report(progress, now)
         if member.paused and not paused:
@@ -402,7 +402,7 @@ class Membership:
     def on_disconnect(self, member: Member, reason: Reason, now: float) -> None:
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
-    def left(self, member: Member, leave: msg.Leave, now: float) -> None:
+    def on_leave(self, member: Member, leave: msg.Leave, now: float) -> None:
         member.anchors, member.detail = leave.anchors, leave.detail
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)

@@ -187,14 +187,14 @@ class Screening:
     def all_seen(self) -> tuple[rec.Seen, ...]:
         return tuple(one for of_fragment in self.seen.values() for one in of_fragment)
 
-    def stored(self, record: rec.InputStored) -> None:
+    def on_stored(self, record: rec.InputStored) -> None:
         if record.payload:
             self.payloads[record.blob] = record.payload
 
     def forget(self, blob: BlobId) -> None:
         self.payloads.pop(blob, None)
 
-    def committed(
+    def on_committed(
         self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rounds: Mapping[int, RoundPlan]
     ) -> None:
         """A window closed. `inputs` still holds its deltas, if deltas are spooled."""

@@ -67,7 +67,7 @@ class DecisionLog:
             case _:
                 pass
 
-    def computed(self, fragment: int, norm: float, merge_s: float, journal_s: float) -> None:
+    def on_computed(self, fragment: int, norm: float, merge_s: float, journal_s: float) -> None:
         """Norm and durations of the fragment's commit in progress."""
         self._computed[fragment] = (norm, merge_s, journal_s)
 

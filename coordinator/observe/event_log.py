@@ -111,7 +111,7 @@ class EventLog:
             case _:
                 pass
 
-    def committed(self, record: rec.WindowCommitted, now: float) -> None:
+    def on_committed(self, record: rec.WindowCommitted, now: float) -> None:
         for drop in record.drops:
             self.add("dropped", drop.node, drop.reason, f"fragment {record.fragment}, window {record.version}", now)
 

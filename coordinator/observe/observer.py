@@ -150,10 +150,10 @@ class Observer(interface.Observer):
     def says_good_bye(self, reason: Reason) -> None:
         self._happenings.add("farewell", "", reason, "", time.monotonic())
 
-    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
+    def on_committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
         names = [share.node for share in record.merged]
-        self._happenings.committed(record, time.monotonic())
-        self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
+        self._happenings.on_committed(record, time.monotonic())
+        self._diary.on_computed(record.fragment, result.delta_norm, merge_s, journal_s)
         self._merged[record.fragment] = list(names)
         self._timeline.write(
             {

@@ -21,7 +21,7 @@ def begun(spec: RunSpec) -> Ledger:
 
 
 class Watched:
-    """A machine; observers override `on_event`, `on_command` and `committed`. Commits are done as they are decided."""
+    """A machine; observers override `on_event`, `on_command` and `on_committed`. Commits are done at once."""
 
     def __init__(self, ledger: Ledger, now: float = 0.0) -> None:
         self.now = now
@@ -33,7 +33,7 @@ class Watched:
     def on_command(self, command: ev.Command) -> None:
         """Of all commands."""
 
-    def committed(self, record: rec.WindowCommitted) -> None:
+    def on_committed(self, record: rec.WindowCommitted) -> None:
         """Before the machine hears that it is done."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
@@ -49,7 +49,7 @@ class Watched:
             self.on_command(command)
             if isinstance(command, ev.Commit):
                 record = dataclasses.replace(command.draft, update_size=77, anchor_digest=5)
-                self.committed(record)
+                self.on_committed(record)
                 self.handle(ev.CommitDone(record=record))
         return commands
 

@@ -38,9 +38,9 @@ class Scene(Watched):
     def on_command(self, command: ev.Command) -> None:
         self.log.on_command(command, self.now)
 
-    def committed(self, record: rec.WindowCommitted) -> None:
+    def on_committed(self, record: rec.WindowCommitted) -> None:
         self.now += 2.0
-        self.log.computed(record.fragment, 2.5, 0.25, 0.5)
+        self.log.on_computed(record.fragment, 2.5, 0.25, 0.5)
 
     def refuse(self, detail: str) -> None:
         self.handle(ev.InputFailed(offer=self.offer(OSLO), reason=Reason.CORRUPT, detail=detail))

@@ -129,7 +129,7 @@ def a_delta_before_the_start(scene: Scene) -> None:
 
 def a_window_that_closes(scene: Scene) -> None:
     drops = (msg.Drop(node=A, reason=Reason.SILENT),)
-    scene.events.committed(
+    scene.events.on_committed(
         rec.WindowCommitted(
             fragment=1, version=5, round=2, merged=(), drops=drops, blobs=(), anchor_digest=0, target_digest=0,
             momentum_digest=None, next_window=None, update_size=0, update_digest=0, outer_lr=1.0, outer_momentum=0.0,

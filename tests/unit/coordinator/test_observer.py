@@ -56,9 +56,9 @@ class Scene(Watched):
     def on_event(self, event: ev.Event) -> None:
         self.observer.on_event(event, self.machine)
 
-    def committed(self, record: rec.WindowCommitted) -> None:
+    def on_committed(self, record: rec.WindowCommitted) -> None:
         buffers = Buffers(version=record.version, anchor=torch.zeros(1), target=torch.zeros(1), outer={})
-        self.observer.committed(
+        self.observer.on_committed(
             dataclasses.replace(record, drops=(msg.Drop(node=B, reason=Reason.LATE),)),
             Result(buffers=buffers, update=bytearray(77), anchor_digest=5, target_digest=6, outer_digest=None,
                    delta_norm=2.5),

@@ -50,7 +50,7 @@ class Story:
             )  # fmt: skip
             offers.append(offer)
             self.payload += 1
-            self.screening.stored(rec.InputStored.of(offer, (payloads or {}).get(node, self.payload)))
+            self.screening.on_stored(rec.InputStored.of(offer, (payloads or {}).get(node, self.payload)))
         rounds = {self.version: plan(self.version)}
         terms = WindowTerms(
             fragment=1, window=self.version + 1, round=self.version, tau=2, mix=0.5, codec_up="q4", codec_down="q4"
@@ -65,7 +65,7 @@ class Story:
             anchor_digest=0, target_digest=0, momentum_digest=None, next_window=None, update_size=0, update_digest=0,
             outer_lr=1.0, outer_momentum=0.0, why="", refused=refused,
         )  # fmt: skip
-        self.screening.committed(record, {offer.blob: offer for offer in offers}, rounds)
+        self.screening.on_committed(record, {offer.blob: offer for offer in offers}, rounds)
         self.screening.settle({})
         return {refusal.blob.node: refusal.reason for refusal in refused}
 
