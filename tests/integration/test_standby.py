@@ -178,6 +178,8 @@ def test_a_coordinator_without_a_folder_restores_the_newest_copy(pair: Pair) -> 
     before = run.until("windows commit", lambda status: min(status["versions"]) >= 4)
     pair.daemons["a"].kill()
     pair.start("b", *copies, *alone)
+    pair.look_at("b")
+    run.until("what nodes hold is adopted", lambda status: at_least(status, before))
     pair.goes_on_at("b", before)
 
 
@@ -200,6 +202,10 @@ def test_what_does_not_go_together_is_one_line(pair: Pair) -> None:
     refused = pair.start("a")
     assert pair.run.until_ended(refused) == ExitCode.STORAGE
     assert_one_line(refused, "the record holds the leader of another run")
+
+
+def at_least(status: Status, before: Status) -> bool:
+    return all(now >= then for now, then in zip(status["versions"], before["versions"], strict=True))
 
 
 def page_of(pair: Pair, name: str, path: str) -> tuple[int, str]:
