@@ -94,6 +94,9 @@ class CoordinatorConfig:
     peers: Annotated[str, parse_each_tcp] = ""
     """The `mirror` addresses of all coordinators of the run, as tcp://a:7701, tcp://b:7701; its own may be among
     them."""
+    follow: bool = True
+    """While it stands by, keep the state in memory (12 bytes a parameter) and repeat each commit, so that it leads
+    within milliseconds. Without it, leading costs a start."""
     map_buffers: bool = False
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""

@@ -127,11 +127,12 @@ class Contender:
 
         try:
             client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
-            self.client, following = client, Following(self._root, self._place, lambda: client.whole)
+            self.client = client
+            following = Following(self._root, self._place, lambda: client.whole) if self._config.follow else None
             try:
                 client.run(over)
             finally:
-                self.follower = following.stop()
+                self.follower = following.stop() if following else None
         finally:
             self.client = None
             with_lock.close()
