@@ -207,6 +207,9 @@ class MirrorClient:
             while not over():
                 now = time.monotonic()
                 patience_s = JOIN_S if self.lost_at is not None or self.heard_at < joined_at else SILENCE_S + JOIN_S
+                if self._socket is None and now - joined_at < PING_S:
+                    time.sleep(0.02)
+                    continue
                 if self._socket is None or now - max(self.heard_at, joined_at) > patience_s:
                     self._join()
                     joined_at, pinged_at, taken = time.monotonic(), float("-inf"), self._replica.taken
@@ -272,7 +275,7 @@ class MirrorClient:
             while True:
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
                 if event == zmq.EVENT_DISCONNECTED:
-                    self.lost_at = time.monotonic()
+                    self.lost_at = self.lost_at or time.monotonic()  # a try that fails later is no new loss
                     return False
         with suppress(zmq.Again):
             for _ in range(_BURST):

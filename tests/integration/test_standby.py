@@ -3,6 +3,10 @@ that nodes were told."""
 
 import json
 import signal
+import socket
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,8 @@ from loopback import (
 )
 
 from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.net.zmq_mirror import MirrorClient
+from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -129,6 +135,34 @@ def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
     standby.signal(signal.SIGTERM)
     assert run.until_ended(standby) == ExitCode.DONE
     assert standby.last_line == "stopped while it stood by; the same command stands by again"
+
+
+def test_a_standby_whose_dials_are_taken_and_dropped_leads_after_a_second(tmp_path: Path) -> None:
+    """As by a port forward or a load balancer in front of a leader that is gone: no new loss begins with each try."""
+    with Listening() as port:
+        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, "b")
+        client.heard_at = client.lost_at = began = time.monotonic()
+        client.run(lambda: client.is_without_leader or time.monotonic() - began > 4.0)
+        assert time.monotonic() - began < 2.0
+        assert client._dials <= 3, "and it does not dial all the time"
+
+
+class Listening:
+    """A port that takes each connection and ends it."""
+
+    def __enter__(self) -> int:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._run, daemon=True).start()
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._socket.accept()[0].close()
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
 
 
 @pytest.mark.slow
