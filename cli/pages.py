@@ -122,7 +122,7 @@ class LoopWatch:
 
 @contextmanager
 def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[str]:
-    """Serve the pages of a standby: healthy, not ready, and for whom it stands by. Yields their URL."""
+    """Serve the pages of a standby: healthy, not ready, and which leader it stands by for. Yields their URL."""
     if not config.http:
         yield ""
         return
