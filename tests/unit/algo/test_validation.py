@@ -185,7 +185,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("diloco", rate(drops=(3,)), r"lr.drops is \(3,\), but lr.shape is cosine: only step has it"),
     ("diloco", rate(anneal_at=3), "lr.anneal_at is 3, but lr.shape is cosine: only infinite has it"),
     ("diloco", rate(shape="step"), "lr.drops is empty; lr.shape = step falls there, as at 33,66"),
-    ("diloco", rate(shape="step", drops=(70, 40)), "in rising order"),
+    ("diloco", rate(shape="step", drops=(70, 40)), "expected rising positions"),
     ("diloco", rate(shape="step", drops=(100,)), "positions from 1 to 99"),
     ("diloco", rate(shape="step", drops=(4,), drop_factor=1.0), "lr.drop_factor is 1.0; it is above 0 and below 1"),
     ("diloco", rate(shape="wsd", decay_share=0.95), "decay_share is 0.95; above 0, and with the warm-up at most 0.9"),
