@@ -280,6 +280,7 @@ class Leadership:
 
     def set_in_sync(self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
+        One thread at a time decides the names (`Mirror`).
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
         with self._lock:
             logged_at = float("-inf")

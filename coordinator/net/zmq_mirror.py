@@ -147,17 +147,10 @@ class MirrorServer:
             with suppress(zmq.Again):
                 for _ in range(_BURST):
                     route, *frames = self._router.recv_multipart(zmq.DONTWAIT)
-                    head = _head(frames)
-                    if head is not None:
-                        self._mirror.received(route, head)
-
-
-def _head(frames: Sequence[bytes]) -> list[Any] | None:
-    with suppress(ValueError, IndexError, RecursionError):
-        found = json.loads(frames[0])
-        if isinstance(found, list):
-            return found
-    return None
+                    try:
+                        self._mirror.received(route, json.loads(frames[0]))
+                    except (ValueError, TypeError, IndexError, RecursionError) as error:
+                        _log.warning("bad message of a standby why=%r", str(error))
 
 
 class MirrorClient:

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import xxhash
 
-from farloop.coordinator.errors import StorageError, StorageFailed
+from farloop.coordinator.errors import NoRoom, StorageError, StorageFailed
 from farloop.coordinator.leadership import Leadership
 from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock
 from farloop.monitoring.status import StandbyStatus
@@ -138,6 +138,7 @@ class Mirror:
         self.nodes_silent_s: Callable[[], float] = lambda: 0.0
         """Since any node was heard of; 0 while none is connected. Any thread."""
         self.lock = threading.RLock()  # holds the order of changes
+        self._membership = threading.RLock()  # held while the record and `_standbys` are changed to agree
         self._moved = threading.Condition(threading.Lock())  # a standby took something, or the state below changed
         self._standbys: dict[bytes, _Standby] = {}
         self._joining: dict[str, tuple[bytes, dict[str, tuple[int, str]]]] = {}
@@ -186,12 +187,18 @@ class Mirror:
             while self._joining:
                 with self._moved:
                     name, (route, held) = self._joining.popitem()
-                self._let_in(name, route, held)
+                try:
+                    self._let_in(name, route, held)
+                except (OSError, NoRoom) as error:  # as where no file can be opened: it asks again
+                    _log.warning("standby not let in name=%s why=%r", name, str(error))
+                    self._forget(route)
             if self._now() - self._checked_at >= CHECK_S:
                 self._checked_at = self._now()
                 self.leadership.check()
                 for standby in list(self._standbys.values()):
                     self._bring_reports(standby)
+        except (OSError, NoRoom) as error:
+            _log.warning("reports not brought why=%r", str(error))
         except StorageError as error:
             self._fail(error)
 
@@ -317,26 +324,33 @@ class Mirror:
         with self._moved:  # where nodes are silent, too, this host is cut off: the standby may lead, and should
             while self.nodes_silent_s() > NODES_SILENT_S and self._is_lost(standby) and self._now() < until:
                 self._moved.wait(0.05)
-        names = self.leadership.term.in_sync
-        others = tuple(name for name in names if name != standby.name)
+        while not self._membership.acquire(timeout=0.2):
+            if not rejoins and not self._is_lost(standby):
+                return
         try:
+            others = tuple(name for name in self.leadership.term.in_sync if name != standby.name)
             # One that comes back over the same connection has missed nothing, where the store is away
             alone = self.leadership.set_in_sync(others, unless=lambda: not rejoins and not self._is_lost(standby))
+            if alone and self._forget(standby.route):
+                _log.warning("standby left behind name=%s note='the run goes on without it'", standby.name)
         except StorageError as error:
             self._fail(error)
             raise
-        if not alone:
-            return
+        finally:
+            self._membership.release()
+
+    def _forget(self, route: bytes) -> bool:
+        """Nothing more goes to it, and no sync waits for it; whether it was there."""
         with self.lock, self._moved:
-            self._known_routes.discard(standby.route)
-            if self._standbys.pop(standby.route, None) is not None:
-                _log.warning("standby left behind name=%s note='the run goes on without it'", standby.name)
+            self._known_routes.discard(route)
+            was = self._standbys.pop(route, None)
             self._moved.notify_all()
+        return was is not None
 
     # --- Letting in
 
     def _let_in(self, name: str, route: bytes, held: dict[str, tuple[int, str]]) -> None:
-        for before in [each for each in self._standbys.values() if each.name == name]:
+        for before in [each for each in list(self._standbys.values()) if each.name == name]:
             self._leave_behind(before, rejoins=True)  # its connection broke: what was on its way to it is lost
         own = digests(self.root, self.inner, self._digests)
         standby = self._begin(name, route, {file for file, each in held.items() if own.get(file) == each})
@@ -348,10 +362,10 @@ class Mirror:
             standby.waits = True
             number = self.tell("whole", to=standby)
         self.wait(number)
-        with self.lock:
+        with self._membership:
             if standby.route not in self._standbys:
                 return
-        self.leadership.set_in_sync(tuple(sorted({*self.leadership.term.in_sync, name})))
+            self.leadership.set_in_sync(tuple(sorted({*self.leadership.term.in_sync, name})))
         _log.info("standby in sync name=%s term=%d bytes=%d", name, self.leadership.term.term, standby.sent)
 
     def _begin(self, name: str, route: bytes, equal: set[str]) -> _Standby:

@@ -532,8 +532,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the leader goes on alone and does not say so",
         "coordinator/storage/mirror.py",
-        "others = tuple(name for name in names if name != standby.name)",
-        "others = names",
+        "others = tuple(name for name in self.leadership.term.in_sync if name != standby.name)",
+        "others = self.leadership.term.in_sync",
         "unit/coordinator/test_pair_simulated.py",
     ),
     _of(

@@ -4,7 +4,7 @@ that forget what was not synced."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Condition, Lock
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from terms_in_memory import Terms
 from virtual_files import Fate, VirtualFiles
 
 from farloop.algo.spec import RunSpec
-from farloop.coordinator.errors import Deposed, StorageFailed
+from farloop.coordinator.errors import Deposed, NoDescriptor, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
 from farloop.coordinator.storage import mirror as mirrors
 from farloop.coordinator.storage.files import Bytes
@@ -391,6 +391,44 @@ def test_a_coordinator_that_stops_does_not_wait_for_a_standby(pair: Pair, spec: 
     pair.mirror.close()
     store.close()
     assert found(pair.leader.killed()) == told(store)
+
+
+def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, spec: RunSpec) -> None:
+    """It has all, and falls silent before the record says so: whoever goes on without it first takes it out."""
+    store = pair.begin(spec)
+    set_in_sync, at_work = pair.mirror.leadership.set_in_sync, list[Thread]()
+
+    def slowly(names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
+        if names == ("b",):  # the storage thread finds it silent now
+            pair.cut_off = True
+            pair.time += 10.0
+            at_work.append(Thread(target=lambda: stored_runs.commit(store, 0)))
+            at_work[0].start()
+            at_work[0].join(0.5)
+            assert at_work[0].is_alive(), "it waits until the record is settled"
+        return set_in_sync(names, unless)
+
+    pair.mirror.leadership.set_in_sync = slowly  # type: ignore[method-assign]
+    pair.join()
+    at_work[0].join(30.0)
+    assert not at_work[0].is_alive()
+    assert pair.terms.term is not None and pair.terms.term.in_sync == () and not pair.mirror.has_standbys
+
+
+def test_a_leader_that_cannot_read_its_files_goes_on(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    opened = pair.leader.open
+
+    def fails(path: Path, *, write: bool = False) -> Any:
+        raise NoDescriptor(path)
+
+    pair.leader.open = fails  # type: ignore[method-assign]
+    pair.join()
+    assert not pair.mirror.has_standbys
+    pair.leader.open = opened  # type: ignore[method-assign]
+    work(store, 1)
+    pair.join(b"2")
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
 
 
 def test_reports_follow_and_nothing_waits_for_them(pair: Pair, spec: RunSpec) -> None:
