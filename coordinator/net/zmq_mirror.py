@@ -19,7 +19,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.coordinator.errors import StorageError
+from farloop.coordinator.errors import StorageError, StorageFailed
 from farloop.coordinator.net.zmq_router import ZAP_DOMAIN, BindError
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
@@ -82,8 +82,8 @@ class MirrorServer:
             raise
         mirror.send, mirror.serves = self._send, bool(endpoint)
         self._threads = [
-            threading.Thread(target=self._run, name="mirror", daemon=True),
-            threading.Thread(target=self._let_in, name="let standbys in", daemon=True),
+            threading.Thread(target=self._guarded, args=(self._run,), name="mirror", daemon=True),
+            threading.Thread(target=self._guarded, args=(self._let_in,), name="let standbys in", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -128,6 +128,14 @@ class MirrorServer:
         ]
         self._queue.put([route, *shared])
         os.write(self._wake, b"x")
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A fault of a thread ends the leader: without it nothing may be told."""
+        try:
+            work()
+        except Exception as error:
+            self._mirror.fail(StorageFailed(self._mirror.root, f"mirroring failed: {error!r}"))
+            raise
 
     def _let_in(self) -> None:
         while not self._over.wait(0.05):

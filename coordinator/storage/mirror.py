@@ -200,9 +200,10 @@ class Mirror:
         except (OSError, NoRoom) as error:
             _log.warning("reports not brought why=%r", str(error))
         except StorageError as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: StorageError) -> None:
+    def fail(self, error: StorageError) -> None:
+        """End this leader: whatever waits or is to be told fails."""
         with self._moved:
             self.error = self.error or error
             self._moved.notify_all()
@@ -334,7 +335,7 @@ class Mirror:
             if alone and self._forget(standby.route):
                 _log.warning("standby left behind name=%s note='the run goes on without it'", standby.name)
         except StorageError as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._membership.release()
