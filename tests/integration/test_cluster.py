@@ -169,7 +169,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path)
         for bad in (1, None, 0):
             for parameter in module.parameters():
                 parameter.grad = torch.full_like(parameter, float("inf") if bad == cluster.rank else 1.0)
-            took.append(step.take(0.1))
+            took.append(step.run(0.1))
             module.zero_grad()
         tell(took=took, moved=module[0].bias.tolist() != before, weights=module[2].weight.tolist())
         """,
