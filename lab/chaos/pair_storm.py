@@ -105,7 +105,8 @@ class PairStorm:
         self._newest: dict[int, int] = {}
         self._commits_at: list[float] = []
         self.outcome = PairOutcome()
-        self._leader, self._took = "a", 0.0
+        self._leader, self._term, self._took = "a", 0, 0.0
+        self._either = False  # whether either may go on as the leader
 
     @property
     def _standby(self) -> str:
@@ -200,8 +201,9 @@ class PairStorm:
             case "cut_apart":
                 for relay in self._relays:
                     self._thread.cut(relay)
+                self._either = True
                 self._rest(AWAY_S)
-                self._took = self._gap(began)
+                self._either, self._took = False, self._gap(began)
                 for relay in self._relays:
                     self._thread.heal(relay)
             case _:
@@ -266,6 +268,8 @@ class PairStorm:
         status = page(self._ports[name][1])
         if status is None or "versions" not in status:
             return None
+        if (term := status["standby"]["term"]) > self._term:
+            self._leader, self._term = name, term  # where the two are cut apart, either may go on
         for fragment, (version, digest) in enumerate(zip(status["versions"], status["digests"], strict=True)):
             if self._told.setdefault((fragment, version), digest) != digest:
                 self.outcome.forks += 1
@@ -289,7 +293,8 @@ class PairStorm:
     def _observe(self) -> None:
         if self._stopped:
             raise CommandError("stopped", ExitCode.INTERRUPTED)
-        self._status(self._leader)
+        for name in "ab" if self._either else self._leader:
+            self._status(name)
         time.sleep(0.02)
 
     def _until(self, what: str, condition: Callable[[], bool]) -> None:
