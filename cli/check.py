@@ -9,7 +9,7 @@ from farloop.config.memory import Memory, memory_of
 from farloop.config.run_config import loops_bring_data
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
-from farloop.monitoring.addresses import parse_tcp
+from farloop.monitoring.addresses import parse_each_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
 from farloop.node.settings import HF, NodeConfig
 from farloop.quant.blob import blob_bytes, typical_bytes
@@ -146,5 +146,5 @@ def _uplink_lines(limit: UplinkLimit, round_bytes: float = 0.0) -> list[Line]:
 def _guard(address: str, key: Path | None) -> str:
     if key is not None:
         return "encrypted"
-    is_local = all(parse_tcp(part.strip(), listens=True).is_loopback for part in address.split(","))
+    is_local = all(one.is_loopback for one in parse_each_tcp(address, listens=True))
     return "in the clear, " + ("this machine only" if is_local else "OPEN TO ANY PEER")

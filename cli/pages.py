@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Self
 
@@ -21,7 +21,7 @@ from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender
 from farloop.monitoring import page
 from farloop.monitoring.addresses import parse_host_port
-from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
+from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Handler, Response
 from farloop.monitoring.status import Status, dumps
 from farloop.runtime.log_queue import stack_of
 
@@ -148,6 +148,13 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
         return Response(content_type=metrics.content_type, body=body)
 
     routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), METRICS: figures}
+    with _served(config, routes) as url:
+        yield url
+
+
+@contextmanager
+def _served(config: CoordinatorConfig, routes: Mapping[str, Handler]) -> Iterator[str]:
+    """Serve pages at `config.http`, and yield their URL."""
     address = parse_host_port(config.http, listens=True)
     with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
@@ -196,7 +203,6 @@ def pages(config: CoordinatorConfig, coordinator: Coordinator, watch: LoopWatch,
         return Response(status=code, content_type=page.TYPE, body=body, headers=page.headers())
 
     page.page(None)  # its files are read now: once the package is upgraded in place, they are others
-    address = parse_host_port(config.http, listens=True)
     routes = {PAGE: status_page, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
-    with Endpoint(address.host, address.port, routes, names=config.http_names) as endpoint:
-        yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
+    with _served(config, routes) as url:
+        yield url

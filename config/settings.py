@@ -542,8 +542,7 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"
             raise settings.error(section, key, f"needs {other} ({what}), which is missing")
     open_to_all = values["key"] is None and not values["insecure"]
-    each = [parse_tcp(part.strip(), listens=True) for part in values[address].split(",")]
-    if open_to_all and not all(one.is_loopback for one in each):
+    if open_to_all and not all(one.is_loopback for one in parse_each_tcp(values[address], listens=True)):
         raise settings.error(
             section,
             address,

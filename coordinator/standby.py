@@ -112,7 +112,7 @@ class Contender:
         assert self.leader is not None
         _log.info("standing by name=%s leader=%s term=%d", self.name, self.leader.leader, self.leader.term)
         self._root.mkdir(parents=True, exist_ok=True)
-        with_lock = DISK.lock(self._root / "lock")
+        lock = DISK.lock(self._root / "lock")
         taken: list[Leadership] = []
 
         def over() -> bool:
@@ -135,7 +135,7 @@ class Contender:
                 self.follower = following.stop() if following else None
         finally:
             self.client = None
-            with_lock.close()
+            lock.close()
         return taken[0] if taken else None
 
     def _take_over(self) -> Leadership | None:
@@ -145,8 +145,8 @@ class Contender:
             if self.leader is not None and self.leader.holder == self._own.holder:  # an answer was lost
                 return Leadership(self._store, self._root, self.leader, version)
             if self.leader is None or self.name not in self.leader.in_sync:
-                who = self.leader.leader if self.leader else "nobody"
-                self._say(f"the record does not have this standby in sync: only {who} can go on")
+                only = f": only {self.leader.leader} can go on" if self.leader else ""
+                self._say(f"the record does not have this standby in sync{only}")
                 return None
             leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
         except Unreachable as error:

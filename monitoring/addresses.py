@@ -84,9 +84,9 @@ def parse_tcp(text: str, *, listens: bool = False) -> Address:
     return address
 
 
-def parse_each_tcp(text: str) -> list[Address]:
+def parse_each_tcp(text: str, *, listens: bool = False) -> list[Address]:
     """The addresses in `tcp://a:7700, tcp://b:7700`: one or several. As `parse_tcp`."""
-    return [parse_tcp(part.strip()) for part in text.split(",")]
+    return [parse_tcp(part.strip(), listens=listens) for part in text.split(",")]
 
 
 def parse_host_port(text: str, *, listens: bool = False) -> Address:

@@ -20,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.coordinator.errors import StorageError, StorageFailed
-from farloop.coordinator.net.zmq_router import ZAP_DOMAIN, BindError
+from farloop.coordinator.net.zmq_router import BindError, require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
 from farloop.monitoring.addresses import Address, parse_tcp, resolved
@@ -93,13 +93,8 @@ class MirrorServer:
             self._router.setsockopt(option, value)
         if key is not None:
             secret = load_secret(key)
-            public = zmq.curve_public(secret)
             self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=_OneKey(public))
-            self._router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-            self._router.curve_secretkey, self._router.curve_publickey = secret, public
-            self._router.curve_server = True
+            require_keys(self._router, secret, self._authenticator, _OneKey(zmq.curve_public(secret)))
         here = resolved(parse_tcp(endpoint, listens=True))
         self._router.setsockopt(zmq.IPV6, here.is_ipv6)
         self._router.bind(f"tcp://{here}")
@@ -109,7 +104,8 @@ class MirrorServer:
         self._mirror.close()
         self._over.set()
         os.write(self._wake, b"x")
-        self._threads[0].join()
+        for thread in self._threads:  # either may be sending
+            thread.join()
         self._release()
 
     def _release(self) -> None:

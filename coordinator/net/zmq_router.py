@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import zmq
 import zmq.asyncio
+from zmq.auth import Authenticator
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
@@ -73,6 +74,23 @@ class BindError(OSError):
             super().__init__(f"{endpoint} is in use; stop the other process, or choose another port in {where}")
         else:
             super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
+
+
+class _Accepts(Protocol):
+    """Decides which keys may connect."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP: whether a connection with this Z85 key is accepted."""
+
+
+def require_keys(socket: "zmq.Socket[bytes]", secret: bytes, authenticator: Authenticator, accepts: _Accepts) -> None:
+    """Encrypt a socket's connections under the coordinator's secret key, and take only those that `accepts` takes.
+    Starts the authenticator."""
+    authenticator.start()
+    authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=accepts)
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+    socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
+    socket.curve_server = True
 
 
 class ZmqRouter:
@@ -150,13 +168,7 @@ class ZmqRouter:
         assert self._allow is not None
         self._allow.refresh()
         self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-        secret = load_secret(key)
-        self._socket.curve_secretkey = secret
-        self._socket.curve_publickey = zmq.curve_public(secret)
-        self._socket.curve_server = True
+        require_keys(self._socket, load_secret(key), self._authenticator, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """ZAP: whether a connection with this Z85 key is accepted."""

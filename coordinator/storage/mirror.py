@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -306,11 +307,12 @@ class Mirror:
                         return each
                 self._moved.wait(0.05)
 
-    def wait_for_window(self) -> None:
-        """Before more of a snapshot is sent."""
+    def wait_for_window(self, to: _Standby | None = None) -> None:
+        """Before more of a snapshot is sent to all standbys, or before more is given to one."""
         with self._moved:
             while self.error is None and any(
-                each.sent - each.taken > WINDOW_BYTES and not self._is_lost(each) for each in self._standbys.values()
+                each.sent - each.taken > WINDOW_BYTES and not self._is_lost(each)
+                for each in ([to] if to else self._standbys.values())
             ):
                 self._moved.wait(0.05)
 
@@ -391,11 +393,9 @@ class Mirror:
 
     def _copy_chunk(self, standby: _Standby) -> bool:
         """Give it the next bytes; whether there are more."""
-        with self._moved:
-            while standby.sent - standby.taken > WINDOW_BYTES and self.error is None and not self._is_lost(standby):
-                self._moved.wait(0.05)
-            if self.error is not None:
-                raise self.error
+        self.wait_for_window(standby)
+        if self.error is not None:
+            raise self.error
         if self._is_lost(standby):
             self._leave_behind(standby)
             return False
@@ -617,12 +617,16 @@ class Replica:
         self.taken = 0  # bytes of changes
         self.whole = 0  # the number of the copy that is whole; 0: none since the start
         self._copies = 0
+        self._fault: OSError | StorageError | None = None  # of the thread that syncs snapshots
         finish_incoming(root, files)
 
     def apply(self, head: list[Any], parts: Sequence[Bytes], ack: Callable[[int], None]) -> None:
         """Apply one change. `ack`: called with the number of what has to be acknowledged, once it is durable; any
         thread. Raises OSError, StorageError: this folder is of no use before the next `begin`."""
         number, kind, *fields = head
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
         name = fields[0] if fields else ""
         self.taken += sum(memoryview(part).nbytes for part in parts)
         match kind:
@@ -655,10 +659,10 @@ class Replica:
                 self._finish()
                 ack(number)
             case "sync" if name and name.startswith(_SNAPSHOTS) and self._later is not None and self.whole:
-                self._later.submit(self._sync, name, lambda: ack(number))
+                self._later.submit(self._sync_later, name, partial(ack, number))
             case "sync":
                 if name:
-                    self._sync(name, lambda: None)
+                    self._sync(name)
                 ack(number)
             case _:
                 raise StorageFailed(self.root, f"the leader made a change that is not known here: {kind}")
@@ -680,8 +684,6 @@ class Replica:
     def _finish(self) -> None:
         """All that came takes the place of what was here: by one file that says so, then step by step."""
         assert self._kept is not None
-        for file in self._open.values():
-            file.sync()
         for name in list(self._open):
             self._forget(name)
         for name in _incoming(self.root, self.files):
@@ -697,15 +699,18 @@ class Replica:
         self._copies += 1
         self._base, self._kept, self.whole = self.root, None, self._copies
 
-    def _sync(self, name: str, done: Callable[[], None]) -> None:
-        path = self._path(name)
-        file = self._open.get(name) if not name.startswith(_SNAPSHOTS) else None
-        if file is not None:
+    def _sync(self, name: str) -> None:
+        with closing(self.files.open(self._path(name))) as file:
             file.sync()
+
+    def _sync_later(self, name: str, done: Callable[[], None]) -> None:
+        """In the thread beside: a fault is raised by the next change."""
+        try:
+            self._sync(name)
+        except (OSError, StorageError) as error:
+            self._fault = error
         else:
-            with closing(self.files.open(path)) as opened:
-                opened.sync()
-        done()
+            done()
 
     def _path(self, name: str) -> Path:
         if ".." in PurePosixPath(name).parts or mirrored(self.root, self.root / name) is None:

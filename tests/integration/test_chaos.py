@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loopback import FARLOOP, environment
@@ -20,12 +21,18 @@ CHAOS = (sys.executable, *FARLOOP, "chaos", "--nodes", "2")
 PROMISED = {"faults", "committed", "lost", "forks", "digests_equal", "recovery_s_mean", "recovery_s_max"}
 
 
+def run_storm(folder: Path, *options: str) -> tuple["subprocess.CompletedProcess[str]", dict[str, Any]]:
+    """A storm in FOLDER/storm that ends well, and what it tells."""
+    out = folder / "storm"
+    words = [*CHAOS, *options, "--json", "--out", str(out)]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr + logs(out)
+    return done, json.loads(done.stdout)
+
+
 def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -> None:
     out = tmp_path / "storm"
-    words = [*CHAOS, "--minutes", "0.3", "--seed", "5", "--json", "--out", str(out)]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr + logs(out)
-    told = json.loads(done.stdout)
+    done, told = run_storm(tmp_path, "--minutes", "0.3", "--seed", "5")
     assert done.stdout.count("\n") == 1
     assert set(told) >= PROMISED
     assert (told["lost"], told["forks"], told["digests_equal"], told["problems"]) == (0, 0, True, [])
@@ -40,11 +47,7 @@ def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_storm_over_two_coordinators_loses_nothing(tmp_path: Path) -> None:
     """One fault of each kind."""
-    out = tmp_path / "storm"
-    words = [*CHAOS, "--standby", "12", "--seed", "3", "--json", "--out", str(out)]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr + logs(out)
-    told = json.loads(done.stdout)
+    _, told = run_storm(tmp_path, "--standby", "12", "--seed", "3")
     assert (told["lost"], told["forks"], told["problems"], told["faults"]) == (0, 0, [], 12)
     assert len(told["by_fault"]) == 12 and told["versions"] > 100
 

@@ -70,6 +70,17 @@ class Pair:
         self.start("b")
         self.look_at("a")
 
+    def start_nodes(self) -> None:
+        self.run.start_metronome("n", pace_s=0.1, coordinator=self.addresses)
+        self.run.start_node("m", coordinator=self.addresses)
+
+    def trains(self) -> Status:
+        """a leads, b is in sync, and windows commit."""
+        self.begin()
+        self.start_nodes()
+        self.until_in_sync("b")
+        return self.run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+
     def until_in_sync(self, name: str) -> Status:
         return self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
 
@@ -120,12 +131,7 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed_again_and_again(new_r
 
 
 def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
-    run = pair.run
-    pair.begin()
-    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
-    run.start_node("m", coordinator=pair.addresses)
-    pair.until_in_sync("b")
-    before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+    run, before = pair.run, pair.trains()
     pair.daemons["a"].signal(signal.SIGTERM)
     assert run.until_ended(pair.daemons["a"]) == ExitCode.DONE
     status = pair.goes_on_at("b", before)
@@ -167,12 +173,7 @@ class Listening:
 
 @pytest.mark.slow
 def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -> None:
-    run = pair.run
-    pair.begin()
-    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
-    run.start_node("m", coordinator=pair.addresses)
-    pair.until_in_sync("b")
-    before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+    run, before = pair.run, pair.trains()
     pair.daemons["a"].signal(signal.SIGSTOP)
     after = pair.goes_on_at("b", before)
     pair.daemons["a"].signal(signal.SIGCONT)
@@ -184,11 +185,7 @@ def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -
 
 @pytest.mark.slow
 def test_the_run_goes_on_without_a_standby_that_is_suspended(pair: Pair) -> None:
-    run = pair.run
-    pair.begin()
-    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
-    run.start_node("m", coordinator=pair.addresses)
-    before = pair.until_in_sync("b")
+    run, before = pair.run, pair.trains()
     pair.daemons["b"].signal(signal.SIGSTOP)
     run.until("the leader is alone", lambda status: status["standby"]["in_sync"] == [])
     run.until("windows commit", partial(further_than, before=before))
@@ -206,8 +203,7 @@ def test_a_coordinator_without_a_folder_restores_the_newest_copy(pair: Pair) -> 
     alone = ("--set", "coordinator.peers=", "--set", "coordinator.mirror=")
     pair.start("a", *copies, *alone)
     pair.look_at("a")
-    run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses)
-    run.start_node("m", coordinator=pair.addresses)
+    pair.start_nodes()
     run.until("it is copied", lambda status: bool(status.get("copy", {}).get("versions")))
     before = run.until("windows commit", lambda status: min(status["versions"]) >= 4)
     pair.daemons["a"].kill()

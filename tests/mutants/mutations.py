@@ -524,7 +524,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a standby acknowledges what is not on its disk",
         "coordinator/storage/mirror.py",
-        "                if name:\n                    self._sync(name, lambda: None)\n",
+        "                if name:\n                    self._sync(name)\n",
         "",
         "unit/coordinator/test_mirror.py",
         "unit/coordinator/test_pair_simulated.py",

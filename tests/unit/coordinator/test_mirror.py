@@ -450,6 +450,23 @@ def test_reports_follow_and_nothing_waits_for_them(pair: Pair, spec: RunSpec) ->
     assert "decisions.jsonl" not in pair.standby.names(PLACE)
 
 
+def test_a_snapshot_that_cannot_be_synced_is_not_acknowledged_and_ends_the_copy(pair: Pair, spec: RunSpec) -> None:
+    """Its thread has no caller: the next change raises what went wrong there, and the standby asks anew."""
+    store = pair.begin(spec)
+    pair.replica = Replica(PLACE, pair.standby)
+    pair.join()
+    acknowledged = list[int]()
+    pair.standby.failing_sync = lambda path: path.parent.name == "snapshots"
+    name = next(iter(pair.standby.names(PLACE / "snapshots")))
+    pair.replica.apply([900, "sync", f"snapshots/{name}"], [], acknowledged.append)
+    assert pair.replica._later is not None
+    pair.replica._later.submit(lambda: None).result(10.0)
+    with pytest.raises(StorageFailed, match="sync: Input/output error"):
+        pair.replica.apply([901, "sync", ""], [], acknowledged.append)
+    assert acknowledged == []
+    store.close()
+
+
 def test_a_standby_writes_nothing_beside_the_state(tmp_path: Path) -> None:
     replica = Replica(tmp_path, beside=False)
     for name in ("../x", "lock", "admin.sock", "other/x", "snapshots/../../x", "status.json", "mapped-1"):
