@@ -36,7 +36,7 @@ test-cluster: $(VENV)/.dev
 
 # Images, compose, manifests, a Kubernetes node, a browser, dashboards over a real run, the site, a release: as root, with
 # the tools that tests/deploy/setup.sh installs. Most of an hour on two cores; what is missing is skipped and named.
-test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
+test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
 # Every test that `make test` leaves out, but those of `make test-deploy`: every crash point of the daemons, thousands of
@@ -114,10 +114,6 @@ $(VENV)/.dev: $(VENV)/.base
 
 $(VENV)/.docs: $(VENV)/.base
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	touch $@
-
-$(VENV)/.dashboards: $(VENV)/.base
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dashboards]'
 	touch $@
 
 $(VENV)/.release: $(VENV)/.base
