@@ -417,15 +417,6 @@ def quality(
     global_batch: Annotated[
         int | None, typer.Option(min=1, show_default="16", help="Sequences per step, shared by the nodes.")
     ] = None,
-    tuning: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tune",
-            metavar="KEY=V,V,…",
-            show_default=False,
-            help="Values to try for every variant first, e.g. outer_lr=0.2,0.4,0.6; repeatable.",
-        ),
-    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -455,43 +446,29 @@ def quality(
     within the bound, a larger effect is ruled out; if it crosses the bound, use more
     --seeds.
 
-    With --tune, every variant first searches for its best setting on another seed,
-    all with the same number of runs; variants without an outer optimizer search for
-    their learning rate.
-
     Nodes and coordinator run the production code on virtual time in one process: no
     network, and on a CPU reproducible numbers. Finished runs are kept in --out and
     reused, so it can be stopped, repeated and extended. Changes of the code are not
     detected: use another --out then.
-
-    Example: farloop bench quality --tune outer_lr=0.2,0.4,0.6,0.8,1 --seeds 3
 
     Example: farloop bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
     """
     check_model(model or "micro")
     from farloop.cli.progress import progress_console
     from farloop.config.run_config import DataConfig
-    from farloop.lab.bench.comparison import markdown, report, table, tuning_lines, watched
-    from farloop.lab.bench.quality import CPU, RunFailed, Tuned, plan_of, run_all, tune
+    from farloop.lab.bench.comparison import markdown, report, table, watched
+    from farloop.lab.bench.quality import CPU, RunFailed, run_all
     from farloop.lab.bench.quality_spec import asked_for, check_device, command_of, plan_grid
-    from farloop.lab.bench.training import CURVE_SEQUENCES
-    from farloop.lab.plots.quality import plot_frontier, plot_methods
+    from farloop.lab.plots.quality import plot_frontier
 
     check_device(device)
     make_output_folder(out)
     flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
-    asked = asked_for(grid, flags, {"variants": variants, "tune": tuning, "settings": settings}, preset)
+    asked = asked_for(grid, flags, {"variants": variants, "settings": settings}, preset)
     text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
-    console, jobs, tuned = progress_console(json=as_json), jobs or os.cpu_count() or 1, tuple[Tuned, ...]()
-    planned = plan_grid(asked, data=text, out=out, device=device)
-    plan = planned.plan
+    console, jobs = progress_console(json=as_json), jobs or os.cpu_count() or 1
+    plan = plan_grid(asked, data=text, out=out, device=device)
     try:
-        if (searches := plan_of(planned.trials, plan)) is not None:
-            console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
-            with watched(searches, console) as watch:
-                tuned = tune(searches, planned.trials, jobs=jobs, watch=watch)
-            picked = {one.label: one.picked for one in tuned}
-            plan = plan_grid(asked, data=text, out=out, device=device, picked=picked).plan
         with watched(plan, console) as watch:
             results = run_all(plan, jobs=jobs, watch=watch)
     except RunFailed as error:
@@ -501,35 +478,27 @@ def quality(
     words += ["--device", device] if device != CPU else []
     parameters = plan.variants[0].specs[0].identity.layout.num_parameters
     command = command_of(asked, options=words)
-    found = report(plan, results, parameters=parameters, tuned=tuned, within_percent=within, command=command)
+    found = report(plan, results, parameters=parameters, within_percent=within, command=command)
     write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
     write_output(out / "quality.md", markdown(found))
-    size = f"{count_text(parameters)} parameters"
-    moved = any(variant.fewer_bytes is not None for variant in found.variants)
-    figures = [out / f"{name}.svg" for name in (["frontier"] if moved else []) + ["quality"]]
-
-    def caption(of_seeds: str) -> str:
-        over = "1 seed" if asked.seeds == 1 else f"mean {of_seeds} of {asked.seeds} seeds"
-        return f"{asked.steps} steps of {asked.global_batch} sequences; {over}; commit {found.commit or 'unknown'}"
-
-    for kind in ("svg", "png"):
-        if moved:
-            of_mean = caption("and its 95 % interval")
-            plot_frontier(out / f"frontier.{kind}", found.variants, title=size, caption=of_mean)
-        plot_methods(
-            out / f"quality.{kind}",
-            results,
-            title=f"{len(results)} ways to train {size} on equal tokens",
-            caption=f"{caption('± standard deviation')}; curves on {CURVE_SEQUENCES} sequences, the table on all",
-        )
+    files = [out / "quality.json"]
+    if any(variant.fewer_bytes is not None for variant in found.variants):
+        over = "1 seed" if asked.seeds == 1 else f"mean and its 95 % interval of {asked.seeds} seeds"
+        made_of = f"{asked.steps} steps of {asked.global_batch} sequences"
+        for figure in (out / "frontier.svg", out / "frontier.png"):
+            plot_frontier(
+                figure,
+                found.variants,
+                title=f"{count_text(parameters)} parameters",
+                caption=f"{made_of}; {over}; commit {found.commit or 'unknown'}",
+            )
+            files.append(figure)
     if as_json:
-        return typer.echo((out / "quality.json").read_text())
+        return typer.echo(files[0].read_text())
     if not console.is_terminal:
         console.width = max(console.width, _WIDE)
     console.print(table(found))
-    for line in tuning_lines(found.tuned):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"numbers  {out / 'quality.json'}\nfigures  {', '.join(map(str, figures))}", soft_wrap=True)
+    console.print(f"files    {', '.join(map(str, files))}", soft_wrap=True)
     console.print(f"again    {found.command}", markup=False, soft_wrap=True)
 
 

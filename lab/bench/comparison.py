@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from scipy.special import stdtrit
 
-from farloop.lab.bench.quality import QualityPlan, RunFailed, RunResult, Tuned, Watch, settings_text
+from farloop.lab.bench.quality import QualityPlan, RunResult, Watch
 from farloop.lab.bench.quality_spec import MUON
 from farloop.local.machine import machine, source_commit
 from farloop.monitoring.units import NOTHING, count_text, factor_text, size_text
@@ -66,7 +66,6 @@ class Report:
     confidence: float
     variants: tuple[Comparison, ...]  # the baseline first
     within_percent: float  # largest difference that is called none
-    tuned: tuple[Tuned, ...]  # what was tried before, and taken
     command: str  # repeats it
     machine: str
     commit: str | None
@@ -129,7 +128,6 @@ def report(
     command: str,
     within_percent: float,
     parameters: int = 0,
-    tuned: tuple[Tuned, ...] = (),
 ) -> Report:
     """The comparison of a plan's results, with how they came about."""
     return Report(
@@ -138,7 +136,6 @@ def report(
         confidence=CONFIDENCE,
         variants=compare(results, parameters=parameters),
         within_percent=within_percent,
-        tuned=tuned,
         command=command,
         machine=machine(),
         commit=source_commit(),
@@ -175,17 +172,12 @@ def watched(plan: QualityPlan, console: "Console") -> Iterator[Watch]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"inner steps of {len(runs)} runs", total=total)
 
-        def say(line: str) -> None:
-            bar.console.print(line, markup=False, soft_wrap=True)
-
         def finished(spec: "RunSpec", result: RunResult, kept: bool) -> None:
             how = "kept from earlier" if kept else f"{result.cpu_s:.0f} s"
-            say(f"{names[result.key]}: loss {result.loss:.4f}  ({how})")
+            line = f"{names[result.key]}: loss {result.loss:.4f}  ({how})"
+            bar.console.print(line, markup=False, soft_wrap=True)
 
-        def failed(spec: "RunSpec", error: RunFailed) -> None:
-            say(f"{names[plan.key(spec)]}: broke: {error}")
-
-        yield Watch(finished=finished, failed=failed, progress=lambda done: bar.update(task, completed=done))
+        yield Watch(finished=finished, progress=lambda done: bar.update(task, completed=done))
 
 
 _COLUMNS = ("loss", "difference", "", "to Muon", "up a node", "down", "fewer bytes", "syncs", "run")
@@ -203,21 +195,8 @@ def table(found: Report) -> Table:
     return shown
 
 
-def tuning_lines(tuned: Sequence[Tuned]) -> list[str]:
-    """What was tried for every variant, and what was taken."""
-    lines = []
-    for one in tuned:
-        losses = ", ".join(
-            f"{settings_text(tried.settings)}: {'broke' if tried.loss is None else f'{tried.loss:.4f}'}"
-            for tried in one.tried
-        )
-        edge = f" (at the edge: {', '.join(one.at_edge)})" if one.at_edge else ""
-        lines.append(f"{one.label} takes {settings_text(one.picked)}{edge}, of {losses}; seed {one.seed}")
-    return lines
-
-
 def markdown(found: Report) -> str:
-    """To stand in a document: the table, how it was made, and what was tuned."""
+    """To stand in a document: the table, and how it was made."""
     titles = ["variant", *(title or f"in ±{found.within_percent:g} %" for title in _COLUMNS)]
     rows = [titles, ["---"] * len(titles)]
     for number, variant in enumerate(found.variants):
@@ -234,8 +213,6 @@ def markdown(found: Report) -> str:
         f"`{found.command}`",
         f"{found.machine}; commit {found.commit or 'unknown'}.",
     ]
-    if found.tuned:
-        parts.append("\n".join(f"* {line}" for line in tuning_lines(found.tuned)))
     return "\n\n".join(parts) + "\n"
 
 

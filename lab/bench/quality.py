@@ -1,4 +1,4 @@
-"""Whole simulated runs of the built-in model: compared in pairs, tuned with equal budgets, and cached.
+"""Whole simulated runs of the built-in model, to be compared in pairs, and cached.
 
 Every variant is trained once per seed. Runs of one seed start from the same weights and see the same samples in the
 same steps, so their difference comes from the variant, and from noise that training amplifies. The machines, sessions
@@ -7,14 +7,13 @@ and codecs are the daemons' own, in one process on virtual time.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +41,7 @@ FAST_LINK = LinkConditions(latency_s=0.001, bytes_per_s=1e9)
 
 CPU = "cpu"
 
-FORMAT = 2  # Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes.
+FORMAT = 3  # Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +52,8 @@ class RunResult:
     seed: int
     nodes: int
     loss: float  # nats per byte of the final anchors on the evaluation set, the flush included
-    curve: tuple[tuple[float, float], ...]
-    """(schedule position, loss) of the evaluations on the way and at the end, on a small part of that set."""
     bytes_up: int  # of all frames from one node to the coordinator, mean over nodes; snapshots apart
     bytes_down: int
-    moved: tuple[int, ...]  # up and down together, by each point of the curve
     syncs: float
     """Whole models that a node sent, mean over nodes: a fragment counts as the share of the model that it is."""
     inner_steps: int  # of all nodes
@@ -115,33 +111,22 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
     with cpu_threads(1):  # the grouping of sums follows the number of threads, and with it the last bits
         world = World(scenario)
         world.run()
-        loss, glance = problem.losses(world.anchors)
+        loss = problem.loss(world.anchors)
     ends = [host.actor for host in world.hosts.values()]
     moves = [end.link.moved for end in ends]
-    position = float(spec.terms.schedule.steps)
-    curve = [(taken.position, taken.loss) for taken in world.evaluations if taken.position < position]
-    curve.append((position, glance))
     up, down = (
         statistics.fmean(column)
         for column in zip(*((m.up.total - m.up.state, m.down.total - m.down.state) for m in moves), strict=True)
     )
     sizes = [fragment.numel for fragment in world.spec.identity.layout.fragments]
-
-    def models_sent(by: float) -> float:
-        sent = [sizes[fragment] for end in ends for position, fragment in end.sent if position <= by]
-        return sum(sent) / (sum(sizes) * len(ends))
-
-    syncs = models_sent(math.inf)
     return RunResult(
         key=run_key(spec, device),
         seed=spec.identity.seed,
         nodes=len(ends),
         loss=loss,
-        curve=tuple(curve),
         bytes_up=round(up),
         bytes_down=round(down),
-        moved=(*(round((up + down) * models_sent(at) / syncs) for at, _ in curve[:-1]), round(up + down)),
-        syncs=syncs,
+        syncs=sum(sizes[fragment] for end in ends for _, fragment in end.sent) / (sum(sizes) * len(ends)),
         inner_steps=sum(end.machine.inner_steps for end in ends),
         tokens=sum(end.machine.tokens for end in ends),
         cpu_s=time.process_time() - began,
@@ -158,9 +143,8 @@ class Kept:
         """The result of an earlier run; a file that cannot be read counts as none."""
         try:
             fields: dict[str, Any] = json.loads(self._path(key).read_text())["result"]
-            curve = tuple((x, _number(y)) for x, y in fields["curve"])
-            moved = tuple(fields["moved"])
-            result = RunResult(**{**fields, "loss": _number(fields["loss"]), "curve": curve, "moved": moved})
+            loss = math.nan if fields["loss"] is None else fields["loss"]  # JSON has null for one that is not finite
+            result = RunResult(**{**fields, "loss": loss})
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return result if result.key == key else None
@@ -178,11 +162,6 @@ class Kept:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
-
-
-def _number(value: float | None) -> float:
-    """A loss from JSON, which has null for one that is not finite."""
-    return math.nan if value is None else value
 
 
 # --- all runs of a plan
@@ -247,8 +226,6 @@ class Watch:
 
     finished: Callable[[RunSpec, RunResult, bool], None] = lambda spec, result, kept: None
     """A run is there; True for one that was kept from earlier."""
-    failed: Callable[[RunSpec, RunFailed], None] = lambda spec, error: None
-    """A run broke, and the others go on."""
     progress: Callable[[int], None] = lambda inner_steps: None
     """Inner steps done so far, over all runs, with those that were kept."""
 
@@ -260,14 +237,6 @@ def run_all(plan: QualityPlan, *, jobs: int, watch: Watch | None = None) -> dict
         RunFailed: a run broke; what was finished is kept.
         CorpusError: there is no text.
     """
-    results = run_each(plan, jobs=jobs, watch=watch)
-    return {variant.label: tuple(results[plan.key(spec)] for spec in variant.specs) for variant in plan.variants}
-
-
-def run_each(
-    plan: QualityPlan, *, jobs: int, watch: Watch | None = None, broken_is_none: bool = False
-) -> dict[str, RunResult]:
-    """The results by their keys. With `broken_is_none`, a run that breaks has none; else it is raised, as above."""
     watch = watch or Watch()
     kept, runs = Kept(plan.folder), plan.runs
     results: dict[str, RunResult] = {}
@@ -278,21 +247,16 @@ def run_each(
     missing = {key: spec for key, spec in runs.items() if key not in results}
     if missing:
         before = sum(result.inner_steps for result in results.values())
-        for spec, came in _pooled(plan, missing, jobs, lambda done: watch.progress(before + done)):
-            if isinstance(came, RunFailed):
-                if not broken_is_none:
-                    raise came
-                watch.failed(spec, came)
-            else:
-                results[came.key] = came
-                watch.finished(spec, came, False)
-    return results
+        for spec, result in _pooled(plan, missing, jobs, lambda done: watch.progress(before + done)):
+            results[result.key] = result
+            watch.finished(spec, result, False)
+    return {variant.label: tuple(results[plan.key(spec)] for spec in variant.specs) for variant in plan.variants}
 
 
 def _pooled(
     plan: QualityPlan, runs: Mapping[str, RunSpec], jobs: int, progress: Callable[[int], None]
-) -> Iterator[tuple[RunSpec, "RunResult | RunFailed"]]:
-    """Run in processes of their own; yields in the order in which they end, or break."""
+) -> Iterator[tuple[RunSpec, RunResult]]:
+    """Run in processes of their own; yields in the order in which they end. Raises RunFailed."""
     # A forked child of a process with torch's threads may hang in them.
     context = multiprocessing.get_context("spawn")
     steps = context.Array("q", len(runs), lock=False)  # [run], each written by one process
@@ -305,8 +269,7 @@ def _pooled(
             ended, _ = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
             progress(sum(steps))
             for future in ended:
-                error = future.exception()
-                yield waiting.pop(future), error if isinstance(error, RunFailed) else future.result()
+                yield waiting.pop(future), future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -343,128 +306,3 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
 @lru_cache(maxsize=1)
 def _corpus(data: Path | None, max_bytes: int) -> Corpus:
     return load_corpus(data, max_bytes=max_bytes)
-
-
-# --- tuning
-#
-# A tuned method beats an untuned one, whatever their merits. So every variant gets the same number of runs on a seed of
-# their own: methods with an outer optimizer search for its learning rate, data parallel and a single node for their
-# inner one.
-
-SEED_OFFSET = 1000  # from the first seed to that of the tuning, which no run that counts may have
-RATE = "lr"  # the knob that every variant has: the peak of the inner learning rate
-
-REACH = 4.0
-"""Where no learning rates are given but a variant has only that to tune, they lie between 1/4 and 4 of the default."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
-    """One setting and what to try for it."""
-
-    name: str
-    values: tuple[float, ...]  # in rising order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One point of a variant's search."""
-
-    settings: Mapping[str, float]
-    spec: RunSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """What it came to."""
-
-    settings: Mapping[str, float]
-    loss: float | None  # None where the run broke
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
-    """A variant's search."""
-
-    label: str
-    seed: int
-    tried: tuple[Tried, ...]
-    picked: Mapping[str, float]
-    at_edge: tuple[str, ...]
-    """Knobs whose best value was the first or the last that was tried: a better one may lie beyond."""
-
-
-def settings_to_try(
-    knobs: Sequence[Knob], *, without: Collection[str] = (), rate: float | None
-) -> tuple[dict[str, float], ...]:
-    """The points of one variant's search: as many for every variant, the product of all knobs' values.
-
-    `without`: knobs that the variant does not have. In their place it tries more learning rates, spread evenly by ratio
-    over the range of those given, or around `rate`, its default. `rate` is None where the variant's learning rate is
-    not to be tuned; its points are then fewer.
-    """
-    own = {knob.name: knob.values for knob in knobs if knob.name not in without}
-    missing = math.prod(len(knob.values) for knob in knobs if knob.name in without)
-    if missing > 1 and rate is not None:
-        given = own.get(RATE, (rate / REACH, rate * REACH))
-        count = missing * (len(given) if RATE in own else 1)
-        own[RATE] = evenly_by_ratio(given[0], given[-1], count)
-    return tuple(dict(zip(own, point, strict=True)) for point in itertools.product(*own.values())) if own else ()
-
-
-def evenly_by_ratio(low: float, high: float, count: int) -> tuple[float, ...]:
-    """`count` numbers from low to high, each as many times the one before, of three digits."""
-    if count == 1:
-        return (float(f"{math.sqrt(low * high):.3g}"),)
-    return tuple(float(f"{low * (high / low) ** (k / (count - 1)):.3g}") for k in range(count))
-
-
-def plan_of(trials: Mapping[str, Sequence[Trial]], plan: QualityPlan) -> QualityPlan | None:
-    """The runs of all searches; None where there is nothing to try. All else is as in `plan`."""
-    variants = tuple(
-        Variant(label=f"{label}, {settings_text(trial.settings)}", specs=(trial.spec,))
-        for label, some in trials.items()
-        for trial in some
-    )
-    if not variants:
-        return None
-    return dataclasses.replace(plan, variants=variants)
-
-
-def tune(
-    plan: QualityPlan, trials: Mapping[str, Sequence[Trial]], *, jobs: int, watch: Watch | None = None
-) -> tuple[Tuned, ...]:
-    """Run all points of `plan_of(trials, …)` and take every variant's best, by the validation loss at the run's end.
-
-    Raises:
-        RunFailed: of a variant every point broke.
-    """
-    results = run_each(plan, jobs=jobs, watch=watch, broken_is_none=True)
-    losses = {key: result.loss for key, result in results.items()}
-    return tuple(
-        best_of(
-            label,
-            some[0].spec.identity.seed,
-            [Tried(settings=trial.settings, loss=losses.get(plan.key(trial.spec))) for trial in some],
-        )
-        for label, some in trials.items()
-    )
-
-
-def best_of(label: str, seed: int, tried: Sequence[Tried]) -> Tuned:
-    """Raises RunFailed where every point broke."""
-    finished = [(one.loss, number) for number, one in enumerate(tried) if one.loss is not None]
-    if not finished:
-        raise RunFailed(f"{label}: not one of the {len(tried)} settings that were tried could be trained", 4)
-    picked = tried[min(finished)[1]].settings
-    at_edge = []
-    for name, value in picked.items():
-        values = sorted({one.settings[name] for one in tried})
-        if len(values) > 1 and value in (values[0], values[-1]):
-            at_edge.append(name)
-    return Tuned(label=label, seed=seed, tried=tuple(tried), picked=picked, at_edge=tuple(at_edge))
-
-
-def settings_text(settings: Mapping[str, float]) -> str:
-    """`outer_lr=0.4 lr=0.004`."""
-    return " ".join(f"{name}={value:g}" for name, value in settings.items())

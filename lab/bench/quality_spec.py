@@ -2,10 +2,8 @@
 
 import dataclasses
 import itertools
-import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,29 +12,18 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from farloop.algo.methods import METHODS, method_named
-from farloop.algo.spec import RunSpec
 from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
-from farloop.config.settings import OTHER_NAMES, RUN_SCHEMA, run_settings
+from farloop.config.settings import run_settings
 from farloop.config.sources import WANTED, ConfigError, load_tables
-from farloop.lab.bench.quality import (
-    CPU,
-    RATE,
-    SEED_OFFSET,
-    Knob,
-    QualityPlan,
-    Trial,
-    Variant,
-    settings_text,
-    settings_to_try,
-)
+from farloop.lab.bench.quality import CPU, QualityPlan, Variant
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import nearest
 from farloop.node.data.corpus import load_corpus
 from farloop.node.settings import PRESETS
 
-# --- how variants, settings and knobs are spelled
+# --- how variants and settings are spelled
 
 SINGLE = "single"  # spells a node that trains alone; its averaging with itself changes nothing
 MUON = "muon-data-parallel"  # the same with Muon: data parallel of the global batch, but for a link
@@ -97,38 +84,6 @@ def _how_for_all(name: str) -> str:
             return "set it with --set"
 
 
-def parse_knobs(words: Iterable[str]) -> tuple[Knob, ...]:
-    """`outer_lr=0.2,0.4,0.6`: what to try, in rising order. Raises CommandError."""
-    numbers = [name for name, key in RUN_SCHEMA["run"].items() if key.kind is float]
-    knobs: dict[str, Knob] = {}
-    for word in words:
-        spelled, separator, text = word.partition("=")
-        name = OTHER_NAMES.get(spelled, (spelled,))[0]
-        if not separator or not text:
-            raise CommandError(f"--tune {word}: expected KEY=VALUE,VALUE,…, as outer_lr=0.2,0.4,0.6")
-        if name not in numbers:
-            raise CommandError(f"--tune {word}: {spelled} cannot be tuned; {nearest(spelled, [*numbers, 'peak_lr'])}")
-        if name in knobs:
-            raise CommandError(f"--tune {word}: {name} is given twice; put all its values in one list")
-        knobs[name] = Knob(name=name, values=tuple(sorted(_numbers(word, text))))
-    return tuple(knobs.values())
-
-
-def _numbers(word: str, text: str) -> list[float]:
-    values = []
-    for part in text.split(","):
-        try:
-            value = float(part)
-        except ValueError:
-            raise CommandError(f"--tune {word}: {part.strip()!r} is not a number, as 0.4 is") from None
-        if not math.isfinite(value) or value <= 0.0:
-            raise CommandError(f"--tune {word}: {part.strip()} cannot be tried; expected a number above 0")
-        if value in values:
-            raise CommandError(f"--tune {word}: {part.strip()} is given twice; once is enough")
-        values.append(value)
-    return values
-
-
 def check_device(name: str) -> None:
     """Raises CommandError unless the device is there."""
     if name not in ("cpu", "cuda"):
@@ -180,7 +135,6 @@ class Grid:
     global_batch: int = 16  # sequences of one step of all nodes together
     seeds: int = 3
     settings: tuple[str, ...] = ()  # KEY=VALUE, for all variants that do not say otherwise
-    tune: tuple[str, ...] = ()  # KEY=VALUE,VALUE,…: what is tried for every variant before the runs that count
 
 
 GRIDS: Final = {
@@ -199,7 +153,7 @@ GRIDS: Final = {
 
 
 class _File(BaseModel):
-    """A grid's TOML file: `Grid`, its settings and what is tuned as tables. What is left out has the grid's default."""
+    """A grid's TOML file: `Grid`, its settings as a table. What is left out has the grid's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -208,15 +162,13 @@ class _File(BaseModel):
     global_batch: PositiveInt = 1
     seeds: PositiveInt = 1
     set: dict[str, Any] = {}
-    tune: dict[str, list[float]] = {}
     variant: list[dict[str, Any]] = []
     """Several at once where a value is a list: every combination."""
 
 
 def load_grid(path: Path) -> Grid:
-    """The grid of a TOML file: keys of `Grid`, tables [set] and [tune], and a [[variant]] each, or several at once,
-    where a value is a list. Raises ConfigError.
-    """
+    """The grid of a TOML file: keys of `Grid`, a table [set], and a [[variant]] each, or several at once, where a value
+    is a list. Raises ConfigError."""
     try:
         file = _File.model_validate(load_tables(path)[1])
     except ValidationError as error:
@@ -235,7 +187,6 @@ def load_grid(path: Path) -> Grid:
     return Grid(
         variants=variants or DEFAULT_VARIANTS,
         settings=tuple(f"{name}={_text(value)}" for name, value in file.set.items()),
-        tune=tuple(f"{name}={','.join(map(_text, values))}" for name, values in file.tune.items()),
         **file.model_dump(include={"model", "steps", "global_batch", "seeds"}, exclude_unset=True),
     )
 
@@ -259,7 +210,6 @@ def asked_for(
         **{name: value for name, value in flags.items() if value is not None},
         variants=baseline_first((*(() if path is None and preset is None and variants else grid.variants), *variants)),
         settings=(*grid.settings, *(lists.get("settings") or [])),
-        tune=(*grid.tune, *(lists.get("tune") or [])),
     )
 
 
@@ -304,92 +254,54 @@ def command_of(grid: Grid, *, options: Sequence[str]) -> str:
     """What repeats the grid, whatever its defaults become; `options`: words of where and on what it runs."""
     words = ["farloop", "bench", "quality", "--model", grid.model, "--steps", str(grid.steps)]
     words += ["--global-batch", str(grid.global_batch), "--seeds", str(grid.seeds)]
-    for flag, values in (("--set", grid.settings), ("--tune", grid.tune), ("--variant", grid.variants)):
+    for flag, values in (("--set", grid.settings), ("--variant", grid.variants)):
         words += [word for value in values for word in (flag, value)]
     return shlex.join([*words, *options])
 
 
 # --- the runs of variants and of a grid
 
-EVALUATIONS = 15  # points of a loss curve
-
 METHODS_BASE: Mapping[str, Any] = {"evaluation_sequences": 2048, "lr": 4e-3}
 """Of a grid: a peak at which data parallel does about its best in 400 steps, or every method would look as good."""
 
 LAST_SHARE = 0.05
-"""Of the peak, where a grid's learning rate starts and ends unless min_lr is given (arXiv 2503.09799), so that the same
-schedule is tuned whatever the peak."""
+"""Of the peak, where a grid's learning rate starts and ends unless min_lr is given (arXiv 2503.09799), so that the
+schedules of all peaks are alike."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridPlan:
-    """A grid's runs, and those before them."""
-
-    plan: QualityPlan
-    trials: Mapping[str, Sequence[Trial]]  # by the variant's label; none where nothing is tuned
-
-
-def plan_grid(
-    grid: Grid,
-    *,
-    data: DataConfig,
-    out: Path,
-    device: str = CPU,
-    picked: Mapping[str, Mapping[str, float]] | None = None,
-) -> GridPlan:
-    """The runs of a grid, `picked` settings in; its variants as they are spelled, the first one the baseline.
+def plan_grid(grid: Grid, *, data: DataConfig, out: Path, device: str = CPU) -> QualityPlan:
+    """The runs of a grid; its variants as they are spelled, the first one the baseline.
 
     Raises:
         CommandError: a word or a setting cannot be used.
         CorpusError: there is no text.
     """
-    corpus, knobs = load_corpus(data.path, max_bytes=data.max_bytes), parse_knobs(grid.tune)
+    corpus = load_corpus(data.path, max_bytes=data.max_bytes)
     settings = run_settings(grid.settings, origin="--set")
     if wrong := sorted(_OPTIONS.keys() & settings.keys()):
         raise CommandError(f"--set {wrong[0]}: say {_OPTIONS[wrong[0]]} instead; every variant trains the same tokens")
     if grid.model not in PRESETS:
         raise CommandError(f"--model: there is no {grid.model!r}; {nearest(grid.model, PRESETS)}")
-    if grid.seeds > SEED_OFFSET:
-        raise CommandError(f"--seeds {grid.seeds}: at most {SEED_OFFSET}, for then comes the seed of the tuning")
     base = {**METHODS_BASE, **settings, "model": grid.model, "steps": grid.steps}
-
-    def spec(config: RunConfig, further: int) -> RunSpec:
-        return plan_run(dataclasses.replace(config, seed=config.seed + further), data, corpus).spec
-
-    columns, trials = list[Variant](), dict[str, list[Trial]]()
+    columns = list[Variant]()
     for label in grid.variants:
-        overrides = {**parse_variant(label), **(picked or {}).get(label, {})}
-        with _about(label):
+        overrides = parse_variant(label)
+        try:
             config = _config(grid, base, overrides, label)
-            columns.append(Variant(label=label, specs=tuple(spec(config, number) for number in range(grid.seeds))))
-            points = _points(config, overrides, knobs) if picked is None else ()
-            tried = [(point, _config(grid, base, {**overrides, **point}, label)) for point in points]
-        for point, tuned in tried:
-            with _about(f"{label}, {settings_text(point)}"):
-                trials.setdefault(label, []).append(Trial(settings=point, spec=spec(tuned, SEED_OFFSET)))
+            configs = [dataclasses.replace(config, seed=config.seed + number) for number in range(grid.seeds)]
+            specs = tuple(plan_run(each, data, corpus).spec for each in configs)
+        except ValueError as error:
+            raise CommandError(f"{label}: {error}") from error
+        columns.append(Variant(label=label, specs=specs))
     try:
-        plan = QualityPlan(
+        return QualityPlan(
             variants=tuple(columns), folder=out / "runs", data=data.path, max_bytes=data.max_bytes, device=device
         )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    return GridPlan(plan=plan, trials=trials)
 
 
 _OPTIONS = {"steps": "--steps", "batch_sequences": "--global-batch", "model": "--model"}
-
-
-def _points(config: RunConfig, overrides: Mapping[str, Any], knobs: tuple[Knob, ...]) -> tuple[dict[str, float], ...]:
-    """Of a variant's search. What it spells is not tuned, nor what its method does not have."""
-    method = METHODS[config.method]
-    without = {
-        knob.name
-        for knob in knobs
-        if knob.name in overrides
-        or knob.name in method.fixed
-        or (knob.name.startswith("outer_") and (method.outer == "adamw" or config.nodes == 1))
-    }
-    return settings_to_try(knobs, without=without, rate=None if RATE in overrides else config.lr)
 
 
 def _config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, Any], label: str) -> RunConfig:
@@ -398,20 +310,10 @@ def _config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, Any], l
     config = RunConfig(**{**{key: value for key, value in base.items() if key not in method.fixed}, **overrides})
     if config.nodes < 1:
         raise ValueError(f"nodes is {config.nodes}; the least is 1")
-    rounds = config.steps // (config.h or method.h)
     return dataclasses.replace(
         config,
         name="quality",
         min_lr=config.min_lr if "min_lr" in {*base, *overrides} else LAST_SHARE * config.lr,
-        evaluate_every_rounds=config.evaluate_every_rounds or max(1, rounds // EVALUATIONS),
+        evaluate_every_rounds=config.evaluate_every_rounds or config.steps,  # none on the way
         batch_sequences=share_of(grid, config.nodes, label),
     )
-
-
-@contextmanager
-def _about(label: str) -> Iterator[None]:
-    """Errors about a variant's numbers begin with its label."""
-    try:
-        yield
-    except ValueError as error:
-        raise CommandError(f"{label}: {error}") from error

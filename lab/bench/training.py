@@ -54,7 +54,6 @@ def default_threads(cores: int) -> tuple[int, ...]:
 # Samples depend on the node and its inner step alone, not on leases, whose order follows transfer times. So runs that
 # differ in a codec see the same samples in the same steps, and can be compared in pairs.
 
-CURVE_SEQUENCES = 128  # Of the evaluations on the way: enough to see the course of a run. The whole set is for its end.
 OnStep = Callable[[], None]  # called after every inner step of every node
 
 
@@ -76,10 +75,6 @@ class BuiltIn:
         """
         self.spec = spec
         self._evaluation = check_data(spec, corpus, *phases)
-        length = spec.terms.inner.sequence_tokens
-        self._glance = EvaluationSet(
-            corpus, sequences=min(CURVE_SEQUENCES, len(self._evaluation)), sequence_tokens=length
-        )
         self._samples = Mixture(spec, [corpus, *phases])
         self._on_step = on_step
         self._device = device or torch.device("cpu")
@@ -97,19 +92,16 @@ class BuiltIn:
 
     def learner(self, node: NodeId, seed: int) -> "Learner":
         mixed = mixed_precision(self._device, self.spec.terms)
-        return Learner(self._module(self._device), self._batch_of(seed), self._glance, self._on_step, mixed)
+        return Learner(self._module(self._device), self._batch_of(seed), self._evaluation, self._on_step, mixed)
 
     @torch.no_grad()
-    def losses(self, anchors: Sequence[Tensor]) -> tuple[float, float]:
-        """Nats per byte of the model with these weights, fp32 [numel] per fragment.
-
-        On the run's evaluation set; and on the part of it that is looked at on the way.
-        """
+    def loss(self, anchors: Sequence[Tensor]) -> float:
+        """Nats per byte of the model with these weights, fp32 [numel] per fragment, on the run's evaluation set."""
         module = self._module(self._device)
         parameters = dict(trainable_tensors(module))
         for fragment, anchor in zip(self.spec.identity.layout.fragments, anchors, strict=True):
             mix_fragment_into(fragment, parameters, anchor.to(self._device), 0.0)
-        return self._evaluation.loss(module, EVALUATION_BATCH), self._glance.loss(module, EVALUATION_BATCH)
+        return self._evaluation.loss(module, EVALUATION_BATCH)
 
     def _module(self, device: torch.device | str) -> GPT:
         return build(from_json(self.spec.identity.model), self.spec.identity.seed).to(device)

@@ -1,4 +1,4 @@
-"""Whole runs: equal specs give equal numbers, nothing is run twice, and tuning is equal for all variants."""
+"""Whole runs: equal specs give equal numbers, and nothing is run twice."""
 
 import copy
 import dataclasses
@@ -16,27 +16,8 @@ from torch import Tensor
 from farloop.algo import schedule
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
-from farloop.lab.bench import quality, training
-from farloop.lab.bench.quality import (
-    Kept,
-    Knob,
-    QualityPlan,
-    RunFailed,
-    RunResult,
-    Trial,
-    Tried,
-    Variant,
-    Watch,
-    best_of,
-    evenly_by_ratio,
-    plan_of,
-    run_all,
-    run_each,
-    run_key,
-    run_one,
-    settings_to_try,
-    tune,
-)
+from farloop.lab.bench import quality
+from farloop.lab.bench.quality import Kept, QualityPlan, RunFailed, RunResult, Variant, Watch, run_all, run_key, run_one
 from farloop.lab.bench.training import BuiltIn
 from farloop.node.data.corpus import Corpus, Mixture, Samples, data_name, load_corpus
 from farloop.node.errors import DataError
@@ -52,8 +33,7 @@ Q4 = {"codec_up": "q4", "codec_down": "q4"}
 
 def result(key: str, loss: float) -> RunResult:
     return RunResult(
-        key=key, seed=3, nodes=2, loss=loss, curve=((2.0, 0.1), (4.0, loss)), bytes_up=5, bytes_down=6, moved=(7, 11),
-        syncs=4 / 3, inner_steps=8, tokens=128, cpu_s=0.7,
+        key=key, seed=3, nodes=2, loss=loss, bytes_up=5, bytes_down=6, syncs=4 / 3, inner_steps=8, tokens=128, cpu_s=0.7
     )  # fmt: skip
 
 
@@ -91,7 +71,7 @@ def test_equal_specs_give_the_same_result_bit_for_bit(
     first, second = (run_one(spec_of(**fields), corpus, lambda: steps.append(None)) for _ in range(2))
     assert dataclasses.replace(first, cpu_s=0.0) == dataclasses.replace(second, cpu_s=0.0)
     assert first.inner_steps == 2 * 4 and len(steps) == 2 * 8, "every inner step of every node is reported"
-    assert first.curve[-1][0] == 4.0 and torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.gpu
@@ -147,15 +127,6 @@ def test_a_node_sees_the_same_samples_whatever_the_codec(spec_of: SpecOf, corpus
     assert len(set(first)) == 4
 
 
-def test_a_curve_ends_where_the_run_does(spec_of: SpecOf, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a small set curve and end look at the same sequences, on a large one only the end looks at all."""
-    monkeypatch.setattr(training, "CURVE_SEQUENCES", 8)
-    small, large = (run_one(spec_of(evaluation_sequences=count), corpus) for count in (4, 40))
-    assert small.curve[-1] == (4.0, small.loss)
-    assert large.curve[-1][1] == pytest.approx(large.loss, rel=0.01)
-    assert large.curve[-1][1] != large.loss
-
-
 def test_another_text_is_refused_and_so_is_a_run_without_its_later_data(
     spec_of: SpecOf, spec: RunSpec, corpus: Corpus
 ) -> None:
@@ -165,13 +136,10 @@ def test_another_text_is_refused_and_so_is_a_run_without_its_later_data(
         BuiltIn(spec, corpus)
 
 
-def test_syncs_bytes_and_tokens_add_up_along_the_curve(spec_of: SpecOf, corpus: Corpus) -> None:
-    """A model is sent once a round, and once more at an end within one; half of the deltas by half of the steps."""
-    found = run_one(spec_of(evaluate_every_rounds=1), corpus)
+def test_syncs_and_tokens_add_up(spec_of: SpecOf, corpus: Corpus) -> None:
+    """A model is sent once a round, and once more at an end within one."""
+    found = run_one(spec_of(), corpus)
     assert (found.nodes, found.tokens, found.syncs) == (2, 2 * 4 * 16, 2.0)
-    assert [position for position, _ in found.curve] == [2.0, 4.0]
-    total = found.bytes_up + found.bytes_down
-    assert found.moved == pytest.approx((total / 2, total), abs=1)
     assert run_one(spec_of(steps=5, h=2), corpus).syncs == 3.0
     assert run_one(spec_of(**DATA_PARALLEL), corpus).syncs == 4.0
 
@@ -250,13 +218,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> list[str
 
     def one_by_one(
         plan: QualityPlan, runs: Mapping[str, RunSpec], jobs: int, progress: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, RunResult | RunFailed]]:
+    ) -> Iterator[tuple[RunSpec, RunResult]]:
         for place, (key, spec) in enumerate(runs.items()):
             done.append(key)
-            try:
-                yield spec, quality._work(plan, spec, place)
-            except RunFailed as error:
-                yield spec, error
+            yield spec, quality._work(plan, spec, place)
             progress(8 * len(done))
 
     monkeypatch.setattr(quality, "_pooled", one_by_one)
@@ -294,21 +259,6 @@ def test_a_run_that_cannot_be_says_which_one(
     assert (str(again), again.exit_code) == (str(caught.value), DataError.exit_code)
 
 
-def test_where_a_broken_run_is_none_the_others_go_on(
-    spec_of: SpecOf, tmp_path: Path, in_this_process: list[str]
-) -> None:
-    """A step of 1e30 leaves what fp32 holds."""
-    good, wild = (spec_of(lr=lr, min_lr=0.0, warmup_steps=0, h=1) for lr in (1e-3, 1e30))
-    variants = (Variant(label="good", specs=(good,)), Variant(label="wild", specs=(wild,)))
-    plan, told = QualityPlan(variants=variants, folder=tmp_path), list[str]()
-    watch = Watch(failed=lambda spec, error: told.append(str(error)))
-    results = run_each(plan, jobs=1, watch=watch, broken_is_none=True)
-    assert list(results) == [run_key(good)]
-    assert len(told) == 1 and "NaN or Inf" in told[0]
-    with pytest.raises(RunFailed, match="NaN or Inf"):
-        run_all(plan, jobs=1)
-
-
 def test_a_worker_whose_parent_is_gone_stops(
     spec_of: SpecOf, tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,59 +266,6 @@ def test_a_worker_whose_parent_is_gone_stops(
     monkeypatch.setattr(quality.multiprocessing, "parent_process", lambda: dead)
     with pytest.raises(SystemExit):
         run_all(two_codecs(spec_of, tmp_path), jobs=1)
-
-
-# --- tuning
-
-NU = Knob(name="outer_lr", values=(0.4, 0.8, 1.0))
-RATE = Knob(name="lr", values=(1e-3, 4e-3))
-
-
-def test_all_variants_try_as_many_settings_and_those_without_a_knob_more_learning_rates() -> None:
-    """Around the default where no rates are given, else between those that are."""
-    points = settings_to_try((NU, RATE), rate=2e-3)
-    assert (len(points), points[0], points[-1]) == (6, {"outer_lr": 0.4, "lr": 1e-3}, {"outer_lr": 1.0, "lr": 4e-3})
-    assert settings_to_try((NU,), without={"outer_lr"}, rate=2e-3) == ({"lr": 5e-4}, {"lr": 2e-3}, {"lr": 8e-3})
-    both = settings_to_try((NU, RATE), without={"outer_lr"}, rate=2e-3)
-    assert (len(both), both[0], both[-1]) == (6, {"lr": 1e-3}, {"lr": 4e-3})
-    assert settings_to_try((NU, RATE), without={"lr"}, rate=None) == tuple({"outer_lr": v} for v in NU.values)
-    assert settings_to_try((NU, RATE), without={"lr", "outer_lr"}, rate=None) == settings_to_try((), rate=1e-3) == ()
-    assert evenly_by_ratio(1.0, 16.0, 5) == (1.0, 2.0, 4.0, 8.0, 16.0) and evenly_by_ratio(1.0, 4.0, 1) == (2.0,)
-
-
-def test_the_best_is_taken_and_an_edge_is_told() -> None:
-    def tried(*losses: float | None) -> list[Tried]:
-        return [Tried(settings={"outer_lr": v}, loss=loss) for v, loss in zip(NU.values, losses, strict=True)]
-
-    inside, edge = best_of("a", 7, tried(2.0, 1.0, 3.0)), best_of("a", 7, tried(2.0, None, 3.0))
-    assert (inside.picked, inside.at_edge, inside.seed) == ({"outer_lr": 0.8}, (), 7)
-    assert (edge.picked, edge.at_edge) == ({"outer_lr": 0.4}, ("outer_lr",))
-    with pytest.raises(RunFailed, match="a: not one of the 3 settings"):
-        best_of("a", 7, tried(None, None, None))
-
-
-def test_a_search_takes_its_best_and_survives_a_run_that_breaks(
-    spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = (0.4, 0.8, 1.0)
-    trials = {"a": [Trial(settings={"outer_lr": v}, spec=spec_of(outer_lr=v, seed=1000)) for v in values]}
-    plan = QualityPlan(variants=(Variant(label="a", specs=(spec_of(),)),), folder=tmp_path)
-    searches = plan_of(trials, plan)
-    assert searches is not None
-    assert [variant.label for variant in searches.variants] == [f"a, outer_lr={v:g}" for v in values]
-    assert (searches.folder, searches.seeds) == (tmp_path, (1000,))
-    losses = dict(zip(searches.runs, (3.0, 2.0), strict=False))
-
-    def fake(plan: QualityPlan, **options: object) -> dict[str, RunResult]:
-        assert options["broken_is_none"]
-        return {key: result(key, loss) for key, loss in losses.items()}
-
-    monkeypatch.setattr(quality, "run_each", fake)
-    (found,) = tune(searches, trials, jobs=1)
-    assert [one.loss for one in found.tried] == [3.0, 2.0, None]
-    assert found.picked == {"outer_lr": 0.8}
-    assert run_key(trials["a"][1].spec) in losses
-    assert plan_of({"a": ()}, plan) is None
 
 
 # --- new data at a re-warm

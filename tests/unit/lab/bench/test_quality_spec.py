@@ -13,18 +13,16 @@ from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig
 from farloop.config.settings import run_settings
 from farloop.lab.bench import command as bench
-from farloop.lab.bench.quality import SEED_OFFSET
+from farloop.lab.bench.quality import QualityPlan
 from farloop.lab.bench.quality_spec import (
     DEFAULT_VARIANTS,
     FRONTIER,
     GRIDS,
     Grid,
-    GridPlan,
     asked_for,
     baseline_first,
     command_of,
     load_grid,
-    parse_knobs,
     parse_variant,
     plan_grid,
     share_of,
@@ -75,14 +73,6 @@ def test_a_variant_is_a_method_settings_or_both(spelled: str, fields: dict[str, 
         (parse_variant, "steps=3", "--steps"),
         (parse_variant, "batch_sequences=2", "--global-batch"),
         (parse_variant, "seed=2", "--set"),
-        (lambda word: parse_knobs(word.split()), "outer_lr=", "KEY=VALUE,VALUE"),
-        (lambda word: parse_knobs(word.split()), "outer_rl=1", "outer_rl cannot be tuned; did you mean outer_lr?"),
-        (lambda word: parse_knobs(word.split()), "h=15,30", "h cannot be tuned"),
-        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,,1", "'' is not a number"),
-        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,0", "a number above 0"),
-        (lambda word: parse_knobs(word.split()), "outer_lr=nan", "a number above 0"),
-        (lambda word: parse_knobs(word.split()), "outer_lr=0.4,0.40", "given twice"),
-        (lambda word: parse_knobs(word.split()), "lr=1e-3 peak_lr=2e-3", "lr is given twice"),
     ],
 )
 def test_a_bad_spelling_is_one_line(parse: Any, spelled: str, what: str) -> None:
@@ -91,13 +81,11 @@ def test_a_bad_spelling_is_one_line(parse: Any, spelled: str, what: str) -> None
     assert what in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_settings_are_typed_and_knobs_are_numbers_in_rising_order() -> None:
+def test_settings_are_typed() -> None:
     assert run_settings(["min_lr=1e-5", "outer_correction=false"], origin="--set") == {
         "min_lr": 1e-5,
         "outer_correction": False,
     }
-    nu, rate = parse_knobs(["outer_lr=0.8,0.4", "peak_lr=1e-3"])
-    assert (nu.name, nu.values, rate.name, rate.values) == ("outer_lr", (0.4, 0.8), "lr", (1e-3,))
 
 
 # --- grids
@@ -110,8 +98,6 @@ seeds = 2
 [set]
 lr = 4e-3
 outer_correction = false
-[tune]
-outer_lr = [0.4, 1]
 [[variant]]
 nodes = [2, 4]
 method = "streaming"
@@ -132,7 +118,7 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
     grid = grid_of(tmp_path, FILE)
     product = [f"streaming nodes={nodes} codec=q4 h={h}" for nodes in (2, 4) for h in (30, 60)]
     assert grid.variants == (*product, "single")
-    assert (grid.settings, grid.tune) == (("lr=0.004", "outer_correction=false"), ("outer_lr=0.4,1.0",))
+    assert grid.settings == ("lr=0.004", "outer_correction=false")
     assert (grid.model, grid.steps, grid.global_batch, grid.seeds) == ("nano", 30, 8, 2)
 
 
@@ -145,8 +131,8 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
         ("steps = '3'", "steps: expected a whole number, got '3'"),
         ("model = 3", "model: expected text in quotes"),
         ("variant = 3", "variant: expected a list, got 3"),
-        ("tune = 3", "tune: expected a table, got 3"),
-        ("[tune]\nouter_lr = 3", "tune.outer_lr: expected a list, got 3"),
+        ("set = 3", "set: expected a table, got 3"),
+        ("variant = [3]", "variant.0: expected a table, got 3"),
         ("steps = ", "is not TOML"),
     ],
 )
@@ -181,10 +167,10 @@ def test_the_frontier_is_a_comparison_of_its_variants(tmp_path: Path, monkeypatc
 def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text("steps = 30\nseeds = 2\n[set]\nlr = 1e-3\n[[variant]]\nmethod = 'diloco'\n")
-    lists: dict[str, list[str] | None] = {"variants": ["streaming"], "tune": ["outer_lr=1"], "settings": ["h=15"]}
+    lists: dict[str, list[str] | None] = {"variants": ["streaming"], "settings": ["h=15"]}
     grid = asked_for(path, {"steps": 60, "seeds": None}, lists)
     assert (grid.steps, grid.seeds, grid.settings) == (60, 2, ("lr=0.001", "h=15"))
-    assert grid.variants == ("diloco", "streaming") and grid.tune == ("outer_lr=1",)
+    assert grid.variants == ("diloco", "streaming")
     assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
 
 
@@ -193,7 +179,7 @@ def test_a_preset_has_the_parameters_and_tokens_of_the_paper_and_every_run_can_b
     longer.write_text(text.read_text() + text.read_text()[::-1])
     grid = asked_for(None, {"steps": None}, {"settings": ["evaluation_sequences=1"]}, "paper-35m")
     assert grid.variants == GRIDS["paper-35m"].variants
-    first, *_, last = plan_grid(grid, data=DataConfig(path=longer), out=Path("somewhere")).plan.variants
+    first, *_, last = plan_grid(grid, data=DataConfig(path=longer), out=Path("somewhere")).variants
     of_bytes, terms = first.specs[0].identity.layout.num_parameters, last.specs[0].terms
     assert of_bytes + (32_000 - VOCABULARY) * PRESETS["medium"].dim == pytest.approx(35e6, rel=0.02)
     sequences = terms.schedule.steps * terms.admission.min_nodes * terms.inner.batch_sequences
@@ -213,12 +199,11 @@ def test_nodes_share_a_step_equally() -> None:
 
 def test_the_command_repeats_the_grid() -> None:
     grid = Grid(
-        variants=("single", "streaming nodes=2"), steps=7, global_batch=4, seeds=2, settings=("lr=1e-3",),
-        tune=("outer_lr=0.4,1",),
+        variants=("single", "streaming nodes=2"), steps=7, global_batch=4, seeds=2, settings=("lr=1e-3",)
     )  # fmt: skip
     assert shlex.split(command_of(grid, options=["--data", "some text"])) == [
         "farloop", "bench", "quality", "--model", "micro", "--steps", "7", "--global-batch", "4", "--seeds", "2",
-        "--set", "lr=1e-3", "--tune", "outer_lr=0.4,1", "--variant", "single", "--variant", "streaming nodes=2",
+        "--set", "lr=1e-3", "--variant", "single", "--variant", "streaming nodes=2",
         "--data", "some text",
     ]  # fmt: skip
 
@@ -226,14 +211,14 @@ def test_the_command_repeats_the_grid() -> None:
 # --- plans
 
 
-def planned(text: Path, *variants: str, settings: tuple[str, ...] = (), picked: Any = None, **fields: Any) -> GridPlan:
+def planned(text: Path, *variants: str, settings: tuple[str, ...] = (), **fields: Any) -> QualityPlan:
     known = {"model": "nano", "steps": 60, "global_batch": 8, "seeds": 2, **fields}
     grid = Grid(variants=variants, settings=("sequence_tokens=16", "evaluation_sequences=4", *settings), **known)
-    return plan_grid(grid, data=DataConfig(path=text), out=Path("somewhere"), picked=picked)
+    return plan_grid(grid, data=DataConfig(path=text), out=Path("somewhere"))
 
 
 def test_every_variant_has_a_run_for_every_seed_and_pairs_begin_with_the_same_weights(text: Path) -> None:
-    plan = planned(text, "diloco codec=fp32", "diloco codec=q4 h=15", settings=("seed=7",)).plan
+    plan = planned(text, "diloco codec=fp32", "diloco codec=q4 h=15", settings=("seed=7",))
     assert plan.seeds == (7, 8) and plan.folder == Path("somewhere/runs")
     assert {spec.terms.schedule.h for spec in plan.variants[1].specs} == {15}
     first = [[spec.identity.anchor_digests for spec in variant.specs] for variant in plan.variants]
@@ -241,23 +226,23 @@ def test_every_variant_has_a_run_for_every_seed_and_pairs_begin_with_the_same_we
 
 
 def test_settings_for_all_yield_to_what_a_method_fixes(text: Path) -> None:
-    plan = planned(text, "data-parallel", "diloco", "diloco evaluate_every_rounds=2", settings=("h=30",)).plan
+    plan = planned(text, "data-parallel", "diloco", "diloco evaluate_every_rounds=2", settings=("h=30",))
     schedules = [variant.specs[0].terms.schedule for variant in plan.variants]
-    assert [(one.h, one.evaluate_every_rounds) for one in schedules] == [(1, 4), (30, 1), (30, 2)]
+    assert [(one.h, one.evaluate_every_rounds) for one in schedules] == [(1, 60), (30, 60), (30, 2)]
 
 
 def test_every_variant_trains_the_same_tokens(text: Path) -> None:
-    plan = planned(text, "data-parallel nodes=2", "single", *(f"{m} nodes=4" for m in METHODS)).plan
+    plan = planned(text, "data-parallel nodes=2", "single", *(f"{m} nodes=4" for m in METHODS))
     terms = [spec.terms for variant in plan.variants for spec in variant.specs]
     assert {one.schedule.steps * one.admission.min_nodes * one.inner.batch_sequences for one in terms} == {60 * 8}
     assert {one.schedule.steps for one in terms} == {60} and {one.admission.min_nodes for one in terms} == {1, 2, 4}
 
 
 def test_the_learning_rate_ends_at_a_share_of_its_peak(text: Path) -> None:
-    plan = planned(text, "single lr=0.01", "single lr=0.02", "single min_lr=0.001").plan
+    plan = planned(text, "single lr=0.01", "single lr=0.02", "single min_lr=0.001")
     ends = [variant.specs[0].terms.schedule.lr.minimum for variant in plan.variants]
     assert ends == pytest.approx([5e-4, 1e-3, 1e-3])
-    given = planned(text, "single", settings=("min_lr=0.002",)).plan
+    given = planned(text, "single", settings=("min_lr=0.002",))
     assert given.variants[0].specs[0].terms.schedule.lr.minimum == 0.002
 
 
@@ -272,34 +257,9 @@ def test_the_learning_rate_ends_at_a_share_of_its_peak(text: Path) -> None:
         ("diloco codec=q5", {}, "diloco codec=q5: .*q5"),
         ("data-parallel h=2", {}, "data-parallel h=2: data-parallel runs with h = 1 only"),
         ("single", {"model": "nanno"}, "there is no 'nanno'; did you mean nano"),
-        ("single", {"seeds": 1001}, "at most 1000"),
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line(text: Path, variant: str, grid: dict[str, Any], what: str) -> None:
     with pytest.raises(CommandError, match=what) as caught:
         planned(text, variant, **grid)
     assert "\n" not in str(caught.value)
-
-
-def test_all_variants_are_tuned_by_the_same_number_of_runs_on_another_seed(text: Path) -> None:
-    """A variant without a knob gets as many learning rates instead."""
-    trials = planned(text, "data-parallel", "single", "streaming", "async", tune=("outer_lr=0.4,0.7,1",)).trials
-    assert {t.spec.identity.seed for one in trials.values() for t in one} == {SEED_OFFSET}
-    for label in ("data-parallel", "single"):
-        assert [set(t.settings) for t in trials[label]] == [{"lr"}] * 3
-    for label in ("streaming", "async"):
-        assert [t.spec.terms.outer.lr for t in trials[label]] == [0.4, 0.7, 1.0]
-    both = planned(text, "data-parallel", "streaming", tune=("outer_lr=0.4,1", "peak_lr=1e-3,2e-3,4e-3")).trials
-    assert [len(one) for one in both.values()] == [6, 6]
-    rates = [t.spec.terms.schedule.lr.peak for t in both["data-parallel"]]
-    assert rates == sorted(rates) and (rates[0], rates[-1]) == (1e-3, 4e-3)
-    for fixed, tune in (("streaming outer_lr=0.5 lr=1e-3", ("outer_lr=0.4,1.0",)), ("single", ())):
-        assert planned(text, fixed, tune=tune).trials == {}
-
-
-def test_what_was_picked_goes_into_the_runs_and_not_into_the_label(text: Path) -> None:
-    found = planned(text, "streaming", "single", seeds=1, picked={"streaming": {"outer_lr": 0.3, "lr": 1e-3}})
-    first, second = found.plan.variants
-    terms = first.specs[0].terms
-    assert (first.label, terms.outer.lr, terms.schedule.lr.peak) == ("streaming", 0.3, 1e-3)
-    assert second.specs[0].terms.schedule.lr.peak != 1e-3 and found.trials == {}
