@@ -25,7 +25,6 @@ import torch
 import typer
 
 from farloop.algo.spec import to_plain
-from farloop.cli.options import version_of
 from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
@@ -46,6 +45,7 @@ from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
+from farloop.runtime.version import version_of
 from farloop.wire.keys import AllowList, KeyFileError, load_publics, load_secret
 from farloop.wire.limits import MOST_LANES
 from farloop.wire.link_measurement import LARGE_LOST, MTU_FIX

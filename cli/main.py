@@ -37,13 +37,13 @@ from farloop.cli.options import (
     check_links,
     check_model,
     usage_in_one_line,
-    version_of,
 )
 from farloop.cli.ranks import end_rank, lets_others_report, rank_of
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, print_anywhere, set_up
 from farloop.monitoring.status import dumps
 from farloop.node.parent import end_with_torchrun
+from farloop.runtime.version import version_of
 
 DEMO_STEPS = 2000  # some minutes on two cores; enough outer steps to end below data parallel
 
@@ -590,7 +590,7 @@ def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"farloop {version_of('farloop')}")
+        typer.echo(f"farloop {version_of()}")
         raise typer.Exit
 
 

@@ -114,16 +114,6 @@ class Elsewhere(NamedTuple):
         return command
 
 
-def version_of(package: str) -> str:
-    """As it is installed here; a source tree that runs by its path alone is not."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def check_figure(plot: Path | None) -> None:
     """Raises CommandError for a kind of file that cannot be drawn."""
     if plot is not None and plot.suffix not in FIGURES:

@@ -66,10 +66,10 @@ def head(view: RunView, *, width: int, link: str = "", eta_s: float = math.inf) 
 
 
 def troubles(view: RunView) -> list[Text]:
-    """Why the run does not progress, its alarms, and slow nodes and links."""
+    """Why the run does not progress, its alarms, and its notes."""
     told = [Text(view.why, style="bold red" if view.tone == "bad" else "dim")] * bool(view.why)
     told += [Text(f"! {alarm}", style="bold red") for alarm in view.alarms]
-    return told + [Text(f"~ {line}", style="yellow") for line in view.anomalies]
+    return told + [Text(f"~ {line}", style="yellow") for line in view.notes]
 
 
 def fitting(view: RunView | None, *, width: int, height: int) -> dict[str, int]:

@@ -37,6 +37,7 @@ class RunStatus(TypedDict):
     changed: list[str]  # what the last change changed, and from which window or round on
     started_s: float  # seconds since training began, over all starts of the coordinator; 0 before
     uptime_s: float  # seconds since this coordinator process started
+    farloop: str  # version that the coordinator runs
     nodes: int  # nodes that the run needs to begin
     stages: NotRequired[list[int]]  # connected nodes per stage, for a model that is cut in stages
     codec_up_of: NotRequired[dict[str, str]]  # codecs of nodes that have their own, by the newest terms
@@ -154,6 +155,7 @@ class StandbyStatus(TypedDict):
     term: int  # how often the record of the leader was replaced
     in_sync: list[str]  # those that have all that nodes were told
     joining: list[str]  # those that are being given the state
+    farloop: dict[str, str]  # versions that these run, as far as they say
     lag_bytes: int  # most that is sent to one of them and not written there
     bytes: int  # sent to all since the start
 
@@ -196,6 +198,7 @@ class MachineStatus(TypedDict):
     seconds_per_step: float | None  # recent time of an inner step; None if unknown
     labels: list[list[str]]
     unread: list[str]
+    farloop: str  # version that the node runs; empty if it does not say
 
 
 LinkStatus = TypedDict(

@@ -73,8 +73,7 @@ class WindowView:
     @property
     def note(self) -> str:
         """Which nodes it waits for, or its state."""
-        more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
-        return f"waits for {', '.join(self.missing[:3])}{more}" if self.missing else self.state
+        return f"waits for {_few(self.missing)}" if self.missing else self.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ class RunView:
     steps: int
     done: str
     why: str  # why the run does not progress; empty while it trains
-    anomalies: tuple[str, ...]
+    notes: tuple[str, ...]  # slow nodes and links, and other versions than the coordinator's
     losses: tuple[float | None, ...]  # validation losses, oldest first; None where it is no finite number
     live: int
     tokens: str
@@ -152,7 +151,7 @@ def view_of(status: Status) -> RunView:
         steps=run["steps"],
         done=percent_text(position / run["steps"]),
         why=standing(status),
-        anomalies=tuple(anomaly_lines(status)),
+        notes=(*anomaly_lines(status), *version_lines(status)),
         losses=tuple(score["loss"] for score in status["evaluations"]),
         live=len(live),
         tokens=count_text(status["totals"]["tokens"]),
@@ -351,6 +350,25 @@ def anomaly_lines(status: Status) -> list[str]:
         return []
     own = [f"the coordinator's links: {watch['coordinator']}"] if watch["coordinator"] else []
     return own + [anomaly_text(anomaly) for anomaly in watch["anomalies"]]
+
+
+def version_lines(status: Status) -> list[str]:
+    """Which connected nodes and standbys run another version of farloop than the coordinator; nothing if none does."""
+    if not (own := status["run"].get("farloop", "")):
+        return []  # of a coordinator that does not say
+    others = dict[str, list[str]]()
+    nodes = status["inventory"]["nodes"] if "inventory" in status else []
+    standbys = status["standby"]["farloop"] if "standby" in status else {}
+    found = {node["name"]: node["farloop"] for node in nodes if node["connected"]}
+    for name, version in {**found, **{f"standby {name}": version for name, version in standbys.items()}}.items():
+        if version != own:
+            others.setdefault(version or "an unknown version", []).append(name)
+    told = [f"{version} at {_few(names)}" for version, names in sorted(others.items())]
+    return [f"versions: the coordinator runs farloop {own}; {'; '.join(told)}"] if told else []
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def printable(text: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from farloop.monitoring import descriptors
+from farloop.runtime.version import version_of
 from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, NicKind, Source, trimmed
 
 # --- Kernel files
@@ -521,6 +522,7 @@ def read_inventory(
             congestion=allowed.congestion,
             labels=labels.told,
             unread=tuple(tree.unread),
+            farloop=version_of(),
         )
     )
 

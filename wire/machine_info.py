@@ -78,6 +78,7 @@ class Inventory:
     congestion: str = ""  # control of its TCP connections, as `bbr`
     labels: tuple[tuple[str, str], ...] = ()  # what the container's surroundings tell: pod, zone, host
     unread: tuple[str, ...] = ()  # what was there and could not be read
+    farloop: str = ""  # version that the node runs; empty if it does not say
 
 
 NOTHING: Final = Inventory()
@@ -96,6 +97,7 @@ def trimmed(inventory: Inventory) -> Inventory:
         congestion=_text(inventory.congestion),
         labels=tuple((_text(key), _text(value)) for key, value in inventory.labels[:MOST_LABELS]),
         unread=_texts(inventory.unread),
+        farloop=_text(inventory.farloop),
     )
 
 

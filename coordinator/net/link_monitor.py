@@ -286,6 +286,7 @@ class LinkMonitor:
             "seconds_per_step": member.seconds_per_step,
             "labels": [[key, value] for key, value in told.labels],
             "unread": list(told.unread),
+            "farloop": told.farloop,
         }
 
 

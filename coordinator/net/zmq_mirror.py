@@ -24,6 +24,7 @@ from farloop.coordinator.net.zmq_router import BindError, require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
 from farloop.monitoring.addresses import Address, parse_tcp, resolved
+from farloop.runtime.version import version_of
 from farloop.wire.keys import load_secret
 
 _log = logging.getLogger(__name__)
@@ -251,6 +252,7 @@ class MirrorClient:
             _log.info("peer not dialled peer=%s why=%r", peer, str(error))
             return
         self._say(["join", self._name, held])
+        self._say(["version", self._name, version_of()])
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -23,6 +23,7 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.monitoring.status import (
     DecisionEvent,
     InventoryStatus,
+    MachineStatus,
     NodeStatus,
     SamplesStatus,
     StandbyStatus,
@@ -55,9 +56,13 @@ class Metrics:
         ProcessCollector(registry=registry)
         self.info = gauge(
             "farloop_run_info",
-            "Name, method and codecs of the run; always 1.",
-            ["run", "method", "codec_up", "codec_down"],
+            "Name, method and codecs of the run, and the coordinator's version of farloop; always 1.",
+            ["run", "method", "codec_up", "codec_down", "version"],
         )
+        self._node_info = gauge(
+            "farloop_node_info", "Version of farloop that a connected node runs; always 1.", ["node", "version"]
+        )
+        self._versions_shown = set[tuple[str, str]]()
         self.position = gauge("farloop_position_steps", "Highest schedule position of the live nodes.")
         self.round = gauge("farloop_round", "The run's current round.")
         self.steps = gauge("farloop_run_steps", "Schedule positions of the whole run.")
@@ -226,9 +231,9 @@ class Metrics:
             self.registry.register(self._loss)
         self._loss.set(loss)
 
-    def describe(self, run: str, terms: Terms, folder: Path) -> None:
-        """Which run this is, and where its state is kept."""
-        self.info.labels(run, terms.method, terms.codecs.up, terms.codecs.down).set(1)
+    def describe(self, run: str, terms: Terms, version: str, folder: Path) -> None:
+        """Which run this is, which version coordinates it, and where its state is kept."""
+        self.info.labels(run, terms.method, terms.codecs.up, terms.codecs.down, version).set(1)
         self._disk = BackgroundWriter[Path]("disk usage", self._measure, 1)  # a file system may not answer
         self._folder = folder
         self._measure(folder)
@@ -301,6 +306,15 @@ class Metrics:
         for name, source, target in self._links_shown - shown:
             self._links[name].remove(source, target)
         self._links_shown = shown
+
+    def set_versions(self, machines: Sequence[MachineStatus]) -> None:
+        """Which version of farloop each connected node runs."""
+        shown = {(machine["name"], machine["farloop"]) for machine in machines if machine["connected"]}
+        for node in shown:
+            self._node_info.labels(*node).set(1)
+        for node in self._versions_shown - shown:
+            self._node_info.remove(*node)
+        self._versions_shown = shown
 
     def set_uplink(self, uplink: UplinkStatus) -> None:
         """The limit on what is sent, and how long blobs have waited for it."""

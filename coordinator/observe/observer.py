@@ -44,6 +44,7 @@ from farloop.monitoring.status import (
     not_finite,
 )
 from farloop.monitoring.status_summary import doing, named, standing
+from farloop.runtime.version import version_of
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 from farloop.wire.uplink import Uplink
@@ -89,10 +90,11 @@ class Observer(interface.Observer):
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
+        self._version = version_of()
         self._totals, self._totals_due = Totals.resumed(metrics_file, self._num_parameters), 0
         if store.ledger.evaluations:
             metrics.scored(store.ledger.evaluations[-1].loss)
-        metrics.describe(identity.name, terms, metrics_file.parent)
+        metrics.describe(identity.name, terms, self._version, metrics_file.parent)
 
     def close(self) -> None:
         self._timeline.close()
@@ -242,6 +244,7 @@ class Observer(interface.Observer):
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())
             self._metrics.set_links(status["inventory"])
+            self._metrics.set_versions(status["inventory"]["nodes"])
         if (uplink := self.uplink) is not None:
             rate = uplink.bytes_per_s if math.isfinite(uplink.bytes_per_s) else None
             status["uplink"] = {"bytes_per_s": rate, "quiet": uplink.is_quiet, "held_s": uplink.held_s}
@@ -299,6 +302,7 @@ class Observer(interface.Observer):
                 "nodes": terms.admission.min_nodes,
                 "started_s": until - self._totals.began_at if self._totals.began_at is not None else 0.0,
                 "uptime_s": now - self._started,
+                "farloop": self._version,
             },
             "position": float(terms.schedule.steps) if ledger.finished else _position(members),
             "round": ledger.current_round,

@@ -144,6 +144,7 @@ class Mirror:
         self._standbys: dict[bytes, _Standby] = {}
         self._joining: dict[str, tuple[bytes, dict[str, tuple[int, str]]]] = {}
         self._known_routes = set[bytes]()
+        self._versions = dict[str, str]()  # of farloop, by name of the standby
         self._digests: dict[str, tuple[Identity, str]] = {}
         self._sequence = 0
         self._bytes = 0
@@ -166,6 +167,8 @@ class Mirror:
                 with self._moved:
                     self._known_routes.add(route)
                     self._joining[name] = route, {file: (size, digest) for file, (size, digest) in held.items()}
+            case ["version", str(name), str(version)]:
+                self._versions[name] = version
             case ["ping"] if route in self._known_routes:
                 self.send(route, [b'["pong"]'])
             case ["ping"]:
@@ -229,6 +232,7 @@ class Mirror:
             "term": self.leadership.term.term,
             "in_sync": in_sync,
             "joining": joining,
+            "farloop": {name: self._versions.get(name, "") for name in (*in_sync, *joining)},
             "lag_bytes": max(lags, default=0),
             "bytes": self._bytes,
         }

@@ -57,7 +57,7 @@ def status(**changes: Any) -> Status:
             "name": "fjord-1b", "fingerprint": "5ab0c7e1d29f4463", "method": "streaming", "codec_up": "q4",
             "codec_down": "q4", "steps": 2000, "h": 30, "tau": 5, "mix": 0.5, "fragments": 4,
             "parameters": 1_240_000_000, "state": "training", "epoch": 2, "nodes": 4, "started_s": 3912.0,
-            "uptime_s": 3960.0, "revision": 0, "changed": [], **run,
+            "uptime_s": 3960.0, "revision": 0, "changed": [], "farloop": "0.2.0", **run,
         },
         "position": 612.0, "round": 20, "versions": [21, 20, 20, 20], "digests": ["0" * 16] * 4, "outer_steps": 21,
         "commits": 81,

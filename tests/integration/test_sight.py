@@ -19,6 +19,7 @@ from farloop.local.relay import Link as ThinLink
 from farloop.local.relay import Relay, RelayThread
 from farloop.node.machine_info import OperatorLabels, read_inventory
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.runtime.version import version_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -69,6 +70,8 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
             metrics = coordinator.metrics.exposition().decode()
     finally:
         store.close()
+    assert {node["farloop"] for node in found["nodes"]} == {version_of()}
+    assert f'farloop_node_info{{node="oslo",version="{version_of()}"}} 1.0' in metrics
     assert [(node["name"], node["site"], node["site_from"]) for node in found["nodes"]] == [
         ("bergen", "bergen", "operator"),
         ("oslo", "oslo", "operator"),

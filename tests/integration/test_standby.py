@@ -82,7 +82,9 @@ class Pair:
         return self.run.until("windows commit", lambda status: min(status["versions"]) >= 2)
 
     def until_in_sync(self, name: str) -> Status:
-        return self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
+        status = self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
+        assert status["standby"]["farloop"] == {name: status["run"]["farloop"]}
+        return status
 
     def goes_on_at(self, name: str, before: Status) -> Status:
         """Wait for commits there, on top of all that was told."""

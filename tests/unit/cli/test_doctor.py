@@ -28,12 +28,12 @@ from farloop.cli.doctor import (
 )
 from farloop.cli.doctor import _coordinator as dial
 from farloop.cli.keys import write_pair
-from farloop.cli.options import version_of
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.status import InventoryStatus, LinkStatus
 from farloop.node.machine_info import Limits, OperatorLabels, read_inventory
+from farloop.runtime.version import version_of
 from farloop.wire.machine_info import Inventory, Nic
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")

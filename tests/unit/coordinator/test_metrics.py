@@ -90,10 +90,23 @@ def test_what_was_not_measured_is_not_shown_as_zero_and_what_alerts_ask_for_is(m
 
 
 def test_the_disk_is_looked_at_on_a_request(metrics: Metrics, spec: RunSpec, tmp_path: Path) -> None:
-    metrics.describe("r", spec.terms, tmp_path)
+    metrics.describe("r", spec.terms, "0.2.0", tmp_path)
     free, size = value(metrics, "storage_free_bytes"), value(metrics, "storage_size_bytes")
     assert free is not None and size is not None and 0 < free <= size
-    assert value(metrics, "run_info", run="r", method="streaming", codec_up="q4", codec_down="q4") == 1
+    assert value(metrics, "run_info", run="r", method="streaming", codec_up="q4", codec_down="q4", version="0.2.0") == 1
+
+
+def test_a_node_has_the_version_that_it_runs_now(metrics: Metrics) -> None:
+    nodes: Any = [{"name": name, "connected": True, "farloop": "0.1.0"} for name in ("a", "b")]
+    metrics.set_versions(nodes)
+    nodes[0]["farloop"], nodes[1]["connected"] = "0.2.0", False
+    metrics.set_versions(nodes)
+    assert value(metrics, "node_info", node="a", version="0.2.0") == 1
+    assert (
+        value(metrics, "node_info", node="a", version="0.1.0")
+        is value(metrics, "node_info", node="b", version="0.1.0")
+        is None
+    )
 
 
 # --- Traffic

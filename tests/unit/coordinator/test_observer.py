@@ -28,6 +28,7 @@ from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import NodeStatus, Status, TotalsStatus, WindowStatus
+from farloop.runtime.version import version_of
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -132,6 +133,7 @@ def test_a_run_that_waits_for_its_nodes_says_so(scene: Scene, spec: RunSpec) -> 
         "name": "small", "fingerprint": spec.identity.fingerprint(), "method": "streaming", "codec_up": "q4",
         "codec_down": "q4", "steps": 40, "h": 10, "tau": 2, "mix": 0.5, "fragments": 2, "parameters": 500,
         "state": "waiting", "epoch": 1, "revision": 0, "changed": [], "nodes": 1, "started_s": 0.0, "uptime_s": 5.0,
+        "farloop": version_of(),
     }  # fmt: skip
     assert (status["position"], status["round"], status["outer_steps"], status["commits"]) == (0.0, 0, 0, 0)
     assert (status["versions"], status["nodes"], status["alarms"]) == ([0, 0], [], [])

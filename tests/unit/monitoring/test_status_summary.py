@@ -23,7 +23,7 @@ from farloop.monitoring.units import NOTHING
 
 def test_a_run_is_summed_up_once_for_all_views() -> None:
     view = view_of(statuses.status())
-    assert (view.name, view.state, view.tone, view.why, view.anomalies) == ("fjord-1b", "training", "good", "", ())
+    assert (view.name, view.state, view.tone, view.why, view.notes) == ("fjord-1b", "training", "good", "", ())
     assert view.facts == ("streaming", "q4 up, q4 down", "H 30")
     assert (view.position, view.steps, view.done, view.lasted) == (612.0, 2000, "30.6%", "1h 05m")
     assert (view.live, view.speed, view.tokens) == (3, "87.4 k", "160 M")
@@ -50,6 +50,25 @@ def test_a_run_is_summed_up_once_for_all_views() -> None:
 def test_a_node_has_a_state_and_colours(changes: dict[str, Any], shown: tuple[str, ...]) -> None:
     (node,) = view_of(statuses.status(nodes=[statuses.node("a", **changes)])).nodes
     assert (node.state, node.tone, node.compute, node.compute_tone) == shown
+
+
+def test_versions_are_shown_where_one_differs() -> None:
+    told: Any = statuses.status(run={"farloop": "0.2.0"})
+    versions = {"a": "0.1.0", "b": "0.2.0", "c": "0.1.0", "d": "", "e": "0.1.0", "f": "0.1.0"}
+    told["inventory"] = {
+        "nodes": [{"name": name, "connected": name != "b", "farloop": v} for name, v in versions.items()]
+    }
+    told["standby"] = {"farloop": {"s": "0.3.0"}}
+    line = "0.1.0 at a, c, e and 1 more; 0.3.0 at standby s; an unknown version at d"
+    assert view_of(told).notes == (f"versions: the coordinator runs farloop 0.2.0; {line}",)
+    told["standby"]["farloop"]["s"] = "0.2.0"
+    for machine in told["inventory"]["nodes"]:
+        machine["connected"] = machine["farloop"] in ("0.2.0", "")
+    told["inventory"]["nodes"][3]["farloop"] = "0.2.0"
+    assert view_of(told).notes == ()
+    del told["run"]["farloop"]  # the status of a coordinator that does not say
+    told["inventory"]["nodes"][0] |= {"connected": True}
+    assert view_of(told).notes == ()
 
 
 def test_only_a_node_that_left_a_finished_run_has_finished() -> None:
