@@ -6,8 +6,20 @@ for each other at every sum: on a busy machine a test of three seconds took two 
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in what is started from here
 settings.register_profile("farloop", deadline=None)
 settings.load_profile("farloop")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite", action="store_true", help="write what follows in stories anew: see tests/cases/stories.py"
+    )
+
+
+@pytest.fixture
+def rewrite(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--rewrite"))

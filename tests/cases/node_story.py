@@ -1,4 +1,21 @@
-"""A node's machine whose coordinator is the test: a run of a few fragments, and what its coordinator says."""
+"""A node's machine whose coordinator is the test: a run of a few fragments, and what its coordinator says.
+
+The words of stories (`stories.py`), for a node `a`. A fragment is 0 where none is named; `1.2` is version 2 of fragment
+1, and the newest version where none is named.
+
+    joins | begins | begins 2 | begins 2.1     takes the first snapshots; also starts, in round 2, at slot 1 of it
+    welcome | welcome epoch=7                  the coordinator opens a session
+    start 2 | finished | leave REASON | refused REASON | retry REASON
+    4 steps
+    encoded | offered                          the last delta is encoded; the executor has offered it, too
+    stored | outcome REASON                    the coordinator's word on the last delta, or on `outcome REASON 2`: no. 2
+    commit 1 | commit 1 of ab                  the coordinator closes a window and does not tell yet; of a alone
+    told 1.2 | bytes 1.2 | update 1.2          the announcement comes; the bytes; both
+    snapshot 1 | mismatch 1 | cut REASON | drain
+
+Behind the commands, in square brackets: what the node waits for or its stage, and its counts of lost steps and of
+skipped positions and turns, where they changed since the line before.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,6 +36,9 @@ from farloop.wire.reasons import Reason
 A, B = NodeId("a"), NodeId("b")
 TOKENS = 100
 """Of each inner step."""
+
+COUNTED = ("lost steps", "skipped positions", "skipped turns")
+"""What a story tells of beside the state."""
 
 
 def slots(count: int) -> Layout:
@@ -61,6 +81,10 @@ class Story:
         self.epoch, self.history = 1, 0
         self.open_at(0)
         run = self.spec.identity.fingerprint() if epoch else ""
+        self._encodes: list[ev.Encode] = []
+        """Those of the last step that sent something."""
+        self._announced: dict[tuple[int, int], msg.Committed] = {}
+        self._seen = ("waits for the coordinator", *(f"{what}: 0" for what in COUNTED))
         self.machine = NodeMachine(name=A, incarnation=incarnation, epoch=epoch, run=run, tau=node_tau, holds=holds)
 
     # --- the coordinator
@@ -162,6 +186,78 @@ class Story:
     def encoded(self, encode: ev.Command, *, offered: bool = False) -> list[ev.Command]:
         return self.handle(ev.DeltaEncoded(offer=offer_of(encode), offered=offered))
 
+    # --- stories
+
+    def play(self, line: str) -> str:
+        """A line of events: what followed the last of them."""
+        commands: list[ev.Command] = []
+        for event in line.split("; "):
+            commands = self._happens(event)
+        machine, before = self.machine, self._seen
+        counts = (machine.lost_steps, machine.schedule.skipped_positions, machine.skipped_turns)
+        state = f"waits for {machine.waiting}" if machine.waiting else "trains" if machine.running else machine.stage
+        self._seen = (state, *(f"{what}: {n}" for n, what in zip(counts, COUNTED, strict=True)))
+        changes = [now for now, then in zip(self._seen, before, strict=True) if now != then]
+        return "; ".join([*map(brief, commands), *([f"[{', '.join(changes)}]"] if changes else [])])
+
+    def _happens(self, event: str) -> list[ev.Command]:
+        what, *words = event.split()
+        commands: list[ev.Command] = []
+        match what, *words:
+            case "joins" | "begins" as how, *place:
+                return self._joins(how == "begins", *map(int, ".".join(place).split(".") if place else ()))
+            case "start", round_:
+                return self.hear(msg.Start(round=self.rounds[int(round_)], lease=None))
+            case "welcome", *changes:
+                return self.hear(self.welcome(**{key: int(value) for key, value in _pairs(changes)}))
+            case ("finished",):
+                return self.hear(msg.Finished())
+            case "leave", reason:
+                return self.hear(msg.Leave(reason=Reason[reason]))
+            case "refused" | "retry", reason:
+                return self.hear(msg.Refused(reason=Reason[reason], detail="", retriable=what == "retry"))
+            case _, "step" | "steps":
+                commands = self.steps(int(what))
+                self._encodes = [c for c in commands if isinstance(c, ev.Encode)] or self._encodes
+                return commands
+            case ("encoded" | "offered",):
+                return [c for e in self._encodes for c in self.encoded(e, offered=what == "offered")]
+            case "stored", *number:
+                return self.hear(msg.Stored(blob=self._sent(*number)))
+            case "outcome", reason, *number:
+                return self.refuse(self._sent(*number), Reason[reason])
+            case "commit", *of:
+                fragment, nodes = (of[0] if of and of[0] != "of" else "0"), of[-1] if "of" in of else A
+                committed = self.commit(int(fragment), merged=[NodeId(node) for node in nodes])
+                self._announced[committed.fragment, committed.version] = committed
+            case "told" | "bytes" | "update", *which:
+                fragment, _, version = (which[0] if which else "0").partition(".")
+                committed = self._announced[int(fragment), int(version or self.versions[int(fragment)])]
+                return (self.hear(committed) if what != "bytes" else []) + (
+                    self.arrive(committed.version, committed.fragment) if what != "told" else []
+                )
+            case "snapshot", *which:
+                fragment, _, version = (which[0] if which else "0").partition(".")
+                return self.snapshot(int(fragment), int(version) if version else None)
+            case "mismatch", *which:
+                return self.handle(ev.AnchorMismatch(fragment=int(which[0]) if which else 0))
+            case "cut", *reason:
+                return self.cut(Reason[reason[0]] if reason else Reason.CLOSED)
+            case ("drain",):
+                return self.handle(ev.DrainRequested())
+            case _:
+                raise ValueError(f"nothing is called {event}")
+        return commands
+
+    def _joins(self, begins: bool, round_: int = 0, slot: int = 0) -> list[ev.Command]:
+        self.begin(round_, slot=slot) if begins else self.join()
+        return []
+
+    def _sent(self, number: str = "") -> BlobId:
+        """The last delta, or the one of this number."""
+        last = self._encodes[-1].blob
+        return dataclasses.replace(last, seq=int(number), version=int(number) - 1) if number else last
+
     def refuse(self, delta: BlobId, reason: Reason = Reason.CORRUPT) -> list[ev.Command]:
         return self.hear(msg.Outcome(blob=delta, reason=reason, detail=""))
 
@@ -220,3 +316,43 @@ def at_once(job: Callable[[], bool]) -> "Future[bool]":
     done: Future[bool] = Future()
     done.set_result(job())
     return done
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (word.partition("=") for word in words)]
+
+
+def brief(command: ev.Command) -> str:
+    """A command as text: `encode 1.2 #3 of 4 steps` is the node's third delta, of fragment 1, for window 2."""
+    match command:
+        case ev.Encode(blob=blob, window=window, steps=steps, tokens=tokens, codec=codec):
+            assert tokens == steps * TOKENS and not command.measure
+            return f"encode {blob.fragment}.{window} #{blob.seq} of {steps} step{'s' * (steps != 1)}{_by(codec)}"
+        case ev.SendBlob(offer=offer):
+            return f"offer #{offer.blob.seq}"
+        case ev.ForgetBlob(blob=blob, merged_in=version) if blob.kind is BlobKind.DELTA:
+            return f"forget #{blob.seq}" + (f", in version {version}" if version is not None else "")
+        case ev.ForgetBlob(blob=blob):
+            return f"forget {blob.kind.name.lower()} {blob.fragment}.{blob.version}"
+        case ev.Install(fragment=fragment, version=version, codec=codec):
+            return f"install {fragment}.{version}{_by(codec)}"
+        case ev.Apply(fragment=fragment, version=version, anchor_digest=said, codec=codec):
+            assert said == digest(version, fragment)
+            return f"apply {fragment}.{version}{_by(codec)}"
+        case ev.Merge(fragment=fragment, mix=mix):
+            assert not command.own
+            return f"merge {fragment}" + (f" with mix {mix}" if mix else "")
+        case ev.Tell(message=msg.Leave(reason=reason)):
+            return f"leave {reason.name}"
+        case ev.Tell(message=msg.Fetch(fragment=fragment)):
+            return f"fetch {fragment}"
+        case ev.Tell(message=message):
+            return type(message).__name__.lower()
+        case ev.Stop(reason=reason, detail=detail):
+            return f"stop {reason.name}" + (f": {detail}" if detail else "")
+        case _:
+            return type(command).__name__.lower()
+
+
+def _by(codec: str) -> str:
+    return "" if codec == "q4" else f" by {codec}"

@@ -1,0 +1,86 @@
+"""Stories: what happens to a state machine and what it does then, as text (the files `stories/*.txt` beside tests).
+
+    # A node that leaves is not waited for.
+    with: nodes=ab
+    a sends 1; b leaves
+        commit 1.1 of a, b DRAINED; left b DRAINED
+
+A story is a paragraph: a sentence or two, settings that are not plain, and lines of events in their order. The indented
+line has the commands that followed the last event of the line above it; there is none if nothing followed. A paragraph
+without events says what a file is about; its settings are those of all stories behind it. The words for events and
+commands stand in `node_story.py` and `coordinator_run.py`.
+
+`pytest --rewrite` writes the indented lines anew. Read the difference before you commit it.
+"""
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDENT = "    "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryText:
+    """One paragraph of a file."""
+
+    title: tuple[str, ...]
+    settings: dict[str, Any]
+    lines: tuple[str, ...]
+    """Of events, and what follows each of them."""
+
+    @property
+    def name(self) -> str:
+        """Its first sentence."""
+        text = " ".join(line.removeprefix("# ") for line in self.title)
+        return re.split(r"[.:]( |$)", text)[0]
+
+    def told(self, play: Callable[[str], str]) -> list[str]:
+        """Its lines as `play` makes them: it takes a line of events and returns what follows."""
+        lines: list[str] = []
+        for events in self.lines:
+            if not events.startswith(INDENT):
+                after = play(events)
+                lines += [events, INDENT + after] if after else [events]
+        return lines
+
+
+def read_stories(path: Path) -> list[StoryText]:
+    stories, common = list[StoryText](), dict[str, Any]()
+    for paragraph in path.read_text().strip().split("\n\n"):
+        story = _story(paragraph.splitlines(), common)
+        if story.lines:
+            stories.append(story)
+        else:
+            common = story.settings
+    return stories
+
+
+def _story(lines: list[str], common: dict[str, Any]) -> StoryText:
+    title = tuple(line for line in lines if line.startswith("#"))
+    given = [line for line in lines if line.startswith("with:")]
+    pairs = (pair.partition("=")[::2] for line in given for pair in line.split()[1:])
+    events = tuple(line for line in lines if line not in title and line not in given)
+    return StoryText(title=title, settings=common | {key: literal(value) for key, value in pairs}, lines=events)
+
+
+def literal(value: str) -> Any:
+    """A number or a tuple where it is one, else the text."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def check_story(path: Path, story: StoryText, play: Callable[[str], str], *, rewrite: bool) -> None:
+    """What `play` makes of it is what the file says; with `rewrite` the file says it afterwards."""
+    lines = story.told(play)
+    if rewrite:
+        head = "\n".join(story.title)
+        before, after = path.read_text().split(head, 1)
+        path.write_text(before + head + after.replace("\n".join(story.lines), "\n".join(lines), 1))
+    else:
+        assert lines == list(story.lines)
