@@ -114,7 +114,7 @@ class Outer:
     buffer: int = 1  # n of delayed Nesterov: outer steps between two steps of its momentum
     spread: float = 0.0  # c of delayed Nesterov: share of the momentum in each of its steps, 0 to 1/`buffer`
     restart: int = 0  # outer steps after which the outer momentum restarts from zero; 0 for never
-    merge: str | None = None  # a merge rule for untrusted nodes, in place of the method's own (`algo/merge_rules.py`)
+    merge: str | None = None  # a merge rule in place of the method's own (`validation.MERGES`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,12 @@ ROBUST_RULES: Final = {
     "krum": RobustRule(least=5, weighted=True),  # the mean of the deltas closest to others
 }
 
+DISJOINT_SUM: Final = "sum"
+"""Merge of nodes that train disjoint parts of the weights: every delta has weight 1."""
+
+MERGES: Final = (*ROBUST_RULES, DISJOINT_SUM)
+"""What may replace the merge rule of a method."""
+
 
 def require(holds: bool, sentence: str) -> None:
     """Raise ValueError with the sentence unless it holds."""
@@ -91,6 +97,7 @@ def _check_statistics(method: Method, terms: Terms, layout: Layout) -> None:
         method.inner and not late and not terms.inner.control_variates,
         "buffers is average, which diloco, streaming and sparse can, with lag = 0 and no control_variates: take own",
     )
+    require(terms.outer.merge != DISJOINT_SUM, "buffers is average, but merge = sum would add them up: take own")
 
 
 def _check_layout(method: Method, layout: Layout) -> None:
@@ -441,8 +448,12 @@ def check_admission(terms: Terms, method: Method) -> None:
         raise ValueError(f"norm_band is {admission.norm_band}; the most is {_MOST_BAND:g}, or set screen = off")
     if outer.merge is None:
         return
+    if outer.merge == DISJOINT_SUM:
+        linear = method.merge == "mean" and method.outer in ("nesterov", "sgd") and not method.alone
+        require(linear, f"merge is sum, but the outer step of {method.name} needs a mean; take diloco or streaming")
+        return require(not terms.schedule.eager, "merge is sum, but an eager start needs the mean; set eager = false")
     if outer.merge not in ROBUST_RULES:
-        raise ValueError(f"merge is {outer.merge!r}; {nearest(outer.merge, ROBUST_RULES)}")
+        raise ValueError(f"merge is {outer.merge!r}; {nearest(outer.merge, MERGES)}")
     rule = ROBUST_RULES[outer.merge]
     if method.alone:
         raise ValueError(

@@ -14,6 +14,7 @@ from farloop.algo.outer_optimizers import state_names
 from farloop.algo.outer_settings import sums_increments
 from farloop.algo.spec import RunSpec
 from farloop.algo.terms import Terms
+from farloop.algo.validation import ROBUST_RULES
 from farloop.coordinator.commits import leaves_a_choice
 from farloop.coordinator.downloads import MOST_BYTES
 from farloop.coordinator.storage.files import File
@@ -182,7 +183,7 @@ def _has_no_sum(terms: Terms) -> bool:
     alike = isinstance(up, BlockCodec) and up.name == down.name and not terms.codecs.up_of
     method = method_named(terms.method)
     plain = method.outer in ("nesterov", "sgd") and not terms.outer.restart
-    mean = terms.outer.merge is None and method.merge == "mean"
+    mean = terms.outer.merge not in ROBUST_RULES and method.merge == "mean"
     return alike and plain and mean and not leaves_a_choice(terms)
 
 

@@ -11,7 +11,7 @@ from farloop.algo.schedule import first_rounds, initial_h
 from farloop.algo.terms import InnerOptimizer, LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import (
     INNER_OPTIMIZERS,
-    ROBUST_RULES,
+    MERGES,
     RULES,
     SCREENS,
     SHAPES,
@@ -103,8 +103,9 @@ class RunConfig:
     """Screening of deltas: norm (far too long, replayed or copied), full (also directions), or off."""
     norm_band: float = 8.0
     """Largest norm of a delta, as a multiple of the recent norm."""
-    merge: Annotated[str | None, OneOf(ROBUST_RULES)] = None
-    """Robust aggregation for untrusted nodes: clipped, median, trimmed or krum. Default: the mean."""
+    merge: Annotated[str | None, OneOf(MERGES)] = None
+    """Robust aggregation for untrusted nodes: clipped, median, trimmed or krum; or sum, for nodes that train disjoint
+    parts of the weights. Default: the mean."""
     control_variates: bool = False
     """Correct the steps of each node for its data distribution (arXiv 2308.08165), for shards that differ. Needs
     outer_momentum = 0 and, but for scafcom, diloco and a dense codec_up such as q4; costs one more fp32 copy of the

@@ -138,7 +138,7 @@ def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
 
 def _rule(record: WindowCommitted, terms: Terms) -> str:
     """The merge rule of this commit, by its window's terms."""
-    if terms.outer.merge is not None:
+    if terms.outer.merge in ROBUST_RULES:
         steps = sum(addend.weight > 0.0 for addend in record.blobs)
         return terms.outer.merge if steps >= ROBUST_RULES[terms.outer.merge].least else "mean"
     # A run ends on the mean of what the nodes hold, as its last outer step is plain.

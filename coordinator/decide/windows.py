@@ -10,6 +10,7 @@ from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS
 from farloop.algo.outer_settings import settings_of
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.terms import Terms
+from farloop.algo.validation import DISJOINT_SUM
 from farloop.algo.weights import WEIGHT_RULES, reach, sum_key
 from farloop.coordinator.decide.records import Addend, Refusal, WindowCommitted
 from farloop.wire.messages import Drop, Offer, Share
@@ -182,7 +183,7 @@ class Window:
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
 
     def shares(self, rule: str = "tokens") -> tuple[Share, ...]:
-        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`, or equal.
+        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`, equal, or 1 for each in a sum.
 
         In the last step of a run in which nodes finish with different amounts of work, all weigh the same: it gives the
         mean of what they hold.
@@ -191,7 +192,9 @@ class Window:
         if not offers:
             return ()
         uneven = self.max_staleness and not all(c.steps for o in offers for c in o.contributors)
-        if rule == "equal" or (self.terms.final and uneven):
+        if rule == DISJOINT_SUM:
+            weights = [1.0] * len(offers)
+        elif rule == "equal" or (self.terms.final and uneven):
             weights = [1 / len(offers)] * len(offers)
         else:
             weights = WEIGHT_RULES[rule]([offer.contributors for offer in offers])
@@ -221,7 +224,8 @@ class Window:
         contributed to earlier windows of this round. `before`: those that made the version before.
         """
         terms = spec.terms
-        shares = self.shares(method_named(terms.method).weights)
+        sums = terms.outer.merge == DISJOINT_SUM
+        shares = self.shares(DISJOINT_SUM if sums else method_named(terms.method).weights)
         same_nodes = before == {share.node for share in shares}
         outer = settings_of(terms, spec.identity.layout, self.terms, rounds, same_nodes=same_nodes)
         gapped = OUTER_OPTIMIZERS[outer.kind].has_gap

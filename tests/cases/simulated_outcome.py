@@ -292,8 +292,9 @@ class Outcome:
         refused = [refusal.blob for commit in self.commits for refusal in commit.refused]
         assert len({*blobs, *refused}) == len(blobs) + len(refused), "a delta has one outcome"
         for commit in self.commits:
-            weights = sum(share.weight for share in commit.merged)
-            assert not commit.merged or abs(weights - 1.0) < 1e-12, "weights sum to 1, where anything is merged"
+            weights = [share.weight for share in commit.merged]
+            averages = abs(sum(weights) - 1.0) < 1e-12
+            assert averages or all(weight == 1.0 for weight in weights), "a mean, a sum, or nothing is merged"
             assert len(set(commit.contributors)) == len(commit.merged), "a node contributes once"
             assert not set(commit.contributors) & {drop.node for drop in commit.drops}, "merged or dropped, not both"
         held = tuple(zip(self.anchor_digests, self.target_digests, strict=True))

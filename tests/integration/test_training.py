@@ -64,17 +64,27 @@ def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
         assert difference < 1e-5, f"{name} differs by {difference:.2e} of its norm"
 
 
-def test_the_example_of_an_own_loop_trains_to_the_end(new_run: NewRun) -> None:
+@pytest.mark.parametrize(
+    ("example", "folder", "more"),
+    [
+        ("own_loop.py", ("out/own.safetensors",), ([], [])),
+        pytest.param("hd_pissa.py", ("out",), (["out", "0"], ["out", "1"]), marks=pytest.mark.slow),
+    ],
+)
+def test_the_example_of_an_own_loop_trains_to_the_end(
+    new_run: NewRun, example: str, folder: tuple[str, ...], more: tuple[list[str], ...]
+) -> None:
     run = new_run()
     shutil.copytree(EXAMPLES, run.folder / "examples")
-    assert run.until_ended(run.start("init", "examples/own_loop.py", "init", "out/own.safetensors")) == 0
+    assert run.until_ended(run.start("init", f"examples/{example}", "init", *folder), 300.0) == 0
     run.state_dir = run.folder / "out" / "own" / "coordinator"
     address = f"tcp://127.0.0.1:{run.port}"
     ours = [f"coordinator.bind={address}", f"coordinator.http=127.0.0.1:{run.http}", "run.steps=60"]
+    ours += ["run.merge=sum"] if example == "hd_pissa.py" else []
     sets = [word for setting in ours for word in ("--set", setting)]
     run.start("coordinator", *FARLOOP, "coordinator", "examples/own-run.toml", *sets)
-    for name in ("a", "b"):
-        run.start(f"node-{name}", "examples/own_loop.py", "train", address, name)
+    for name, words in zip(("a", "b"), more, strict=True):
+        run.start(f"node-{name}", f"examples/{example}", "train", address, name, *words)
     status = run.until_done(timeout_s=240.0)  # each process may compile its kernels first
     assert_all_agree(run, status, "a", "b")
     assert all(node["inner_steps"] == 60 for node in status["nodes"])

@@ -1,4 +1,4 @@
-"""Control variates in whole runs, on least squares whose nodes differ in minimum and curvature, or do not."""
+"""Control variates and sums of disjoint parts in whole runs, on least squares whose nodes differ, or do not."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,6 +33,7 @@ class LeastSquares:
         self.minima = [torch.randn(NUMEL, generator=generator) for _ in range(NODES)]
         if alike:
             self.curvatures, self.minima = self.curvatures[:1] * NODES, self.minima[:1] * NODES
+        self.trained = torch.ones(NODES, NUMEL)
 
     def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
         return TOY.begin(terms)
@@ -61,6 +62,7 @@ class Learner:
         curvature, minimum = self._problem.curvatures[self._number], self._problem.minima[self._number]
         gradient = curvature * (self.module.flat() - minimum)
         gradient += self._problem.noise * torch.randn(NUMEL, generator=self._noise)
+        gradient *= self._problem.trained[self._number]
         start = 0
         for parameter in self.module.parameters():
             parameter.grad = gradient[start : start + parameter.numel()].view(parameter.shape).clone()
@@ -218,3 +220,24 @@ def test_the_sum_of_increments_begins_anew_where_other_nodes_made_a_version(faul
     problem = LeastSquares(1, alike=False, noise=0.0)
     outcome = play(problem, fault, variates=True, **{**INCREMENTS, "codec_up": "q4"})
     assert float((weights(outcome) - problem.minimum(range(left))).norm()) < 0.1
+
+
+# --- Nodes that train disjoint parts of the weights: merge = sum
+
+
+@pytest.mark.parametrize("choices", [{"steps": 30}, *slow({"h": 7}, {"method": "streaming", "tau": 0, "mix": 0.0})])
+def test_in_a_sum_of_disjoint_parts_each_is_trained_as_by_its_node_alone(choices: dict[str, Any]) -> None:
+    """Two rounds, the last of which is short and ends in the run's flush; the mean leaves a quarter of each round."""
+    problem = LeastSquares(1, alike=False, noise=0.0)
+    owner = torch.arange(NUMEL) % NODES
+    problem.trained = torch.stack([owner == i for i in range(NODES)]).float()
+    summed, averaged = (
+        weights(play(problem, variates=False, codec_up="fp32", codec_down="fp32", merge=merge, **choices))
+        for merge in ("sum", None)
+    )
+    alone = Stack(1).flat()
+    minimum, curvature = (torch.stack(each).gather(0, owner[None])[0] for each in (problem.minima, problem.curvatures))
+    for _ in range(choices.get("steps", STEPS)):
+        alone = alone - LR * curvature * (alone - minimum)
+    torch.testing.assert_close(summed, alone, rtol=1e-4, atol=1e-4)
+    assert (averaged - alone).norm() > 100 * (summed - alone).norm()
