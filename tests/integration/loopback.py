@@ -125,6 +125,8 @@ class Run:
         self.folder, self.state_dir = folder, folder / "state"
         self.port, self.http = free_port(), free_port()
         self.daemons: list[Daemon] = []
+        self.programs: dict[str, Path] = {}
+        """By name of a process, the `farloop` of another environment that it is started with."""
         self.on_tape = False
         """Whether daemons started from now on keep tapes, in NAME.tape (tapes.py), and all journal segments."""
         self._coordinator: Daemon | None = None
@@ -204,8 +206,11 @@ class Run:
         return self._write(f"node-{name}.toml", {"node": node, "data": self.tables["data"]})
 
     def start(self, name: str, *command: str) -> Daemon:
-        """Any other process of the run, with this Python."""
-        daemon = Daemon(name, [sys.executable, *command], self.folder, environment())
+        """Any other process of the run, with this Python, or a command of farloop with what `programs` has for it."""
+        words = [sys.executable, *command]
+        if name in self.programs and command[: len(FARLOOP)] == FARLOOP:
+            words = [str(self.programs[name]), *command[len(FARLOOP) :]]
+        daemon = Daemon(name, words, self.folder, environment())
         self.daemons.append(daemon)
         return daemon
 

@@ -82,9 +82,7 @@ class Pair:
         return self.run.until("windows commit", lambda status: min(status["versions"]) >= 2)
 
     def until_in_sync(self, name: str) -> Status:
-        status = self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
-        assert status["standby"]["farloop"] == {name: status["run"]["farloop"]}
-        return status
+        return self.run.until(f"{name} is in sync", lambda status: status["standby"]["in_sync"] == [name])
 
     def goes_on_at(self, name: str, before: Status) -> Status:
         """Wait for commits there, on top of all that was told."""
@@ -112,7 +110,8 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed_again_and_again(new_r
     run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses, **keys_of(keys, "n"))
     run.start_node("m", coordinator=pair.addresses, **keys_of(keys, "m"))
     for leader, standby in (("a", "b"), ("b", "a")):
-        pair.until_in_sync(standby)
+        status = pair.until_in_sync(standby)
+        assert status["standby"]["farloop"] == {standby: status["run"]["farloop"]}
         assert page_of(pair, standby, "/readyz")[0] == 503
         code, text = page_of(pair, standby, "/healthz")
         assert code == 200 and f"{standby} stands by for {leader}: in sync" in text
