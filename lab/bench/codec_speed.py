@@ -22,7 +22,6 @@ from torch import Tensor
 from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.spec import Fragment, RoundPlan, TensorSlot
 from farloop.coordinator.aggregator import Step, merge
-from farloop.lab.bench.codec_peers import Peer, quiet
 from farloop.lab.bench.codec_quality import SIZE
 from farloop.lab.bench.memory import forget_peak
 from farloop.lab.bench.processes import status_bytes
@@ -139,7 +138,7 @@ class SpeedRow:
     and renewed), `outer` (Nesterov step, encoded and applied); `copy` for memcpy."""
     device: str
     threads: int
-    path: str  # what computes it: `numba`, `triton`, `torch`, or `peer` for other people's code
+    path: str  # what computes it: `numba`, `triton` or `torch`
     gb_per_s: float  # of the fastest repetition
     median_gb_per_s: float
     memcpy_gb_per_s: float
@@ -305,17 +304,6 @@ def reference_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[S
         )
     if "decode" in ops:
         yield bench.row(name, "torch", "decode", lambda: codec.decode_by_reference(payload, bench.y, bench.fragment))
-
-
-def peer_rows(bench: Bench, peer: Peer, ops: Sequence[str]) -> Iterator[SpeedRow]:
-    """Encode and decode of other people's code."""
-    with quiet():
-        kernels = peer.make(bench.where.threads)
-        if "encode" in ops:
-            yield bench.row(peer.name, "peer", "encode", lambda: kernels.encode(bench.x))
-        if "decode" in ops:
-            encoded = kernels.encode(bench.x)
-            yield bench.row(peer.name, "peer", "decode", lambda: kernels.decode(encoded))
 
 
 def matrices(numel: int) -> Fragment:

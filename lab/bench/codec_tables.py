@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farloop.lab.bench.codec_peers import MEASURED
 from farloop.lab.bench.codec_quality import DISTRIBUTIONS, OUTER, QualityRow
 from farloop.lab.bench.codec_speed import MemoryRow, SpeedRow, Where
 from farloop.lab.bench.codecs import OPS, CodecReport
@@ -173,10 +172,6 @@ def report_tables(report: CodecReport) -> Iterator[RenderableType]:
         yield memory_table(report.memory)
     if report.fits_cache:
         yield Text(" These vectors may fit the processor's cache: the speeds say nothing of memory.", style="yellow")
-    for state in report.peers:
-        if state.state != MEASURED:
-            version = f" {state.version}" if state.version else ""
-            yield _note(f"{state.name} ({state.package}{version}): {state.state}")
 
 
 def quality_table(rows: Sequence[QualityRow]) -> Table:

@@ -1,4 +1,4 @@
-"""The codec benchmark: plans, runs and reports what codec_speed, codec_quality and codec_peers measure."""
+"""The codec benchmark: plans, runs and reports what codec_speed and codec_quality measure."""
 
 import dataclasses
 import math
@@ -6,14 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
 
-from farloop.lab.bench.codec_peers import PEERS, Peer, Peers, PeerState, peer_quality
 from farloop.lab.bench.codec_quality import DISTRIBUTIONS, QualityRow, codec_quality, outer_sample, random_sample
 from farloop.lab.bench.codec_speed import (
     STEADY,
@@ -25,7 +23,6 @@ from farloop.lab.bench.codec_speed import (
     can_measure_memory,
     codec_rows,
     measure_memory,
-    peer_rows,
     reference_rows,
     with_usual_copies,
 )
@@ -62,7 +59,6 @@ class Plan:
     side: int = 1024  # of the random matrices
     outer: Settings | None = LONG  # the run whose outer gradients codecs are judged on; None: they are not
     folder: Path | None = None  # where outer gradients are kept
-    peers: tuple[Peer, ...] = PEERS
     reference: bool = True  # whether codecs with a fast path are timed by their plain torch too
     memory: int | None = None  # elements of a fragment whose memory is measured; None: it is not
     deadline_s: float = math.inf  # no codec's timing begins later than this after the start
@@ -85,7 +81,6 @@ class CodecReport:
     speed: tuple[SpeedRow, ...]
     quality: tuple[QualityRow, ...]
     memory: tuple[MemoryRow, ...]  # peaks, beside what they may be; none where the system does not tell
-    peers: tuple[PeerState, ...]
     outer: str | None  # the run that the outer gradients are from
     cache_bytes: int  # of the CPU's last level; 0 where the system does not say
     gpu: str | None
@@ -112,9 +107,8 @@ def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
     """
     watch, began = watch or Watch(), time.monotonic()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    peers = Peers(plan.peers)
-    quality = tuple(_quality(plan, peers, watch))
-    speed = tuple(_speed(plan, peers, watch, began))
+    quality = tuple(_quality(plan, watch))
+    speed = tuple(_speed(plan, watch, began))
     memory = tuple(_memory(plan, watch))
     copies = [row for row in speed if row.op == "copy"]
     on_cpu = [row for row in copies if row.device == "cpu"] or copies
@@ -124,7 +118,6 @@ def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
         speed=speed,
         quality=quality,
         memory=memory,
-        peers=peers.states,
         outer=plan.outer.describe() if plan.outer else None,
         cache_bytes=_last_cache_bytes(Path("/sys/devices/system/cpu/cpu0/cache")),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -145,7 +138,6 @@ def brief(codecs: Sequence[Codec]) -> CodecReport:
         pace=Pace(budget_s=0.04, least=1),
         samples=("gauss",),
         outer=None,
-        peers=(),
         reference=False,
         deadline_s=BRIEF_S,
     )
@@ -153,30 +145,26 @@ def brief(codecs: Sequence[Codec]) -> CodecReport:
         return run(plan)
 
 
-def _quality(plan: Plan, peers: Peers, watch: Watch) -> Iterator[QualityRow]:
+def _quality(plan: Plan, watch: Watch) -> Iterator[QualityRow]:
     samples = [random_sample(name, plan.side) for name in plan.samples]
     if plan.outer:
         watch.stage("outer gradients of a short run", plan.outer.inner_steps)
         samples.append(outer_sample(outer_gradients(plan.outer, folder=plan.folder, on_step=lambda: watch.part(""))))
-    watch.stage("quality", len(samples) * (len(plan.codecs) + len(peers.present)))
+    watch.stage("quality", len(samples) * len(plan.codecs))
     for sample in samples:
         for codec in plan.codecs:
             watch.part(f"{spelling_of(codec)} on {sample.name}")
             yield codec_quality(codec, sample)
-        for peer in peers.present:
-            watch.part(f"{peer.name} on {sample.name}")
-            yield from peers.tried(peer, partial(peer_quality, peer, [sample]))
 
 
-def _speed(plan: Plan, peers: Peers, watch: Watch, began: float) -> Iterator[SpeedRow]:
+def _speed(plan: Plan, watch: Watch, began: float) -> Iterator[SpeedRow]:
     for where in plan.places:
         with cpu_threads(where.threads):
-            yield from with_usual_copies(list(_speed_at(where, plan, peers, watch, began)))
+            yield from with_usual_copies(list(_speed_at(where, plan, watch, began)))
 
 
-def _speed_at(where: Where, plan: Plan, peers: Peers, watch: Watch, began: float) -> Iterator[SpeedRow]:
-    there = [peer for peer in peers.present if where.device in peer.devices]
-    watch.stage(where.describe(), 1 + len(plan.codecs) + len(there))
+def _speed_at(where: Where, plan: Plan, watch: Watch, began: float) -> Iterator[SpeedRow]:
+    watch.stage(where.describe(), 1 + len(plan.codecs))
     watch.part("buffers")
     bench = Bench(where, _elements(plan, where), plan.pace)
     yield bench.memcpy()
@@ -187,9 +175,6 @@ def _speed_at(where: Where, plan: Plan, peers: Peers, watch: Watch, began: float
         yield from codec_rows(bench, codec, plan.ops)
         if plan.reference:
             yield from reference_rows(bench, codec, plan.ops)
-    for peer in there:
-        watch.part(peer.name)
-        yield from peers.tried(peer, partial(peer_rows, bench, peer, plan.ops))
 
 
 def _memory(plan: Plan, watch: Watch) -> Iterator[MemoryRow]:

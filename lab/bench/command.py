@@ -61,9 +61,6 @@ def codecs(
     ] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
     quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure the error.")] = True,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also measure installed codecs of other projects.")
-    ] = True,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for codecs.json and the plots.")] = Path(
         "out/codecs"
     ),
@@ -80,8 +77,7 @@ def codecs(
     short DiLoCo run, which is trained once and kept in --out. Bits are those of the blob after its
     entropy stage.
 
-    bitsandbytes, hivemind, pi-quant (pypiquant) and torchao are also measured if installed. Run on an
-    idle machine; otherwise the results are meaningless.
+    Run on an idle machine; otherwise the results are meaningless.
 
     Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
@@ -89,7 +85,6 @@ def codecs(
     if not (speed or quality):
         raise CommandError("without speed and quality nothing is left to measure")
     from farloop.cli.progress import progress_console
-    from farloop.lab.bench.codec_peers import PEERS
     from farloop.lab.bench.codec_quality import DISTRIBUTIONS
     from farloop.lab.bench.codec_speed import QUICK, STEADY
     from farloop.lab.bench.codec_tables import report_tables
@@ -111,7 +106,6 @@ def codecs(
         outer=(SHORT if quick else LONG) if quality else None,
         memory=MEMORY_ELEMENTS // (4 if quick else 1) if speed else None,
         folder=out,
-        peers=PEERS if peers else (),
     )
     with _watched(console) as watch:
         report = run(plan, watch=watch)
@@ -356,8 +350,8 @@ def routing(
     made, what, shown = None, "Planning measured", text(findings)
     if run_processes:
         say("pipelines of four and eight processes; step times are valid only on an idle machine")
-        made, what = processes(say), "Planning, and steps and losses of processes, measured"
-        found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
+        made, what = processes(), "Planning, and steps and losses of processes, measured"
+        found["processes"] = {**dataclasses.asdict(made), "parity": made.parity}
         shown += "".join(f"\n processes {line}" for line in made.lines)
     write_output(out / "routing.json", dumps(found, indent=1) + "\n")
     caption = f"farloop bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."

@@ -27,8 +27,6 @@ Bar = tuple[str, str, float]  # (codec, operation, place on the y axis)
 _MOST_SHARE = 2.5  # bars end here; what they stand for is written beside them
 
 _LEAST_ERROR, _MOST_ERROR = 4e-7, 2.0
-_SHORT = (("bitsandbytes", "bnb"), ("pi-quant", "pi"), ("torchao ", ""), ("hivemind", "hm"))
-_DUPLICATES = frozenset({"torch eager q4", "torch bf16"})  # their numbers are those of codecs that are in the picture
 
 
 def plot_quality(path: Path, report: CodecReport) -> None:
@@ -39,10 +37,8 @@ def plot_quality(path: Path, report: CodecReport) -> None:
     note += f" Outer gradients: {report.outer}." if report.outer else ""
     with figure(path, 6.6 * len(panels), 6.4, note=note) as drawn:
         for axes, name in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            found = [row for row in report.quality if row.data == name and row.codec not in _DUPLICATES]
-            _error_panel(
-                axes, [row for row in found if row.rel_mse > _LEAST_ERROR], f"relative squared error on {titles[name]}"
-            )
+            found = [row for row in report.quality if row.data == name and row.rel_mse > _LEAST_ERROR]
+            _error_panel(axes, found, f"relative squared error on {titles[name]}")
 
 
 def _error_panel(axes: Axes, found: Sequence[QualityRow], title: str) -> None:
@@ -57,46 +53,41 @@ def _error_panel(axes: Axes, found: Sequence[QualityRow], title: str) -> None:
         "no code of a Gaussian\ncan lie below: 4^−bits", (2.0, 4e-5), color=MUTED, fontsize=9, ha="center", va="center"
     )
     for row in found:
-        axes.plot([row.bits], [row.rel_mse], linestyle="", zorder=3 + _is_ours(row.codec), **_style(row.codec))
+        axes.plot([row.bits], [row.rel_mse], linestyle="", zorder=4, **_style(row.codec))
     ticks(axes.xaxis, [0.25, 0.5, 1, 2, 4, 8, 16], lambda value: f"{value:g}")
     ticks(axes.yaxis, None)
     axes.set_xlabel("bits per parameter")
     axes.set_title(title)
-    looks = [("unbiased", "q4r"), ("biased", "q4"), ("others", "")]
+    looks = [("unbiased", "q4r"), ("biased", "q4")]
     handles = [Line2D([], [], linestyle="", label=label, **_style(name)) for label, name in looks]
     axes.legend(handles=handles, loc="lower left")
-    _label(axes, [(row.bits, row.rel_mse, _short(row.codec), _is_ours(row.codec)) for row in found])
+    _label(axes, [(row.bits, row.rel_mse, row.codec) for row in found])
 
 
 def _style(codec: str) -> dict[str, Any]:
-    if not _is_ours(codec):
-        return {"marker": "s", "markersize": 4.5, "color": MUTED, "alpha": 0.8}
     if codec_named(codec).traits.unbiased:
         return {"marker": "D", "markersize": 6.5, "color": GOOD}
     return {"marker": "o", "markersize": 7.5, "color": SERIES[0]}
 
 
-def _label(axes: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Names beside their points, each where it covers neither a point nor a name; ours choose first."""
+def _label(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names beside their points, each where it covers neither a point nor a name."""
     whole = axes.figure
     assert isinstance(whole, Figure)
-    places = axes.transData.transform([(x, y) for x, y, _, _ in points])  # [points, 2] in pixels
+    places = axes.transData.transform([(x, y) for x, y, _ in points])  # [points, 2] in pixels
     scale = whole.dpi / 72
     taken = [(x - 6 * scale, y - 6 * scale, x + 6 * scale, y + 6 * scale) for x, y in places]
     frame = axes.get_window_extent()
-    order = sorted(range(len(points)), key=lambda index: not points[index][3])
-    for index in order:
-        x, y = places[index]
-        _, _, text, ours = points[index]
-        size = 9.5 if ours else 8.0
+    size = 9.5
+    for (x, y), (bits, error, text) in zip(places, points, strict=True):
         width, height = (0.6 * size * len(text) + 4) * scale, 1.3 * size * scale
         box, (dx, dy) = _free_place((x, y), (width, height), scale, frame.extents, taken)
         taken.append(box)
         far = np.hypot(dx, dy) > 10 * scale
         line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3} if far else None
         beside(
-            axes, text, points[index][:2], (((box[0] + box[2]) / 2 - x) / scale, ((box[1] + box[3]) / 2 - y) / scale),
-            ha="center", va="center", fontsize=size, color=INK if ours else MUTED, zorder=6, arrowprops=line,
+            axes, text, (bits, error), (((box[0] + box[2]) / 2 - x) / scale, ((box[1] + box[3]) / 2 - y) / scale),
+            ha="center", va="center", fontsize=size, color=INK, zorder=6, arrowprops=line,
         )  # fmt: skip
 
 
@@ -153,7 +144,7 @@ def _speed_panel(axes: Axes, where: Where, bars: Sequence[Bar], found: Mapping[t
             beside(axes, _speed_text(row.gb_per_s), (length, y), (3, -0.3), **look)
     axes.axvline(1.0, color=INK, linewidth=1.1, zorder=2.5, label="memcpy")
     middles = {name: [y for other, _, y in bars if other == name] for name, _, _ in bars}
-    axes.set_yticks([sum(ys) / len(ys) for ys in middles.values()], [_short(name) for name in middles])
+    axes.set_yticks([sum(ys) / len(ys) for ys in middles.values()], list(middles))
     for label in axes.get_yticklabels():
         label.set_color(INK if _is_ours(label.get_text()) else MUTED)
     axes.set_ylim(bars[-1][2] + 1, -1)
@@ -191,9 +182,3 @@ def _speed_text(gb_per_s: float) -> str:
 
 def _is_ours(codec: str) -> bool:
     return codec.partition(":")[0] in CODECS and " " not in codec  # "q4 reference" is a yardstick
-
-
-def _short(name: str) -> str:
-    for long, short in _SHORT:
-        name = name.replace(long, short)
-    return name

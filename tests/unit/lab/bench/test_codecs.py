@@ -1,24 +1,19 @@
-"""The codec benchmark: errors as theory has them, rows of speeds, peers, and the commands. No test asks for a speed."""
+"""The codec benchmark: errors as theory has them, rows of speeds, and the commands. No test asks for a speed."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import farloop, found
-from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.lab.bench.codec_peers import MEASURED, PEERS, Kernels, Peer, Peers, peer_quality, probe
 from farloop.lab.bench.codec_quality import (
     DISTRIBUTIONS,
     OUTER,
-    QualityRow,
     Sample,
     codec_quality,
     compared,
@@ -32,7 +27,6 @@ from farloop.lab.bench.codec_speed import (
     Where,
     codec_rows,
     matrices,
-    peer_rows,
     reference_rows,
     with_usual_copies,
 )
@@ -185,67 +179,6 @@ def test_threads_double_up_to_all_cores_and_their_number_is_restored() -> None:
     assert [where.device for where in places(None, ["cuda"])] == ["cuda"]
 
 
-# --- peers
-
-
-def _halves(threads: int) -> Kernels:
-    return Kernels(encode=lambda x: x.half(), decode=lambda h: h.float(), num_bytes=lambda h: h.nbytes)
-
-
-def _absent(threads: int) -> Kernels:
-    importlib.import_module("surely_not_installed")
-    raise AssertionError
-
-
-def _broken(threads: int) -> Kernels:
-    def encode(x: Tensor) -> Tensor:
-        raise TypeError("two lines\nof complaint")
-
-    return Kernels(encode=encode, decode=lambda h: h, num_bytes=lambda h: 0)
-
-
-def _forgetful(threads: int) -> Kernels:
-    return Kernels(encode=lambda x: x, decode=lambda x: torch.zeros_like(x), num_bytes=lambda x: 1)
-
-
-def test_a_peer_is_tried_before_it_is_measured() -> None:
-    for make, state in (
-        (_halves, MEASURED),
-        (_broken, "TypeError: two lines"),
-        (_forgetful, "gives back other numbers than it took"),
-        (_absent, "ModuleNotFoundError: No module named 'surely_not_installed'"),
-    ):
-        found = probe(Peer(name="a", package="torch", make=make))
-        assert found.state == state and found.version
-    missing = probe(Peer(name="a", package="surely-not-installed", make=_absent))
-    assert (missing.version, missing.state) == (None, "not installed")
-
-
-def test_a_peer_that_breaks_is_left_out_from_then_on() -> None:
-    good, bad = (Peer(name=name, package="torch", make=_halves) for name in ("good", "bad"))
-    peers = Peers((good, bad))
-
-    def breaks() -> Iterator[int]:
-        yield 1
-        raise RuntimeError("no such operator")
-
-    assert peers.tried(good, lambda: [1, 2]) == [1, 2]
-    assert peers.tried(bad, breaks) == [] and peers.present == [good]
-    assert [state.state for state in peers.states] == [MEASURED, "RuntimeError: no such operator"]
-
-
-def test_peers_of_plain_torch_work_and_lose_what_they_should(bench: Bench) -> None:
-    rows: dict[str, QualityRow] = {}
-    for peer in TORCH:
-        assert probe(peer).state == MEASURED
-        (rows[peer.name],) = peer_quality(peer, [random_sample("gauss", 64)])
-        timed = list(peer_rows(bench, peer, ("encode", "decode")))
-        assert [(row.op, row.path) for row in timed] == [("encode", "peer"), ("decode", "peer")]
-    assert (rows["torch bf16"].bits, rows["torch eager q4"].bits) == (16, 4.25)
-    for name, error in (("torch bf16", 2.8e-6), ("torch eager q4", 9.1e-3), ("torch float8", 7e-4)):
-        assert rows[name].rel_mse == pytest.approx(error, rel=0.1)
-
-
 # --- outer gradients
 
 TINY = Settings(model="nano", nodes=2, h=2, rounds=2, batch_sequences=1, sequence_tokens=16)
@@ -274,7 +207,6 @@ def test_outer_gradients_are_made_once_and_kept_with_zeros_between_tensors(tmp_p
 # --- a report
 
 MEASURED_CODECS = ("fp32", "q4", "q4r:step=0.7")
-TORCH = tuple(peer for peer in PEERS if peer.package == "torch")
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +214,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> CodecReport:
     return run(
         Plan(
             codecs=tuple(map(codec_named, MEASURED_CODECS)), places=places([1, 2], ["cpu"]), elements=4096, side=32,
-            pace=Pace(budget_s=0.0, least=1), outer=TINY, folder=tmp_path_factory.mktemp("outer"), peers=TORCH,
+            pace=Pace(budget_s=0.0, least=1), outer=TINY, folder=tmp_path_factory.mktemp("outer"),
         )
     )  # fmt: skip
 
@@ -290,10 +222,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> CodecReport:
 def test_a_report_has_a_row_for_every_codec_operation_place_and_kind_of_data(report: CodecReport) -> None:
     speeds = {(row.codec, row.op, row.threads) for row in report.speed}
     assert speeds >= {(c, op, n) for c in MEASURED_CODECS for op in set(OPS) - {"outer"} for n in (1, 2)}
-    assert {("memcpy", "copy", 1), ("memcpy", "copy", 2), ("torch eager q4", "decode", 2)} <= speeds
-    names = (*MEASURED_CODECS, *(peer.name for peer in TORCH))
+    assert {("memcpy", "copy", 1), ("memcpy", "copy", 2)} <= speeds
     assert {(row.codec, row.data) for row in report.quality} == {
-        (name, data) for name in names for data in ("gauss", "laplace", "student3", "outer")
+        (name, data) for name in MEASURED_CODECS for data in ("gauss", "laplace", "student3", "outer")
     }
 
 
@@ -305,7 +236,6 @@ def test_the_json_has_what_is_promised(report: CodecReport) -> None:
     assert all(keys <= row.keys() for row in plain["speed"])
     assert all({"codec", "data", "bits", "rel_mse", "cosine"} <= row.keys() for row in plain["quality"])
     assert (plain["machine"], plain["commit"]) == (machine(), source_commit())
-    assert [peer["state"] for peer in plain["peers"]] == ["measured"] * len(TORCH)
     for cache_bytes, fits in ((1 << 20, True), (0, False)):
         assert dataclasses.replace(report, cache_bytes=cache_bytes).fits_cache is fits
 
@@ -316,7 +246,7 @@ def test_plots_are_written(report: CodecReport, kind: str, tmp_path: Path) -> No
         path = tmp_path / "made" / f"{plot.__name__}.{kind}"
         plot(path, report)
         assert path.stat().st_size > 5000
-        assert kind == "png" or all(name in path.read_text() for name in ("q4r:step=0.7", "torch float8"))
+        assert kind == "png" or all(name in path.read_text() for name in MEASURED_CODECS[1:])
 
 
 def test_stages_are_reported_and_after_the_deadline_no_codec_is_timed() -> None:
@@ -324,7 +254,7 @@ def test_stages_are_reported_and_after_the_deadline_no_codec_is_timed() -> None:
     parts: list[str] = []
     plan = Plan(
         codecs=(codec_named("fp32"),), places=places([1], ["cpu"]), elements=256, ops=("encode",),
-        pace=Pace(budget_s=0.0, least=1), samples=("gauss",), side=16, outer=None, peers=(),
+        pace=Pace(budget_s=0.0, least=1), samples=("gauss",), side=16, outer=None,
     )  # fmt: skip
     run(plan, watch=Watch(stage=stages.__setitem__, part=parts.append))
     assert stages == {"quality": 1, "CPU, 1 thread": 2} and parts == ["fp32 on gauss", "buffers", "fp32"]
@@ -358,7 +288,7 @@ def test_the_list_for_programs_holds_all_that_is_declared() -> None:
 
 def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     words = ["--codec", "q4", "--codec", "q8", "--threads", "1", "--device", "cpu", "--elements", "4096", "--quick"]
-    words = ["bench", "codecs", *words, "--no-quality", "--no-peers", "--out", str(tmp_path)]
+    words = ["bench", "codecs", *words, "--no-quality", "--out", str(tmp_path)]
     told = found(*words)
     assert {row["codec"] for row in told["speed"]} >= {"memcpy", "q4", "q8"}
     assert json.loads((tmp_path / "codecs.json").read_text()) == told
