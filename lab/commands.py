@@ -1,7 +1,6 @@
 """The commands that measure or break runs. `farloop` finds them by the entry-point group `farloop.commands`."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from farloop.monitoring.status import dumps
 COMMANDS = {
     "chaos": Elsewhere(
         TRAIN,
-        "farloop.lab.commands:chaos",
+        "farloop.lab.chaos.command:chaos",
         "Inject faults into a run of real processes on this machine and check that nothing is lost.",
     ),
     "bench": Elsewhere(
@@ -25,41 +24,6 @@ COMMANDS = {
         "List the codecs: guarantees, error, speed on this machine, and parameters.",
     ),
 }
-
-
-def chaos(
-    minutes: Annotated[float, typer.Option(help="Duration of the fault injection.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
-    faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
-    standby: Annotated[
-        int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
-    ] = 0,
-    model: Annotated[str, typer.Option(help="The built-in model of --standby.")] = "nano",
-    out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Inject faults into a run of real processes on this machine and check that nothing is lost.
-
-    Kills and suspends nodes and the coordinator; cuts and slows links; adds joiners
-    on very slow links, silent and lying peers, connection floods, a second
-    coordinator on the same folder, and truncated files in a copy of the state. If
-    OUT/state is a small file system of its own, it is filled as well. Exits with 1
-    if a committed version is lost or forked, if a process ends unexpectedly, or on
-    any other finding.
-
-    With --standby, two coordinators, the connection between them and the store of
-    the leader's record fail one after the other; --minutes, --nodes and --faults
-    do not apply.
-
-    Example: farloop chaos --minutes 10 --seed 1
-    """
-    from farloop.lab.chaos.command import run_chaos, run_pair
-
-    if standby:
-        return run_pair(count=standby, seed=seed, model=model, out=out, as_json=as_json)
-
-    run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
 
 
 def codecs(

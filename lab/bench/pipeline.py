@@ -9,7 +9,7 @@ trains with and without skipped stages.
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -180,25 +180,11 @@ LAST = 10  # steps over whose losses a mean is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step of the worked example by some paths."""
+class Processes:
+    """Steps of the worked example by some paths; and what a small model learns in four processes, beside one process
+    that has all of it."""
 
-    name: str
-    made: Makespan
-
-    @property
-    def line(self) -> str:
-        made = self.made
-        return (
-            f"{self.name}: {1e3 * made.measured_s:.1f} ms measured, {1e3 * made.predicted_s:.1f} predicted "
-            f"({100 * made.error:+.0f} %)"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """What a small model learns in four processes, beside one process that has all of it."""
-
+    steps: Mapping[str, Makespan]
     whole: Losses  # nothing left out
     skipping: Losses  # a quarter of the visits left out
     alone: Losses  # one process
@@ -212,54 +198,35 @@ class Learning:
     @property
     def lines(self) -> list[str]:
         kept, left_out = self.whole, self.skipping
+        last = {losses: statistics.fmean(losses.losses[-LAST:]) for losses in (kept, left_out, self.alone)}
         return [
-            f"nothing left out: loss {_last(kept):.3f}, whole model {kept.full_loss:.3f}; one process "
-            f"{_last(self.alone):.3f} and {self.alone.full_loss:.3f}; no step differs by more than {self.parity:.1e}",
-            f"{100 * left_out.skipped:.0f} % left out: loss {_last(left_out):.3f}, whole model "
+            *(
+                f"{name}: {1e3 * made.measured_s:.1f} ms measured, {1e3 * made.predicted_s:.1f} predicted "
+                f"({100 * made.error:+.0f} %)"
+                for name, made in self.steps.items()
+            ),
+            f"nothing left out: loss {last[kept]:.3f}, whole model {kept.full_loss:.3f}; one process "
+            f"{last[self.alone]:.3f} and {self.alone.full_loss:.3f}; no step differs by more than {self.parity:.1e}",
+            f"{100 * left_out.skipped:.0f} % left out: loss {last[left_out]:.3f}, whole model "
             f"{left_out.full_loss:.3f}, {100 * (left_out.full_loss / kept.full_loss - 1):+.1f} %",
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
-    """What all of them found."""
-
-    steps: tuple[Step, ...]
-    learning: Learning
-
-    @property
-    def lines(self) -> list[str]:
-        return [*(step.line for step in self.steps), *self.learning.lines]
+STEPS = {
+    "full pipelines": FULL,
+    "a quarter skipped, paths dealt at random": DEALT,
+    "a quarter skipped, paths as planned": CHAINS,
+}
 
 
-STEPS = (
-    ("full pipelines", FULL),
-    ("a quarter skipped, paths dealt at random", DEALT),
-    ("a quarter skipped, paths as planned", CHAINS),
-)
-
-
-def processes(
-    told: Callable[[str], None], *, unit_s: float = 0.01, steps: int = 40, learning_steps: int = 100
-) -> Processes:
+def processes(*, steps: int = 40, learning_steps: int = 100) -> Processes:
     """Run all of them: 36 processes, at most eight at a time, some minutes with these numbers.
 
     Raises CommandError: a process failed.
     """
-    made = []
-    for name, paths in STEPS:
-        made.append(Step(name=name, made=makespan(paths, unit_s=unit_s, steps=steps)))
-        told(made[-1].line)
-    learning = Learning(
+    return Processes(
+        steps={name: makespan(paths, unit_s=0.01, steps=steps) for name, paths in STEPS.items()},
         whole=losses(WHOLE, steps=learning_steps),
         skipping=losses(ONE_IN_FOUR, steps=learning_steps),
         alone=alone(steps=learning_steps),
     )
-    for line in learning.lines:
-        told(line)
-    return Processes(steps=tuple(made), learning=learning)
-
-
-def _last(found: Losses) -> float:
-    few = found.losses[-LAST:]
-    return sum(few) / len(few)

@@ -19,17 +19,16 @@ leave out node_back, for which no other node waits.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
 
-from farloop.cli.options import facts, table
+from farloop.cli.options import AsJson, check_model, facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
 from farloop.config.run_config import DataConfig, RunConfig
@@ -37,22 +36,68 @@ from farloop.lab.chaos.faults import DATA, RUN, Ballast
 from farloop.lab.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.local.processes import stop_on_signals
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import duration_text, size_text
+from farloop.monitoring.units import NOTHING, duration_text, nearest, size_text
 
 if TYPE_CHECKING:
+    from farloop.lab.chaos.pair_storm import PairOutcome
     from farloop.lab.chaos.storm import Outcome
-
-NODE_BACK: Final = "node_back"
 
 MOST_NODES: Final = 26
 
 
-def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path | None, as_json: bool) -> None:
-    """Run the storm, report, and fail if anything was lost.
+def chaos(
+    minutes: Annotated[float, typer.Option(help="Duration of the fault injection.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
+    faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
+    standby: Annotated[
+        int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="The built-in model of --standby.")] = "nano",
+    out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Inject faults into a run of real processes on this machine and check that nothing is lost.
 
-    Raises:
-        CommandError: one line; also where something was lost, forked or unequal.
+    Kills and suspends nodes and the coordinator; cuts and slows links; adds joiners
+    on very slow links, silent and lying peers, connection floods, a second
+    coordinator on the same folder, and truncated files in a copy of the state. If
+    OUT/state is a small file system of its own, it is filled as well. Exits with 1
+    if a committed version is lost or forked, if a process ends unexpectedly, or on
+    any other finding.
+
+    With --standby, two coordinators, the connection between them and the store of
+    the leader's record fail one after the other; --minutes, --nodes and --faults
+    do not apply.
+
+    Example: farloop chaos --minutes 10 --seed 1
     """
+    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    console = progress_console(json=as_json)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    outcome: PairOutcome | Outcome
+    if standby:
+        pair, told = _storm_over_a_pair(standby, seed, model, folder, say)
+        outcome, shown = pair, [pair_table(pair.figures())]
+    else:
+        storm, told = _storm(minutes, seed, nodes, faults, folder, say)
+        outcome, shown = storm, [faults_table(storm), result_table(storm, folder)]
+    from farloop.local.machine import machine, source_commit
+
+    report = outcome.figures() | told | {"seed": seed, "machine": machine(), "commit": source_commit() or ""}
+    write_output(folder / "chaos.json", dumps(report, indent=1))
+    if as_json:
+        typer.echo(dumps(report))
+    else:
+        console.print(*shown)
+    if not outcome.good:
+        raise CommandError(f"{'; '.join(outcome.wrong)} (logs: {folder})", ExitCode.UNEXPECTED)
+
+
+def _storm(
+    minutes: float, seed: int, nodes: int, wanted: str, folder: Path, say: Callable[[str], None]
+) -> tuple["Outcome", dict[str, Any]]:
+    """What came of it, and how it was asked for. Raises CommandError."""
     if not 0 < minutes < math.inf:
         raise CommandError(f"--minutes is a number above 0, as 5, not {minutes:g}")
     if not 2 <= nodes <= MOST_NODES:
@@ -60,14 +105,11 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
     kinds = _kinds(wanted)
     from farloop.config.run_spec import plan_run
     from farloop.lab.chaos.storm import Stopped, Storm
-    from farloop.local.machine import machine, source_commit
     from farloop.quant.registry import warm_for
 
-    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
     _prepare(folder)
-    console = progress_console(json=as_json)
-    say = partial(console.print, markup=False, soft_wrap=True)
-    skipped = {kind: why for kind, why in _skipped(folder).items() if kind in kinds}
+    refusal = Ballast(folder / "state").refusal()
+    skipped = {"fill_disk": refusal} if refusal and "fill_disk" in kinds else {}
     for kind, why in skipped.items():
         say(f"{kind} is left out: {why}")
     names = [chr(ord("a") + i) for i in range(nodes)]
@@ -83,60 +125,25 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
         except Stopped:
             say("stopped: every process is ended")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
-    report = figures(outcome) | {
-        "good": outcome.good,
-        "minutes": minutes,
-        "seed": seed,
-        "nodes": nodes,
-        "skipped": skipped,
-        "machine": machine(),
-        **({"commit": commit} if (commit := source_commit()) else {}),
-    }
-    write_output(folder / "chaos.json", dumps(report, indent=1))
     if outcome.memory:
         draw_memory(folder / "memory.svg", outcome.memory)
-    if as_json:
-        typer.echo(dumps(report))
-    else:
-        console.print(faults_table(outcome))
-        console.print(result_table(outcome, folder))
-    if not outcome.good:
-        raise CommandError(_verdict(outcome, folder), ExitCode.UNEXPECTED)
+    return outcome, {"minutes": minutes, "nodes": nodes, "skipped": skipped}
 
 
-def run_pair(*, count: int, seed: int, model: str, out: Path | None, as_json: bool) -> None:
-    """Run the storm over two coordinators, report, and fail if anything was lost.
-
-    Raises:
-        CommandError: one line; also where something was lost or forked.
-    """
+def _storm_over_a_pair(
+    count: int, seed: int, model: str, folder: Path, say: Callable[[str], None]
+) -> tuple["PairOutcome", dict[str, Any]]:
+    """As `_storm`, over two coordinators."""
     if count < 1:
         raise CommandError(f"--standby is a number of faults, 1 or more, not {count}")
+    check_model(model)
     from farloop.lab.chaos.pair_storm import PairStorm
-    from farloop.local.machine import machine, source_commit
-    from farloop.node.settings import PRESETS
 
-    if model not in PRESETS:
-        nearest = get_close_matches(model, PRESETS, n=1, cutoff=0.0)[0]
-        raise CommandError(f"--model: there is no model {model!r}; did you mean {nearest}? All: {', '.join(PRESETS)}")
-    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
     _prepare(folder)
-    console = progress_console(json=as_json)
-    say = partial(console.print, markup=False, soft_wrap=True)
     say(f"{count} faults of a leader and its standby, seed {seed}; logs and numbers: {folder}")
     with stop_on_signals() as stopped:
         outcome = PairStorm(folder, seed=seed, count=count, model=model, say=say, stopped=stopped).run()
-    report = outcome.figures() | {"seed": seed, "model": model, "machine": machine(), "commit": source_commit() or ""}
-    write_output(folder / "chaos.json", dumps(report, indent=1))
-    if as_json:
-        typer.echo(dumps(report))
-    else:
-        console.print(pair_table(report))
-    if not outcome.good:
-        wrong = [f"{outcome.lost} versions lost"] * bool(outcome.lost) + [f"{outcome.forks} forks"] * bool(
-            outcome.forks
-        )
-        raise CommandError(f"{'; '.join(wrong + outcome.problems[:3])} (logs: {folder})", ExitCode.UNEXPECTED)
+    return outcome, {"model": model}
 
 
 def pair_table(report: dict[str, Any]) -> Table:
@@ -155,8 +162,7 @@ def _kinds(wanted: str) -> list[Kind]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         if name not in KINDS:
-            nearest = get_close_matches(name, KINDS, n=1, cutoff=0.0)[0]
-            raise CommandError(f"--faults: there is no fault {name!r}; did you mean {nearest}? All: {', '.join(KINDS)}")
+            raise CommandError(f"--faults: there is no {name!r}; {nearest(name, KINDS)}")
     return [kind for kind in KINDS if kind in names or not names]
 
 
@@ -173,68 +179,21 @@ def _prepare(folder: Path) -> None:
     (folder / "nodes").mkdir()
 
 
-def _skipped(folder: Path) -> dict[Kind, str]:
-    """Kinds that cannot happen here, and why."""
-    refusal = Ballast(folder / "state").refusal()
-    return {"fill_disk": refusal} if refusal else {}
-
-
-def _verdict(outcome: "Outcome", folder: Path) -> str:
-    wrong = [f"{outcome.lost} versions lost"] if outcome.lost else []
-    wrong += [f"{outcome.forks} forks"] if outcome.forks else []
-    wrong += [] if outcome.digests_equal else ["the last digests are not equal everywhere"]
-    wrong += outcome.problems[:3]
-    return f"{'; '.join(wrong)} (logs: {folder})"
-
-
-def figures(outcome: "Outcome") -> dict[str, Any]:
-    measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
-    return {
-        "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
-        "committed": outcome.committed,
-        "lost": outcome.lost,
-        "forks": outcome.forks,
-        "digests_equal": outcome.digests_equal,
-        "recovery_s_mean": _mean(measured),
-        "recovery_s_max": max(measured, default=None),
-        "recovery_s": {
-            what: {"count": len(seconds), "mean": _mean(seconds), "max": max(seconds)}
-            for what, seconds in sorted(outcome.recovery_s.items())
-        },
-        "rss_bytes": {
-            name: {"first": series[min(len(series) - 1, SETTLED)][1], "last": series[-1][1], "max": peak(series)}
-            for name, series in outcome.memory.items()
-        },
-        "released": outcome.released,
-        "problems": outcome.problems,
-    }
-
-
-SETTLED: Final = 15  # samples until the memory of a process has settled
-
-
-def peak(series: Sequence[tuple[float, int]]) -> int:
-    return max(size for _, size in series)
-
-
-def _mean(seconds: Sequence[float]) -> float | None:
-    return sum(seconds) / len(seconds) if seconds else None
-
-
 def faults_table(outcome: "Outcome") -> Table:
     """A row per kind of fault: count and recovery times."""
     shown = table("fault", "times", "recovered", "mean", "max", left=("fault",))
     rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
-    for name, what, kind in [*rows, ("kill_node: the node itself", NODE_BACK, "kill_node")]:
-        seconds = outcome.recovery_s.get(what, [])
+    recovered = outcome.figures()["recovery_s"]
+    for name, what, kind in [*rows, ("kill_node: the node itself", "node_back", "kill_node")]:
         if times := outcome.faults[kind]:
-            shown.add_row(name, str(times), str(len(seconds)), _s(_mean(seconds)), _s(max(seconds, default=None)))
+            each = recovered.get(what, {"count": 0, "mean": None, "max": None})
+            shown.add_row(name, str(times), str(each["count"]), _s(each["mean"]), _s(each["max"]))
     return shown
 
 
 def result_table(outcome: "Outcome", folder: Path) -> Table:
     """What must be 0 or equal, and totals."""
-    told = figures(outcome)
+    told = outcome.figures()
     shown = facts()
     shown.add_row("windows committed", f"{outcome.committed:,}")
     shown.add_row("faults", str(outcome.faults.total()))
@@ -245,13 +204,13 @@ def result_table(outcome: "Outcome", folder: Path) -> Table:
     shown.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
     shown.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
     if COORDINATOR in outcome.memory:
-        shown.add_row("coordinator's memory", f"at most {size_text(peak(outcome.memory[COORDINATOR]))}")
+        shown.add_row("coordinator's memory", f"at most {size_text(told['rss_bytes'][COORDINATOR]['max'])}")
     shown.add_row("numbers", str(folder / "chaos.json"))
     return shown
 
 
 def _s(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds:.1f} s"
+    return NOTHING if seconds is None else f"{seconds:.1f} s"
 
 
 def highest(series: Sequence[tuple[float, int]], stretch_s: float) -> list[tuple[float, int]]:
@@ -280,7 +239,7 @@ def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
             times, sizes = zip(*highest(series, stretch_s), strict=True)
             color = INK if name == COORDINATOR else color_of(number - 1)
             axes.plot([t / 60 for t in times], sizes, color=color, linewidth=1.6, label=name)
-        axes.set_ylim(0, 1.1 * max(peak(series) for series in memory.values()))
+        axes.set_ylim(0, 1.1 * max(size for series in memory.values() for _, size in series))
         axes.set_xlabel("minutes")
         axes.set_ylabel(f"resident memory, highest of {stretch_s:.0f} s")
         ticks(axes.yaxis, None, size_text)

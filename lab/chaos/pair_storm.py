@@ -66,8 +66,14 @@ class PairOutcome:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def wrong(self) -> list[str]:
+        """What is wrong with it: a few sentences."""
+        found = [f"{self.lost} versions lost"] * bool(self.lost) + [f"{self.forks} forks"] * bool(self.forks)
+        return found + self.problems[:3]
+
+    @property
     def good(self) -> bool:
-        return not (self.lost or self.forks or self.problems)
+        return not self.wrong
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from farloop.lab.chaos.faults import Ballast, copy_truncated, examine, second_st
 from farloop.lab.chaos.journal_referee import Journal, Tail, Unreadable, read_journal
 from farloop.lab.chaos.lying_peers import LYING, SILENT
 from farloop.lab.chaos.recovery_watch import Book, History, Memory, Recoveries, in_words, is_expected, trains
-from farloop.lab.chaos.storm_plan import COORDINATOR, JOINER, OF_NODES, Fault, Kind
+from farloop.lab.chaos.storm_plan import COORDINATOR, JOINER, KINDS, OF_NODES, Fault, Kind
 from farloop.local.processes import Child, Children, free_port, page, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status, finished_status
@@ -223,8 +224,41 @@ class Outcome:
     problems: list[str]  # what should not have been, beside the numbers; a sentence each
 
     @property
+    def wrong(self) -> list[str]:
+        """What is wrong with it: a few sentences."""
+        found = [f"{self.lost} versions lost"] * bool(self.lost) + [f"{self.forks} forks"] * bool(self.forks)
+        return found + ["the last digests are not equal everywhere"] * (not self.digests_equal) + self.problems[:3]
+
+    @property
     def good(self) -> bool:
-        return self.digests_equal and not (self.lost or self.forks or self.problems)
+        return not self.wrong
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON."""
+        measured = [s for what, seconds in self.recovery_s.items() if what != "node_back" for s in seconds]
+        return {
+            "faults": {kind: self.faults[kind] for kind in KINDS if self.faults[kind]},
+            "committed": self.committed,
+            "lost": self.lost,
+            "forks": self.forks,
+            "digests_equal": self.digests_equal,
+            "recovery_s_mean": statistics.fmean(measured) if measured else None,
+            "recovery_s_max": max(measured, default=None),
+            "recovery_s": {
+                what: {"count": len(seconds), "mean": statistics.fmean(seconds), "max": max(seconds)}
+                for what, seconds in sorted(self.recovery_s.items())
+            },
+            "rss_bytes": {
+                name: {"first": sizes[min(len(sizes) - 1, SETTLED)], "last": sizes[-1], "max": max(sizes)}
+                for name, sizes in ((name, [size for _, size in series]) for name, series in self.memory.items())
+            },
+            "released": self.released,
+            "problems": self.problems,
+            "good": self.good,
+        }
+
+
+SETTLED: Final = 15  # samples until the memory of a process has settled
 
 
 class Stopped(Exception):

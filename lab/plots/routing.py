@@ -95,7 +95,7 @@ def _slow(axes: Axes, findings: Findings) -> None:
 
 
 def _steps(axes: Axes, processes: "Processes") -> None:
-    pairs = [(step.name, 1e3 * step.made.predicted_s, 1e3 * step.made.measured_s) for step in processes.steps]
+    pairs = [(name, 1e3 * made.predicted_s, 1e3 * made.measured_s) for name, made in processes.steps.items()]
     reach = 1.25 * max(max(predicted, measured) for _, predicted, measured in pairs)
     _pairs(axes, pairs, "measured", lambda milliseconds: f"{milliseconds:.1f} ms", reach)
     axes.set_xlabel("milliseconds, median")
@@ -103,11 +103,10 @@ def _steps(axes: Axes, processes: "Processes") -> None:
 
 
 def _losses(axes: Axes, processes: "Processes") -> None:
-    learning = processes.learning
     curves = (
-        (learning.alone, MUTED, 4.0, "one process"),
-        (learning.whole, SERIES[0], 1.6, "four stages"),
-        (learning.skipping, SERIES[2], 1.6, f"… {100 * learning.skipping.skipped:.0f} % skipped"),
+        (processes.alone, MUTED, 4.0, "one process"),
+        (processes.whole, SERIES[0], 1.6, "four stages"),
+        (processes.skipping, SERIES[2], 1.6, f"… {100 * processes.skipping.skipped:.0f} % skipped"),
     )
     for found, colour, width, label in curves:
         axes.plot(range(1, len(found.losses) + 1), found.losses, color=colour, linewidth=width, label=label)

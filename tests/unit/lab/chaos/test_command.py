@@ -28,7 +28,7 @@ GOOD = Outcome(
 
 
 def test_the_numbers_that_programs_read_have_their_names() -> None:
-    told = chaos.figures(GOOD)
+    told = GOOD.figures()
     known = {"faults": {"kill_node": 2, "fill_disk": 1}, "committed": 120, "lost": 0, "forks": 0, "digests_equal": True}
     assert known.items() <= told.items()
     assert (told["recovery_s_mean"], told["recovery_s_max"]) == (2.0, 3.0), "a node's own return is told apart"
