@@ -248,9 +248,8 @@ def sync(
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
 
-    Coordinator and nodes are processes of this machine, and nothing is trained. torchft and
-    hivemind are measured too where they are installed. Only the ratios tell something: run it
-    on an idle machine with two cores or more.
+    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios
+    tell something: run it on an idle machine with two cores or more.
 
     With --link, farloop also runs over emulated links, and the time is compared with that of
     its bytes at the link's rate.

@@ -1,10 +1,9 @@
-"""Seconds and bytes of one synchronisation of a model between nodes on this machine, and of other systems.
+"""Seconds and bytes of one synchronisation of a model between nodes on this machine, and of gloo's all-reduce.
 
 Nothing is trained: the optimizer subtracts a fixed gradient, and every inner step is followed by a round. A round lasts
 from the moment at which the last node has taken its step until the last node has the merged weights.
 """
 
-import importlib.util
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from safetensors.torch import save
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
 from farloop.lab.bench.processes import emulated, free_port, run_together
-from farloop.lab.bench.sync_nodes import PEERS, weights
+from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
 from farloop.local.relay import Link
 from farloop.monitoring.units import size_text
@@ -37,7 +36,7 @@ class Row:
     s_per_round_min: float
     s_per_round_max: float
     bytes_per_round: int
-    """Over all links, both ways. farloop: counted, without the first weights. Others: reckoned, as of a ring."""
+    """Over all links, both ways. farloop: counted, without the first weights. gloo: reckoned, as of a ring."""
     bit_equal: bool
     """Whether all nodes ended with the same bits."""
     link: str = ""
@@ -61,25 +60,23 @@ class Measured:
 def measure(
     what: Measured, codecs: Sequence[str], out: Path, *, links: Sequence[str] = ("",), trace: bool = False
 ) -> list[Row]:
-    """gloo, farloop with each codec over each link, other systems that are installed, and gloo again: the row of gloo
-    has the rounds of both, because a machine's speed changes. Links are emulated for farloop alone.
+    """gloo, farloop with each codec over each link, and gloo again: the row of gloo has the rounds of both, because a
+    machine's speed changes. Links are emulated for farloop alone.
 
     Files and logs are in `out`. With `trace` farloop's rows say where the time went. Raises CommandError: a process
     failed, or took too long.
     """
     own = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
     what = replace(what, environ={**what.environ, **own})
-    first = _peer("gloo", what, out / "gloo-before")
+    first = _gloo(what, out / "gloo-before")
     rows = list[Row]()
     for link in links:
         for codec in codecs:
             rows.append(_farloop(what, codec, out / f"farloop-{len(rows)}", link, trace=trace))
-    for system in PEERS:
-        if system != "gloo" and importlib.util.find_spec(system) is not None:
-            rows.append(_peer_row(system, what, _peer(system, what, out / system)))
-    again = _peer("gloo", what, out / "gloo-after")
+    again = _gloo(what, out / "gloo-after")
     both = _Ran(seconds=[*first.seconds, *again.seconds], ends=[*first.ends, *again.ends])
-    return [_peer_row("gloo", what, both), *rows]
+    sent = 2 * (what.nodes - 1) * 4 * what.parameters  # each node sends 2·(n − 1)/n of the model
+    return [_row("gloo", "fp32", what, both, sent), *rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +100,11 @@ def _row(system: str, codec: str, what: Measured, ran: _Ran, sent: int) -> Row:
     )
 
 
-def _peer_row(system: str, what: Measured, ran: _Ran) -> Row:
-    return _row(system, "fp32", what, ran, 2 * (what.nodes - 1) * 4 * what.parameters)  # each sends 2·(n − 1)/n of it
-
-
-def _peer(system: str, what: Measured, out: Path) -> _Ran:
+def _gloo(what: Measured, out: Path) -> _Ran:
     out.mkdir(parents=True)
     address = f"tcp://127.0.0.1:{free_port()}"
     told = [str(number) for number in (what.nodes, what.parameters, what.rounds + WARM_UP)]
-    words = {f"node-{rank}": [system, address, str(rank), *told] for rank in range(what.nodes)}
+    words = {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(what.nodes)}
     return _run(out, what.environ, {}, words)
 
 

@@ -1,17 +1,12 @@
-"""A node of one of the systems that `bench/sync.py` compares, as a process of its own.
+"""A node of farloop, or of gloo, which `bench/sync.py` compares, as a process of its own.
 
 Every round is one synchronisation of the same model. Each node notes when each of its rounds began and ended.
 """
 
-import importlib
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -21,7 +16,6 @@ from farloop.lab.bench.sync_trace import Marks
 from farloop.monitoring.status import dumps
 
 TENSORS = 25
-_PATIENCE_S = 120.0  # of a peer, for one round
 
 Times = list[tuple[float, float]]
 """When each round began and ended, by the monotonic clock."""
@@ -108,100 +102,12 @@ def as_gloo(address: str, rank: int, nodes: int, parameters: int, rounds: int) -
     return times, _end_of([flat])
 
 
-def as_torchft(address: str, rank: int, nodes: int, parameters: int, rounds: int) -> tuple[Times, str]:
-    """DiLoCo in fp32 over gloo; one replica group a node. Its first round only copies the weights of one to all."""
-    import torch.distributed as dist
-
-    coordination, torchft = importlib.import_module("torchft.coordination"), importlib.import_module("torchft")
-    port = int(address.rpartition(":")[2])
-    store_port = port + 1 + rank
-    lighthouse: Any = None
-    if rank == 0:
-        bind = f"127.0.0.1:{port}"
-        lighthouse = coordination.LighthouseServer(bind=bind, min_replicas=nodes, join_timeout_ms=1000)
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    model = Optimized(weights(parameters), 1 + rank)
-    patience = timedelta(seconds=_PATIENCE_S)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=patience),
-        min_replica_size=nodes,
-        use_async_quorum=False,
-        load_state_dict=lambda kept: model.module.load_state_dict(kept["model"]),
-        state_dict=lambda: {"model": model.module.state_dict()},
-        replica_id=f"node_{rank}",
-        hostname="127.0.0.1",
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store_port,
-        lighthouse_addr=f"http://127.0.0.1:{port}",
-        timeout=patience,
-    )
-    outer = torch.optim.SGD(model.parameters, lr=0.7, momentum=0.9, nesterov=True)
-    local_sgd = importlib.import_module("torchft.local_sgd")
-    with local_sgd.DiLoCo(manager, [model.module], model.optimizer, outer, sync_every=1):
-        for _ in range(rounds):
-            model.set_gradients()
-            model.optimizer.step()  # its hooks synchronise
-            model.end_round()
-    told = model.times, model.end
-    time.sleep(1.0)  # the other nodes may still need the servers of this one
-    manager.shutdown(wait=False)
-    del store, lighthouse
-    return told
-
-
-def as_hivemind(address: str, rank: int, nodes: int, parameters: int, rounds: int) -> tuple[Times, str]:
-    """Its averager in fp32 over its DHT, without an optimizer."""
-    hivemind, averaging = importlib.import_module("hivemind"), importlib.import_module("hivemind.averaging")
-    known = Path("peers.json")
-    plain = {"start": True, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "use_auto_relay": False}
-    if rank == 0:
-        dht = hivemind.DHT(**plain)
-        known.with_suffix(".new").write_text(dumps([str(address) for address in dht.get_visible_maddrs()]))
-        known.with_suffix(".new").rename(known)
-    else:
-        while not known.exists():
-            time.sleep(0.05)
-        dht = hivemind.DHT(initial_peers=json.loads(known.read_text()), **plain)
-    first = [part + rank for part in weights(parameters)]
-    averager = averaging.DecentralizedAverager(
-        first,
-        dht,
-        start=True,
-        prefix="sync",
-        target_group_size=nodes,
-        min_group_size=nodes,
-        min_matchmaking_time=2.0,  # less where the group is full before
-        request_timeout=1.0,
-        bandwidth=1.0,
-    )
-    times = Times()
-    for _ in range(rounds):
-        begun = time.monotonic()
-        if averager.step(timeout=_PATIENCE_S) is None:
-            raise SystemExit("hivemind did not average within its time")
-        times.append((begun, time.monotonic()))
-    with averager.get_tensors() as tensors:
-        end = _end_of(tensors)
-    time.sleep(2.0)
-    averager.shutdown()
-    dht.shutdown()
-    return times, end
-
-
-PEERS = {"gloo": as_gloo, "torchft": as_torchft, "hivemind": as_hivemind}
-
-
 def main(words: Sequence[str]) -> None:
-    """Be a node: FILE farloop ADDRESS NAME [trace], or FILE SYSTEM ADDRESS RANK NODES PARAMETERS ROUNDS."""
+    """Be a node: FILE farloop ADDRESS NAME [trace], or FILE gloo ADDRESS RANK NODES PARAMETERS ROUNDS."""
     torch.set_num_threads(1)
     path, system, address, *rest = words
-    times, end = as_farloop(address, *rest) if system == "farloop" else PEERS[system](address, *map(int, rest))
+    times, end = as_farloop(address, *rest) if system == "farloop" else as_gloo(address, *map(int, rest))
     Path(path).write_text(dumps({"rounds": times, "end": end}))
-    if system == "torchft":
-        sys.stdout.flush()
-        os._exit(0)  # its threads outlive its shutdown
 
 
 if __name__ == "__main__":
