@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import WANTED, ConfigError, load_tables
+from farloop.config.sources import ConfigError, load_tables, validated
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.units import nearest
 from farloop.planner import inventory as plain
@@ -117,7 +117,7 @@ def inventory_of(tables: Mapping[str, Any], where: str, overrides: Mapping[str, 
     plan = tables.get("plan", {})
     if named and isinstance(plan, dict):
         tables = {**tables, "plan": {**plan, **named}}
-    file = _validated(tables, where)
+    file = validated(_File, tables, where)
     try:
         return _made(file)
     except ValueError as error:
@@ -132,20 +132,13 @@ def each(name: str, address: str, count: int) -> list[tuple[str, str]]:
 
 def check_beside_nodes(tables: Mapping[str, Any], where: str) -> None:
     """Whether tables are sound that need no nodes of their own, for those come from elsewhere. Raises ConfigError."""
-    file = _validated({"nodes": [], **tables}, where)
+    file = validated(_File, {"nodes": [], **tables}, where)
     try:
         _model_of(file.model)
         for number, node in enumerate(file.nodes):
             _nodes(node, number, file.model)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _validated(tables: Mapping[str, Any], where: str) -> _File:
-    try:
-        return _File.model_validate(tables)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from None
 
 
 def _made(file: _File) -> plain.Inventory:
@@ -248,7 +241,7 @@ def _in_place(make: Any, where: str) -> Any:
 
 def _wire(link: _Link) -> plain.Link:
     if (link.latency_ms is None) == (link.latency_s is None):
-        raise ValueError("one of latency_ms and latency_s is wanted, of one way")
+        raise ValueError("expected one of latency_ms and latency_s, of one way")
     return plain.Link(
         latency_s=link.latency_s if link.latency_s is not None else (link.latency_ms or 0.0) / 1e3,
         bytes_per_s=_rate({"bytes_per_s": link.bytes_per_s, "mbit_s": link.mbit_s, "gbit_s": link.gbit_s}),
@@ -260,11 +253,11 @@ def _wire(link: _Link) -> plain.Link:
 def _ends(link: _Link, number: int) -> list[tuple[str, str]]:
     if link.between is not None and link.source is None and link.target is None:
         if len(link.between) != 2:
-            raise ValueError(f"links[{number}]: between has {len(link.between)} ends; two are wanted")
+            raise ValueError(f"links[{number}]: between has {len(link.between)} ends; expected two")
         a, b = link.between
         return [(a, b), (b, a)]
     if link.between is not None or link.source is None or link.target is None:
-        raise ValueError(f"links[{number}]: between = [A, B] is wanted for both ways, or from and to for one")
+        raise ValueError(f"links[{number}]: expected between = [A, B] for both ways, or from and to for one")
     return [(link.source, link.target)]
 
 
@@ -286,10 +279,10 @@ def _rate(given: Mapping[str, float | None], none: Any = math.inf) -> Any:
     """Bytes/s of the one that is given; `none` where none is."""
     named = {key: value for key, value in given.items() if value is not None}
     if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} are both given; one of them is wanted")
+        raise ValueError(f"{' and '.join(named)} are both given; give one of them")
     for key, value in named.items():
         if math.isnan(value) or value <= 0.0:
-            raise ValueError(f"{key} is {value}; a number above 0 is wanted")
+            raise ValueError(f"{key} is {value}; expected a number above 0")
         return value * (_GBIT if key.endswith("gbit_s") else _MBIT if key.endswith("mbit_s") else 1.0)
     return none
 
@@ -324,33 +317,8 @@ def tables_of(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: an object with model, nodes and links is wanted")
+        raise ConfigError(f"{path}: expected an object with model, nodes and links")
     return found
-
-
-def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, with its place."""
-    found = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
-    owner, _, key = place.rpartition(".")
-    match found["type"]:
-        case "extra_forbidden":
-            known = _keys(found["loc"])
-            return f"{f'{owner}: ' if owner else ''}there is no key {key or place!r}; {nearest(key or place, known)}"
-        case "missing":
-            return f"{f'{owner}: ' if owner else ''}{key or place} is missing"
-        case _:
-            what = WANTED.get(found["type"].partition("_")[0], "something else")
-            return f"{place}: {what} is wanted, not {found['input']!r}"
-
-
-def _keys(place: tuple[int | str, ...]) -> list[str]:
-    """Valid keys at the place of an unknown one."""
-    tables: dict[str, type[_Table]] = {
-        "plan": Wish, "model": _Model, "coordinator": _Hub, "nodes": _Node, "links": _Link, "nics": _Card
-    }  # fmt: skip
-    home = next((tables[part] for part in reversed(place[:-1]) if isinstance(part, str) and part in tables), _File)
-    return [field.alias or name for name, field in home.model_fields.items()]
 
 
 def live_inventory(

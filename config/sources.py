@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
 
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
@@ -125,6 +127,37 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
         if re.search("overwrite a value|twice", what):
             number, what = _given_twice(text) or (number, what)
         raise ConfigError(f"{_origin(path, number)}: {what}") from None
+
+
+_Tables = TypeVar("_Tables", bound=BaseModel)
+
+
+def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> _Tables:
+    """The tables of the file `where`, checked. Raises ConfigError: the first thing that is wrong, with its place."""
+    try:
+        return kind.model_validate(tables)
+    except ValidationError as error:
+        found = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
+    owner, _, key = place.rpartition(".")
+    about = f"{where}: {owner}: " if owner else f"{where}: "
+    match found["type"]:
+        case "extra_forbidden":
+            raise ConfigError(f"{about}there is no key {key!r}; {nearest(key, _keys(kind, found['loc'][:-1]))}")
+        case "missing":
+            raise ConfigError(f"{about}{key} is missing")
+        case fault:
+            wanted = WANTED.get(fault.partition("_")[0])
+            what = f"expected {wanted}" if wanted else found["msg"][:1].lower() + found["msg"][1:]
+            raise ConfigError(f"{where}: {place}: {what}, got {found['input']!r}")
+
+
+def _keys(kind: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
+    """Of the table at this place of a model."""
+    for name in (part for part in place if isinstance(part, str)):
+        hint = kind.model_fields[name].annotation
+        kind = next(each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, BaseModel))
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _given_twice(text: str) -> tuple[int, str] | None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from farloop.algo.methods import METHODS, method_named
 from farloop.config.exit_codes import CommandError
 from farloop.config.run_config import DataConfig, RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.config.settings import run_settings
-from farloop.config.sources import WANTED, ConfigError, load_tables
+from farloop.config.sources import load_tables, validated
 from farloop.lab.bench.quality import CPU, QualityPlan, Variant
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import nearest
@@ -169,16 +169,7 @@ class _File(BaseModel):
 def load_grid(path: Path) -> Grid:
     """The grid of a TOML file: keys of `Grid`, a table [set], and a [[variant]] each, or several at once, where a value
     is a list. Raises ConfigError."""
-    try:
-        file = _File.model_validate(load_tables(path)[1])
-    except ValidationError as error:
-        found = error.errors()[0]
-        place = ".".join(map(str, found["loc"]))
-        if found["type"] == "extra_forbidden":
-            raise ConfigError(f"{path}: {place}: there is no such key; {nearest(place, _File.model_fields)}") from None
-        kind = WANTED.get(found["type"].partition("_")[0])
-        what = f"expected {kind}" if kind else found["msg"][:1].lower() + found["msg"][1:]
-        raise ConfigError(f"{path}: {place}: {what}, got {found['input']!r}") from None
+    file = validated(_File, load_tables(path)[1], path)
     variants = tuple(
         _spelled(dict(zip(table, values, strict=True)))
         for table in file.variant
