@@ -279,13 +279,13 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 50))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 100))])
 def test_what_was_told_is_never_lost_and_one_tells(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leaders = 0
-    for seed in range(200 * block, 200 * (block + 1)):
+    for seed in range(100 * block, 100 * (block + 1)):
         try:
             world = play(seed, monkeypatch)
         except AssertionError as error:
             raise AssertionError(f"play({seed}): {error}") from error
         leaders += world.terms.version
-    assert leaders > 1000, "much happens"
+    assert leaders > 500, "much happens"

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_runs import PLAIN_HELLO
 from session_pairs import WELCOME, delta, offer_of, opened, update
+from slow_cases import slow
 
 from farloop.algo.spec import BlobId
 from farloop.wire.blobs import MAX_ISLANDS, BytesSource, blob_digest, blob_key
@@ -228,7 +229,7 @@ def test_everything_arrives_once_in_order_and_intact_through_any_weather(
     exchange(World(seed, weather, node, coordinator), sizes, num_messages)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
 def test_everything_arrives_through_the_worst_weather(seed: int) -> None:
     node, coordinator = opened(LIMITS, TIMING)
     world = World(seed, Weather(loss=0.3, copy=0.3, forge=0.3, delay_s=3.0), node, coordinator)
@@ -265,7 +266,7 @@ def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_oth
 
 
 @pytest.mark.parametrize("num_blobs", [1, 8])
-@pytest.mark.parametrize("bytes_per_s", [125e3, 625e3, 6.25e6, 125e6])
+@pytest.mark.parametrize("bytes_per_s", [125e3, 125e6])
 def test_on_links_from_thin_to_fat_nothing_is_sent_twice_and_the_lane_stays_busy(
     bytes_per_s: float, num_blobs: int
 ) -> None:
@@ -278,7 +279,7 @@ def test_on_links_from_thin_to_fat_nothing_is_sent_twice_and_the_lane_stays_busy
 
 
 def test_a_session_opens_through_bad_weather() -> None:
-    for seed in range(30):
+    for seed in range(10):
         node = Session(Role.NODE, 0.0, timing=TIMING)
         coordinator = Session(Role.COORDINATOR, 0.0, timing=TIMING)
         world = World(seed, Weather(loss=0.4, copy=0.3, forge=0.2, delay_s=3.0), node, coordinator)
@@ -301,14 +302,14 @@ def bulk(session: Session, blob: BlobId, offset: int, chunk: bytes) -> Parts:
     return frame.parts()
 
 
-def test_chunks_of_100_000_unexpected_blobs_are_held_within_the_early_window() -> None:
+def test_chunks_of_20_000_unexpected_blobs_are_held_within_the_early_window() -> None:
     node, coordinator = opened()
-    for seq in range(100_000):
+    for seq in range(20_000):
         coordinator.receive(1, bulk(node, delta(seq), 0, bytes(200)), 0.0)
     held = coordinator._transfers
     held.check()
     assert held._early_bytes <= EARLY_BYTES and len(held._early) <= EARLY_FRAMES
-    assert coordinator.outgoing(0.0) == [] and coordinator.traffic.stray.frames == 100_000
+    assert coordinator.outgoing(0.0) == [] and coordinator.traffic.stray.frames == 20_000
 
 
 def test_all_that_a_peer_can_have_held_is_bounded() -> None:
