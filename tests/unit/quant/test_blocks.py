@@ -42,37 +42,6 @@ def test_a_payload_is_scales_then_alignment_then_codes(codec: BlockCodec, numel:
     assert codec.payload_bytes(flat(numel)) == (scales + 63) // 64 * 64 + codes
 
 
-@every_codec
-def test_the_declared_bits_are_those_of_codes_and_scales(codec: BlockCodec) -> None:
-    assert codec.traits.bits_per_element == codec.code_bits + (16 * codec.layout.has_scales) / codec.block
-    assert 256 % codec.block == 0, "blocks never cross tensors"
-
-
-@every_codec
-@pytest.mark.parametrize("numel", [*LENGTHS, TILE + 65])
-def test_whatever_path_is_taken_the_numbers_are_the_reference_s(
-    codec: BlockCodec, numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hardware chooses the kernel, never the bytes."""
-    fragment, x, payload = flat(numel), gaussian(flat(numel)), torch.empty(0)
-    results: list[list[Tensor]] = []
-    for _ in range(2):
-        payload = codec.encode(x, fragment, seed=3)
-        acc, residual, total = gaussian(flat(numel), 1), gaussian(flat(numel), 2), torch.full((numel,), torch.nan)
-        fed_back = torch.empty_like(payload)
-        codec.encode_feedback_(x, residual, fed_back, fragment, seed=4)
-        codec.decode_add_(payload, acc, 0.3, fragment, seed=3)
-        codec.sum_into([payload, fed_back], [0.3, -0.7], total, fragment, seeds=[3, 4])
-        results.append([codec.decode(payload, fragment, seed=3), acc, residual, total, payload, fed_back])
-        monkeypatch.setattr(blocks, "fast_path", lambda *_, **__: None)
-    *numbers, one, other = zip(*results, strict=True)
-    assert all(same_bits(fast, reference) for fast, reference in numbers)
-    assert torch.equal(*one) and torch.equal(*other)
-    by_reference = torch.full_like(payload, 0xA5)
-    codec.encode_by_reference(x, by_reference, fragment, seed=3)
-    assert torch.equal(by_reference, payload)
-
-
 WHOLE = of_shapes((40, 90), (7,), (TILE // 512 + 3, 512), (100,), (300,))
 
 

@@ -17,7 +17,7 @@ from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec, flat
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.registry import CODECS, codec_named
+from farloop.quant.registry import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,20 +72,6 @@ def test_what_is_encoded_is_valid_and_decodes_to_finite_numbers(codec: Codec, fr
         for payload in payloads_of(codec, x, fragment, seed=5):
             codec.validate(payload, fragment)
             assert torch.isfinite(codec.decode(payload, fragment, seed=5)).all()
-
-
-@every_codec
-@given(
-    words=st.lists(st.integers(0, 2**32 - 1).filter(lambda bits: bits >> 23 & 0xFF != 0xFF), min_size=1, max_size=40),
-    repeats=st.integers(1, 9),
-)
-@settings(max_examples=30)
-def test_whatever_is_finite_can_be_encoded(codec: Codec, words: list[int], repeats: int) -> None:
-    x = torch.tensor(words * repeats, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    fragment = flat(x.numel())
-    payload = codec.encode(x, fragment)
-    codec.validate(payload, fragment)
-    assert torch.isfinite(codec.decode(payload, fragment)).all()
 
 
 @every_codec
@@ -184,12 +170,10 @@ def test_what_is_not_finite_is_refused_and_the_first_of_it_named(
 
 
 @every_codec
-@pytest.mark.parametrize("bits", [0x7F800001, -1])
-def test_a_nan_is_found_in_a_later_tile(codec: Codec, bits: int) -> None:
+def test_a_nan_is_found_in_a_later_tile(codec: Codec) -> None:
     fragment = flat(TILE + 130)
     x = gaussian(fragment)
-    x.view(torch.int32)[TILE + 129] = bits
-    assert x[-1].isnan()
+    x[TILE + 129] = torch.nan
     with pytest.raises(NonFiniteError, match=f"element {TILE + 129}"):
         codec.encode(x, fragment)
 
@@ -278,28 +262,12 @@ def test_the_seed_decides_what_chance_decides_and_nothing_else_does(codec: Codec
         assert any(not same_bits(one, two) for one, two in itertools.combinations(numbers, 2))
 
 
-@every_codec
-def test_the_number_of_threads_changes_no_byte(codec: Codec) -> None:
-    """Asked of what anchors may be made of: a replay must write the same bytes."""
-    if not codec.traits.exact_decode:
-        return
-    fragment, threads = of_shapes((512, 320), (1000,)), torch.get_num_threads()
-    x = gaussian(fragment)
-    try:
-        torch.set_num_threads(1)
-        alone = codec.encode(x, fragment, seed=1)
-        torch.set_num_threads(2)
-        assert torch.equal(codec.encode(x, fragment, seed=1), alone)
-    finally:
-        torch.set_num_threads(threads)
-
-
 # --- sums
 
 
 @every_codec
-@on(flat(700), MIXED, MATRICES)
-@pytest.mark.parametrize("weight", [1 / 3, -0.7, 0.0, -0.0, 1.0, 1e-30])
+@on(flat(700), flat(TILE + 65), MIXED, MATRICES)
+@pytest.mark.parametrize("weight", [-0.7, -0.0, 1e-30])
 def test_the_weighted_sum_rounds_twice(codec: Codec, fragment: Fragment, weight: float) -> None:
     """Protocol M, against IEEE arithmetic done one operation at a time by numpy; signs of zeros count."""
     payload = codec.encode(gaussian(fragment), fragment, seed=2)
@@ -310,15 +278,6 @@ def test_the_weighted_sum_rounds_twice(codec: Codec, fragment: Fragment, weight:
     expected = acc.numpy() + np.float32(weight) * t
     codec.decode_add_(payload, acc, weight, fragment, seed=2)
     assert same_bits(acc, torch.from_numpy(expected))
-
-
-@every_codec
-def test_the_weighted_sum_walks_tiles_and_the_tail(codec: Codec) -> None:
-    fragment = flat(TILE + 65)
-    payload, acc = codec.encode(gaussian(fragment), fragment, seed=2), gaussian(fragment, 1)
-    expected = acc + codec.decode(payload, fragment, seed=2) * 0.3
-    codec.decode_add_(payload, acc, 0.3, fragment, seed=2)
-    assert same_bits(acc, expected)
 
 
 @every_codec
@@ -455,22 +414,6 @@ def test_the_promised_part_arrives(codec: Codec, kind: str, fragment: Fragment) 
     assert float(lost.mean()) <= (1 - codec.traits.contraction) * float(x.double().square().sum()) + slack
 
 
-@every_spelling
-@given(
-    values=st.lists(st.sampled_from([k / 16 * sign for k in range(0, 129, 3) for sign in (1, -1)]), min_size=1),
-    repeats=st.integers(1, 40),
-)
-@settings(max_examples=40)
-def test_the_promised_part_arrives_of_made_up_vectors(codec: Codec, values: list[float], repeats: int) -> None:
-    """Without chance, where a counterexample is one."""
-    if codec.traits.contraction == 0 or not codec.traits.deterministic:
-        return
-    x = torch.tensor(values * repeats)
-    fragment = flat(x.numel())
-    lost = (x.double() - codec.decode(codec.encode(x, fragment), fragment).double()).square().sum()
-    assert float(lost) <= (1 - codec.traits.contraction) * float(x.double().square().sum())
-
-
 def uniform(fragment: Fragment) -> Tensor:
     """Of no tails: what lies beyond its largest code is clipped by `q4r`."""
     x = torch.rand(fragment.numel, generator=torch.Generator().manual_seed(0)) * 2e-3 - 1e-3
@@ -506,16 +449,3 @@ def test_a_warm_start_is_worth_it(codec: Codec) -> None:
         previous = codec.encode(x, fragment, seed=seed, previous=previous)
         lost.append(float((x - codec.decode(previous, fragment)).norm()))
     assert lost[-1] < 0.99 * lost[0]
-
-
-@pytest.mark.parametrize("spelling", ["fp32", "bf16", "q8", "q4", "q4r", "q4r:rounding=nearest", "e3m0", "e2m1", "nf4"])
-def test_an_anchor_follows_its_target(spelling: str) -> None:
-    """target − anchor is an error feedback: what is missing after 200 rounds is of the size of one."""
-    codec, fragment = codec_named(spelling), flat(700)
-    target, anchor = gaussian(fragment), gaussian(fragment)
-    size = float(gaussian(fragment, 1).norm())
-    for number in range(200):
-        target -= gaussian(fragment, number + 1)
-        codec.decode_add_(codec.encode(target - anchor, fragment, seed=number), anchor, 1.0, fragment, seed=number)
-    kept = codec.traits.contraction
-    assert float((target - anchor).norm()) <= size * min(3.0, (1 + math.sqrt(1 - kept)) / kept)

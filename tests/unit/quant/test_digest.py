@@ -102,14 +102,6 @@ def test_boxes_combine_to_the_digest_of_the_tensor(shape: list[int], data: st.Da
     assert combine(found) == digest(whole.reshape(-1))
 
 
-@given(index=st.integers(0, 999), bit=st.integers(0, 31))
-def test_any_flipped_bit_changes_the_digest(index: int, bit: int) -> None:
-    x = numbers(1000)
-    before = digest(x)
-    x.view(torch.int32)[index] ^= torch.tensor(1 << bit).to(torch.int32)
-    assert digest(x) != before
-
-
 def test_subnormals_and_negative_zeros_become_zero_and_nothing_else_changes() -> None:
     smallest = 2.0**-126
     kept = torch.tensor([smallest, -smallest, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, 0.0])

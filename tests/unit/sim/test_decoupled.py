@@ -116,13 +116,6 @@ def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: 
     assert len(outcome.commits) <= 3 * len({(commit.fragment, commit.round) for commit in outcome.commits})
 
 
-def test_a_slow_node_slows_lone_steps_until_it_is_known_to_be_slow() -> None:
-    """A: the first two rounds are planned before any node has done a step."""
-    short, long = play("async", (*FAST, 0.4)), play("async", (*FAST, 0.4), steps=2 * STEPS)
-    assert trained_for(long, A) - trained_for(short, A) < 1.25 * STEPS * 0.1
-    assert all(start.skipped_positions == 0 for (start,) in long.nodes.values())
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_node_that_dies_holds_no_node_up(method: str) -> None:
     outcome = play(method, FAST, CrashNode(node=C, at=4.0))
@@ -130,14 +123,6 @@ def test_a_node_that_dies_holds_no_node_up(method: str) -> None:
     assert trained_for(outcome, A) < trained_for(without, A) + 3.0, "a closed connection is waited for 2 s"
     assert contributions(outcome)[C] < contributions(without)[C]
     assert all(outcome.nodes[name][0].inner_steps == STEPS for name in (A, B))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_node_that_comes_back_takes_part_again(method: str) -> None:
-    outcome = play(method, FAST, CrashNode(node=C, at=3.0, down_s=1.0))
-    _, again = outcome.nodes[C]
-    assert again.stage == "finished" and again.anchor_digests == outcome.anchor_digests
-    assert any(blob.incarnation == 2 for commit in outcome.commits for blob in commit.blobs)
 
 
 @pytest.mark.parametrize("at_event", mostly_slow(range(20, 200, 45), 65))

@@ -144,17 +144,6 @@ def test_momentum_can_begin_while_the_run_goes_on() -> None:
     assert None in digests and len(digests) > 1
 
 
-def test_who_is_away_or_comes_late_runs_under_the_same_terms() -> None:
-    outcome = play(
-        CutLink(node=B, at=0.8, for_s=1.5, reset=True),
-        change(1.0, codec_up="q8", lr__peak=0.05, outer_lr=0.3),
-        SpoilAnchor(node=A, at=2.0),
-        CrashNode(node=B, at=3.0, down_s=0.5),
-    )
-    assert [answer for answer in answers(outcome) if isinstance(answer, str)] == []
-    assert all(starts[-1].versions == outcome.versions for starts in outcome.nodes.values())
-
-
 @pytest.mark.parametrize("method", ["diloco", "decoupled", "async", "co2"])
 def test_every_method_takes_other_terms(method: str) -> None:
     mix = {} if method in ("diloco", "co2") else {"mix": 0.25}
@@ -163,11 +152,6 @@ def test_every_method_takes_other_terms(method: str) -> None:
         change(1.0, codec_up="q8", outer_lr=0.4, **mix), CrashCoordinator(at=4.0, down_s=0.5), method=method, **own
     )
     assert outcome.alarms == 0 and isinstance(answers(outcome)[0], Revision)
-
-
-def test_staleness_may_change_where_updates_are_not_waited_for() -> None:
-    outcome = play(change(1.0, max_staleness=0), change(2.5, max_staleness=4, max_stale_rounds=2), method="decoupled")
-    assert [type(answer) for answer in answers(outcome)] == [Revision, Revision]
 
 
 # --- any sequence of changes and crashes

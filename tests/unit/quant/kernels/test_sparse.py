@@ -14,7 +14,6 @@ from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Codec, flat
-from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats import sketch, sparse
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.cpu.primitives import kernel_threads
@@ -80,17 +79,6 @@ def test_payloads_of_any_bit_patterns(spelling: str, words: list[int], numel: in
     x[100::700] = patterns[0]  # a few may be larger than many that are equal
     x[100::700].mul_(0.75).sub_(1.0)
     check(codec_named(spelling), x, flat(numel), seed)
-
-
-@every_spelling
-def test_the_first_number_that_is_not_finite_is_told(spelling: str) -> None:
-    codec = codec_named(spelling)
-    for bad, places in ((torch.nan, [700]), (-torch.inf, [9_000, 1]), (torch.inf, [MATRICES.numel - 1])):
-        x = gaussian(MATRICES)  # the last place is padding
-        x[places] = bad
-        with pytest.raises(NonFiniteError) as error:
-            codec.encode(x, MATRICES)
-        assert error.value.index == min(places)
 
 
 @every_spelling
