@@ -1,7 +1,7 @@
 """The coordinator's machine, where nodes, clock and disk are the test; its journal is folded beside it.
 
 `run.play("a sends 1; b parts; 2s")` makes these things happen in turn and returns the commands that followed the last
-of them; `brief` writes commands as text. So a law is a row of a table: given events → expected commands. The words:
+of them; `brief` writes commands as text. `run.told` is both, for stories (`stories.py`). The words:
 
     a greets | a joins | a returns | a is reborn   a hello: a newcomer's; the same and ready; in round 0; a new start's
     a greets 7 | a returns 7                       ... of the process 7 (0 unless named)
@@ -9,15 +9,22 @@ of them; `brief` writes commands as text. So a law is a row of a table: given ev
     a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
     a offers 1 | a sends 1 | a spoils 1            a delta of fragment 1: offered; also stored; also found CORRUPT
     a offers 1.3 | a sends 1.3                     for window 3, where that is not the open one
+    a stores 1                                     the first delta of fragment 1 that a has offered is stored
+    a fetches 1 | a steps 5                        asks for an anchor; reports that many inner steps
     1 is durable | 1 fails                         the commit of fragment 1
-    2s | restart
+    1 commits of ab                                deltas of a and b come, and the commit is durable
+    2s | clock jumps 30 | restart
+    1?                                             which nodes the window of fragment 1 waits for
+
+Behind the commands of a story, in square brackets: alarms that are new or another, up to the first semicolon, and
+those that ended.
 """
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from plain_runs import plain_hello, plain_offer
+from plain_runs import plain_hello, plain_offer, plain_progress
 
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
@@ -68,6 +75,8 @@ class Run:
         """Deltas that were let in."""
         self.pending: dict[int, ev.Commit] = {}
         """Commits that are not durable yet, by fragment."""
+        self._known: dict[str, str] = {}
+        """Alarms that a story has told of."""
         self.begin()
         self.train(*names)
 
@@ -222,6 +231,17 @@ class Run:
             commands = self._happens(*event.split())
         return commands
 
+    def told(self, line: str) -> str:
+        """What follows the last event of this line, and what became of alarms."""
+        if line.endswith("?"):
+            fragment = int(line[:-1])
+            version = self.machine.windows[fragment].terms.window
+            return f"window {fragment}.{version} waits for {', '.join(sorted(self.missing(fragment))) or 'no node'}"
+        after, before, self._known = brief(self.play(line)), self._known, dict(self.alarms)
+        changes = [f"{name}: {why.partition('; ')[0]}" for name, why in self._known.items() if before.get(name) != why]
+        changes += [f"ended: {name}" for name in before if name not in self._known]
+        return "\n".join([*filter(None, [after]), *(f"[{change}]" for change in changes)])
+
     def _happens(self, who: str, does: str = "", *words: str) -> Commands:
         node = NodeId(who)
         match does, *words:
@@ -241,6 +261,12 @@ class Run:
                 return self.say(node, msg.Ready(frozen=int(frozen[0]) if frozen else 0))
             case "is", "durable":
                 return self.durable(int(who))
+            case "commits", "of", nodes:
+                return self.commit(int(who), *map(NodeId, nodes))
+            case "jumps", seconds:
+                self.machine.clock_jumped(float(seconds))
+                self.now += float(seconds)
+                return []
             case ("fails",):
                 draft = self.draft(int(who))
                 failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail="the disk is full")
@@ -255,6 +281,16 @@ class Run:
                 return self.store(node, *map(int, which.split(".")))
             case "spoils", fragment:
                 return self.spoil(node, int(fragment))
+            case "stores", fragment:
+                mine = [offer for offer in self.coming if offer.blob.node == node]
+                offer = next(offer for offer in mine if offer.blob.fragment == int(fragment))
+                self.coming.remove(offer)
+                return self.handle(ev.InputStored(offer=offer))
+            case "fetches", fragment:
+                return self.say(node, msg.Fetch(fragment=int(fragment)))
+            case "steps", steps:
+                report = plain_progress(inner_steps=int(steps), tokens=64 * int(steps), loss=None, sample_watermark=0)
+                return self.say(node, report)
         raise ValueError(f"nothing is called {who} {does} {' '.join(words)}")
 
 

@@ -5,8 +5,8 @@
     a sends 1; b leaves
         commit 1.1 of a, b DRAINED; left b DRAINED
 
-A story is a paragraph: a sentence or two, settings that are not plain, and lines of events in their order. The indented
-line has the commands that followed the last event of the line above it; there is none if nothing followed. A paragraph
+A story is a paragraph: a sentence or two, settings that are not plain, and lines of events in their order. Indented
+below a line stand the commands that followed the last of its events; there are none if nothing followed. A paragraph
 without events says what a file is about; its settings are those of all stories behind it. The words for events and
 commands stand in `node_story.py` and `coordinator_run.py`.
 
@@ -25,7 +25,7 @@ INDENT = "    "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoryText:
-    """One paragraph of a file."""
+    """One story of a file."""
 
     title: tuple[str, ...]
     settings: dict[str, Any]
@@ -43,8 +43,7 @@ class StoryText:
         lines: list[str] = []
         for events in self.lines:
             if not events.startswith(INDENT):
-                after = play(events)
-                lines += [events, INDENT + after] if after else [events]
+                lines += [events, *(INDENT + after for after in play(events).splitlines())]
         return lines
 
 

@@ -5,11 +5,13 @@ round 0.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Run, brief, merged, outcome, published, tell
+from coordinator_run import A, B, C, Run, merged, outcome, published, tell
 from plain_runs import plain_offer, plain_progress
+from stories import StoryText, check_story, read_stories
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RunSpec, WindowTerms
@@ -36,57 +38,13 @@ def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, 
     return run
 
 
-# Law, method, terms, events, commands that follow the last of them.
-COMMANDS: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("who is late is not told as dropped: it may still be merged", "decoupled", {}, "a sends 1",
-     "a: stored; commit 1.1 of a"),
-    ("a late delta rides along in the window that is open", "decoupled", {},
-     "a sends 1; 1 is durable; b sends 1.1; a sends 1", "a: stored; commit 1.2 of ab"),
-    ("one from too old a base is refused", "decoupled", {"max_staleness": 1},
-     "a sends 1; 1 is durable; a sends 1; 1 is durable; b offers 1.1", "b: LATE"),
-    ("and from the one before not", "decoupled", {"max_staleness": 1},
-     "a sends 1; 1 is durable; a sends 1; 1 is durable; b offers 1.2", "receive 1 of b"),
-    ("without staleness every late delta is refused", "decoupled", {"max_staleness": 0},
-     "a sends 1; 1 is durable; b offers 1.1", "b: LATE"),
-    ("one that holds what was merged is recognised", "decoupled", {}, "a sends 1; 1 is durable; a offers 1.1",
-     "a: OVERLAP"),
-    ("what comes while a window is closing does not change it", "decoupled", {}, "a sends 1; b sends 1", "b: stored"),
-    ("but begins the next", "decoupled", {}, "a sends 1; b sends 1; 1 is durable; a sends 1",
-     "a: stored; commit 1.2 of ab"),
-    ("a second one that waits for the next window is refused", "decoupled", {}, "a sends 1; b sends 1; b offers 1",
-     "b: OVERLAP"),
-    ("a late delta does not make a quorum", "decoupled", {"quorum": 2},
-     "a sends 1; b sends 1; 1 is durable; c sends 1.1; a sends 1", "a: stored"),
-    ("it takes one of the round", "decoupled", {"quorum": 2},
-     "a sends 1; b sends 1; 1 is durable; c sends 1.1; a sends 1; b sends 1", "b: stored; commit 1.2 of abc"),
-    ("the last window waits for everybody", "decoupled", {"steps": 10}, "a sends 1; b sends 1", "b: stored"),
-    ("the run ends on what all nodes hold", "decoupled", {"steps": 10}, "a sends 1; b sends 1; c sends 1",
-     "c: stored; commit 1.1 of abc"),
-    ("a dead node holds the last window until it is removed", "decoupled", {"steps": 10},
-     "a sends 1; b sends 1; c parts; 2s", "commit 1.1 of ab, c CLOSED"),
-    ("one whose last window it is does not wait for its turn", "async", {"max_staleness": 1},
-     "a sends 1; b sends 1; c sends 1; 1 is durable", "publish 1.1 to abc; commit 1.2 of bc"),
-    ("deltas that waited are in the journal in the order in which they came", "async", {},
-     "a sends 1; b sends 1; c sends 1; 1 is durable; restart", "commit 1.2 of b"),
-]  # fmt: skip
+FILE = Path(__file__).with_name("stories") / "late.txt"
+STORIES = read_stories(FILE)
 
 
-@pytest.mark.parametrize(
-    ("method", "terms", "given", "expected"), [case[1:] for case in COMMANDS], ids=[case[0] for case in COMMANDS]
-)
-def test_late_deltas(spec: RunSpec, method: str, terms: dict[str, Any], given: str, expected: str) -> None:
-    assert brief(late_run(spec, method, **terms).play(given)) == expected
-
-
-def test_what_the_next_window_could_not_take_either_is_refused(spec: RunSpec) -> None:
-    """D, E: kept, it would fall out of the books with the commit, and no node would be told."""
-    run = late_run(spec, max_staleness=1)
-    run.commit(1, A)
-    under_way = run.offer(B, 1, 1)
-    assert run.say(B, under_way) == [ev.Receive(offer=under_way)]
-    run.play("a sends 1")
-    assert brief(run.play("c offers 1.1")) == "c: LATE"
-    assert brief(run.handle(ev.InputStored(offer=under_way))) == "dropped 1 of b LATE; forget 1 of b; b: LATE"
+@pytest.mark.parametrize("story", STORIES, ids=[story.name for story in STORIES])
+def test_stories(spec: RunSpec, story: StoryText, rewrite: bool) -> None:
+    check_story(FILE, story, late_run(spec, **story.settings).told, rewrite=rewrite)
 
 
 def test_a_held_delta_that_a_commit_makes_useless_is_let_go(spec: RunSpec) -> None:
@@ -108,36 +66,7 @@ def test_a_delta_without_a_step_does_not_make_a_quorum(spec: RunSpec, method: st
     assert merged(run.store(C, steps=0, tokens=0)) == ["abc"], "no node is left to wait for"
 
 
-def test_a_window_waits_for_the_time_that_deltas_have_been_late_by(spec: RunSpec) -> None:
-    """C, F."""
-    run = late_run(spec, hurried=False)
-    run.play("10s; a sends 1")
-    timer = run.machine.next_timer()
-    assert timer is not None and timer > 112.0, "nothing was seen: it waits for all"
-    run.play("1s; b sends 1")
-    assert run.machine.next_timer() == 112.0, "b was 1 s late: 2 s after the quorum"
-    assert run.play("0.9s") == [] and merged(run.play("0.1s")) == ["ab"]
-    run = late_run(spec, hurried=False)
-    run.play("10s; a sends 1; 1s; b sends 1")
-    run.machine.clock_jumped(30.0)
-    assert run.machine.next_timer() == 142.0, "deadlines move with the clock"
-
-
-def test_what_one_window_teaches_holds_for_the_others_that_are_open(spec: RunSpec) -> None:
-    """F: fragment 1 has waited for long enough when fragment 0 shows how long that is, and no timer was set."""
-    run = late_run(spec, hurried=False)
-    assert brief(run.play("10s; a sends 1; 3s; a sends 0; 0.5s; b sends 0")) == "b: stored; commit 1.1 of a"
-
-
 # --- every delta a step of its own
-
-
-def test_every_delta_is_a_step_of_its_own_even_if_several_came_at_once(spec: RunSpec) -> None:
-    """Two that are averaged count half each."""
-    run = late_run(spec, "async", hurried=False)
-    assert merged(run.store(A)) == ["a"]
-    run.play("b sends 1; c sends 1")
-    assert merged(run.durable()) == ["b"] and merged(run.durable()) == ["c"]
 
 
 def test_a_round_lasts_until_all_that_are_expected_have_served_it_and_is_evaluated_once(spec: RunSpec) -> None:

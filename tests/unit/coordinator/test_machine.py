@@ -2,7 +2,7 @@
 
 The run of `conftest.py`: fragment 0 in slot 0, fragment 1 in slot 1, rounds of ten steps. Window 1 of fragment 1 is of
 round 0, window 1 of fragment 0 of round 1: no fragment is sent before a full period (protocol A). The words of the
-tables are those of `coordinator_run.py`.
+stories are those of `coordinator_run.py`.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from coordinator_run import A, B, C, Commands, Run, accepted, brief, merged, outcome, published, recorded, tell, told
 from plain_runs import plain_progress
+from stories import StoryText, check_story, read_stories
 
 from farloop.algo import schedule
 from farloop.algo.spec import Lease, NodeId, RoundPlan, RunSpec
@@ -20,7 +21,6 @@ from farloop.algo.terms import LearningRate
 from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.deadlines import ALARM_SHARE, FIRST_S, FLOOR_S
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import Evaluations
@@ -38,107 +38,13 @@ def plan(index: int) -> RoundPlan:
     return RoundPlan(index=index, start=10 * index, length=10)
 
 
-# Law, terms of the run, nodes that train, events, commands that follow the last of them.
-COMMANDS: list[tuple[str, dict[str, Any], str, str, str]] = [
-    ("who starts together starts in round 0", {"min_nodes": 2}, "", "b greets; a greets; b is ready; a is ready",
-     "started a 0; a: start 0; started b 0; b: start 0"),
-    ("who is ready and gone does not begin the run", {"min_nodes": 2}, "", "a joins; a parts; b greets; b is ready",
-     ""),
-    ("a late joiner waits", {}, "a", "b greets; b is ready", ""),
-    ("a late joiner starts after the commit that ends the round", {}, "a", "b joins; a sends 1; 1 is durable",
-     "publish 1.1 to ab; started b 1; b: start 1"),
-    ("a joiner starts at once where no node trains any more", {}, "a", "b joins; a leaves",
-     "left a DRAINED; started b 0; b: start 0"),
-    ("a delta is acknowledged once it is durable", {}, "ab", "b sends 1", "b: stored"),
-    ("the last delta closes the window", {}, "ab", "b sends 1; a sends 1", "a: stored; commit 1.1 of ab"),
-    ("a quorum closes without the slowest", {"quorum": 2}, "abc", "c sends 1; a sends 1",
-     "a: stored; commit 1.1 of ac, b LATE"),
-    ("a second delta of a node overlaps the first", {}, "ab", "a sends 1; a offers 1", "a: OVERLAP"),
-    ("a durable commit is published and rounds are fixed two ahead", {}, "a", "a sends 1; 1 is durable; a sends 0; "
-     "0 is durable", "fixed 3; publish 0.1 to a"),
-    ("a window does not wait for a delta that was corrupt", {}, "ab", "a sends 1; b spoils 1",
-     "dropped 1 of b CORRUPT; forget 1 of b; b: CORRUPT; commit 1.1 of a, b CORRUPT"),
-    ("a window is held below the floor", {"floor": 2}, "ab", "a sends 1; b parts SILENT; 0s", ""),
-    ("and closes when it is reached", {"floor": 2}, "ab", "a sends 1; b parts SILENT; 0s; b returns; b sends 1",
-     "b: stored; commit 1.1 of ab"),
-    ("a closed connection is waited for a moment", {}, "ab", "a sends 1; b parts; 0.9s", ""),
-    ("and no longer", {}, "ab", "a sends 1; b parts; 0.9s; 0.1s", "commit 1.1 of a, b CLOSED"),
-    ("a silent node has had its time", {}, "ab", "a sends 1; b parts SILENT; 0s", "commit 1.1 of a, b SILENT"),
-    ("a node that leaves is not waited for", {}, "ab", "a sends 1; b leaves", "commit 1.1 of a, b DRAINED; "
-     "left b DRAINED"),
-    ("a second session of a start takes over", {}, "ab", "b returns", "close 2 SUPERSEDED; accept b"),
-    ("a newer start takes the place of the older", {}, "ab", "b is reborn",
-     "close 2 OLD_INCARNATION; left b OLD_INCARNATION; accept b"),
-    ("another process with the same number has to take a higher one", {}, "ab", "b greets 7",
-     "refuse OLD_INCARNATION"),
-    ("also after a restart", {}, "ab", "restart; b returns 7", "refuse OLD_INCARNATION"),
-    ("and before the first has started", {}, "a", "b greets 7; b greets 8", "refuse OLD_INCARNATION"),
-    ("the same process goes on", {}, "a", "b greets 7; b greets 7", "close 2 SUPERSEDED; accept b"),
-    ("after a restart nodes have the liveness time to come back", {}, "ab", "a sends 1; b sends 1; "
-     "1 is durable; 1000s; restart; a returns; a sends 1; 9s", ""),
-    ("and no longer after it", {}, "ab", "a sends 1; b sends 1; 1 is durable; 1000s; restart; a returns; a sends 1; "
-     "9s; 1s", "commit 1.2 of a, b CLOSED"),
-    ("after a crash in its first round the run waits for as many nodes as it needs", {}, "ab", "restart; a returns; "
-     "a sends 1; 20s", ""),
-    ("and begins with them", {}, "ab", "restart; a returns; a sends 1; 20s; b returns", "accept b"),
-    ("also with one that never heard of its start", {}, "ab", "restart; a returns; b greets; a sends 1; 20s; "
-     "b is ready", "started b 0; b: start 0"),
-    ("or whoever comes in its place", {}, "ab", "restart; a returns; a sends 1; 20s; c joins",
-     "accept c; started c 0; c: start 0"),
-    ("a restart in the middle of a commit decides it again", {}, "ab", "a sends 1; b sends 1; restart",
-     "commit 1.1 of ab"),
-    ("a restart re-opens a window with the deltas that were durable", {}, "ab", "a sends 1; restart; b returns; "
-     "b sends 1", "b: stored; commit 1.1 of ab"),
-    ("a joiner that a crash found ready asks again", {}, "a", "b joins; restart; a returns; b joins; a sends 1; "
-     "1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
-    ("nodes with the same frozen weights train together", {}, "", "a greets; a is ready 7; b greets; b is ready 7; "
-     "a sends 1; 1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
-    ("a node with other frozen weights is refused", {}, "", "a greets; a is ready 7; b greets; b is ready 8",
-     "b: leave"),
-    ("or with none", {}, "", "a greets; a is ready 7; b greets; b is ready", "b: leave"),
-    ("also when the first has left and after a restart", {}, "", "a greets; a is ready 7; a leaves; restart; "
-     "b greets; b is ready 8", "b: leave"),
-    ("it may come again with the right ones", {}, "", "a greets; a is ready 7; b greets; b is ready 8; b greets; "
-     "b is ready 7; a sends 1; 1 is durable", "publish 1.1 to ab; started b 1; b: start 1"),
-]  # fmt: skip
+FILES = (Path(__file__).with_name("stories") / name for name in ("nodes.txt", "windows.txt"))
+STORIES = [(path, story) for path in FILES for story in read_stories(path)]
 
 
-@pytest.mark.parametrize(
-    ("terms", "nodes", "given", "expected"), [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS]
-)
-def test_events_lead_to_commands(spec: RunSpec, terms: dict[str, Any], nodes: str, given: str, expected: str) -> None:
-    assert brief(Run(spec, nodes, **terms).play(given)) == expected
-
-
-# Law, nodes that train, events, the fragment, the nodes that its window waits for then.
-WAITED_FOR = [
-    ("who starts together", "ab", "0s", 0, "ab"),
-    ("a joiner's first send is after a full period", "a", "b joins; a sends 1; 1 is durable", 1, "ab"),
-    ("it has none for a window that was open before", "a", "b joins; a sends 1; 1 is durable", 0, "a"),
-    ("nor for the next", "a", "b joins; a sends 1; 1 is durable; a sends 0; 0 is durable", 0, "ab"),
-    ("a node joins where no node trains", "a", "b joins; a leaves", 1, "b"),
-    ("a node that is back in time was never away", "ab", "b parts; 0.5s; b returns", 1, "ab"),
-    ("who was away for longer is not", "ab", "b parts; 1s", 1, "a"),
-    ("and is again while the window is open", "ab", "b parts; 1s; b returns", 1, "ab"),
-    ("a delta that was bad is not sent again", "ab", "b spoils 1; b parts; b returns", 1, "a"),
-    ("an absent node by none that opens", "ab", "b parts SILENT; 0s; a sends 1; 1 is durable; b returns", 1, "a"),
-    ("but by the next", "ab", "b parts SILENT; 0s; a sends 1; 1 is durable; b returns; a sends 1; 1 is durable", 1,
-     "ab"),
-    ("a newer start is not", "ab", "b is reborn", 1, "a"),
-    ("a restart waits for all", "ab", "a sends 1; b sends 1; 1 is durable; restart", 1, "ab"),
-    ("after a crash in the first round, too", "ab", "restart; a returns; b greets; b is ready", 1, "ab"),
-    ("a joiner brings back no node that was lost to a drop", "ab", "b spoils 0; a leaves; c joins; b sends 1; "
-     "1 is durable", 0, ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("nodes", "given", "fragment", "expected"), [c[1:] for c in WAITED_FOR], ids=[c[0] for c in WAITED_FOR]
-)
-def test_which_nodes_a_window_waits_for(spec: RunSpec, nodes: str, given: str, fragment: int, expected: str) -> None:
-    run = Run(spec, nodes)
-    run.play(given)
-    assert run.missing(fragment) == set(expected)
+@pytest.mark.parametrize(("path", "story"), STORIES, ids=[f"{path.stem}: {story.name}" for path, story in STORIES])
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Run(spec, **story.settings).told, rewrite=rewrite)
 
 
 # --- joining
@@ -198,17 +104,6 @@ def test_other_buffers_that_no_state_dict_has_are_warned_of(spec: RunSpec, caplo
         run.greet(node)
         run.say(node, msg.Ready(unsaved=unsaved))
     assert "nodes c and a differ in tables of whole numbers, or buffers that no state_dict holds: " in caplog.text
-
-
-def test_a_joiner_starts_within_a_round_with_the_slot_that_the_others_are_at(spec: RunSpec) -> None:
-    """I: a full period from there its first send is, of the slot before."""
-    run = Run(spec, "a")
-    run.commit(1, A)
-    run.join(B)
-    assert brief(run.commit(0, A)).endswith("publish 0.1 to ab; started b 1 slot 1; b: start 1 slot 1")
-    assert run.expected(0) == {A, B} and run.expected(1) == {A}
-    run.commit(1, A)
-    assert run.expected(1) == {A, B}
 
 
 def test_a_start_that_was_never_heard_is_given_again(spec: RunSpec) -> None:
@@ -428,36 +323,6 @@ def test_a_delta_that_is_offered_again_is_acknowledged_again(spec: RunSpec) -> N
     assert run.say(A, old) == [outcome(old, Reason.LATE)]
 
 
-def test_a_delta_that_becomes_durable_too_late_is_dropped_on_the_record(spec: RunSpec) -> None:
-    """E, H: its bytes may go, and its sender learns of it. Of two under way the first to be durable counts."""
-    run = Run(spec, "ab", quorum=1)
-    late = run.offer(B)
-    run.play("a sends 1")
-    dropped = "dropped 1 of b LATE; forget 1 of b; b: LATE"
-    assert brief(run.handle(ev.InputStored(offer=late))) == dropped, "while the window is closing"
-    run.durable()
-    assert brief(run.handle(ev.InputStored(offer=late))) == dropped, "after it was committed"
-    assert not run.ledger.inputs
-    run = Run(spec, "ab")
-    first, second = run.offer(A), run.offer(A)
-    run.handle(ev.InputStored(offer=second))
-    assert brief(run.handle(ev.InputStored(offer=first))).startswith("dropped 1 of a OVERLAP")
-    assert list(run.machine.windows[1].inputs) == [second.blob]
-
-
-def test_a_failed_commit_is_tried_again_as_it_was_decided(spec: RunSpec) -> None:
-    """O: nothing was changed, the window stays closing, and a person can see why."""
-    run = Run(spec, "ab", quorum=1)
-    run.play("a sends 1")
-    commit = run.pending[1]
-    assert run.play("1 fails") == [] and run.alarms == {"commit of fragment 1": "the disk is full"}
-    assert run.machine.next_timer() == run.now + RETRY_S
-    run.play("b offers 1")
-    assert run.pass_time(RETRY_S - 0.1) == [] and run.pass_time(0.1) == [commit]
-    run.durable()
-    assert not run.alarms and run.pass_time(LOOK_S) == [] and run.machine.next_timer() == STALLS_AT
-
-
 def test_a_delta_that_claims_what_cannot_be_true_is_not_waited_for(spec: RunSpec) -> None:
     """H: what it says decides what it weighs. The others go on, and its sender is told why."""
     run = Run(spec, "ab", num_samples=1000)
@@ -477,16 +342,6 @@ def test_a_node_that_leaves_says_what_it_holds(spec: RunSpec) -> None:
     assert (run.machine.members[B].stage, run.machine.members[B].anchors) == ("left", (held,))
     assert run.machine.next_timer() == 100.0 + LOOK_S, "deadlines are reckoned from then on"
     assert run.pass_time(LOOK_S) == [] and run.machine.next_timer() == STALLS_AT, "of a"
-
-
-def test_when_the_clock_jumps_deadlines_move(spec: RunSpec) -> None:
-    """C: this process stood still, not the nodes."""
-    run = Run(spec, "ab")
-    run.part(B)
-    run.machine.clock_jumped(30.0)
-    assert run.pass_time(30.9) == [] and not run.machine.members[B].absent
-    run.pass_time(0.1)
-    assert run.machine.members[B].absent
 
 
 def moved(inner_steps: int, **changes: Any) -> msg.Progress:
@@ -555,51 +410,6 @@ def test_how_long_a_node_may_stand_still_follows_its_own_steps(spec: RunSpec) ->
 
 
 # --- what nodes report
-
-
-def test_an_anchor_that_does_not_match_is_replaced_and_seen(spec: RunSpec) -> None:
-    """N: a digest detects error."""
-    run = Run(spec, "a")
-    assert brief(run.say(A, msg.Fetch(fragment=1))) == "snapshot 1 to a"
-    assert run.alarms == {"anchor of a": "fragment 1 did not match its digest"}
-    assert run.say(A, msg.Fetch(fragment=2)) == run.say(A, msg.Fetch(fragment=-1)) == []
-
-
-def test_the_alarm_of_a_lost_anchor_ends_fragment_by_fragment_with_deltas_of_it(spec: RunSpec) -> None:
-    """N: a node sends nothing from an anchor that is lost."""
-    run = Run(spec, "ab")
-    for fragment in (0, 1):
-        run.say(A, msg.Fetch(fragment=fragment))
-    assert run.alarms == {"anchor of a": "fragment 0, 1 did not match its digest"}
-    run.play("b offers 1; a offers 1")
-    assert run.alarms == {"anchor of a": "fragment 0 did not match its digest"}
-    run.play("a offers 0")
-    assert not run.alarms
-
-
-@pytest.mark.parametrize(
-    ("given", "stay"),
-    [
-        ("a leaves", False),
-        ("a parts SILENT; 0s", False),
-        ("a parts WRONG_KEY; 0s", False),
-        ("a is reborn", False),
-        ("a returns", True),
-        ("a parts", True),
-        ("a parts; 2s", False),
-    ],
-)
-def test_alarms_of_a_node_that_is_gone_end_with_it(spec: RunSpec, given: str, stay: bool) -> None:
-    """They stayed in the status for ever: they could not be removed any more."""
-    run = Run(spec, "ab")
-    run.say(A, msg.Fetch(fragment=0))
-    run.play(given)
-    assert ("anchor of a" in run.alarms) is stay
-    run = Run(spec, "ab")
-    run.say(A, used(4, tokens=-1))
-    assert set(run.alarms) == {"report of a"}
-    run.play(given)
-    assert ("report of a" in run.alarms) is stay
 
 
 def test_a_report_that_cannot_be_true_counts_for_nothing(spec: RunSpec) -> None:
