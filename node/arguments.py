@@ -75,7 +75,6 @@ WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "on_merge": ((), "a function of the changes, a mapping, or None"),
     "http": ((str,), "'host:port', or '' for no pages"),
     "http_names": ((str,), "host names in one str, or ''"),
-    "link": ((LinkConfig,), "a farloop.node.zmq_dealer.LinkConfig, or None"),
     "tau": ((int,), "a whole number of inner steps, or None for the run's"),
     "adapt_tau": ((bool,), "True or False, or None where the run's tau being open decides"),
     "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
@@ -234,17 +233,14 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-_OF_THE_LINK: dict[str, Callable[[str], Any]] = {
-    "lanes": _lanes, "congestion": _congestion, "bulk_source": _checked(check_source),
-    "max_uplink": _checked(parse_rate), "quiet_hours": _checked(parse_hours), "quiet_uplink": _checked(parse_rate),
-}  # fmt: skip
 _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "coordinator": str, "name": _checked(check_name), "key": _path, "server_key": _path, "state_dir": _path,
     "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
-    "give_up": float, **_OF_THE_LINK,
+    "give_up": float, "lanes": _lanes, "congestion": _congestion, "bulk_source": _checked(check_source),
+    "max_uplink": _checked(parse_rate), "quiet_hours": _checked(parse_hours), "quiet_uplink": _checked(parse_rate),
 }  # fmt: skip
-"""How the text of a variable is read, by its key in [node]. Raises ValueError. All but those of the link are arguments
-of `join`."""
+"""How the text of a variable is read, by its key in [node]. Raises ValueError. All but those of the link, from `lanes`
+on, are arguments of `join`."""
 _KEYS = tuple(field.name for field in dataclasses.fields(NodeConfig) if not field.name.startswith("data"))
 """Of [node]. Those that `join` does not read are of `farloop node`."""
 _IN_SECONDS = {"give_up": "give_up_s", "hang_timeout": "hang_timeout_s"}
@@ -281,17 +277,17 @@ def setting(argument: str, given: Any) -> Any:
     return given
 
 
-def resolved(given: Mapping[str, Any]) -> tuple[NodeConfig, LinkConfig, LoopOptions]:
+def resolved(given: Mapping[str, Any]) -> tuple[NodeConfig, LoopOptions]:
     """The arguments of `join`, by name, with the environment where they are None. Raises LoopError and ValueError."""
     check_variables()
-    read = _FROM_ENVIRONMENT if given["link"] is None else _FROM_ENVIRONMENT.keys() - _OF_THE_LINK
     named = {key: _IN_SECONDS.get(key, key) for key in _KEYS if key != "model"}
     found = {
-        key: setting(key, given.get(argument)) if key in read else given[argument]
+        key: setting(key, given.get(argument)) if key in _FROM_ENVIRONMENT else given[argument]
         for key, argument in named.items()
-        if key in read or argument in given
+        if key in _FROM_ENVIRONMENT or argument in given
     }
-    config = NodeConfig(**{key: value for key, value in found.items() if value is not None or key not in read})
+    config = NodeConfig(**{key: v for key, v in found.items() if v is not None or key not in _FROM_ENVIRONMENT})
+    _check_link(config)
     model = given["model"]
     if isinstance(model, Sequence) and model and all(isinstance(part, nn.Module) for part in model):
         model = ModelParts([unwrap(part) for part in model]) if len(model) > 1 else model[0]
@@ -305,17 +301,17 @@ def resolved(given: Mapping[str, Any]) -> tuple[NodeConfig, LinkConfig, LoopOpti
     if (holds := values["holds"]) is not None:
         values["holds"] = tuple(sorted(holds))
     options = LoopOptions(**{field.name: values[field.name] for field in dataclasses.fields(LoopOptions)})
-    return config, given["link"] or _link_of(config), options
+    return config, options
 
 
-def _link_of(config: NodeConfig) -> LinkConfig:
-    """By the environment alone. Raises LoopError."""
+def _check_link(config: NodeConfig) -> None:
+    """Raises LoopError for settings of the link, which come from the environment alone."""
     try:
         UplinkLimit.parse(config.max_uplink, config.quiet_hours, config.quiet_uplink)
     except ValueError as error:
         raise LoopError(f"{_PREFIX}QUIET_UPLINK: {error}") from None
     try:
-        return LinkConfig.of(config)
+        LinkConfig.of(dataclasses.replace(config, key=None, server_key=None))
     except ValueError as error:  # of the source alone, which has to go with the coordinator's address
         raise LoopError(f"{_PREFIX}BULK_SOURCE: {str(error).removeprefix('bulk_source: ')}") from None
 

@@ -83,6 +83,7 @@ from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
+from farloop.wire.machine_info import NOTHING, Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -510,7 +511,6 @@ def join(
     evaluate: Callable[[nn.Module], float] | None = None,
     http: str | None = None,
     http_names: str | None = None,
-    link: LinkConfig | None = None,
     tau: int | None = None,
     adapt_tau: bool | None = None,
     holds: Sequence[int] | None = None,
@@ -534,8 +534,8 @@ def join(
 
     What differs between machines may come from the environment, so that a script needs no change: where `coordinator`,
     `name`, `key`, `server_key`, `state_dir`, `fingerprint`, `http`, `http_names`, `tau`, `adapt_tau` or `give_up_s` is
-    None, the variable FARLOOP_NODE__COORDINATOR (…__NAME, …__GIVE_UP) is read, as by `farloop node`. Where `link` is
-    None, so are …__LANES, …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
+    None, the variable FARLOOP_NODE__COORDINATOR (…__NAME, …__GIVE_UP) is read, as by `farloop node`. So are …__LANES,
+    …__CONGESTION, …__BULK_SOURCE, …__MAX_UPLINK, …__QUIET_HOURS and …__QUIET_UPLINK.
 
     These, `buffers`, `anchors`, `save_every_rounds`, `save_optimizer` and `hang_timeout_s` are settings of a node:
     `farloop.node.settings.NodeConfig` and docs/configuration.md explain them (section [node], without `_s`).
@@ -548,7 +548,6 @@ def join(
             loop runs). farloop wraps it only where several ranks hold it whole.
         optimizer: the inner optimizer, or a function that builds it; by the run's terms unless given.
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
-        link: limits and timing of the link; address and keys are taken from the arguments above.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
             has the parameters of these stages alone, under the names that they have in the whole model. A node without
             stage 0 is granted no samples: its `Node.samples` is empty.
@@ -586,13 +585,12 @@ def join(
     return join_run(*resolved(locals()))
 
 
-def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node:
-    """`join` with its options as wholes, none of them from the environment. Address, keys and patience of the link are
-    those of `config`. Raises as `join`."""
+def join_run(config: NodeConfig, options: LoopOptions, inventory: Inventory = NOTHING) -> Node:
+    """`join` with its options as wholes, none of them from the environment. `inventory`: what is told of the machine.
+    Raises as `join`."""
     _check_options(config, options)
     name, folder = check_name(config.name), config.state_dir or Path(".farloop") / config.name
-    link = dataclasses.replace(link, coordinator=config.coordinator, give_up_s=config.give_up)
-    link = dataclasses.replace(link, key=config.key, server_key=config.server_key)
+    link = LinkConfig.of(config)
     held = Held(cluster := Cluster.from_torchrun(options.data))
     try:
         held.watch = watch = HangWatch(cluster, config.hang_timeout)
@@ -600,7 +598,7 @@ def join_run(config: NodeConfig, link: LinkConfig, options: LoopOptions) -> Node
         held.reserved = reserve(folder, name) if cluster.leads else None
         state = _counted(folder, cluster)
         if state is not None:
-            link = dataclasses.replace(link, inventory=cluster.described(link.inventory), kept=folder / "link.json")
+            link = dataclasses.replace(link, inventory=cluster.described(inventory), kept=folder / "link.json")
             make = partial(
                 NodeExecutor,
                 config,

@@ -29,7 +29,7 @@ from farloop.node.model.named import (
 )
 from farloop.node.model.shards import unaveraged
 from farloop.node.settings import NodeConfig
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.wire.machine_info import Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def train(
     def evaluate(module: nn.Module) -> float:
         return evaluation[0].loss(module, EVALUATION_BATCH, trained[0].loss)
 
-    node = join_run(config, link_of(config, environ or {}), LoopOptions(model=model_of, evaluate=evaluate))
+    node = join_run(config, LoopOptions(model=model_of, evaluate=evaluate), inventory_of(config, environ))
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
         node.drain_on(signal.SIGINT)
@@ -73,9 +73,9 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
     return [first, *(load_corpus(path, max_bytes=most) for path in config.data_phases)]
 
 
-def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
-    """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
-    return LinkConfig.of(config, read_inventory(environ, OperatorLabels.of(config.site, config.address, config.nics)))
+def inventory_of(config: NodeConfig, environ: Mapping[str, str] | None) -> Inventory:
+    """What the node tells of its machine. `environ`: as `train` has it."""
+    return read_inventory(environ or {}, OperatorLabels.of(config.site, config.address, config.nics))
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -73,19 +73,19 @@ class LinkConfig:
     """Seconds without a session after which the link delivers Unreachable; 0: never."""
     kept: Path | None = None
     """File for what is known of the link, so that the first blobs of the next start fill it."""
-    limits: Limits = field(default_factory=Limits)
-    timing: Timing = field(default_factory=Timing)
 
     @classmethod
-    def of(cls, config: NodeConfig, inventory: Inventory = NOTHING) -> Self:
-        """By a node's settings, without keys. Raises ValueError."""
+    def of(cls, config: NodeConfig) -> Self:
+        """By a node's settings. Raises ValueError."""
         return cls(
             coordinator=config.coordinator,
+            key=config.key,
+            server_key=config.server_key,
             congestion=config.congestion,
             lanes=config.lanes,
             bulk_source=config.bulk_source,
             uplink=config.uplink,
-            inventory=inventory,
+            give_up_s=config.give_up,
         )
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class ZmqDialer:
             raise BadAddress(f"the coordinator's address: {error}") from error
         self.source, self.congestion = config.bulk_source, config.congestion
         self.unreachable = set[Address]()  # addresses of the coordinator that did not answer when last tried
-        self._limits, self._timing, self._failed = config.limits, config.timing, failed
+        self._failed = failed
         self._secret = load_secret(config.key) if config.key else None
         self._servers: list[bytes | None] = [*load_publics(config.server_key)] if config.server_key else [None]
         self.has_others = len(self._coordinators) > 1
@@ -179,7 +179,7 @@ class ZmqDialer:
             (zmq.RECONNECT_IVL, -1),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.CONNECT_TIMEOUT, 5000),
-            (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
+            (zmq.MAXMSGSIZE, Limits().max_frame_bytes),
             (zmq.TCP_MAXRT, DEAD_TCP_MS),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 30),
@@ -221,7 +221,7 @@ class ZmqDialer:
         found, errors = list[Address](), list[OSError]()
         for coordinator in self._coordinators:
             try:
-                found += await look_up(coordinator, self._timing.liveness_s)
+                found += await look_up(coordinator, Timing().liveness_s)
             except OSError as error:
                 errors.append(error)
         if not found:
@@ -572,8 +572,8 @@ class LinkThread:
             LoopClock(self._fail),
             random.uniform,
             coordinator=config.coordinator.replace(" ", ""),
-            limits=config.limits,
-            timing=config.timing,
+            limits=Limits(),
+            timing=Timing(),
             inventory=config.inventory,
             encrypted=config.key is not None,
             lanes=config.lanes,

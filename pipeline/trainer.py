@@ -22,7 +22,7 @@ from farloop.node.library import Node, join_run
 from farloop.node.link import LOOK_S
 from farloop.node.model.built_in import GPT, build, from_json
 from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
-from farloop.node.trainer import check_data, corpora_of, link_of, mixed_precision
+from farloop.node.trainer import check_data, corpora_of, inventory_of, mixed_precision
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.layout import Settings, read_layout
 from farloop.pipeline.link import PeerConfig
@@ -58,7 +58,7 @@ def train_stage(
             _check_batch(spec, pipeline)
         return StagePart(_whole(spec, layout), layout.stages[number], source=is_source)
 
-    node = join_run(config, link_of(config, environ or {}), LoopOptions(model=part_of, holds=(number,)))
+    node = join_run(config, LoopOptions(model=part_of, holds=(number,)), inventory_of(config, environ))
     with node:
         node.drain_on(signal.SIGINT)
         on_join(node)

@@ -28,6 +28,7 @@ from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
+from farloop.wire.limits import Limits, Timing
 
 _PROGRESS_S = 1.0
 
@@ -49,8 +50,8 @@ class Node:
             LoopClock(failed),
             random.uniform,
             coordinator=config.coordinator,
-            limits=config.limits,
-            timing=config.timing,
+            limits=Limits(),
+            timing=Timing(),
         )
         self.link.start(self._hello, self._on_event)
 

@@ -26,7 +26,6 @@ from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachabl
 from farloop.node.executor import NodeExecutor
 from farloop.node.library import join
 from farloop.node.model.anchor_files import AnchorFiles
-from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import KeyFileError
 from farloop.wire.uplink import UplinkLimit
 
@@ -82,7 +81,6 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"evaluate": 0.5}, "join(evaluate=…) got a float; expected a function of the module"),
         ({"http": 9710}, "join(http=…) got an int; expected 'host:port'"),
         ({"http_names": ["a"]}, "join(http_names=…) got a list"),
-        ({"link": {}}, "join(link=…) got a dict; expected a farloop.node.zmq_dealer.LinkConfig"),
         ({"tau": 1.5}, "join(tau=…) got a float; expected a whole number"),
         ({"tau": True}, "join(tau=…) got a bool; expected a whole number"),
         ({"holds": 1}, "join(holds=…) got an int; expected the numbers of pipeline stages, as (0, 1)"),
@@ -140,20 +138,18 @@ def test_no_setting_of_the_daemon_is_taken_for_a_misspelt_argument() -> None:
     check_variables({f"FARLOOP_NODE__{key.upper()}": "" for key in NODE_SCHEMA["node"]})
 
 
-def test_settings_of_the_link_come_from_the_environment_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_link_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
         "LANES": "3", "MAX_UPLINK": "20mbit", "QUIET_HOURS": "08:00-18:00", "QUIET_UPLINK": "2mbit",
         "BULK_SOURCE": "127.0.0.2", "TAU": "2", "ADAPT_TAU": "true",
     }  # fmt: skip
     for key, value in told.items():
         monkeypatch.setenv(f"FARLOOP_NODE__{key}", value)
-    config, link, _ = resolved(given())
-    assert (link.coordinator, link.lanes, link.bulk_source) == (NOWHERE, 3, "127.0.0.2")
-    assert link.uplink == UplinkLimit.parse("20mbit", "08:00-18:00", "2mbit")
-    assert (config.tau, config.adapt_tau, config.lanes) == (2, True, 3)
-    own = LinkConfig(coordinator=NOWHERE, lanes=1)
-    config, link, _ = resolved(given(tau=5, link=own))
-    assert (config.tau, config.lanes, link) == (5, 0, own)
+    config, _ = resolved(given())
+    assert (config.coordinator, config.lanes, config.bulk_source) == (NOWHERE, 3, "127.0.0.2")
+    assert config.uplink == UplinkLimit.parse("20mbit", "08:00-18:00", "2mbit")
+    assert (config.tau, config.adapt_tau) == (2, True)
+    assert resolved(given(tau=5))[0].tau == 5
 
 
 def given(**arguments: object) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.monitoring.tcp_connection import end_of, hang_up
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.settings import NodeConfig
-from farloop.node.trainer import link_of
 from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_known
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
@@ -522,7 +521,7 @@ def test_blobs_may_leave_from_another_address_than_control(endpoint: str, tmp_pa
     server_key, server_pub = key_files(tmp_path / "server", "coordinator")
     known, _ = key_files(tmp_path / "allow", "a")
     node = NodeConfig(name="a", coordinator=endpoint, lanes=2, bulk_source="127.0.0.2")
-    config = dataclasses.replace(link_of(node, {}), key=known, server_key=server_pub)
+    config = dataclasses.replace(LinkConfig.of(node), key=known, server_key=server_pub)
     listening = station(endpoint, key=server_key, allow=tmp_path / "allow")
     with listening as there, linked(config) as (link, delivered):
         wait_for(delivered, msg.Welcome)

@@ -25,10 +25,9 @@ def test_a_node_joins_with_all_of_its_settings(tmp_path: Path, monkeypatch: pyte
     text = tmp_path / "text.txt"
     text.write_text("farloop " * 4000)
     monkeypatch.setattr(trainer, "join_run", joining)
-    config = NodeConfig(name="oslo", coordinator="tcp://10.0.0.1:7700", data=text, lanes=3, max_uplink="20mbit")
+    config = NodeConfig(name="oslo", coordinator="tcp://10.0.0.1:7700", data=text)
     with pytest.raises(Joined):
         train(config)
-    node, link, options = given
+    node, options, inventory = given
     assert node is config and options.evaluate is not None
-    assert (link.coordinator, link.lanes, link.uplink) == (config.coordinator, 3, config.uplink)
-    assert link.inventory != NOTHING
+    assert inventory != NOTHING
