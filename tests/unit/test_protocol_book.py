@@ -1,11 +1,12 @@
-"""The rule book, `docs/protocol.md`: its letters, the tests that it names, and who cites it.
+"""The rule book, `docs/protocol.md`: its letters, the tests that hold its rules, and who cites it.
 
-`docs/reliability.md`, which tells what is promised, names tests in the same way.
+`tests/held_by.toml` has the tests, also those of the promises in `docs/reliability.md` and `docs/security.md`.
 """
 
 import ast
 import re
 import string
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
-PROMISES = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+HELD_BY: dict[str, dict[str, list[str]]] = tomllib.loads((ROOT / "tests/held_by.toml").read_text(encoding="utf-8"))
 
 NAMED = (
     "Revisions",
@@ -37,8 +38,6 @@ INVARIANTS = [
     *(f"C{number}" for number in range(26, 35)),
     *(f"D{number}" for number in [35, 36, 37, 38, 39]),
 ]
-
-TEST_ID = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 LETTERS = re.compile(r"\b[Pp]rotocol ([A-Z]\b(?:–[A-Z]\b)?(?:(?:, | and )[A-Z]\b(?:–[A-Z]\b)?)*)")
 NAME = re.compile(r"\b[Pp]rotocol(?: [A-Z](?:, [A-Z])*)?(?:, | )\"?([A-Z][a-z]+(?: [a-z]+)?)")
@@ -89,18 +88,18 @@ def test_every_letter_has_a_section_in_its_place() -> None:
     assert all(re.search(rf"^## {name}$", BOOK, flags=re.MULTILINE) for name in NAMED)
 
 
-@pytest.mark.parametrize("section", [*string.ascii_uppercase, *NAMED])
-def test_every_rule_names_tests_that_hold_it(section: str) -> None:
-    text = sections()[section]
-    rule, _, held = text.partition("Held by:")
-    assert len(rule) > 100
-    assert 1 <= len(TEST_ID.findall(held)) <= 5
+def numbered(page: str, pattern: str) -> list[str]:
+    return re.findall(rf"^\| ({pattern}) \| ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def test_every_invariant_names_a_test() -> None:
-    rows = re.findall(r"^\| ([A-D]\d+) \| [^|]+ \| ([^|]+) \|$", BOOK, flags=re.MULTILINE)
-    assert [number for number, _ in rows] == INVARIANTS
-    assert all(TEST_ID.search(shown) for _, shown in rows)
+def test_every_rule_invariant_and_promise_has_tests() -> None:
+    rules = HELD_BY["rules"].keys()
+    assert {*string.ascii_uppercase, *NAMED} <= rules <= sections().keys()
+    assert list(HELD_BY["invariants"]) == numbered("docs/protocol.md", r"[A-D]\d+") == INVARIANTS
+    assert list(HELD_BY["promises"]) == numbered("docs/reliability.md", r"[A-Z]\d+")
+    assert HELD_BY["security"].keys() <= sections((ROOT / "docs/security.md").read_text(encoding="utf-8")).keys()
+    counts = {rule: len(tests) for table in HELD_BY.values() for rule, tests in table.items()}
+    assert {rule: count for rule, count in counts.items() if not 1 <= count <= 9} == {}
 
 
 def test_every_invariant_that_a_test_begins_with_is_in_the_table() -> None:
@@ -114,21 +113,13 @@ def test_every_invariant_that_a_test_begins_with_is_in_the_table() -> None:
     assert shown <= set(INVARIANTS)
 
 
-def test_every_promise_names_tests_that_hold_it() -> None:
-    table = sections(PROMISES)["What is promised"]
-    rows = re.findall(r"^\| (?!promise|---)([^|]+) \| ([^|]*) \|$", table, flags=re.MULTILINE)
-    assert len(rows) > 15
-    for promise, held in rows:
-        assert 1 <= len(TEST_ID.findall(held)) <= 5, promise
-
-
-@pytest.mark.parametrize(("text", "least"), [(BOOK, 100), (PROMISES, 25)], ids=["book", "promises"])
-def test_every_test_that_is_named_exists(text: str, least: int) -> None:
-    named = TEST_ID.findall(text)
-    assert len(named) == text.count("::") > least, "an id is written as `tests/….py::test_…`"
-    missing = [f"{path}::{name}" for path, name in named if not (ROOT / path).is_file()]
-    missing += [
-        f"{path}::{name}" for path, name in named if (ROOT / path).is_file() and name not in functions_of(ROOT / path)
+def test_every_test_that_holds_a_rule_exists() -> None:
+    named = [test.partition("::") for table in HELD_BY.values() for tests in table.values() for test in tests]
+    assert len(named) > 300
+    missing = [
+        f"{path}::{name}"
+        for path, _, name in named
+        if not (ROOT / path).is_file() or name not in functions_of(ROOT / path)
     ]
     assert missing == []
 
