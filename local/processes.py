@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import CommandError, ExitCode, code_of
 from farloop.config.sources import dump_toml
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import Status
@@ -80,17 +81,28 @@ class Children:
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
-    def start(self, name: str, arguments: Sequence[str], *, threads: int, command: Sequence[str] = FARLOOP) -> Child:
-        """Begin a process; of one that ended it takes the name, and goes on in the log."""
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        threads: int | None = None,
+        command: Sequence[str] = FARLOOP,
+        cwd: Path | None = None,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> Child:
+        """Begin a process; of one that ended it takes the name, and goes on in the log. `environ`: beside that of this
+        process."""
         log = self._folder / f"{name}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=environment,
+                cwd=cwd,
+                env={**os.environ, **environ, **own},
                 start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
             )
         child = self._children[name] = Child(name, process, log)
@@ -105,8 +117,7 @@ class Children:
             code = child.process.wait(self._stop_s) if all_done else child.process.poll()
             if code:
                 raise CommandError(
-                    f"{child.name} ended with exit code {code}: {child.last_words()} (log: {child.log})",
-                    ExitCode.UNEXPECTED,
+                    f"{child.name} ended with exit code {code}: {child.last_words()} (log: {child.log})", code_of(code)
                 )
 
 
@@ -124,10 +135,18 @@ def stop_on_signals() -> Iterator[list[int]]:
 
 def free_port() -> int:
     """A free port of this machine. Raises CommandError."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones."""
+    found = list[int]()
     for port in random.Random().sample(_PORTS, 200):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            found.append(port)
+        if len(found) == count:
+            return found
     raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)
 
 

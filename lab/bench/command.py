@@ -172,9 +172,9 @@ def memory(
 
     out = _empty_folder(out, "memory").resolve()
     if ranks:
-        rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count), os.environ)]
+        rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count))]
     else:
-        rows = measure(model, out, os.environ)
+        rows = measure(model, out)
     _print_result({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
 
 
@@ -199,7 +199,7 @@ def gpu(
         require_cuda()
     chosen = [_one_of("--parts", part, PARTS) for part in parts.split(",")] if parts else [*PARTS]
     model, out = "nano" if dry_run else _one_of("--model", model, MODELS), _empty_folder(out, "gpu")
-    if not measure(chosen, model, out.resolve(), os.environ, budget, typer.echo, dry=dry_run):
+    if not measure(chosen, model, out.resolve(), budget, typer.echo, dry=dry_run):
         raise typer.Exit(ExitCode.UNEXPECTED)
 
 
@@ -226,7 +226,7 @@ def loop(
     from farloop.node.settings import PRESETS
 
     out = _empty_folder(out, "loop").resolve()
-    rows = measure(PRESETS[model], h, turns, out, os.environ, link, lambda what: typer.echo(what, err=True))
+    rows = measure(PRESETS[model], h, turns, out, link, lambda what: typer.echo(what, err=True))
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
@@ -264,7 +264,7 @@ def sync(
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
-    what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds, environ=os.environ)
+    what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds)
     rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace)
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
@@ -303,7 +303,7 @@ def coordinator(
 
     out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
     counts = dict.fromkeys(nodes or (2, 8, 32, 128))
-    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out, os.environ) for n in counts]
+    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out) for n in counts]
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 

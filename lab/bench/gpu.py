@@ -93,7 +93,6 @@ def measure(
     parts: Sequence[str],
     model: str,
     out: Path,
-    environ: Mapping[str, str],
     budget_s: float,
     say: Callable[[str], None],
     *,
@@ -113,7 +112,7 @@ def measure(
         if limit_s < _LEAST_S:
             add_row({"part": part, "failed": f"no time left: {budget_s:g} s are for all parts"})
         else:
-            _run(part, _command(part, model, dry=dry), out, environ, limit_s, add_row)
+            _run(part, _command(part, model, dry=dry), out, limit_s, add_row)
 
     device = "CPU, dry run: the numbers say nothing" if dry else torch.cuda.get_device_name()
     add_row({"part": "machine", "what": device, "is": machine(), "cuda": torch.version.cuda, "commit": source_commit()})
@@ -135,9 +134,7 @@ def _markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(
-    part: str, command: list[str], out: Path, environ: Mapping[str, str], limit_s: float, add_row: Callable[[Row], None]
-) -> None:
+def _run(part: str, command: list[str], out: Path, limit_s: float, add_row: Callable[[Row], None]) -> None:
     """One part as a process; what it prints beside JSON lines is in PART.log."""
     log = out / f"{part}.log"
     where = Path(__file__).resolve().parents[2] if command[1:3] == ["-m", "pytest"] else out
@@ -147,7 +144,7 @@ def _run(
     last = ""
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *command[1:]], cwd=where, env={**environ, **own, "PYTHONUNBUFFERED": "1"},
+            [sys.executable, *command[1:]], cwd=where, env={**os.environ, **own, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -301,7 +298,7 @@ def _blocked_s(node: Node | None) -> float:
 def _joined(part: Part, loop: Timed, anchors: Place) -> Iterator[Node]:
     h, rounds, began = part.scale.h, part.scale.rounds, time.perf_counter()
     out = Path(tempfile.mkdtemp(dir="."))
-    with coordinator(loop, out.resolve(), h, h * (rounds + 20), os.environ) as port:
+    with coordinator(loop, out.resolve(), h, h * (rounds + 20)) as port:
         print_row("the coordinator listens", seconds=time.perf_counter() - began)
         with join(
             f"tcp://127.0.0.1:{port}", loop.module, loop.optimizer, name="gpu", state_dir=out / "gpu", give_up_s=60.0,

@@ -7,10 +7,9 @@ it slept, which here is mostly waiting for Python's interpreter lock.
 import contextlib
 import socket
 import statistics
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +18,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from farloop.config.exit_codes import CommandError, code_of, write_output
+from farloop.config.exit_codes import CommandError, write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import emulated, free_port, started
+from farloop.lab.bench.processes import emulated
+from farloop.local.processes import Children, free_port
 from farloop.node.library import Node, join
 from farloop.node.model.built_in import GPT, build
 from farloop.node.settings import ModelConfig
@@ -172,7 +172,6 @@ def measure(
     h: int,
     turns: int,
     out: Path,
-    environ: Mapping[str, str],
     link: str,
     say: Callable[[str], None],
 ) -> list[Row]:
@@ -184,7 +183,7 @@ def measure(
     torch.set_num_threads(1)
     loop = Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)
     with (
-        coordinator(loop, out, h, (turns + 3) * h, environ) as port,
+        coordinator(loop, out, h, (turns + 3) * h) as port,
         emulated(link, port, 1) as (at,),
         join(
             f"tcp://127.0.0.1:{at}",
@@ -232,7 +231,7 @@ def text(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def coordinator(loop: Loop, out: Path, h: int, steps: int, environ: Mapping[str, str]) -> Iterator[int]:
+def coordinator(loop: Loop, out: Path, h: int, steps: int) -> Iterator[int]:
     """Its port, while it runs in `out` for one node with the weights that the loop has now."""
     port, (sequences, tokens) = free_port(), loop.batch.shape
     first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
@@ -243,19 +242,19 @@ def coordinator(loop: Loop, out: Path, h: int, steps: int, environ: Mapping[str,
     }  # fmt: skip
     settings = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": settings}))
-    words, alone = ["-m", "farloop.cli.main", "coordinator", "run.toml"], {"CUDA_VISIBLE_DEVICES": ""}
-    with started("coordinator", words, out, {**environ, **alone}) as process:
-        _wait_for(port, process, out / "coordinator.log")
+    with Children(out, stop_s=0.0) as children:
+        child = children.start(
+            "coordinator", ["coordinator", "run.toml"], cwd=out, environ={"CUDA_VISIBLE_DEVICES": ""}
+        )
+        _wait_for(port, children, child.log)
         yield port
 
 
-def _wait_for(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until it listens, for it writes its first snapshots before. Raises CommandError."""
+def _wait_for(port: int, children: Children, log: Path) -> None:
+    """Until the coordinator listens, for it writes its first snapshots before. Raises CommandError."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            code = process.returncode
-            raise CommandError(f"the coordinator ended with exit code {code}: see {log}", code_of(code))
+        children.check()
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return
         time.sleep(0.2)

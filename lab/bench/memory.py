@@ -19,7 +19,8 @@ from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import load_run
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import free_port, run_together, status_bytes
+from farloop.lab.bench.processes import run_together, status_bytes
+from farloop.local.processes import free_port
 from farloop.monitoring.units import size_text
 from farloop.node.library import join
 from farloop.node.model.built_in import build
@@ -70,8 +71,8 @@ def text(peaks: Sequence[Peak]) -> str:
     )
 
 
-def measure(model: str, out: Path, environ: Mapping[str, str]) -> list[Peak]:
-    """Peaks of the coordinator and of the node of a short run. Files and logs are in `out`; `environ` is theirs.
+def measure(model: str, out: Path) -> list[Peak]:
+    """Peaks of the coordinator and of the node of a short run. Files and logs are in `out`.
 
     Raises CommandError: a process failed, or took too long, or this is not Linux.
     """
@@ -95,7 +96,7 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> list[Peak]:
     }
     words = {"coordinator": "run.toml", "node": "node.toml"}
     commands = {who: ["-m", "farloop.cli.main", who, file] for who, file in words.items()}
-    peaks = run_together(commands, out, {**environ, "CUDA_VISIBLE_DEVICES": ""})
+    peaks = run_together(commands, out, {"CUDA_VISIBLE_DEVICES": ""})
     parameters = spec.identity.layout.num_parameters
     return [Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told]
 
@@ -106,7 +107,7 @@ def measure(model: str, out: Path, environ: Mapping[str, str]) -> list[Peak]:
 _STEPS = 16  # two rounds
 
 
-def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str]) -> list[Peak]:
+def measure_ranks(model: str, ranks: int, out: Path) -> list[Peak]:
     """What farloop adds to every rank of a built-in model's loop, which is sharded over `ranks`, whole if it is one;
     files and logs are in `out`. Linux alone tells such peaks.
 
@@ -131,7 +132,7 @@ def measure_ranks(model: str, ranks: int, out: Path, environ: Mapping[str, str])
         together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         names = [f"{way}-{rank}" for rank in range(ranks)]
         words = {name: ["-m", "farloop.lab.bench.memory", model, where, name, str(ranks)] for name in names}
-        run_together({**daemon, **words}, out, {**environ, **together}, of_ranks=True)
+        run_together({**daemon, **words}, out, together, of_ranks=True)
         peaks[way] = [int((out / name).read_text()) for name in names]
     return [
         Peak(

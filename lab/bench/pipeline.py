@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.lab.bench.pipeline_node import MODEL, NodeSettings, Told, batches, seed_of
-from farloop.lab.bench.processes import free_ports, run_together
+from farloop.lab.bench.processes import run_together
 from farloop.lab.bench.routing import small_instance
+from farloop.local.processes import free_ports
 from farloop.monitoring.status import dumps
 from farloop.node.model.built_in import GPT, build
 from farloop.pipeline.layout import layout_json

@@ -14,13 +14,15 @@ from safetensors.torch import save
 
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import emulated, free_port, run_together
+from farloop.lab.bench.processes import emulated, run_together
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
+from farloop.local.processes import free_port
 from farloop.local.relay import Link
 from farloop.monitoring.units import size_text
 
 WARM_UP = 2  # rounds that are not counted
+_ENVIRON = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +51,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What is synchronised, and the environment of the processes."""
+    """What is synchronised."""
 
     parameters: int
     nodes: int
     rounds: int
-    environ: Mapping[str, str]
 
 
 def measure(
@@ -66,8 +67,6 @@ def measure(
     Files and logs are in `out`. With `trace` farloop's rows say where the time went. Raises CommandError: a process
     failed, or took too long.
     """
-    own = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
-    what = replace(what, environ={**what.environ, **own})
     first = _gloo(what, out / "gloo-before")
     rows = list[Row]()
     for link in links:
@@ -105,7 +104,7 @@ def _gloo(what: Measured, out: Path) -> _Ran:
     address = f"tcp://127.0.0.1:{free_port()}"
     told = [str(number) for number in (what.nodes, what.parameters, what.rounds + WARM_UP)]
     words = {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(what.nodes)}
-    return _run(out, what.environ, {}, words)
+    return _run(out, {}, words)
 
 
 def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -> Row:
@@ -124,7 +123,6 @@ def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -
     with emulated(link, port, what.nodes) as ports:
         ran = _run(
             out,
-            what.environ,
             {"coordinator": ["-m", *run_coordinator, "coordinator", "run.toml"]},
             {
                 name: ["farloop", f"tcp://127.0.0.1:{to}", name, *(["trace"] if trace else [])]
@@ -142,15 +140,13 @@ def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -
     return replace(row, trace=trace_of(marks, WARM_UP + 1))
 
 
-def _run(
-    out: Path, environ: Mapping[str, str], daemons: Mapping[str, Sequence[str]], nodes: Mapping[str, Sequence[str]]
-) -> _Ran:
+def _run(out: Path, daemons: Mapping[str, Sequence[str]], nodes: Mapping[str, Sequence[str]]) -> _Ran:
     """Run all to their ends. Every node tells when each of its rounds began and ended."""
     commands = {
         **daemons,
         **{name: ["-m", "farloop.lab.bench.sync_nodes", f"{name}.json", *words] for name, words in nodes.items()},
     }
-    run_together(commands, out, environ)
+    run_together(commands, out, _ENVIRON)
     told = [json.loads((out / f"{name}.json").read_text()) for name in nodes]
     times = zip(*(each["rounds"] for each in told), strict=True)
     seconds = [max(done for _, done in of_round) - max(begun for begun, _ in of_round) for of_round in times]

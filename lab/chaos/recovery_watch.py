@@ -10,13 +10,13 @@ and whole each time it is dead. Segments are deleted once they are not needed, s
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from farloop.lab.bench.processes import status_bytes
 from farloop.lab.chaos.journal_referee import Journal, Version
 from farloop.monitoring.status import NodeStatus, Status
 
@@ -165,22 +165,13 @@ class Memory:
     def sample(self, now: float, processes: Iterable[tuple[str, int]]) -> None:
         """Measure these, by name and id; one that is gone is left out."""
         for name, pid in processes:
-            rss = resident_bytes(pid)
-            if rss:
+            if rss := status_bytes("VmRSS", pid):
                 self.series.setdefault(name, []).append((now, rss))
                 self._lines.writerow([f"{now:.1f}", name, pid, rss])
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-
-def resident_bytes(pid: int) -> int:
-    """Of a process of this machine; 0 where that cannot be known."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 # --- Status page

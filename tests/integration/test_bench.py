@@ -1,7 +1,6 @@
 """`farloop bench quality`, `sync`, `loop` and `gpu` as a person calls them, with processes of their own."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_methods_are_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> N
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it(tmp_path: Path) -> None:
     held = b"." * (600 << 20)
     waits = {"held": ["-c", "import time; time.sleep(1.0)"]}
-    assert run_together(waits, tmp_path, os.environ)["held"] < len(held) // 4
+    assert run_together(waits, tmp_path)["held"] < len(held) // 4
 
 
 @pytest.mark.slow
@@ -170,7 +169,7 @@ def test_a_part_that_fails_or_is_too_slow_is_a_row_and_loses_nothing(tmp_path: P
     rows = list[gpu.Row]()
     for code in ("import time; time.sleep(60)", "raise SystemExit(3)", "pass"):
         line = f"""print('{{"what": "copy", "gb_per_s": 2}}', flush=True); {code}"""
-        gpu._run("copies", ["python", "-c", line], tmp_path, os.environ, 5.0, rows.append)
+        gpu._run("copies", ["python", "-c", line], tmp_path, 5.0, rows.append)
     told = {"part": "copies", "what": "copy", "gb_per_s": 2}
     assert rows[0] == rows[2] == rows[4] == told and len(rows) == 5
     assert "not done after 5 s" in rows[1]["failed"] and "exit code 3" in rows[3]["failed"]
