@@ -12,16 +12,20 @@ of them; `brief` writes commands as text. `run.told` is both, for stories (`stor
     a stores 1                                     the first delta of fragment 1 that a has offered is stored
     a fetches 1 | a steps 5                        asks for an anchor; reports that many inner steps
     1 is durable | 1 fails                         the commit of fragment 1
-    1 commits of ab                                deltas of a and b come, and the commit is durable
+    1 commits of ab | 1 commits of a0,b0           deltas of a and b come, and the commit is durable
+    12 rounds of ab                                of each fragment as many windows, for which a and b send good deltas
+                                                   and the others bad ones, as long as these windows wait for them
+    a reports paused                               that this is its state
     2s | clock jumps 30 | restart
     1?                                             which nodes the window of fragment 1 waits for
+    versions?                                      of all fragments
 
 Behind the commands of a story, in square brackets: alarms that are new or another, up to the first semicolon, and
 those that ended.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from plain_runs import plain_hello, plain_offer, plain_progress
@@ -212,6 +216,17 @@ class Run:
         commands = [command for node in nodes for command in self.store(node, fragment)]
         return commands if self.at_once else self.durable(fragment)
 
+    def rounds(self, count: int, good: Collection[NodeId]) -> Commands:
+        """Windows in the order in which they are due; the nodes that are not good send first."""
+        commands: Commands = []
+        slots = sorted(self.spec.identity.layout.fragments, key=lambda fragment: (-fragment.slot, fragment.index))
+        for fragment in [fragment.index for fragment in slots] * count:
+            version = self.ledger.versions[fragment]
+            for node in sorted(self.sessions, key=lambda node: (node in good, node)):
+                if self.ledger.versions[fragment] == version and node in self.missing(fragment):
+                    commands = self.store(node, fragment) if node in good else self.spoil(node, fragment)
+        return commands
+
     def expected(self, fragment: int = 1) -> set[NodeId]:
         return self.machine.windows[fragment].expected
 
@@ -233,6 +248,8 @@ class Run:
 
     def told(self, line: str) -> str:
         """What follows the last event of this line, and what became of alarms."""
+        if line == "versions?":
+            return f"versions {', '.join(map(str, self.ledger.versions))}"
         if line.endswith("?"):
             fragment = int(line[:-1])
             version = self.machine.windows[fragment].terms.window
@@ -262,7 +279,11 @@ class Run:
             case "is", "durable":
                 return self.durable(int(who))
             case "commits", "of", nodes:
-                return self.commit(int(who), *map(NodeId, nodes))
+                return self.commit(int(who), *_named(nodes))
+            case "rounds", "of", nodes:
+                return self.rounds(int(who), _named(nodes))
+            case "reports", state:
+                return self.say(node, plain_progress(state=state, inner_steps=0, tokens=0, loss=None))  # type: ignore[arg-type]
             case "jumps", seconds:
                 self.machine.clock_jumped(float(seconds))
                 self.now += float(seconds)
@@ -292,6 +313,11 @@ class Run:
                 report = plain_progress(inner_steps=int(steps), tokens=64 * int(steps), loss=None, sample_watermark=0)
                 return self.say(node, report)
         raise ValueError(f"nothing is called {who} {does} {' '.join(words)}")
+
+
+def _named(nodes: str) -> list[NodeId]:
+    """`ab` are two, and so are `a0,b0`."""
+    return [NodeId(name) for name in (nodes.split(",") if "," in nodes else nodes) if name]
 
 
 def known(ledger: Ledger) -> rec.LedgerSaved:
@@ -363,7 +389,8 @@ def _brief(command: ev.Command) -> str:
         case ev.Receive(offer=offer):
             return f"receive {offer.blob.fragment} of {offer.blob.node}"
         case ev.Publish(nodes=nodes, committed=committed):
-            return f"publish {committed.fragment}.{committed.version} to {''.join(nodes)}"
+            by = f", evaluated by {committed.evaluator}" if committed.evaluator else ""
+            return f"publish {committed.fragment}.{committed.version} to {''.join(nodes) or 'no node'}{by}"
         case ev.SendSnapshot(node=node, fragment=fragment):
             return f"snapshot {fragment} to {node}"
         case ev.Commit(draft=draft):

@@ -18,9 +18,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-INDENT = "    "
+INDENT, WIDTH = "    ", 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,9 @@ class StoryText:
         lines: list[str] = []
         for events in self.lines:
             if not events.startswith(INDENT):
-                lines += [events, *(INDENT + after for after in play(events).splitlines())]
+                lines.append(events)
+                for after in play(events).splitlines():
+                    lines += wrap(after, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
         return lines
 
 

@@ -38,7 +38,7 @@ def plan(index: int) -> RoundPlan:
     return RoundPlan(index=index, start=10 * index, length=10)
 
 
-FILES = (Path(__file__).with_name("stories") / name for name in ("nodes.txt", "windows.txt"))
+FILES = (Path(__file__).with_name("stories") / name for name in ("nodes.txt", "participation.txt", "windows.txt"))
 STORIES = [(path, story) for path in FILES for story in read_stories(path)]
 
 
