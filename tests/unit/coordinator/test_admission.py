@@ -15,7 +15,7 @@ from farloop.coordinator.decide.admission import delta_refusal, progress_untrue,
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSION, AnchorRef, BytesByKind, Committed, Hello, Offer, Refused
+from farloop.wire.messages import AnchorRef, BytesByKind, Committed, Hello, Offer, Refused
 from farloop.wire.reasons import Reason
 
 TRAINING = Member(name=A, incarnation=2, stage="training", start_round=0)
@@ -30,21 +30,6 @@ def ledger(spec: RunSpec) -> Ledger:
 
 def hello(**changes: Any) -> Hello:
     return plain_hello(**{"incarnation": 2, "epoch_seen": 3, **changes})
-
-
-def test_a_node_that_agrees_in_everything_it_says_is_let_in(ledger: Ledger) -> None:
-    """Z: versions of the protocol that overlap are enough."""
-    identity = ledger.spec.identity
-    anchors = (AnchorRef(fragment=0, version=0, digest=5), AnchorRef(fragment=1, version=0, digest=5))
-    for changes in (
-        {},
-        {"fingerprint": identity.fingerprint(), "layout": identity.layout.digest(), "anchors": anchors, "round": 0},
-        {"incarnation": 3},
-        {"protocol_min": 0, "protocol_max": PROTOCOL_VERSION},
-        {"protocol_min": PROTOCOL_VERSION, "protocol_max": 6},
-    ):
-        for member in (None, Member(name=A, incarnation=2)):
-            assert refusal(hello(**changes), A, ledger, member) is None
 
 
 @pytest.mark.parametrize(
@@ -133,16 +118,6 @@ def test_who_does_not_train_contributes_nothing(ledger: Ledger, stage: Any) -> N
     """I: a joiner never dilutes a mean."""
     member = Member(name=A, incarnation=2, stage=stage)
     assert why_not(ledger, offer(), member) == (Reason.NOT_A_PARTICIPANT, Reason.NOT_A_PARTICIPANT.sentence)
-
-
-def test_a_window_that_is_closing_is_closed(ledger: Ledger) -> None:
-    assert why_not(ledger, offer(), state="closing") == (Reason.LATE, Reason.LATE.sentence)
-
-
-def test_a_second_delta_of_a_node_overlaps_the_first(ledger: Ledger) -> None:
-    """H: one that intersects an accepted set is refused whole."""
-    first = offer(seq=5)
-    assert why_not(ledger, offer(), inputs={first.blob: first}) == (Reason.OVERLAP, Reason.OVERLAP.sentence)
 
 
 @pytest.mark.parametrize(

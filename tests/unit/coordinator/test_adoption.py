@@ -264,12 +264,6 @@ def test_a_node_that_leaves_is_not_waited_for(both: Start) -> None:
     assert asked(both.at(LISTEN_S)) == [(A, 0)]
 
 
-def test_what_a_node_takes_away_with_it_is_told_as_lost(both: Start) -> None:
-    both.leave(A)
-    record = adopted(both.at(LISTEN_S))
-    assert (record.anchors, record.lost, record.missing) == ((), NEW, ())
-
-
 def test_where_no_node_knows_more_the_run_just_goes_on(start: Start) -> None:
     for node in (A, B):
         start.meets(node, *OLD, epoch_seen=1)
@@ -459,12 +453,6 @@ def test_what_only_a_person_can_decide_is_named(
 ) -> None:
     fault = survey(dict(zip((A, B), claims, strict=False)), ledger).fault
     assert all(word in fault for word in words), fault
-
-
-def test_a_fork_is_the_person_s_to_decide(both: Start) -> None:
-    both.meets(C, FORK)
-    both.at(LATER_S)
-    assert "you to decide: version 2 of fragment 0" in both.waits and "--rewind" in both.waits
 
 
 def test_terms_come_from_whoever_knows_them() -> None:

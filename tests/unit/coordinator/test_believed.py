@@ -117,11 +117,6 @@ def test_a_name_that_is_none_is_refused_in_one_line(run: Told, name: str) -> Non
     assert NodeId(name) not in run.machine.members
 
 
-def test_an_evaluation_beyond_the_end_of_the_run_is_not_kept(run: Told) -> None:
-    said = msg.Evaluation(loss=2.0, versions=(0, 0), position=1e300, seconds=0.1)
-    assert not run.machine.believes(HOSTILE, said)
-
-
 NUMBERS = st.integers(0, 20) | st.sampled_from(
     [-1, 2**20, 2**31, 2**32 - 1, 2**53, 2**60, 2**62, 2**63 - 1, 2**63, MOST]
 )

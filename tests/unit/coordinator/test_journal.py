@@ -210,22 +210,6 @@ def test_a_journal_that_cannot_be_read_leaves_the_directory_unlocked(tmp_path: P
             Journal.open(tmp_path)
 
 
-def test_a_new_segment_begins_with_a_summary_if_there_is_one(tmp_path: Path) -> None:
-    """P: asked for when all records before it are appended, and durable with the segment."""
-    appended, asked = list[int](), list[int]()
-
-    def summarise() -> LedgerSaved:
-        asked.append(len(appended))
-        return SUMMARY
-
-    with opened(tmp_path, 1000) as journal:
-        journal.begin_segments_with(summarise)
-        for _ in range(3):
-            appended.append(journal.append(STORED, bytes(900)).sequence)
-        assert (asked, appended, journal.num_records, journal.durable) == ([1, 2], [0, 2, 4], 5, 4)
-    assert reopened(tmp_path) == [STORED, SUMMARY, STORED, SUMMARY, STORED]
-
-
 def test_a_summary_larger_than_a_segment_is_followed_by_a_record_all_the_same(tmp_path: Path) -> None:
     with opened(tmp_path, 100) as journal:
         journal.begin_segments_with(lambda: SUMMARY)

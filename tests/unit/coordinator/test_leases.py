@@ -125,15 +125,6 @@ def test_a_watermark_never_falls_and_never_passes_the_grants() -> None:
     assert book.outstanding(A, 1) == 0
 
 
-def test_unused_grants_are_told_whole_and_in_their_order() -> None:
-    book = Book()
-    leases = [lease for _ in range(3) for lease in book.give(A, 4)]
-    for used, first in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3)):
-        book.watermark(A, 1, used)
-        assert book.unused(A, 1) == leases[first:]
-    assert book.unused(B, 1) == []
-
-
 @pytest.mark.parametrize(
     "odd",
     [

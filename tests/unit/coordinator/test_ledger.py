@@ -56,31 +56,6 @@ def commit(ledger: Ledger, *fragments: int, **changes: Any) -> None:
         ledger.check()
 
 
-def test_a_run_begins_with_window_1_of_every_fragment_and_two_rounds(spec: RunSpec) -> None:
-    """B: the start is the commit of version 0 of everything."""
-    ledger = begun(spec)
-    ledger.check()
-    assert (ledger.epoch, ledger.versions, ledger.finished) == (1, [0, 0], False)
-    assert [(w.fragment, w.window, w.round) for w in ledger.windows.values()] == [(0, 1, 1), (1, 1, 0)]
-    assert sorted(ledger.rounds) == [0, 1] and ledger.current_round == 0
-
-
-def test_a_commit_opens_the_next_window_and_decides_its_inputs(spec: RunSpec) -> None:
-    """Commits of a fragment come one by one."""
-    ledger = begun(spec)
-    other = stored(A, 1, fragment=0)
-    for record in (stored(A, 1), stored(B, 1), other):
-        ledger.apply(record)
-    record = committed(ledger, 1)
-    ledger.apply(record)
-    ledger.check()
-    assert ledger.versions == [0, 1] and list(ledger.inputs) == [other.blob]
-    assert (ledger.windows[1].window, ledger.windows[1].round, ledger.current_round) == (2, 1, 1)
-    assert ledger.anchor_digest(1, 1) == 1001
-    with pytest.raises(AssertionError, match="one by one"):
-        ledger.apply(record)
-
-
 def test_the_first_commit_of_round_r_fixes_round_r_plus_2(spec: RunSpec) -> None:
     """B: S and H of a round are decided once, two rounds ahead; none is left to decide where the run ends."""
     ledger = begun(spec)
@@ -96,14 +71,6 @@ def test_the_first_commit_of_round_r_fixes_round_r_plus_2(spec: RunSpec) -> None
     assert [ledger.rounds[i] for i in range(4)] == [RoundPlan(index=i, start=10 * i, length=10) for i in range(4)]
 
 
-def test_a_final_commit_leaves_no_window(spec: RunSpec) -> None:
-    """Fragment 0 skips round 0 and is flushed at the end; fragment 1 has 4 regular sends."""
-    ledger = begun(spec)
-    commit(ledger, *(1, 0) * 4)
-    assert (ledger.windows, ledger.versions, ledger.current_round) == ({}, [4, 4], 3)
-    assert ledger.outcome_reason(delta(A, 5), 5) is Reason.UNKNOWN_WINDOW
-
-
 def test_only_the_last_commits_are_remembered(spec: RunSpec) -> None:
     """R: history is at least 7 updates per fragment."""
     ledger = begun(spec, steps=400)
@@ -111,17 +78,6 @@ def test_only_the_last_commits_are_remembered(spec: RunSpec) -> None:
     assert [version for _, version in ledger.commits] == list(range(6, 6 + HISTORY_VERSIONS))
     assert HISTORY_VERSIONS >= 7
     assert [ledger.anchor_digest(1, version) for version in (0, 5, 6)] == [101, None, 1006], "0 is in the identity"
-
-
-def test_a_stored_delta_waits_for_its_outcome(spec: RunSpec) -> None:
-    """P: a restart re-opens the window with it."""
-    ledger = begun(spec)
-    record = stored(A, 1)
-    ledger.apply(record)
-    assert rec.InputStored.of(ledger.inputs[record.blob]) == record
-    for _ in range(2):
-        ledger.apply(rec.InputDropped(blob=record.blob, reason=Reason.CORRUPT, detail=""))
-        assert not ledger.inputs
 
 
 def test_a_delta_that_was_spooled_after_its_window_had_closed_is_none_for_the_next(spec: RunSpec) -> None:

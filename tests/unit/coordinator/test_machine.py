@@ -91,11 +91,6 @@ def test_a_node_goes_on_from_anchors_on_its_disk_if_they_are_of_this_run_and_not
     assert not run.alarms
 
 
-def test_a_node_that_disagrees_is_refused(spec: RunSpec) -> None:
-    run = Run(spec)
-    assert brief(run.greet(A, fingerprint="another")) == "refuse WRONG_RUN" and not run.machine.members
-
-
 def test_other_buffers_that_no_state_dict_has_are_warned_of(spec: RunSpec, caplog: pytest.LogCaptureFixture) -> None:
     """Both nodes train: the digest is rough, and such a buffer may be scratch memory."""
     run = Run(spec)
@@ -284,20 +279,6 @@ def test_a_late_delta_says_how_far_its_node_had_come(spec: RunSpec) -> None:
 
 
 # --- deltas and windows
-
-
-def test_a_commit_takes_deltas_by_their_weight_and_says_why_it_closed(spec: RunSpec) -> None:
-    """D, E."""
-    run = Run(spec, "ab")
-    run.store(B, tokens=300)
-    run.store(A, tokens=100)
-    draft = run.draft()
-    assert [(addend.blob.node, addend.weight) for addend in draft.blobs] == [(A, 0.25), (B, 0.75)]
-    assert (draft.why, run.pending[1].codec_down) == ("all 2 expected came", "q4")
-    assert run.machine.windows[1].state == "closing"
-    run = Run(spec, "abc", quorum=2)
-    run.play("c sends 1; a sends 1")
-    assert run.draft().why == "quorum of 2 reached, without b"
 
 
 def test_a_durable_commit_is_published_and_opens_the_next_window(spec: RunSpec) -> None:
@@ -518,30 +499,11 @@ def at_20(spec: RunSpec) -> Ledger:
     return ledger
 
 
-def test_an_answer_settles_what_the_same_node_was_asked_before(at_20: Ledger) -> None:
-    evaluations = Evaluations(at_20)
-    for version, node in ((18, B), (19, A), (20, A)):
-        evaluations.ask(version, node)
-    assert evaluations.evaluator == A and evaluations.asked(A, (19, 17)) is None, "an older version is no answer"
-    assert evaluations.asked(A, (19, 20)) == 20
-    evaluations.answered(20)
-    assert evaluations.asked(A, (19, 20)) is None
-    assert evaluations.asked(B, (19, 20)) == 18 and evaluations.evaluator == B
-
-
 def test_questions_without_an_answer_are_forgotten_in_time(at_20: Ledger) -> None:
     evaluations = Evaluations(at_20)
     for version in range(1, 21):
         evaluations.ask(version, B if version <= 4 else A)
     assert evaluations.asked(B, (19, 20)) is None and evaluations.asked(A, (19, 5)) == 5
-
-
-def test_what_an_earlier_incarnation_may_have_asked_for_is_answered_once_by_any_node(at_20: Ledger) -> None:
-    at_20.evaluations[-1] = rec.EvaluationTaken(loss=1.0, versions=(16, 17), position=1.0)
-    evaluations = Evaluations(at_20)
-    assert [evaluations.asked(A, (17, version)) for version in (17, 18, 19, 20)] == [None, 18, 19, 20]
-    evaluations.answered(19)
-    assert [evaluations.asked(B, (17, version)) for version in (18, 19, 20)] == [None, None, 20]
 
 
 # --- the end

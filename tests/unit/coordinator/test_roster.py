@@ -7,40 +7,12 @@ from coordinator_run import A
 from plain_runs import plain_hello, plain_progress
 
 from farloop.coordinator.decide.roster import Member
-from farloop.wire.reasons import Reason
 
 
 def training(round_index: int = 3) -> Member:
     member = Member(name=A, incarnation=1)
     member.connect(1, plain_hello(round=round_index), 5.0)
     return member
-
-
-def test_a_node_joins_where_it_was_never_started_and_counts_at_once_where_it_was() -> None:
-    joined = Member(name=A, incarnation=1)
-    joined.connect(7, plain_hello(device="cpu"), 5.0)
-    joined.check()
-    assert (joined.stage, joined.session, joined.start_round) == ("joining", 7, None)
-    assert (joined.device, joined.heard_at, joined.counts) == ("cpu", 5.0, False)
-    back = training(3)
-    back.check()
-    assert (back.stage, back.start_round, back.counts) == ("training", 3, True)
-    back.connect(2, plain_hello(round=8), 6.0)
-    assert back.start_round == 3, "the round it started with is not the round it has come to"
-
-
-@pytest.mark.parametrize(("reason", "grace_s"), [(Reason.CLOSED, 1.0), (Reason.SILENT, 0.0)])
-def test_a_lost_session_leaves_it_expected_for_the_grace(reason: Reason, grace_s: float) -> None:
-    lost = training()
-    lost.disconnect(reason, 10.0, grace_s)
-    lost.check()
-    assert (lost.session, lost.gone_at, lost.reason, lost.counts) == (None, 10.0 + grace_s, reason, True)
-    lost.gone_at, lost.absent = None, True
-    lost.check()
-    assert not lost.counts, "an absent node does not, until it is back"
-    lost.connect(2, plain_hello(round=4), 20.0)
-    lost.check()
-    assert lost.counts and lost.reason is Reason.NONE
 
 
 @pytest.mark.parametrize("change", [{"gone_at": 1.0}, {"absent": True}, {"start_round": None}])

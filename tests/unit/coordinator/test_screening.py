@@ -316,11 +316,6 @@ def test_who_was_too_late_for_a_closing_window_is_not_waited_for_when_it_opens_a
     assert brief([run.pending[1]]) == "commit 1.1 of , a TOO_MUCH, b LATE" and run.draft().blobs == ()
 
 
-@pytest.mark.parametrize("reason", [Reason.CORRUPT, Reason.TOO_LARGE])
-def test_so_does_one_whose_bytes_were_never_good(spec: RunSpec, reason: Reason) -> None:
-    assert brief(Run(spec, "a").spoil(A, reason=reason)[-1:]) == f"commit 1.1 of , a {reason.name}"
-
-
 def test_below_the_floor_for_want_of_good_deltas_nothing_is_merged(spec: RunSpec) -> None:
     """F: who is away may be back; who was refused will send no other."""
     run = Run(spec, "abc", floor=3)

@@ -111,14 +111,6 @@ def test_patience_holds_a_quorum_and_not_a_window_that_has_all() -> None:
     assert everybody.why_close(1, 1, patient=True) == "all 3 expected came"
 
 
-def test_a_refused_delta_is_no_part_of_it_and_its_node_is_not_awaited() -> None:
-    good, bad = offer("a"), offer("b")
-    judged = window("ab", good, bad)
-    judged.refuse(rec.Refusal(blob=bad.blob, reason=Reason.OUTLIER, detail="too long"))
-    assert judged.ordered() == [good] and [share.node for share in judged.shares()] == [A]
-    assert (judged.missing, judged.removed) == (set(), {B: Reason.OUTLIER})
-
-
 def test_a_relayed_blob_counts_for_all_its_contributors() -> None:
     """Windows, weights and reasons work on contributor sets (protocol H)."""
     relayed = window("abc", offer("bc", tokens=100), offer("a", tokens=200))
@@ -155,16 +147,6 @@ def test_a_window_closes_when_its_terms_say_so_and_every_node_has_one_fate(
         dropped = [drop.node for drop in opened.drops()]
         assert sorted(merged + dropped) == sorted(expected | came)
         assert sum(share.weight for share in opened.shares()) == pytest.approx(1.0)
-
-
-def test_whoever_is_not_merged_is_dropped_with_a_reason() -> None:
-    """E: `Committed` lists contributors and drops. Where late deltas are taken, who is late may still be merged."""
-    removed = {C: Reason.SILENT}
-    assert window("abc", offer("a"), removed=removed).drops() == (
-        Drop(node=B, reason=Reason.LATE), Drop(node=C, reason=Reason.SILENT),
-    )  # fmt: skip
-    assert patient(offer("a"), removed=removed).drops() == (Drop(node=C, reason=Reason.SILENT),)
-    assert patient(offer("a"), offer("c"), removed=removed).drops() == ()
 
 
 # --- what its commit says
