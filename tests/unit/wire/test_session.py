@@ -12,7 +12,7 @@ from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, parse_control
-from farloop.wire.limits import AHEAD_FRAMES, SMALLEST_CHUNK, Limits, Timing
+from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import (
     Credit,
     Fetch,
@@ -368,16 +368,6 @@ def test_a_refused_node_hears_why_and_both_ends_close() -> None:
     assert coordinator.events()[-1] == closed
 
 
-def test_messages_arrive_in_order_both_ways() -> None:
-    node, coordinator = opened()
-    for fragment in range(300):
-        node.send(Fetch(fragment=fragment), 1.0)
-    coordinator.send(Finished(), 1.0)
-    carry(node, coordinator, 1.0)
-    assert messages(coordinator) == [Fetch(fragment=fragment) for fragment in range(300)]
-    assert messages(node) == [Finished()]
-
-
 def test_illegal_local_use_changes_nothing() -> None:
     fresh = Session(Role.NODE, 0.0)
     node, coordinator = opened(Limits(max_control_bytes=1200))
@@ -401,18 +391,6 @@ def test_illegal_local_use_changes_nothing() -> None:
             call()
     assert fresh.outgoing(0.0) == node.outgoing(0.0) == coordinator.outgoing(0.0) == []
     assert node.state is coordinator.state is State.OPEN
-
-
-def test_an_offered_blob_arrives_and_is_reported_sent() -> None:
-    node, coordinator = opened()
-    node.send_blob(OFFER, BytesSource(DATA))
-    carry(node, coordinator, 0.0)
-    assert messages(coordinator) == [OFFER]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].frames == 1, "one chunk leaves before its Credit"
-    coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
-    carry(node, coordinator, 0.1)
-    assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
-    assert node.events() == [BlobSent(blob=DELTA)]
 
 
 def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_bytes() -> None:
@@ -441,14 +419,6 @@ def test_a_blob_that_is_declined_and_taken_after_all_is_declined_first() -> None
     node.handle_timer(2.0)
     carry(node, coordinator, 2.0)
     assert BlobDeclined(blob=UPDATE) in coordinator.events()
-
-
-def test_a_declined_blob_is_given_up() -> None:
-    node, coordinator = opened()
-    coordinator.push_blob(UPDATE, BytesSource(DATA))
-    node.cancel(UPDATE)
-    carry(node, coordinator, 0.0)
-    assert coordinator.events() == [BlobDeclined(blob=UPDATE)]
 
 
 @pytest.mark.parametrize("verdict", [Stored(blob=DELTA), Outcome(blob=DELTA, reason=Reason.LATE, detail="")])
@@ -491,21 +461,6 @@ def test_a_new_lane_begins_with_the_token_of_the_welcome() -> None:
     for lane in (0, 1):
         with pytest.raises(RemoteProtocolError):
             coordinator.receive(lane, first, 0.0)
-
-
-def test_an_idle_pair_exchanges_heartbeats_and_stays_open() -> None:
-    node, coordinator = opened()
-    now, frames = 0.0, 0
-    while now < 60.0:
-        now = min(node.next_timer() or 0.0, coordinator.next_timer() or 0.0)
-        for source, target in ((node, coordinator), (coordinator, node)):
-            source.handle_timer(now)
-            for lane, parts in source.outgoing(now):
-                target.receive(lane, parts, now)
-                frames += 1
-    assert node.state is coordinator.state is State.OPEN
-    assert 2 * 58 <= frames <= 2 * 62
-    assert node.events() == coordinator.events() == []
 
 
 def closes_at(session: Session) -> float:
@@ -577,28 +532,6 @@ def test_a_closed_session_says_it_once_and_is_deaf() -> None:
     assert node.events() == [SessionClosed(reason=Reason.CLOSED, detail="cut")]
     with pytest.raises(LocalProtocolError):
         node.send(Ready(), 0.0)
-
-
-def test_a_transfer_goes_on_in_a_second_session_where_the_first_broke() -> None:
-    node, coordinator = opened()
-    node.send_blob(OFFER, BytesSource(DATA))
-    carry(node, coordinator, 0.0)
-    reassembly = coordinator.expect(DELTA, OFFER.size, OFFER.digest, None, 0.0)
-    for lane, parts in coordinator.outgoing(0.0):
-        node.receive(lane, parts, 0.1)
-    for lane, parts in node.outgoing(0.1, max_chunks=1):
-        coordinator.receive(lane, parts, 0.1)
-    held = reassembly.received
-    assert 0 < held < len(DATA)
-
-    node, coordinator = opened()
-    node.send_blob(OFFER, BytesSource(DATA))
-    carry(node, coordinator, 0.0)
-    coordinator.events()
-    coordinator.expect(DELTA, OFFER.size, OFFER.digest, reassembly, 0.0)
-    carry(node, coordinator, 0.0)
-    assert coordinator.events() == [BlobReceived(blob=DELTA, data=bytearray(DATA))]
-    assert node.traffic.sent_blobs[BlobKind.DELTA].bytes < len(DATA) - held + SMALLEST_CHUNK + 1000
 
 
 def test_forbidden_frames_change_nothing() -> None:

@@ -503,30 +503,6 @@ def test_a_declined_blob_ends_and_credit_for_an_unknown_one_is_passed_over() -> 
     assert end.sent() == []
 
 
-def test_a_blob_without_progress_is_rewound() -> None:
-    end = End(chunk_bytes=400)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=1000), 0.0)
-    end.sent()
-    assert end.transfers.next_timer() == 2.0
-    end.transfers.handle_timer(1.9)
-    assert end.sent() == []
-    end.transfers.handle_timer(2.0)
-    assert end.sent() == [(1, 0, 400), (1, 400, 400), (1, 800, 200)]
-    assert end.traffic.rewinds == 1
-
-
-def test_an_expected_blob_arrives_from_chunks_in_any_order() -> None:
-    end = End()
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    assert end.credits == [Credit(blob=update(1), received=0, limit=1000)]
-    end.accept(frame(update(1), 600, DATA[600:]))
-    end.accept(frame(update(1), 0, DATA[:700]))
-    assert end.credits[-1] == Credit(blob=update(1), received=1000, limit=1000)
-    assert end.events == [BlobReceived(blob=update(1), data=bytearray(DATA))]
-    assert end.traffic.received_blobs[BlobKind.UPDATE].frames == 2
-
-
 def test_a_blob_that_is_not_what_was_announced_is_corrupt_and_forgotten() -> None:
     end = End()
     reassembly = end.transfers.expect(update(1), len(DATA), DIGEST + 1, None, 0.0)
@@ -541,21 +517,6 @@ def test_a_chunk_beyond_the_size_is_a_remote_error() -> None:
     end.accept(frame(update(1), 999, b"x"))
     with pytest.raises(RemoteProtocolError):
         end.transfers.admit(frame(update(1), 1000, b"x"))
-
-
-def test_chunks_that_overtake_the_announcement_count() -> None:
-    end = End()
-    end.accept(frame(update(1), 0, DATA[:400]))
-    end.accept(frame(update(2), 0, b"other"))
-    end.accept(frame(update(1), 400, DATA[400:800]))
-    assert end.traffic.stray.frames == 3
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    end.transfers.check()
-    assert end.credits == [Credit(blob=update(1), received=800, limit=1000)]
-    assert end.traffic.stray.frames == 1
-    assert end.traffic.received_blobs[BlobKind.UPDATE].bytes == 2 * 500
-    end.accept(frame(update(1), 800, DATA[800:]))
-    assert end.events == [BlobReceived(blob=update(1), data=bytearray(DATA))]
 
 
 def test_early_chunks_beyond_the_announced_size_are_dropped() -> None:
@@ -615,14 +576,6 @@ def test_early_chunks_are_bounded_in_bytes_and_number_and_the_newest_are_kept() 
     for version in (101, 102):
         end.transfers.expect(update(version), 2, 0, None, 0.0)
     assert [credit.received for credit in end.credits[6:]] == [0, 1]
-
-
-def test_early_chunks_of_a_cancelled_blob_are_dropped() -> None:
-    end = End()
-    end.accept(frame(update(1), 0, DATA[:400]))
-    end.transfers.cancel(update(1))
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    assert [credit.received for credit in end.credits] == [0, 0]
 
 
 def test_what_a_receiver_keeps_follows_the_rate_at_which_it_receives() -> None:
