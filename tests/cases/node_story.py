@@ -12,6 +12,9 @@ The words of stories (`stories.py`), for a node `a`. A fragment is 0 where none 
     commit 1 | commit 1 of ab                  the coordinator closes a window and does not tell yet; of a alone
     told 1.2 | bytes 1.2 | update 1.2          the announcement comes; the bytes; both
     snapshot 1 | mismatch 1 | cut REASON | drain
+    run at 3 of epoch 5                        first of all: the coordinator has come to version 3, in its fifth start
+    rewind to 3 as 8                           its eighth start winds the run back
+    recalled | recall 0                        a coordinator over an old copy asks what the node holds; for an anchor
 
 Behind the commands, in square brackets: what the node waits for or its stage, and its counts of lost steps and of
 skipped positions and turns, where they changed since the line before.
@@ -210,6 +213,17 @@ class Story:
                 return self.hear(msg.Start(round=self.rounds[int(round_)], lease=None))
             case "welcome", *changes:
                 return self.hear(self.welcome(**{key: int(value) for key, value in _pairs(changes)}))
+            case "run", "at", version, "of", "epoch", epoch:
+                self.open_at(int(version))
+                self.epoch = int(epoch)
+            case "rewind", "to", version, "as", epoch:
+                self.open_at(int(version))
+                self.epoch = self.history = int(epoch)
+                return self.hear(self.welcome())
+            case ("recalled",):
+                return self.hear(dataclasses.replace(self.welcome(epoch=2, history=0, versions=(0,)), recalls=True))
+            case "recall", fragment:
+                return self.hear(msg.Recall(fragment=int(fragment)))
             case ("finished",):
                 return self.hear(msg.Finished())
             case "leave", reason:
@@ -327,7 +341,8 @@ def brief(command: ev.Command) -> str:
     match command:
         case ev.Encode(blob=blob, window=window, steps=steps, tokens=tokens, codec=codec):
             assert tokens == steps * TOKENS and not command.measure
-            return f"encode {blob.fragment}.{window} #{blob.seq} of {steps} step{'s' * (steps != 1)}{_by(codec)}"
+            named = f"encode {blob.fragment}.{window} #{blob.seq} of {steps} step{'s' * (steps != 1)}{_by(codec)}"
+            return named + _in(command.history)
         case ev.SendBlob(offer=offer):
             return f"offer #{offer.blob.seq}"
         case ev.ForgetBlob(blob=blob, merged_in=version) if blob.kind is BlobKind.DELTA:
@@ -342,6 +357,12 @@ def brief(command: ev.Command) -> str:
         case ev.Merge(fragment=fragment, mix=mix):
             assert not command.own
             return f"merge {fragment}" + (f" with mix {mix}" if mix else "")
+        case ev.Resync(history=history):
+            return f"begin anew{_in(history)}"
+        case ev.SendAnchor(fragment=fragment):
+            return f"send anchor {fragment}"
+        case ev.Tell(message=msg.Ready(history=history)):
+            return f"ready{_in(history)}"
         case ev.Tell(message=msg.Leave(reason=reason)):
             return f"leave {reason.name}"
         case ev.Tell(message=msg.Fetch(fragment=fragment)):
@@ -352,6 +373,10 @@ def brief(command: ev.Command) -> str:
             return f"stop {reason.name}" + (f": {detail}" if detail else "")
         case _:
             return type(command).__name__.lower()
+
+
+def _in(history: int) -> str:
+    return f" in history {history}" if history else ""
 
 
 def _by(codec: str) -> str:

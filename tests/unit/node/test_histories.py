@@ -11,12 +11,6 @@ from node_story import (
     A,
     B,
     Story,
-    applied,
-    blob,
-    forgotten,
-    installed,
-    leaves,
-    merged,
     slots,
 )
 from torch import nn
@@ -32,7 +26,6 @@ from farloop.quant.blob import unpack_anchor
 from farloop.quant.digest import digest
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
-from farloop.wire.reasons import Reason
 
 
 @pytest.fixture
@@ -63,60 +56,12 @@ def wind_back(story: Story) -> list[ev.Command]:
 # --- wound back
 
 
-def test_what_is_undecided_or_not_merged_is_forgotten_and_the_node_joins_anew(story: Story) -> None:
-    update = ev.ForgetBlob(blob=blob(BlobKind.UPDATE, 4))
-    assert wind_back(story) == [forgotten(4, 1), update, ev.Resync(history=8)]
-    machine = story.machine
-    assert (machine.stage, machine.versions, machine.schedule.start_round) == ("joining", (-1,), None)
-    assert machine.waiting == "the first snapshot" and machine.incarnation == 1 and machine.inner_steps == 4
-    assert story.snapshot() == [installed(3), merged(), ev.Tell(message=msg.Ready(history=8))]
-    story.hear(msg.Start(round=story.rounds[3], lease=None))
-    assert machine.running and machine.waiting is None
-
-
 def test_the_lost_version_of_the_same_number_is_never_merged(story: Story) -> None:
     """Its bytes are here; the new one is announced under the same name, and is waited for."""
     wind_back(story)
     story.snapshot()
     assert not any(isinstance(command, ev.Apply) for command in story.hear(story.commit(anchor_digest=444)))
     assert ev.Apply(fragment=0, version=4, anchor_digest=444, codec="q4") in story.arrive(4)
-
-
-def test_deltas_name_the_history_of_their_base(story: Story) -> None:
-    wind_back(story)
-    story.snapshot()
-    story.hear(msg.Start(round=story.rounds[2], lease=None))
-    (encode,) = story.steps(8)
-    assert isinstance(encode, ev.Encode) and (encode.blob.version, encode.history) == (3, 8)
-    assert encode.steps == 8, "of what was done since the snapshot alone"
-
-
-def test_what_comes_before_the_first_step_is_taken_whole(story: Story) -> None:
-    """As by a late joiner: its weights are an anchor, and nothing of them is work."""
-    wind_back(story)
-    story.snapshot()
-    story.hear(msg.Start(round=story.rounds[3], lease=None))
-    story.hear(story.commit())
-    assert story.machine.waiting == "fragment 0, version 4"
-    assert merged(0.0) in story.arrive(4)
-
-
-def test_a_later_start_of_the_coordinator_in_the_same_history_changes_nothing(story: Story) -> None:
-    assert story.hear(story.welcome(epoch=6)) == []
-    assert story.machine.stage == "training" and story.machine.fragments[0].sent
-
-
-def test_a_node_that_drains_has_nothing_left_to_wait_for() -> None:
-    story = undecided()
-    story.handle(ev.DrainRequested())
-    assert story.machine.stage == "draining"
-    assert wind_back(story)[-1] == leaves(Reason.DRAINED)
-
-
-def test_a_coordinator_that_holds_the_run_does_not_end_the_node(story: Story) -> None:
-    assert story.hear(msg.Leave(reason=Reason.HOLDING, detail="node b is ahead")) == []
-    assert story.hear(msg.Refused(reason=Reason.HOLDING, detail="node b is ahead", retriable=True)) == []
-    assert story.machine.stage == "training" and story.machine.fragments[0].sent
 
 
 def test_samples_of_a_lost_history_are_given_up_and_may_be_granted_again() -> None:
@@ -191,19 +136,6 @@ def test_it_tells_what_follows_its_version_and_keeps_following_what_it_does(stor
     machine = story.machine
     assert (machine.epoch, machine.history, machine.stage) == (5, 0, "training"), "a lower epoch fences no node here"
     assert not machine.connected, "it is let in for this alone"
-
-
-def test_what_it_told_of_stays_as_it_is_until_the_session_ends(story: Story) -> None:
-    recall(story)
-    assert story.steps(2) == [] and story.machine.versions == (3,)
-    assert story.hear(msg.Recall(fragment=0)) == [ev.SendAnchor(fragment=0)]
-    assert applied(4) in story.cut(Reason.HOLDING) and story.machine.versions == (4,)
-    assert story.hear(msg.Recall(fragment=0)) == [], "that was another session"
-    assert wind_back(story)[-1] == ev.Resync(history=8) and story.machine.versions == (-1,)
-
-
-def test_who_holds_nothing_yet_has_nothing_to_tell() -> None:
-    assert recall(Story()) == []
 
 
 def test_anchors_and_samples_are_told_as_they_are() -> None:
