@@ -6,6 +6,9 @@ clock are not. Every invariant of every machine and session is checked after eve
 
 import itertools
 import random
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,16 +23,15 @@ from farloop.coordinator.decide.records import EvaluationTaken
 from farloop.coordinator.executor import CoordinatorExecutor
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.observe.interface import Observer
+from farloop.coordinator.storage.files import OsFile, OsFiles
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState
-from farloop.sim.memory_files import MemoryFiles
 from farloop.sim.network import CONNECT_TIMEOUT_S, Connection, Dial, LinkConditions, PhysicalLink, VirtualRouterSocket
 from farloop.sim.node import SimulatedNode
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.virtual_time import EventQueue, Process, VirtualClock, VirtualWorker
 
-FOLDER = Path("/state")
 KNOCK_S = 1.0  # TCP asks again for a connection that is not answered
 
 
@@ -37,11 +39,22 @@ class Stuck(Exception):
     """Nothing will ever happen again, or nothing that helps; the text tells who waits for what."""
 
 
+class _UnsyncedFile(OsFile):
+    def sync(self) -> None:
+        pass
+
+
+class _UnsyncedFiles(OsFiles):
+    """For a state that is not read after the run."""
+
+    file_type = _UnsyncedFile
+
+
 class SimulatedCoordinator:
     """One start of the coordinator. `saw` is told every event that the machine takes, before its commands are executed.
 
     The executor, the session router, the storage queue and the store are the daemon's own. Here they are given a
-    virtual clock, virtual workers, files in memory and the simulated network.
+    virtual clock, virtual workers, files that are not synced and the simulated network.
     """
 
     def __init__(
@@ -88,7 +101,7 @@ class SimulatedCoordinator:
             observer=Observer(),
             fatal=_fail,
             adapt=scenario.adapt,
-            model_path=FOLDER / "model.safetensors",
+            model_path=store.directory / "model.safetensors",
             saw=saw,
             check=True,
         )
@@ -102,6 +115,11 @@ class SimulatedCoordinator:
 
 def _fail(error: Exception) -> None:
     raise error
+
+
+def _discard(store: Store, folder: Path) -> None:
+    store.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,7 +234,9 @@ class World:
     def _begin(self) -> None:
         """Start the coordinator."""
         process, rng = Process(self.agenda), random.Random(self._rng.random())
-        store = Store.create(FOLDER, self.spec, self.first_anchors, files=MemoryFiles())
+        folder = Path(tempfile.mkdtemp(prefix="farloop-simulated-"))
+        store = Store.create(folder, self.spec, self.first_anchors, files=_UnsyncedFiles())
+        weakref.finalize(self, _discard, store, folder)
         self.coordinator = SimulatedCoordinator(process, store, self.scenario, rng)
 
     def start_node(self, name: NodeId) -> None:

@@ -416,6 +416,8 @@ class OsLock(Lock):
 class OsFiles(Files):
     """The file systems of this machine."""
 
+    file_type: type[OsFile] = OsFile
+
     def is_directory(self, path: Path) -> bool:
         return path.is_dir()
 
@@ -444,11 +446,11 @@ class OsFiles(Files):
 
     def open(self, path: Path, *, write: bool = False) -> File:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
-        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags)))
+        return self.file_type(path, _with_descriptor(path, partial(os.open, path, flags)))
 
     def create(self, path: Path) -> File:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))
+        return self.file_type(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))
 
     def read_bytes(self, path: Path) -> bytes:
         return _with_descriptor(path, path.read_bytes)

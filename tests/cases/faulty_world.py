@@ -13,7 +13,7 @@ import simulated_faults as sc
 from forged_deltas import SharedForgeries
 from noted_node import NotedNode
 from simulated_outcome import NodeOutcome, Outcome, commit_of
-from state_disk import MortalCoordinator, StateDisk
+from state_disk import FOLDER, MortalCoordinator, StateDisk
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.change_terms import adoption_of
@@ -29,7 +29,7 @@ from farloop.quant.digest import digest
 from farloop.sim import world
 from farloop.sim.network import HOSTILE_LINK, Side
 from farloop.sim.virtual_time import PowerCut, Process
-from farloop.sim.world import FOLDER, Host
+from farloop.sim.world import Host
 from farloop.wire.messages import Progress
 
 ADOPTS_AFTER_S, GIVES_UP_S = 20.0, 45.0

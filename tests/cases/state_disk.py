@@ -14,8 +14,9 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.segment import Entry, read_all, scan_segment, segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
-from farloop.sim.world import FOLDER, SimulatedCoordinator
+from farloop.sim.world import SimulatedCoordinator
 
+FOLDER = Path("/state")
 _KIND_AT = 4  # where a record in a segment has its kind (`storage/segment.py`)
 _BOOKKEEPING = (rec.LedgerSaved, rec.SnapshotTaken)  # records that say nothing new of the run
 

@@ -30,7 +30,6 @@ from farloop.coordinator.storage.segment import Entry, read_all
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
-from farloop.sim.world import FOLDER
 
 ARCHIVE = Path(__file__).with_name("states.tar.xz")
 EXPECTED = Path(__file__).with_name("states.json")
@@ -135,7 +134,7 @@ def test_every_kind_of_record_is_the_newest_of_some_copy(states: Path) -> None:
 def copies_of(run: str, scenario: Any) -> dict[str, Any]:
     """The disk of a simulated run after the first record of each kind, at its end and after a rewind, by its title."""
     from faulty_world import World
-    from state_disk import StateDisk
+    from state_disk import FOLDER, StateDisk
     from virtual_files import AllOrNothing
 
     found, kinds, synced = dict[str, Any](), set[str](), StateDisk._after_sync
@@ -166,6 +165,8 @@ def copies_of(run: str, scenario: Any) -> dict[str, Any]:
 
 def pack(copies: dict[str, Any]) -> None:
     """The archive of these disks; the same bytes for the same files."""
+    from state_disk import FOLDER
+
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as tar:
         for name, files in copies.items():
             paths = [FOLDER / entry for entry in sorted(files.names(FOLDER)) if entry != "lock"]
