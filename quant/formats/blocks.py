@@ -86,11 +86,7 @@ class BlockCodec(Codec):
     # --- Operations: by kernels if there are any for the operands' device, else by the reference
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
-        if (fast := self._kernels(x, out, only_encode=True)) is None:
-            self.encode_by_reference(x, out, fragment, seed=seed)
-        else:
-            call = Encode(x=x, out=out, numel=fragment.numel, seed=seed, steps=self.steps(fragment))
-            _require_finite(fast.encode(call))
+        self.encode_run(x, out, fragment, fragment, index=0, start=0, seed=seed)
 
     def encode_feedback_(
         self,
@@ -103,13 +99,8 @@ class BlockCodec(Codec):
         previous: Tensor | None = None,
     ) -> None:
         """As `Codec.encode_feedback_`; kernels do it in one pass."""
-        if (fast := self._kernels(x, residual, out)) is None:
-            Codec.encode_feedback_(self, x, residual, out, fragment, seed=seed)
-            return
         self._require_operands(fragment, out, x=x, residual=residual)
-        steps, numel = self.steps(fragment), fragment.numel
-        call = Encode(x=x, out=out, numel=numel, residual=residual, beta=self.beta, seed=seed, steps=steps)
-        _require_finite(fast.encode(call))
+        self.encode_run(x, out, fragment, fragment, index=0, start=0, seed=seed, residual=residual)
 
     def encode_run(
         self,
@@ -141,13 +132,14 @@ class BlockCodec(Codec):
                 x=x, out=out, numel=numel, residual=residual, beta=self.beta, seed=seed, steps=self.steps(fragment),
                 start=start, ahead=index - start,
             )  # fmt: skip
-            _require_finite(fast.encode(call), index)
+            if (bad := fast.encode(call)) >= 0:
+                raise NonFiniteError(index + bad)
             return
         if residual is None:
             self._encode_by_reference(x, out, fragment, numel, index=index, start=start, seed=seed)
             return
         residual.mul_(finite_weight(self.beta)).add_(x)
-        self._encode_by_reference(residual, out, fragment, numel, index=index, start=start, seed=seed)
+        self.encode_run(residual, out, fragment, part, index=index, start=start, seed=seed)
         for at in range(0, x.numel(), TILE):
             lost = residual[at : at + TILE]
             decoded = torch.empty_like(lost)
@@ -298,9 +290,3 @@ class BlockCodec(Codec):
         unpack_into(packed, codes.view(-1, self.block), self.code_bits)
         if any(bool((codes[gap] != right).any()) for gap in gaps):
             raise BadPayload("the padding of a tensor is not zero")
-
-
-def _require_finite(bad: int, index: int = 0) -> None:
-    """`bad`: what kernels return, the place in x of the first number that is not finite, or −1. `index`: that of x."""
-    if bad >= 0:
-        raise NonFiniteError(index + bad)
