@@ -93,7 +93,7 @@ class SnapshotService:
         if fragment in asked:  # a snapshot that is yet to be made, and will hold this update
             asked[fragment] = max(version, asked[fragment])
             return False
-        waiting = {b: n for b, n in session.unacknowledged(BlobKind.UPDATE).items() if b.fragment == fragment}
+        waiting = {b: n for b, n in session.transfers.unacknowledged(BlobKind.UPDATE).items() if b.fragment == fragment}
         if len(waiting) < MOST_UPDATES and sum(waiting.values()) + committed.size <= 2 * snapshot_bytes:
             session.push_blob(update_id(committed), source())
             return False

@@ -90,11 +90,11 @@ class Probing:
         """End a probe that measured enough. Returns the report, if any."""
         if session.state is not State.OPEN:
             return None
-        probe, burst = self._expected, session.meter.burst()
+        probe, burst = self._expected, session.transfers.meter.burst()
         if probe is not None and burst is not None and enough(burst, probe.rtt_s):
             session.cancel(_blob(probe))
             self._over = True
-        bursts = [burst for burst in session.meter.pop_bursts() if burst.half_chunks >= HALF_LEAST_CHUNKS]
+        bursts = [burst for burst in session.transfers.meter.pop_bursts() if burst.half_chunks >= HALF_LEAST_CHUNKS]
         if not bursts and not self._over:
             return None
         number = probe.number if probe is not None and self._over else 0
@@ -117,7 +117,7 @@ class Probing:
             session.cancel(self._sending)
         if self._expected is not None:
             session.cancel(_blob(self._expected))
-            session.meter.pop_bursts()
+            session.transfers.meter.pop_bursts()
         self._sending, self._expected, self._over = None, None, False
 
 
@@ -347,7 +347,8 @@ class NodeLink:
         session = self._session
         if session is None or session.state is not State.OPEN:
             return
-        for blob in session.waiting:  # a newer delta of a fragment takes the place of one that was not offered yet
+        # A newer delta of a fragment takes the place of one that was not offered yet.
+        for blob in session.transfers.waiting:
             if (blob.kind, blob.fragment) == (offer.blob.kind, offer.blob.fragment) and blob.seq < offer.blob.seq:
                 session.cancel(blob)
         try:
@@ -523,7 +524,7 @@ class NodeLink:
     def _choose_lanes(self, session: Session, kernel: ConnectionFacts | None) -> None:
         """Another number at most once a minute, from what the session has seen. Half as many more are worth opening;
         and half are enough if so few are needed when a session begins."""
-        known, now = session.known, self._clock.now()
+        known, now = session.transfers.known, self._clock.now()
         rate = max(known.bytes_per_s, known.arriving_bytes_per_s)
         if self._fixed_lanes or rate == 0.0 or now - self._revised_at < REVISE_S:
             return
@@ -635,7 +636,7 @@ class NodeLink:
 
     def _look(self, session: Session) -> None:
         """Keep what is known of the link, if it has changed by more than measurements do."""
-        old, new = self._known or LinkKnown(), session.known
+        old, new = self._known or LinkKnown(), session.transfers.known
         pairs = zip(dataclasses.astuple(old), dataclasses.astuple(new), strict=True)
         if any(not 0.7 * before <= after <= 1.4 * before for before, after in pairs):
             self._known = new

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from farloop.algo.spec import BlobId, BlobKind
+from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, lane_hello, parse_bulk, parse_control
@@ -31,7 +31,6 @@ from farloop.wire.messages import (
     decode,
     encode,
 )
-from farloop.wire.meter import Meter
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.traffic import Count, Traffic
@@ -373,7 +372,7 @@ class Session:
         self._control = ControlStream(self._limits, self._timing, self.traffic, now)
         self._events: list[SessionEvent] = []
         patient = role is Role.NODE  # for ever
-        self._transfers = Transfers(
+        self.transfers = Transfers(
             self._limits,
             self._timing,
             self.traffic,
@@ -386,7 +385,7 @@ class Session:
             uplink=uplink,
             now=now,
         )
-        self._lanes = self._transfers.lanes  # bulk lanes that can be sent on
+        self._lanes = self.transfers.lanes  # bulk lanes that can be sent on
         self.heard_at = now  # when a frame of the peer last arrived
         self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
         self._last_ack_due = False  # whether the peer's Leave is still to be acknowledged
@@ -413,16 +412,6 @@ class Session:
         if self._handshake.farewell is not None:
             self._closes_at = now + self._timing.linger_s
 
-    @property
-    def known(self) -> LinkKnown:
-        """What it has seen of the link, for the next session to begin with."""
-        return self._transfers.known
-
-    @property
-    def meter(self) -> Meter:
-        """How blobs come in."""
-        return self._transfers.meter
-
     def echo(self, now: float) -> None:
         """Measure the round trip once more; `round_trips` will tell. Not while the peer owes many answers.
 
@@ -434,29 +423,10 @@ class Session:
             self._queue(Echo(number=number))
             self._echoes[number] = now
 
-    @property
-    def live_in_flight(self) -> int:
-        """Bytes sent and not yet known to have arrived, of blobs that are not background."""
-        return self._transfers.live_in_flight
-
-    @property
-    def background_in_flight(self) -> int:
-        """... of those that are."""
-        return self._transfers.background_in_flight
-
-    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
-        """Blobs of this kind that are being sent, or wait, with the bytes of each that have not arrived."""
-        return self._transfers.unacknowledged(kind)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """How fast the peer has lately acknowledged blobs; never less than what is assumed of a thin link."""
-        return self._transfers.bytes_per_s
-
     def blob_waits(self, now: float) -> bool | None:
         """Whether `outgoing` would have a chunk, but for the uplink's limit: True of a background blob, False of
         another, None for none."""
-        return self._transfers.waits(now) if self.state is State.OPEN and len(self._lanes) > 0 else None
+        return self.transfers.waits(now) if self.state is State.OPEN and len(self._lanes) > 0 else None
 
     def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
         """Send the Offer, and the bytes as the session's windows and the peer's Credit allow: those of a `background`
@@ -473,7 +443,7 @@ class Session:
         if source.size != offer.size:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")
         self._handshake.check_open()
-        self._transfers.queue(offer.blob, source, offer, background=background)
+        self.transfers.queue(offer.blob, source, offer, background=background)
         self._begin_blobs()
 
     def push_blob(self, blob: BlobId, source: BlobSource) -> None:
@@ -487,13 +457,8 @@ class Session:
             LocalProtocolError: not open.
         """
         self._handshake.check_open()
-        self._transfers.queue(blob, source)
+        self.transfers.queue(blob, source)
         self._begin_blobs()
-
-    @property
-    def waiting(self) -> list[BlobId]:
-        """Blobs to be sent that wait for others to end."""
-        return self._transfers.waiting
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send an announced blob. Ends in BlobReceived or BlobCorrupt.
@@ -506,7 +471,7 @@ class Session:
             LocalProtocolError: not open, or `size` out of bounds.
         """
         self._handshake.check_open()
-        return self._transfers.expect(blob, size, digest, reassembly, now)
+        return self.transfers.expect(blob, size, digest, reassembly, now)
 
     def cancel(self, blob: BlobId) -> None:
         """Stop sending `blob`; or, if it is not being sent, stop or refuse to receive it: the peer gets BlobDeclined.
@@ -515,7 +480,7 @@ class Session:
             LocalProtocolError: not open.
         """
         self._handshake.check_open()
-        self._transfers.cancel(blob)
+        self.transfers.cancel(blob)
         self._begin_blobs()
 
     def speak(self) -> None:
@@ -550,7 +515,7 @@ class Session:
     def lane_lost(self, lane: int) -> None:
         """The connection of a bulk lane is gone: what was on its way there is sent again, on the other lanes. Whether
         the session can do without it is for the link to say."""
-        self._transfers.lane_lost(lane)
+        self.transfers.lane_lost(lane)
 
     @property
     def max_lanes(self) -> int:
@@ -606,12 +571,12 @@ class Session:
             return [self._control_frame(0, HEARTBEAT)] if last_ack_due else []
         frames = [self._control_frame(seq, body) for seq, body in self._control.outgoing(now)]
         while max_chunks > 0 and self.state is State.OPEN and len(self._lanes) > 0:
-            chunk = self._transfers.next_chunk(now, background=background, full=full)
+            chunk = self.transfers.next_chunk(now, background=background, full=full)
             if chunk is None:
                 break
             frames.append(self._bulk_frame(*chunk))
             max_chunks -= 1
-        self._transfers.track_wait(now)
+        self.transfers.track_wait(now)
         return frames
 
     def next_timer(self) -> float | None:
@@ -619,7 +584,7 @@ class Session:
         if self.state is State.CLOSED:
             return None
         silent_at = self.heard_at + self._timing.liveness_s
-        timers = [self._control.next_timer(), self._transfers.next_timer(), self._closes_at, silent_at]
+        timers = [self._control.next_timer(), self.transfers.next_timer(), self._closes_at, silent_at]
         return min(timer for timer in timers if timer is not None)
 
     def handle_timer(self, now: float) -> None:
@@ -633,19 +598,19 @@ class Session:
             return
         if now - due > self._timing.jump_s:
             self.heard_at += now - due
-            self._transfers.clock_jumped(now - due)
+            self.transfers.clock_jumped(now - due)
         self._control.handle_timer(now)
-        self._transfers.handle_timer(now)
+        self.transfers.handle_timer(now)
         if self._closes_at is not None and now >= self._closes_at:
             self._close_after_farewell()
         elif now >= self.heard_at + self._timing.liveness_s:
             self.close(Reason.SILENT, f"nothing was heard for {self._timing.liveness_s:g} s")
-        elif self._transfers.is_stalled(now):
+        elif self.transfers.is_stalled(now):
             self.close(Reason.TAKES_NOTHING, f"none of the blobs sent to it moved for {self._timing.stall_s:g} s")
 
     def check(self) -> None:
         self._control.check()
-        self._transfers.check()
+        self.transfers.check()
         assert self.state is not State.OPEN or self._handshake.epoch > 0
         assert self.state is not State.CLOSING or self._closes_at is not None
 
@@ -669,9 +634,9 @@ class Session:
             self.traffic.stray.add(num_bytes)
             return
         self._handshake.check_run(frame.run, frame.epoch)
-        self._transfers.admit(frame)
+        self.transfers.admit(frame)
         self.heard_at = now
-        self._transfers.accept(frame, num_bytes, now)
+        self.transfers.accept(frame, num_bytes, now)
 
     def _deliver(self, message: Message, now: float) -> None:
         """Act on the peer's next message, and pass it on unless it was meant for the session."""
@@ -679,10 +644,10 @@ class Session:
             return
         self._handshake.delivered(message)
         if isinstance(message, Hello | Welcome):
-            self._transfers.peer_early = message.early
+            self.transfers.peer_early = message.early
         self._control.heartbeats = self._handshake.epoch > 0
         if isinstance(message, Credit):
-            self._transfers.credited(message, now)
+            self.transfers.credited(message, now)
             return self._begin_blobs()
         if isinstance(message, Echo):
             if self.state is State.OPEN:
@@ -693,7 +658,7 @@ class Session:
                 self.round_trips.append(now - said_at)
             return
         if isinstance(message, Stored | Outcome):
-            self._transfers.drop(message.blob)  # the peer has decided about it
+            self.transfers.drop(message.blob)  # the peer has decided about it
             self._begin_blobs()
         self._events.append(MessageReceived(message=message))
         if isinstance(message, Leave | Refused):
@@ -703,7 +668,7 @@ class Session:
     def _queue(self, message: Message) -> None:
         self._handshake.check_send(message)
         if isinstance(message, Hello | Welcome):
-            message = replace(message, early=self._transfers.early_bytes)
+            message = replace(message, early=self.transfers.early_bytes)
         if isinstance(message, Welcome):
             message = replace(message, lanes=self._limits.max_lanes)
         body = encode(message)
@@ -715,7 +680,7 @@ class Session:
 
     def _begin_blobs(self) -> None:
         if self.state is State.OPEN:
-            self._transfers.begin_next(self._queue)
+            self.transfers.begin_next(self._queue)
 
     def _say(self, credit: Credit) -> None:
         if credit.limit == 0:  # which is heard in any case, and before what may come of the blob later

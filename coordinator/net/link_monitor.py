@@ -157,7 +157,7 @@ class LinkMonitor:
         self._looked_at = now if connections else self._looked_at
         for node, peer in here.items():
             echoes = self._echo_is_due(peer, now)
-            if echoes or connections or peer.session.meter.has_bursts or self._is_probed(peer):
+            if echoes or connections or peer.session.transfers.meter.has_bursts or self._is_probed(peer):
                 with self._working_for(peer) as session:
                     self._see(node, peer, now)
                     if connections:
@@ -186,10 +186,10 @@ class LinkMonitor:
         session, running = peer.session, self._prober.running
         self.matrix.round_trips(node, COORDINATOR, session.round_trips)
         if running is not None and running.upward and self._is_probed(peer):
-            burst = session.meter.burst()
+            burst = session.transfers.meter.burst()
             if burst is not None and enough(burst, running.rtt_s):
                 session.cancel(_blob(running))
-        for burst in session.meter.pop_bursts():
+        for burst in session.transfers.meter.pop_bursts():
             running = self._prober.running
             ours = running is not None and running.upward and self._is_probed(peer)
             self._took((node, COORDINATOR), burst, now, probe=running if ours else None)
@@ -315,9 +315,12 @@ async def reaches(address: str, only: str | None) -> bool | None:
 
 def _is_busy(session: Session, probed: bool, now: float) -> bool:
     """Whether a transfer of this session waits, other than a probe."""
-    if session.live_in_flight:
+    transfers = session.transfers
+    if transfers.live_in_flight:
         return True
-    return not probed and (session.background_in_flight > 0 or session.blob_waits(now) is True or session.meter.busy)
+    return not probed and (
+        transfers.background_in_flight > 0 or session.blob_waits(now) is True or transfers.meter.busy
+    )
 
 
 def _blob(running: Running) -> BlobId:

@@ -461,12 +461,12 @@ class SessionRouter:
 
     def _measure(self, peer: Peer, now: float) -> None:
         """See what the peer has acknowledged, and whether it has paced blobs to send."""
-        session, arrived, live = peer.session, peer.session.traffic.arrived_bytes, peer.session.live_in_flight
+        session, arrived, live = peer.session, peer.session.traffic.arrived_bytes, peer.session.transfers.live_in_flight
         if arrived > peer.arrived_bytes:
             self._egress.arrived(arrived - peer.arrived_bytes, now)
         moved = (arrived, live) != (peer.arrived_bytes, peer.live_bytes)
         self._egress.live(peer.number, live, moved=moved, now=now)
-        background = session.background_in_flight
+        background = session.transfers.background_in_flight
         if background or peer.background_bytes:
             self._egress.background(peer.number, background, moved=background != peer.background_bytes, now=now)
         peer.arrived_bytes, peer.live_bytes, peer.background_bytes = arrived, live, background

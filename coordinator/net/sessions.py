@@ -324,7 +324,7 @@ class Peers:
     def forget(self, peer: Peer) -> None:
         if self._peers.pop(peer.number, None) is None:
             return
-        self._known[peer.who] = peer.session.known
+        self._known[peer.who] = peer.session.transfers.known
         self._known.move_to_end(peer.who)
         if len(self._known) > _MAX_BUCKETS:
             self._known.popitem(last=False)

@@ -410,9 +410,9 @@ class TrafficMetrics:
                     metrics.link_bytes.labels(node, direction, kind).inc(grown)
                     moved += grown
             metrics.egress_cost.labels(node).inc(moved / _GIGABYTE * self._price)
-            in_flight = peer.session.live_in_flight + peer.session.background_in_flight
+            in_flight = peer.session.transfers.live_in_flight + peer.session.transfers.background_in_flight
             metrics.link_in_flight.labels(node).set(in_flight)
-            metrics.link_rate.labels(node).set(peer.session.bytes_per_s)
+            metrics.link_rate.labels(node).set(peer.session.transfers.bytes_per_s)
         for node in self._nodes - sessions.keys():
             metrics.link_in_flight.labels(node).set(0)
         self._nodes |= sessions.keys()

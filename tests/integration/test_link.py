@@ -233,7 +233,7 @@ def test_a_node_that_is_started_again_knows_its_link(endpoint: str, tmp_path: Pa
     with station(endpoint), linked(config) as (link, delivered):
         wait_for(delivered, msg.Welcome)
         assert link._link is not None and link._link._session is not None
-        assert link._link._session.known == known
+        assert link._link._session.transfers.known == known
 
 
 def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -136,7 +136,7 @@ def test_a_probe_is_called_off_as_soon_as_other_bytes_wait(to: NodeId) -> None:
     began = star.probes[0]
     star.run(0.25)
     assert star.probes[-1] == dataclasses.replace(began, num_bytes=0, rtt_s=0.0)
-    assert all(peer.session.background_in_flight == 0 for peer in star.peers.values())
+    assert all(peer.session.transfers.background_in_flight == 0 for peer in star.peers.values())
 
 
 def test_a_budget_of_nothing_measures_by_what_is_sent_anyway() -> None:

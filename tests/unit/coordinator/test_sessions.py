@@ -163,8 +163,8 @@ def test_the_next_session_of_a_node_begins_with_what_the_last_one_saw_of_its_lin
     peer.session = Session(Role.COORDINATOR, 0.0, known=known)
     door.peers.forget(peer)
     first, second = door.greeted(A), door.greeted(B)
-    assert first.session.known == known and second.session.known == LinkKnown()
-    assert first.session._transfers.early_bytes == 1 << 29, "and with a share of what all may keep"
+    assert first.session.transfers.known == known and second.session.transfers.known == LinkKnown()
+    assert first.session.transfers.early_bytes == 1 << 29, "and with a share of what all may keep"
 
 
 def test_what_is_over_leaves_nothing_behind(door: Door) -> None:

@@ -37,6 +37,7 @@ from farloop.wire.messages import (
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
 from farloop.wire.session import Session, State
+from farloop.wire.transfer import Transfers
 
 
 class Limited:
@@ -194,7 +195,7 @@ def test_300_fragments_at_once_go_up_and_come_down() -> None:
 
     carry(node, coordinator, each=each)
     assert arrived == {delta(n, n).blob for n in range(300)} | {update(1, n) for n in range(300)}
-    assert node.waiting == coordinator.waiting == [] and len(downloads) == 0
+    assert node.transfers.waiting == coordinator.transfers.waiting == [] and len(downloads) == 0
 
 
 def test_a_delta_that_is_offered_twice_is_sent_once() -> None:
@@ -213,7 +214,7 @@ def test_a_newer_delta_of_a_fragment_takes_the_place_of_one_that_waits() -> None
         link.send_blob(delta(n, 100 + n), bytearray(1))
     for offer in (delta(100, 0), delta(101, 1), delta(102, 0)):
         link.send_blob(offer, bytearray(1))
-    assert [blob.seq for blob in node.waiting] == [101, 102]
+    assert [blob.seq for blob in node.transfers.waiting] == [101, 102]
 
 
 # --- measurement
@@ -276,7 +277,7 @@ def test_bytes_that_are_asked_for_go_up_in_the_background() -> None:
     assert messages(coordinator) == [Offer(blob=BLOB, size=BUDGET, digest=DIGEST)]
     sink = coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
     carry(node, coordinator)
-    assert sink.complete and node.background_in_flight == 0 and BlobSent(blob=BLOB) in node.events()
+    assert sink.complete and node.transfers.background_in_flight == 0 and BlobSent(blob=BLOB) in node.events()
 
 
 def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> None:
@@ -296,7 +297,7 @@ def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> N
     (burst,) = seen.bursts
     assert burst.half_bytes / burst.half_s == pytest.approx(THIN_CHUNK / 0.25)
     assert burst.seconds < 4.0  # ended before the budget was used
-    assert messages(coordinator) == [] and node.meter.pop_bursts() == []
+    assert messages(coordinator) == [] and node.transfers.meter.pop_bursts() == []
 
 
 def test_a_probe_that_told_nothing_is_reported_all_the_same() -> None:
@@ -324,7 +325,7 @@ def test_a_probe_that_is_called_off_leaves_nothing(probe: Probe) -> None:
     if probe.upward:
         coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
     carry(node, coordinator)
-    assert not coordinator.meter.busy and probing.look(node) is None
+    assert not coordinator.transfers.meter.busy and probing.look(node) is None
     node.check()
 
 
@@ -486,7 +487,7 @@ def test_a_link_that_is_known_to_be_long_and_fat_begins_with_four_lanes() -> Non
 
 def test_lanes_are_added_once_the_link_is_known_and_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [LinkKnown(bytes_per_s=1e6, round_trip_s=0.1)]
-    monkeypatch.setattr(Session, "known", property(lambda session: seen[0]))
+    monkeypatch.setattr(Transfers, "known", property(lambda transfers: seen[0]))
     wires = Wires(0)
     wires.run_for(20.0)
     assert wires.link.num_lanes == 1, "the first blob shows little of the link"

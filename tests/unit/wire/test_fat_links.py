@@ -104,7 +104,7 @@ class IdealPipe:
             self._air = [frame for frame in self._air if frame[3] != dead]
             heapq.heapify(self._air)
             for end in self.ends.values():
-                self.lost += end._transfers.lanes._lanes[dead].in_flight
+                self.lost += end.transfers.lanes._lanes[dead].in_flight
                 end.lane_lost(dead)
         while self._air and self._air[0][0] <= self.now:
             _, _, role, lane, parts = heapq.heappop(self._air)
@@ -159,7 +159,7 @@ def test_the_third_blob_of_a_session_and_the_first_of_the_next_fill_the_link(
     pipe = IdealPipe(mbit, rtt_s=rtt_s)
     shares = [pipe.share(number, num_bytes, up=up) for number in (1, 2, 3)]
     assert shares[-1] > 0.97 * possible(mbit, rtt_s, num_bytes)
-    later = IdealPipe(mbit, rtt_s=rtt_s, known=[end.known for end in pipe.ends.values()])
+    later = IdealPipe(mbit, rtt_s=rtt_s, known=[end.transfers.known for end in pipe.ends.values()])
     assert later.share(1, num_bytes, up=up) > 0.97 * possible(mbit, rtt_s, num_bytes), "the next session begins so"
 
 

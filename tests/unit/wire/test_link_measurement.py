@@ -254,18 +254,18 @@ def test_a_probe_measures_the_link_and_ends_when_it_knows_enough(bytes_per_s: fl
     ended: list[float] = []
 
     def look(now: float) -> None:
-        burst = node.meter.burst()
+        burst = node.transfers.meter.burst()
         if burst is not None and enough(burst, rtt_s) and not ended:
             node.cancel(PROBE)
             ended.append(now)
 
     ticks(link, 10.0, look)
     assert ended and ended[0] < 6.0 and sink.received < budget
-    (burst,) = node.meter.pop_bursts()
+    (burst,) = node.transfers.meter.pop_bursts()
     found = judge(burst, rtt_s)
     assert isinstance(found, Measured), found
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.1)
-    assert coordinator.background_in_flight == 0
+    assert coordinator.transfers.background_in_flight == 0
 
 
 def test_whatever_is_waited_for_goes_before_a_probe() -> None:
@@ -277,7 +277,7 @@ def test_whatever_is_waited_for_goes_before_a_probe() -> None:
     ticks(link, 1.0, lambda now: None)
     node.expect(UPDATE, len(data), blob_digest(data), None, link.now)
     coordinator.push_blob(UPDATE, BytesSource(data))
-    began, before = link.now, coordinator.background_in_flight
+    began, before = link.now, coordinator.transfers.background_in_flight
     ticks(link, began + len(data) / 1.25e6 + before / 1.25e6 + 0.7, lambda now: None)
     assert BlobReceived(blob=UPDATE, data=bytearray(data)) in node.events()
     assert BlobSent(blob=PROBE) not in coordinator.events()
@@ -292,7 +292,7 @@ def test_a_snapshot_alone_tells_nothing_of_the_link() -> None:
     coordinator.send_blob(offer_of(SNAPSHOT, data), BytesSource(data), background=True)
     ticks(link, 2.0, lambda now: None)
     assert any(isinstance(event, BlobReceived) for event in node.events())
-    assert node.meter.pop_bursts() == [] and not node.meter.busy
+    assert node.transfers.meter.pop_bursts() == [] and not node.transfers.meter.busy
 
 
 def test_every_other_blob_is_a_measurement() -> None:
@@ -302,7 +302,7 @@ def test_every_other_blob_is_a_measurement() -> None:
     node.expect(UPDATE, len(data), blob_digest(data), None, 0.0)
     coordinator.push_blob(UPDATE, BytesSource(data))
     ticks(link, 4.0, lambda now: None)
-    (burst,) = node.meter.pop_bursts()
+    (burst,) = node.transfers.meter.pop_bursts()
     found = judge(burst, 0.03)
     assert isinstance(found, Measured) and found.bytes_per_s == pytest.approx(2.5e6, rel=0.1)
 

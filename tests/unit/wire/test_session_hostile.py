@@ -306,7 +306,7 @@ def test_chunks_of_20_000_unexpected_blobs_are_held_within_the_early_window() ->
     node, coordinator = opened()
     for seq in range(20_000):
         coordinator.receive(1, bulk(node, delta(seq), 0, bytes(200)), 0.0)
-    held = coordinator._transfers
+    held = coordinator.transfers
     held.check()
     assert held._early_bytes <= EARLY_BYTES and len(held._early) <= EARLY_FRAMES
     assert coordinator.outgoing(0.0) == [] and coordinator.traffic.stray.frames == 20_000
@@ -329,7 +329,7 @@ def test_all_that_a_peer_can_have_held_is_bounded() -> None:
     coordinator.check()
     assert 3 << 20 < coordinator._control._ahead_bytes <= 4 << 20
     assert expected.arrived == MAX_ISLANDS and len(expected.data) == 8 << 20
-    assert coordinator._transfers._early_bytes <= EARLY_BYTES
+    assert coordinator.transfers._early_bytes <= EARLY_BYTES
 
 
 def test_a_peer_that_never_gives_credit_is_sent_no_more_than_the_early_window() -> None:
@@ -358,6 +358,6 @@ def test_a_peer_that_claims_more_than_was_sent_to_it_gets_each_byte_once(claims:
     for n in range(200):
         for lane, parts in coordinator.outgoing(0.01 * n):
             sent += len(parts[1]) if lane else 0
-        coordinator._transfers.credited(Credit(blob=update(), **claims), 0.01 * n)
+        coordinator.transfers.credited(Credit(blob=update(), **claims), 0.01 * n)
         coordinator.check()
     assert sent <= 20 << 20
