@@ -20,21 +20,39 @@ Owner = tuple[NodeId, int]  # one start of a node: its name and incarnation
 
 
 @dataclass(slots=True)
+class Account:
+    """What one start of a node was granted and has done with it."""
+
+    leases: list[Lease] = field(default_factory=list)  # grants that are not trained to their end
+    retired: int = 0  # samples of the grants before those
+    consumed: int = 0  # samples that it says it has used of its grants
+    stored: int = 0  # samples that it had used when it made its newest stored delta
+
+    @property
+    def granted(self) -> int:
+        return self.retired + sum(lease.count for lease in self.leases)
+
+    def not_in(self, used: int) -> list[Lease]:
+        """What is left of its grants after the first `used` samples."""
+        taken, left = used - self.retired, []
+        for lease in self.leases:
+            kept = min(taken, lease.count)
+            taken -= kept
+            if lease.count > kept:
+                left.append(Lease(start=lease.start + kept, count=lease.count - kept))
+        return left
+
+
+@dataclass(slots=True)
 class Leases:
     """The coordinator's record of granted samples. A node uses its grants in the order it got them."""
 
     frontier: int = 0  # first position that was never granted
     returned: list[Lease] = field(default_factory=list)
     """Returned and not granted again yet, sorted by position, adjacent ranges joined."""
-    held: dict[Owner, list[Lease]] = field(default_factory=dict)  # grants that are not trained to their end
-    retired: dict[Owner, int] = field(default_factory=dict)  # samples of the grants before those
-    consumed: dict[Owner, int] = field(default_factory=dict)  # samples that each says it has used of its grants
-    stored: dict[Owner, int] = field(default_factory=dict)
-    """Samples that it had used when it made its newest stored delta."""
-    ended: dict[Owner, int] = field(default_factory=dict)
-    """By past start that returned its unused samples: how many it had used, as far as is known."""
-    ended_granted: dict[Owner, int] = field(default_factory=dict)
-    """How many samples these starts were granted."""
+    held: dict[Owner, Account] = field(default_factory=dict)
+    ended: dict[Owner, Account] = field(default_factory=dict)
+    """Of past starts that returned their unused samples; `consumed` as far as is known, all grants retired."""
     returned_total: int = 0  # samples that ever came back, however often
     uncertain_total: int = 0  # returned samples that had been trained on, in no stored delta: they are trained on again
 
@@ -51,8 +69,7 @@ class Leases:
     @property
     def trained_total(self) -> int:
         """Samples whose node has stored a delta since it used them; each counts once."""
-        held = sum(self._granted(owner) - self.stored.get(owner, 0) for owner in self.held)
-        return self.frontier - self.free - held
+        return self.frontier - self.free - sum(account.granted - account.stored for account in self.held.values())
 
     def fates(self) -> SamplesStatus:
         """Counts of all samples by outcome; they only grow."""
@@ -63,19 +80,24 @@ class Leases:
             "uncertain": self.uncertain_total,
         }
 
+    def account(self, node: NodeId, incarnation: int) -> Account:
+        """Of this start; an empty one if it holds nothing."""
+        return self.held.get((node, incarnation)) or Account()
+
     def most_used(self, node: NodeId, incarnation: int) -> int:
         """Upper bound of the samples that this start used: its grants, or if those are forgotten, all grants."""
         owner = (node, incarnation)
-        return self._granted(owner) if owner in self.held else self.ended_granted.get(owner, self.granted_total)
+        account = self.held.get(owner) or self.ended.get(owner)
+        return self.granted_total if account is None else account.granted
 
     def outstanding(self, node: NodeId, incarnation: int) -> int:
-        owner = (node, incarnation)
-        return self._granted(owner) - self.consumed.get(owner, 0)
+        account = self.account(node, incarnation)
+        return account.granted - account.consumed
 
     def unused(self, node: NodeId, incarnation: int) -> list[Lease]:
         """Its grants that are not used up, whole, in the order it got them."""
-        owner = (node, incarnation)
-        used, leases = self.consumed.get(owner, 0) - self.retired.get(owner, 0), list(self.held.get(owner, ()))
+        account = self.account(node, incarnation)
+        used, leases = account.consumed - account.retired, list(account.leases)
         while leases and leases[0].count <= used:
             used -= leases.pop(0).count
         return leases
@@ -104,12 +126,11 @@ class Leases:
         What it used beyond what was known when it returned them counts as returned all the same.
         """
         owner = (node, incarnation)
-        assert not self.held.get(owner)
+        assert not self.account(node, incarnation).leases
         since = min(since, self.most_used(node, incarnation))
-        self.held[owner] = []
-        self.ended_granted.pop(owner, None)
-        self.uncertain_total += max(0, since - self.ended.pop(owner, since))
-        self.retired[owner] = self.consumed[owner] = self.stored[owner] = since
+        if (ended := self.ended.pop(owner, None)) is not None:
+            self.uncertain_total += max(0, since - ended.consumed)
+        self.held[owner] = Account(retired=since, consumed=since, stored=since)
 
     def grant(self, node: NodeId, incarnation: int, lease: Lease) -> None:
         """Record a proposed grant; several in order."""
@@ -120,14 +141,12 @@ class Leases:
         else:
             assert lease.start == self.frontier
             self.frontier += lease.count
-        self.held.setdefault((node, incarnation), []).append(lease)
+        self.held.setdefault((node, incarnation), Account()).leases.append(lease)
 
     def watermark(self, node: NodeId, incarnation: int, consumed: int) -> None:
         """The node has used this many samples since its start; more than it was granted is not believed."""
-        owner = (node, incarnation)
-        consumed = min(consumed, self._granted(owner))
-        if consumed > self.consumed.get(owner, 0):
-            self.consumed[owner] = consumed
+        account = self.account(node, incarnation)
+        account.consumed = max(account.consumed, min(consumed, account.granted))
 
     def stores(self, node: NodeId, incarnation: int, consumed: int | None) -> None:
         """A delta is stored; its node had used this many samples when it took it. None: it brings its own.
@@ -137,23 +156,21 @@ class Leases:
         owner = (node, incarnation)
         if consumed is None:
             return
-        if owner in self.held:
+        if (account := self.held.get(owner)) is not None:
             self.watermark(node, incarnation, consumed)
-            if (stored := min(consumed, self._granted(owner))) > self.stored.get(owner, 0):
-                self.stored[owner] = stored
-        elif (consumed := min(consumed, self.most_used(node, incarnation))) > self.ended.get(owner, consumed):
-            self.uncertain_total += consumed - self.ended[owner]
-            self.ended[owner] = consumed
+            account.stored = max(account.stored, min(consumed, account.granted))
+        elif (ended := self.ended.get(owner)) is not None:
+            consumed = max(ended.consumed, min(consumed, ended.granted))
+            self.uncertain_total += consumed - ended.consumed
+            ended.consumed = consumed
 
     def retire(self, node: NodeId, incarnation: int, stored: int) -> None:
         """Forget grants that are in stored deltas: they never come back, and only their number matters."""
-        owner = (node, incarnation)
         self.stores(node, incarnation, stored)
-        stored = min(stored, self._granted(owner))
-        leases, retired = self.held.get(owner, []), self.retired.get(owner, 0)
-        while leases and retired + leases[0].count <= stored:
-            retired += leases.pop(0).count
-            self.retired[owner] = retired
+        account = self.account(node, incarnation)
+        stored = min(stored, account.granted)
+        while account.leases and account.retired + account.leases[0].count <= stored:
+            account.retired += account.leases.pop(0).count
 
     def give_back(self, node: NodeId, incarnation: int, stored: int) -> int:
         """Free the samples of a node that left and that are in none of its stored deltas. Returns how many.
@@ -161,21 +178,15 @@ class Leases:
         `stored`: samples in stored deltas.
         """
         owner = (node, incarnation)
-        if owner not in self.held:
+        if (account := self.held.pop(owner, None)) is None:
             return 0
-        consumed, granted = self.consumed.pop(owner, 0), self._granted(owner)
-        used = min(stored, granted)
-        self.stored.pop(owner, None)
-        free = self._not_in(owner, used)
-        del self.held[owner]
-        self.retired.pop(owner, None)
+        used = min(stored, account.granted)
+        free = account.not_in(used)
         self.returned = _joined(_by_position([*self.returned, *free]))
-        self.uncertain_total += max(0, consumed - used)
-        self.ended[owner], self.ended_granted[owner] = max(consumed, used), granted
+        self.uncertain_total += max(0, account.consumed - used)
+        self.ended[owner] = Account(retired=account.granted, consumed=max(account.consumed, used))
         while len(self.ended) > ENDED_KEPT:
-            oldest = next(iter(self.ended))
-            del self.ended[oldest]
-            del self.ended_granted[oldest]
+            del self.ended[next(iter(self.ended))]
         count = sum(lease.count for lease in free)
         self.returned_total += count
         return count
@@ -192,7 +203,7 @@ class Leases:
         told = [lease for leases in unused.values() for lease in leases]
         silent = list(self.returned)
         for owner in self.held.keys() - unused.keys():
-            silent += self._not_in(owner, self.stored.get(owner, 0))
+            silent += self.held[owner].not_in(self.held[owner].stored)
         certain, free = _joined(_by_position(told)), _joined(_by_position([*told, *silent]))
         count = sum(lease.count for lease in free)
         frontier = max([self.frontier, granted_to, *(lease.start + lease.count for lease in free)])
@@ -203,37 +214,23 @@ class Leases:
         self.returned_total += max(0, sum(lease.count for lease in returned) - self.free)
         self.frontier, self.returned = frontier, list(returned)
         self.uncertain_total += uncertain
-        for book in (self.held, self.retired, self.consumed, self.stored, self.ended, self.ended_granted):
-            book.clear()
+        self.held.clear()
+        self.ended.clear()
 
     def check(self) -> None:
         """No sample is in two places, none is beyond the frontier, and no node used more than it was granted."""
         ranges = sorted(
-            [(lease.start, lease.count) for leases in self.held.values() for lease in leases]
-            + [(lease.start, lease.count) for lease in self.returned]
+            (lease.start, lease.count)
+            for leases in (self.returned, *(account.leases for account in self.held.values()))
+            for lease in leases
         )
         for (start, count), (following, _) in itertools.pairwise(ranges):
             assert start + count <= following, "a sample is granted twice"
         assert not ranges or ranges[-1][0] + ranges[-1][1] <= self.frontier
-        assert all(used <= self._granted(owner) for owner, used in self.consumed.items())
-        assert all(used <= self.consumed.get(owner, 0) for owner, used in self.stored.items())
-        assert self.held.keys() >= self.retired.keys() | self.stored.keys()
-        assert self.ended.keys() == self.ended_granted.keys()
-        assert all(self._granted(owner) <= self.granted_total for owner in self.held), "more than was granted in all"
+        for account in self.held.values():
+            assert account.stored <= account.consumed <= account.granted
+            assert account.granted <= self.granted_total, "more than was granted in all"
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
-
-    def _not_in(self, owner: Owner, used: int) -> list[Lease]:
-        """What is left of its grants after the first `used` samples."""
-        taken, left = used - self.retired.get(owner, 0), []
-        for lease in self.held[owner]:
-            kept = min(taken, lease.count)
-            taken -= kept
-            if lease.count > kept:
-                left.append(Lease(start=lease.start + kept, count=lease.count - kept))
-        return left
-
-    def _granted(self, owner: Owner) -> int:
-        return self.retired.get(owner, 0) + sum(lease.count for lease in self.held.get(owner, ()))
 
 
 def _by_position(leases: Iterable[Lease]) -> list[Lease]:

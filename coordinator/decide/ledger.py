@@ -13,7 +13,7 @@ from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, Run
 from farloop.algo.stages import Part, fragments_of
 from farloop.algo.terms import Terms
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.leases import Leases, Owner
+from farloop.coordinator.decide.leases import Account, Leases, Owner
 from farloop.coordinator.decide.screening import VERDICTS, Screening
 from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
@@ -94,12 +94,8 @@ class Ledger:
         ledger.leases = Leases(
             frontier=saved.frontier,
             returned=list(saved.returned),
-            held={(held.node, held.incarnation): list(held.leases) for held in saved.held},
-            consumed={(held.node, held.incarnation): held.consumed for held in saved.held if held.consumed},
-            stored={(held.node, held.incarnation): held.stored for held in saved.held if held.stored},
-            retired={(held.node, held.incarnation): held.retired for held in saved.held if held.retired},
-            ended={(ended.node, ended.incarnation): ended.consumed for ended in saved.ended},
-            ended_granted={(ended.node, ended.incarnation): ended.retired for ended in saved.ended},
+            held={(held.node, held.incarnation): _account(held) for held in saved.held},
+            ended={(ended.node, ended.incarnation): _account(ended) for ended in saved.ended},
             returned_total=saved.returned_total,
             uncertain_total=saved.uncertain_total,
         )
@@ -121,10 +117,10 @@ class Ledger:
             ),
             frontier=leases.frontier,
             returned=tuple(leases.returned),
-            held=tuple(_held(leases, owner) for owner in leases.held),
+            held=tuple(_leases_held(owner, account) for owner, account in leases.held.items()),
             evaluations=tuple(self.evaluations),
             finished=self.finished,
-            ended=tuple(_leases_held(leases, owner) for owner in leases.ended),
+            ended=tuple(_leases_held(owner, account) for owner, account in leases.ended.items()),
             returned_total=leases.returned_total,
             uncertain_total=leases.uncertain_total,
             seen=self.screening.all_seen,
@@ -446,17 +442,16 @@ def _spools(offer: Offer) -> set[tuple[int, NodeId]]:
     return {(offer.blob.fragment, contribution.node) for contribution in offer.contributors}
 
 
-def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+def _account(held: rec.LeasesHeld) -> Account:
+    return Account(leases=list(held.leases), retired=held.retired, consumed=held.consumed, stored=held.stored)
+
+
+def _leases_held(owner: Owner, account: Account) -> rec.LeasesHeld:
     return rec.LeasesHeld(
         node=owner[0],
         incarnation=owner[1],
-        leases=tuple(leases.held[owner]),
-        consumed=leases.consumed.get(owner, 0),
-        stored=leases.stored.get(owner, 0),
-        retired=leases.retired.get(owner, 0),
+        leases=tuple(account.leases),
+        consumed=account.consumed,
+        stored=account.stored,
+        retired=account.retired,
     )
-
-
-def _leases_held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
-    consumed, granted = leases.ended[owner], leases.ended_granted[owner]
-    return rec.LeasesHeld(node=owner[0], incarnation=owner[1], leases=(), consumed=consumed, retired=granted)

@@ -359,7 +359,7 @@ class Membership:
         """
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
-        member.let_go = bool(book.held.get(owner)) or brings_own
+        member.let_go = bool(book.account(*owner).leases) or brings_own
         self._send_grants(member, book.unused(*owner))
         self._top_up(member)
 
@@ -376,7 +376,7 @@ class Membership:
                     node=member.name,
                     incarnation=member.incarnation,
                     lease=lease,
-                    consumed=since or book.consumed.get(owner, 0),
+                    consumed=since or book.account(*owner).consumed,
                     stored=since or self._stored(member),
                     since=since,
                 )
@@ -386,7 +386,7 @@ class Membership:
 
     def _stored(self, member: Member) -> int:
         """Samples in its stored deltas."""
-        return self._ledger.leases.stored.get((member.name, member.incarnation), 0)
+        return self._ledger.leases.account(member.name, member.incarnation).stored
 
     def _send_grants(self, member: Member, leases: Iterable[Lease]) -> None:
         for lease in leases:
@@ -449,9 +449,10 @@ class Membership:
         self._remove(member, reason)
         member.stage, member.expires_at = "left", None
         if member.name in self._ledger.started:
-            book, owner = self._ledger.leases, (member.name, member.incarnation)
-            consumed, stored = book.consumed.get(owner, 0), self._stored(member)
-            self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed, stored=stored))
+            account = self._ledger.leases.account(member.name, member.incarnation)
+            self._decisions.record(
+                rec.NodeLeft(node=member.name, reason=reason, consumed=account.consumed, stored=account.stored)
+            )
 
     def _remove(self, member: Member, reason: Reason) -> None:
         member.gone_at, member.absent, member.reason = None, True, reason

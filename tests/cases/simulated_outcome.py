@@ -90,8 +90,8 @@ class SampleBook:
             case rec.InputStored(blob=blob):
                 self._missed.pop(blob.node, None)
                 self._counts((blob.node, blob.incarnation), leases.uncertain_total - before)
-        for owner, stored in leases.stored.items():
-            for position in self._within(owner, 0, stored):
+        for owner, account in leases.held.items():
+            for position in self._within(owner, 0, account.stored):
                 assert self.trained.setdefault(position, owner) == owner, "two starts brought the same sample"
 
     def check(self, diaries: Diaries, terms: Terms, liars: Collection[NodeId]) -> None:
@@ -101,7 +101,7 @@ class SampleBook:
         """
         leases = self.ledger.leases
         free = [p for lease in leases.returned for p in range(lease.start, lease.start + lease.count)]
-        held = [p for owner in leases.held for p in self._within(owner, leases.stored.get(owner, 0), None)]
+        held = [p for owner, account in leases.held.items() for p in self._within(owner, account.stored, None)]
         assert sorted([*self.trained, *free, *held]) == list(range(leases.frontier)), "each is somewhere, once"
         assert leases.trained_total == len(self.trained)
         assert leases.granted_total == leases.frontier + leases.returned_total - leases.free

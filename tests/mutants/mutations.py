@@ -252,8 +252,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "more samples are believed used than were granted",
         "coordinator/decide/leases.py",
-        "        consumed = min(consumed, self._granted(owner))\n        if consumed > self.consumed",
-        "        if consumed > self.consumed",
+        "max(account.consumed, min(consumed, account.granted))\n\n    def stores",
+        "max(account.consumed, consumed)\n\n    def stores",
         "unit/coordinator/test_leases.py",
     ),
     _of(

@@ -150,9 +150,8 @@ def test_a_started_node_holds_samples_for_three_rounds_of_the_longest_and_for_60
         ({"h": 30, "steps": 120}, 90),
         ({"steps": 400, "lr": growing, "h_rule": "linear", "h_alpha": 0.1}, 300),
     ):
-        assert Run(spec, "a", num_samples=5000, **terms).ledger.leases.held == {
-            (A, 1): [Lease(start=0, count=4 * steps)]
-        }
+        ((owner, account),) = Run(spec, "a", num_samples=5000, **terms).ledger.leases.held.items()
+        assert (owner, account.leases) == ((A, 1), [Lease(start=0, count=4 * steps)])
     assert Run(spec, "a").say(A, used(500)) == [], "with data of its own it is granted none"
 
 
@@ -275,7 +274,7 @@ def test_a_late_delta_says_how_far_its_node_had_come(spec: RunSpec) -> None:
     late = run.offer(A, 0, consumed=40)
     run.commit(0, A, B)
     run.handle(ev.InputStored(offer=late))
-    assert run.ledger.leases.stored[A, 1] == 40
+    assert run.ledger.leases.held[A, 1].stored == 40
 
 
 # --- deltas and windows

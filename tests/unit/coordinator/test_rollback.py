@@ -292,7 +292,7 @@ def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapsho
     known = hello(announced=(ref(0, 9),))
     assert as_newcomer(known) == dataclasses.replace(known, anchors=(), announced=(), round=None)
     run.store(A)
-    granted = run.ledger.leases.held[A, 1]
+    granted = list(run.ledger.leases.held[A, 1].leases)
     run.restart(rec.Rewound(epoch=8))
     assert not run.ledger.inputs, "who sent it could not tell its outcome from that of the next one"
     for node, anchors in ((A, NEWER), (B, FIRST)):
@@ -305,7 +305,7 @@ def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapsho
         for node in (A, B):
             run.say(node, msg.Ready(history=history))
         assert {run.machine.members[node].stage for node in (A, B)} == {stage}
-    assert run.ledger.leases.held[A, 1] == granted, "its samples had come back, and are granted again"
+    assert run.ledger.leases.held[A, 1].leases == granted, "its samples had come back, and are granted again"
 
 
 def test_nothing_that_was_measured_from_a_lost_anchor_is_merged(rewound: Run) -> None:
