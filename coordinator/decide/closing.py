@@ -20,7 +20,6 @@ from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.run_state import ALARM as STORAGE
 from farloop.coordinator.decide.run_state import Decisions, RunState, speeds_of
 from farloop.coordinator.decide.windows import Window
-from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
 
 # --- Straggler grace
@@ -65,30 +64,20 @@ class Lateness:
         return min(bound, _HEADROOM * max((late for late in self._lateness_s if late <= bound), default=0.0))
 
 
-class StragglerGrace:
+class StragglerGrace(Lateness):
     """When open windows stop waiting for stragglers. Forgotten at a restart."""
 
     def __init__(self, *, enabled: bool) -> None:
         """`enabled`: the method has a grace; without one, windows close at their quorum."""
+        super().__init__()
         self._enabled = enabled
-        self.lateness = Lateness()
-
-    def on_delta(self, offer: Offer, now: float) -> None:
-        self.lateness.on_delta(offer.blob.fragment, offer.window, now)
 
     def update(self, window: Window, quorum: int | None, now: float) -> None:
         if window.quorum_at is not None or not window.has_quorum(quorum):
             return
         window.quorum_at = now
         terms = window.terms
-        self.lateness.has_quorum(terms.fragment, terms.window, window.opened_at, now, window.max_staleness)
-
-    def clock_jumped(self, seconds: float) -> None:
-        self.lateness.clock_jumped(seconds)
-
-    @property
-    def seconds(self) -> float | None:
-        return self.lateness.seconds
+        self.has_quorum(terms.fragment, terms.window, window.opened_at, now, window.max_staleness)
 
     def until(self, window: Window) -> float | None:
         """When an open window with its quorum stops waiting; None: no time limit."""

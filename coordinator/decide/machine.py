@@ -425,7 +425,7 @@ class CoordinatorMachine:
             return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
-        self.grace.on_delta(offer, self._run.now)
+        self.grace.on_delta(offer.blob.fragment, offer.window, self._run.now)
         self._closing.node_deadlines.on_delta(offer, self._run.now)
         self.ledger.apply(rec.InputStored.of(offer, payload))
         self._decisions.send(offer.blob.node, msg.Stored(blob=offer.blob))

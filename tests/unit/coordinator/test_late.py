@@ -32,9 +32,9 @@ def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, 
     }  # fmt: skip
     run = Run(spec, "abc", evaluation_set="fixed", **choices)
     if hurried:
-        lateness = run.machine.grace.lateness
-        lateness.has_quorum(0, -1, opened_at=-1.0, now=-1.0, max_staleness=0)
-        lateness.on_delta(0, -1, 0.0)
+        grace = run.machine.grace
+        grace.has_quorum(0, -1, opened_at=-1.0, now=-1.0, max_staleness=0)
+        grace.on_delta(0, -1, 0.0)
     return run
 
 
@@ -145,7 +145,7 @@ class Arrivals:
         """A delta for the open window, or for an earlier one, so long after the open one's beginning."""
         window, now = number or self.number, self.window.opened_at + after_s
         arrived = plain_offer(NodeId(node), window, fragment=0, seq=window)
-        self.grace.on_delta(arrived, now)
+        self.grace.on_delta(0, window, now)
         self.window.add(arrived)
         self.grace.update(self.window, self.quorum, now)
 
