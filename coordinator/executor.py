@@ -10,10 +10,9 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import commits
@@ -24,7 +23,7 @@ from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import MachineBroken
 from farloop.coordinator.net.link_monitor import LinkMonitor
-from farloop.coordinator.net.router import OF_THE_PROCESS
+from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.observe.interface import Observer
 from farloop.coordinator.observe.metrics import Metrics
@@ -37,19 +36,13 @@ from farloop.runtime.ports import Action, Clock, Timer, Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
-from farloop.wire.session import Session, State
+from farloop.wire.session import State
 
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between two looks at the clock, the sessions and the stragglers
 STATUS_S = 1.0  # between two statuses: each costs time for every node
 JUMP_S = 1.2  # after a look that comes this late the process has stood still: its deadlines are put off
-
-
-class Router(Protocol):
-    def working_for(self, peer: Peer) -> AbstractContextManager[Session]: ...
-
-    def closed_by_us(self, peer: Peer, reason: Reason, told: str) -> None: ...
 
 
 class CoordinatorExecutor:
@@ -63,7 +56,7 @@ class CoordinatorExecutor:
         storage: StorageQueue,
         store: Store,
         machine: CoordinatorMachine,
-        router: Router,
+        router: SessionRouter,
         observer: Observer,
         fatal: Failed,
         adapt: str,
