@@ -3,6 +3,7 @@
 import queue
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from farloop.node import events as ev
 from farloop.node.cluster import Decision
 from farloop.node.errors import LayoutMismatch, Refused
 from farloop.node.executor import Input, NodeExecutor
-from farloop.node.link import NodeLink, Traffic
+from farloop.node.link import NodeLink
 from farloop.node.machine import NodeMachine
 from farloop.node.model.replica import Replica
 from farloop.node.settings import NodeConfig
@@ -22,10 +23,8 @@ from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial, VirtualDialer
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
-from farloop.wire.events import SessionEvent
-from farloop.wire.messages import Hello, Message, Offer
+from farloop.wire.messages import Message, Offer
 from farloop.wire.session import State
-from farloop.wire.uplink import Uplink
 
 DRAIN_S = 30.0  # for a good-bye to get through
 BUILD_S = 0.2  # to build the model once the run's spec is known
@@ -44,40 +43,32 @@ class _Inbox(queue.SimpleQueue[Input]):
         self._wake()
 
 
-class SimulatedLink:
+class SimulatedLink(NodeLink):
     """A node's link. What the training thread asks for is done a moment later, as between real threads."""
 
-    def __init__(self, link: NodeLink, process: Process, setup: NodeSetup) -> None:
-        self._link, self._process, self._setup = link, process, setup
-
-    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent | Exception], None]) -> None:
-        self._link.start(hello, deliver)
-
-    def close(self) -> None:
-        self._link.close()
-
-    @property
-    def moved(self) -> Traffic:
-        return self._link.moved
-
-    @property
-    def num_lanes(self) -> int:
-        return self._link.num_lanes
-
-    @property
-    def uplink(self) -> Uplink | None:
-        return self._link.uplink
+    def __init__(self, process: Process, rng: random.Random, scenario: Scenario, dial: Dial) -> None:
+        super().__init__(
+            VirtualDialer(dial),
+            VirtualClock(process),
+            rng.uniform,
+            coordinator="virtual",
+            limits=scenario.limits,
+            timing=scenario.timing,
+            uplink=scenario.uplink,
+            check=True,
+        )
+        self._process = process
 
     @property
     def flushed(self) -> bool:
         """Whether a Leave was acknowledged, or there is no session."""
-        return self._link.state in (None, State.CLOSED)
+        return self.state in (None, State.CLOSED)
 
     def send(self, message: Message) -> None:
-        self._process.after(HOP_S, lambda: self._link.send(message))
+        self._process.after(HOP_S, partial(super().send, message))
 
     def send_blob(self, offer: Offer, data: bytearray) -> None:
-        self._process.after(HOP_S, lambda: self._link.send_blob(offer, data))
+        self._process.after(HOP_S, partial(super().send_blob, offer, data))
 
 
 class SimulatedNode:
@@ -100,17 +91,7 @@ class SimulatedNode:
         self._optimizer: torch.optim.Optimizer | None = None
         self._busy = True  # inside an inner step, building the model or taking events: further events wait
         self._leaves_at: float | None = None
-        link = NodeLink(
-            VirtualDialer(dial),
-            VirtualClock(process),
-            rng.uniform,
-            coordinator="virtual",
-            limits=scenario.limits,
-            timing=scenario.timing,
-            uplink=scenario.uplink,
-            check=True,
-        )
-        self.link = self._on(link)
+        self.link = self._new_link(process, rng, scenario, dial)
         inbox = _Inbox(self._advance)
         self.executor = NodeExecutor(
             NodeConfig(name=setup.name, tau=setup.tau, adapt_tau=False),
@@ -144,9 +125,8 @@ class SimulatedNode:
         if isinstance(what, ev.Encode):
             self.sent.append((self.machine.position, what.blob.fragment))
 
-    def _on(self, link: NodeLink) -> SimulatedLink:
-        """What the executor is given as its link."""
-        return SimulatedLink(link, self.process, self.setup)
+    def _new_link(self, process: Process, rng: random.Random, scenario: Scenario, dial: Dial) -> SimulatedLink:
+        return SimulatedLink(process, rng, scenario, dial)
 
     # --- the driver's loop
 

@@ -4,17 +4,18 @@ The forged blobs are sealed as an honest node's are: they must be found by their
 """
 
 import dataclasses
+import random
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId
-from farloop.node.link import NodeLink
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.registry import codec_named
+from farloop.sim.network import Dial
 from farloop.sim.node import SimulatedLink
-from farloop.sim.scenario import NodeSetup
+from farloop.sim.scenario import Scenario
 from farloop.sim.virtual_time import Process
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import Offer
@@ -37,14 +38,21 @@ class ForgingLink(SimulatedLink):
     """A cheating node's link sends forged deltas in place of the node's own; an honest node's shows them to thieves."""
 
     def __init__(
-        self, link: NodeLink, process: Process, setup: NodeSetup, deceit: Deceit | None, board: SharedForgeries
+        self,
+        process: Process,
+        rng: random.Random,
+        scenario: Scenario,
+        dial: Dial,
+        seed: int,
+        deceit: Deceit | None,
+        board: SharedForgeries,
     ) -> None:
-        super().__init__(link, process, setup)
+        super().__init__(process, rng, scenario, dial)
         self._deceit, self._board = deceit, board
         self._expected: dict[BlobId, tuple[str, Fragment]] = {}
         self._sent: dict[BlobId, tuple[Offer, bytearray]] = {}  # deltas that may be offered again
         self._first: dict[int, Tensor] = {}  # payload of the first delta of each fragment
-        self._generator = torch.Generator().manual_seed(setup.seed)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def encodes(self, blob: BlobId, codec: str, fragment: Fragment) -> None:
         """A delta is about to be encoded."""
@@ -101,8 +109,8 @@ class ForgingLink(SimulatedLink):
                 return theirs[0] if theirs else payload
         numbers = codec.decode(payload, fragment, seed=header.seed)
         if self._deceit == "noise":
-            random = torch.randn(numbers.shape, generator=self._generator)
-            numbers = random * (numbers.norm() / random.norm())
+            noise = torch.randn(numbers.shape, generator=self._generator)
+            numbers = noise * (numbers.norm() / noise.norm())
         elif self._deceit == "overflow":
             numbers = torch.where(numbers < 0.0, -_NEARLY_INFINITE, _NEARLY_INFINITE)
         else:

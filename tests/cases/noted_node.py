@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.node import events as ev
 from farloop.node.cluster import Decision
-from farloop.node.link import NodeLink
 from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial
 from farloop.sim.node import SimulatedNode
@@ -84,8 +83,8 @@ class NotedNode(SimulatedNode):
         self._tell, self._board, self._frugal = saw, board, scenario.frugal
         super().__init__(process, setup, scenario, dial, rng, state)
 
-    def _on(self, link: NodeLink) -> ForgingLink:
-        return ForgingLink(link, self.process, self.setup, self.setup.deceit, self._board)
+    def _new_link(self, process: Process, rng: random.Random, scenario: Scenario, dial: Dial) -> ForgingLink:
+        return ForgingLink(process, rng, scenario, dial, self.setup.seed, self.setup.deceit, self._board)
 
     def drain(self) -> None:
         """As SIGTERM asks."""
