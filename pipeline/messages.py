@@ -2,17 +2,40 @@
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated
 
 import xxhash
+from pydantic import AfterValidator, Field
 
 from farloop.algo.spec import TENSOR_ALIGN, Fragment, TensorSlot, to_plain
 from farloop.algo.stages import Hop, StageLayout
 from farloop.wire.frames import Buffer
 from farloop.wire.messages import pack, unpack, validate
 from farloop.wire.reasons import RemoteProtocolError
+
+MAX_HOPS = 64
+MAX_NAME = 63
+_MOST = 2**53  # largest number in a header
+
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Seconds = Annotated[float, Field(ge=0.0, le=_MOST, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+def _possible(visited: tuple[Hop, ...]) -> tuple[Hop, ...]:
+    if not all(0 <= hop.stage <= _MOST and 0 < len(hop.node) <= MAX_NAME for hop in visited):
+        raise ValueError("a visit that cannot be")
+    return visited
+
+
+def _numbered(layout: StageLayout) -> StageLayout:
+    if not 0 <= layout.epoch <= _MOST:
+        raise ValueError(f"the epoch {layout.epoch} cannot be")
+    return layout
+
 
 # --- Messages
 #
@@ -32,11 +55,11 @@ class Kind(IntEnum):
 class MicrobatchRoute:
     """One attempt of one microbatch. Unique among all trips of a run."""
 
-    source: str
-    start: int  # incarnation of the source: steps are counted from 0 in each
-    step: int
-    index: int  # of the microbatch in the step
-    attempt: int
+    source: Name
+    start: Count  # incarnation of the source: steps are counted from 0 in each
+    step: Count
+    index: Count  # of the microbatch in the step
+    attempt: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,41 +67,42 @@ class Work:
     """Work on a tensor, its past visits and its path."""
 
     kind: Kind
-    epoch: int  # of the layout
+    epoch: Count  # of the layout
     trip: MicrobatchRoute
-    path: int  # which of the source's paths is followed
-    position: int
+    path: Count  # which of the source's paths is followed
+    position: Annotated[int, Field(ge=0, le=MAX_HOPS)]
     """Forward: place in the path of the visit that is asked for. Backward: place in `visited`. Loss: hops visited."""
-    visited: tuple[Hop, ...]  # visits so far; of a backward, all: the actual ones, not those planned
+    visited: Annotated[tuple[Hop, ...], Field(max_length=MAX_HOPS), AfterValidator(_possible)]
+    """Visits so far; of a backward, all: the actual ones, not those planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """The raw bytes of a tensor."""
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Annotated[int, Field(gt=0, le=_MOST)], ...], Field(min_length=1, max_length=4)]
     dtype: str  # of the tensor, as torch calls it: float32, bfloat16 or float16
     codec: str
     """Spelling of the codec that wrote the bytes; an empty text where they are the tensor's own, little-endian."""
     size: int  # bytes
     checksum: int  # xxh3-64 of the bytes
-    sent_s: float = 0.0  # sender's clock when it was given to the link; 0 before
+    sent_s: Seconds = 0.0  # sender's clock when it was given to the link; 0 before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineMessage:
     """A heartbeat with the load, to every peer about twice a second and first on every connection."""
 
-    incarnation: int
-    epoch: int
+    incarnation: Count
+    epoch: Count
     ready: bool  # whether it has met all nodes that it may send to
-    queued: int  # jobs that wait
-    job_s: float  # recent seconds per job
-    age_s: float  # seconds since it last began or finished a job, which grow if it hangs
+    queued: Count  # jobs that wait
+    job_s: Seconds  # recent seconds per job
+    age_s: Seconds  # seconds since it last began or finished a job, which grow if it hangs
     over: int = -1  # of a source: the newest of its steps in which every microbatch is settled
-    sent_s: float = 0.0  # sender's clock, which the link sets
-    echo_s: float = 0.0  # `sent_s` of the receiver's newest message; 0 without one
-    held_s: float = 0.0  # how long ago that came
+    sent_s: Seconds = 0.0  # sender's clock, which the link sets
+    echo_s: Seconds = 0.0  # `sent_s` of the receiver's newest message; 0 without one
+    held_s: Seconds = 0.0  # how long ago that came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +110,7 @@ class Lost:
     """To a source: its trip ended here, with the reason."""
 
     trip: MicrobatchRoute
-    epoch: int  # of the layout that the sender has
+    epoch: Count  # of the layout that the sender has
     reason: str
 
 
@@ -101,17 +125,17 @@ class Forget:
 class Ended:
     """From a source: all microbatches of this step are settled."""
 
-    start: int
-    step: int
-    microbatches: int
-    next_epoch: int  # of the layout that its next step follows
+    start: Count
+    step: Count
+    microbatches: Count
+    next_epoch: Count  # of the layout that its next step follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
     """Phase one of a switch: prepare a new layout, do not follow it yet."""
 
-    layout: StageLayout
+    layout: Annotated[StageLayout, AfterValidator(_numbered)]
     addresses: dict[str, str]  # where its nodes can be reached, by name
 
 
@@ -119,7 +143,7 @@ class Prepare:
 class Prepared:
     """The answer to `Prepare`; a `refusal`, in words, cancels the switch."""
 
-    epoch: int
+    epoch: Count
     refusal: str
 
 
@@ -127,14 +151,14 @@ class Prepared:
 class Switch:
     """Phase two: each source follows the prepared layout from the end of its round on."""
 
-    epoch: int
+    epoch: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """The sender leaves for good."""
 
-    start: int
+    start: Count
 
 
 Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared | Switch
@@ -160,9 +184,6 @@ Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared |
 MAGIC = b"FLPP"
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 20  # a layout of a thousand nodes is a tenth of this
-MAX_HOPS = 64
-MAX_NAME = 63
-_MOST = 2**53  # largest number in a header
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _PREFIX = struct.Struct("<4sBBHQ")
@@ -222,7 +243,6 @@ def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMes
     if number not in _CLASSES or len(parts) != 1:
         raise RemoteProtocolError(f"message {number} in {len(parts)} parts")
     told: Message = validate(_CLASSES[number], unpack(body))
-    _check_numbers(told)
     return told
 
 
@@ -244,56 +264,13 @@ def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int
         case _:
             raise RemoteProtocolError("a work is [work, tensor info] and a tensor beside it")
     data = memoryview(parts[1]).cast("B")
-    if len(work.visited) > MAX_HOPS or not 0 <= work.position <= MAX_HOPS:
-        raise RemoteProtocolError(f"a work at hop {work.position} after {len(work.visited)}")
-    if not 1 <= len(info.shape) <= 4 or not all(0 < size <= _MOST for size in info.shape):
-        raise RemoteProtocolError(f"a tensor of shape {info.shape}")
     if info.dtype not in ITEM_BYTES or not 0 < info.size == len(data) <= max_tensor_bytes:
         raise RemoteProtocolError(f"{len(data)} bytes of {info.dtype!r}, {info.size} are announced")
     if not info.codec and info.size != math.prod(info.shape) * ITEM_BYTES[info.dtype]:
         raise RemoteProtocolError(f"{info.size} bytes for {info.dtype} of shape {info.shape}")
-    if not 0.0 <= info.sent_s <= _MOST:  # false for NaN as well
-        raise RemoteProtocolError(f"a tensor that was sent at {info.sent_s}")
     if checksum(data) != info.checksum:
         raise RemoteProtocolError("wrong checksum of a tensor")
-    _check_numbers(work)
     return FramedMessage(work=work, info=info, data=data)
-
-
-def _check_numbers(told: Message | Work) -> None:
-    for value in _numbers(told):
-        if not 0 <= value <= _MOST:  # false for NaN as well
-            raise RemoteProtocolError(f"{type(told).__name__} holds {value}")
-    names = [hop.node for hop in told.visited] if isinstance(told, Work) else []
-    if isinstance(told, Work | Lost | Forget):
-        names.append(told.trip.source)
-    if any(not 0 < len(name) <= MAX_NAME for name in names):
-        raise RemoteProtocolError(f"{type(told).__name__} names {max(names, key=len)[:80]!r}")
-
-
-def _numbers(told: Message | Work) -> Iterator[float]:
-    match told:
-        case Work():
-            yield from (told.epoch, told.path, *_of_trip(told.trip), *(hop.stage for hop in told.visited))
-        case PipelineMessage():
-            yield from (told.incarnation, told.epoch, told.queued, told.job_s, told.age_s)
-            yield from (told.sent_s, told.echo_s, told.held_s)
-        case Lost():
-            yield from (told.epoch, *_of_trip(told.trip))
-        case Forget():
-            yield from _of_trip(told.trip)
-        case Leave():
-            yield told.start
-        case Ended():
-            yield from (told.start, told.step, told.microbatches, told.next_epoch)
-        case Prepare():
-            yield told.layout.epoch
-        case Prepared() | Switch():
-            yield told.epoch
-
-
-def _of_trip(trip: MicrobatchRoute) -> tuple[int, ...]:
-    return trip.start, trip.step, trip.index, trip.attempt
 
 
 def _header(number: int, run: int, body: bytes) -> bytes:

@@ -101,17 +101,21 @@ def test_a_codec_makes_it_smaller_and_nearly_the_same_and_is_believed_where_it_w
         (parts_of(torch.zeros(1, 512, 1024)), "2097152 bytes of 'float32'"),  # beyond the bound
         # A tensor that is not as its header says.
         (parts_of(torch.zeros(2, 3, 5), shape=(2, 3, 6)), "for float32 of shape"),
-        (parts_of(torch.zeros(2, 3, 5), shape=(2, 3, -5)), "of shape"),
-        (parts_of(torch.zeros(2, 3, 5), shape=()), "of shape"),
+        (parts_of(torch.zeros(2, 3, 5), shape=(2, 3, -5)), "TensorInfo.shape.2: "),
+        (parts_of(torch.zeros(2, 3, 5), shape=()), "TensorInfo.shape: "),
         (parts_of(torch.zeros(2, 3, 5), dtype="int64"), "of 'int64'"),
         (parts_of(torch.zeros(2, 3, 5), size=119), "119 are announced"),
         (parts_of(torch.zeros(2, 3, 5), checksum=1), "wrong checksum of a tensor"),
         # Numbers that make no sense.
-        (parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, position=65)), "at hop 65"),
-        (messages.message(dataclasses.replace(WORD, job_s=float("nan")), RUN), "PipelineMessage holds"),
-        (messages.message(dataclasses.replace(WORD, queued=-1), RUN), "PipelineMessage holds"),
-        (messages.message(dataclasses.replace(WORD, sent_s=float("inf")), RUN), "PipelineMessage holds"),
-        (messages.message(messages.Forget(trip=route(source="")), RUN), "Forget names"),
+        (parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, position=65)), "Work.position: "),
+        (
+            parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, visited=(Hop(stage=-1, node="oslo"),))),
+            "Work.visited: .* a visit that cannot be",
+        ),
+        (messages.message(dataclasses.replace(WORD, job_s=float("nan")), RUN), "PipelineMessage.job_s: "),
+        (messages.message(dataclasses.replace(WORD, queued=-1), RUN), "PipelineMessage.queued: "),
+        (messages.message(dataclasses.replace(WORD, sent_s=float("inf")), RUN), "PipelineMessage.sent_s: "),
+        (messages.message(messages.Forget(trip=route(source="")), RUN), "Forget.trip.source: "),
     ],
 )
 def test_a_frame_that_cannot_be_meant_is_refused(parts: list[Buffer], said: str) -> None:
