@@ -169,7 +169,7 @@ class Sent:
     dropped: bool = False
 
 
-@settings(max_examples=200, stateful_step_count=30)
+@settings(max_examples=100, stateful_step_count=30)
 class Feedback(RuleBasedStateMachine):
     """A node and its disk, a coordinator, and a network that delays, repeats and loses outcomes; β = 1."""
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from plain_runs import plain_hello, plain_spec
+from session_pairs import messages, opened
 from tcp_infos import resent
 from virtual_host import VirtualHost
 
@@ -226,20 +227,6 @@ DOWN = dataclasses.replace(UP, upward=False)
 TOLD = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=0, segments=9)
 
 
-def opened() -> tuple[Session, Session]:
-    """A node's session and a coordinator's."""
-    welcome = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(0,), windows=(), rounds=())
-    node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
-    node.send(plain_hello(), 0.0)
-    carry(node, coordinator)
-    coordinator.send(welcome, 0.0)
-    carry(node, coordinator)
-    for session in (node, coordinator):
-        session.events()
-        session.lane_opened(1)
-    return node, coordinator
-
-
 def carry(a: Session, b: Session, *, step_s: float = 0.0, each: Callable[[], None] = lambda: None) -> None:
     """Everything that both have to say, frame by frame; each takes `step_s`."""
     now, moved = 0.0, True
@@ -251,10 +238,6 @@ def carry(a: Session, b: Session, *, step_s: float = 0.0, each: Callable[[], Non
                 target.receive(lane, parts, now)
                 moved = True
                 each()
-
-
-def messages(session: Session) -> list[Message]:
-    return [event.message for event in session.events() if isinstance(event, MessageReceived)]
 
 
 def probed_downward(num_bytes: int, *, asked: bool = True) -> tuple[Probing, Session, Session]:
