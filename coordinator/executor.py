@@ -25,8 +25,8 @@ from farloop.coordinator.errors import MachineBroken
 from farloop.coordinator.net.link_monitor import LinkMonitor
 from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
 from farloop.coordinator.net.sessions import Peer
-from farloop.coordinator.observe.interface import Observer
 from farloop.coordinator.observe.metrics import Metrics
+from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, Store
@@ -57,9 +57,9 @@ class CoordinatorExecutor:
         store: Store,
         machine: CoordinatorMachine,
         router: SessionRouter,
-        observer: Observer,
         fatal: Failed,
         adapt: str,
+        observer: Observer | None = None,
         links: LinkMonitor | None = None,
         metrics: Metrics | None = None,
         model_path: Path,
@@ -134,7 +134,8 @@ class CoordinatorExecutor:
         """
         now = self._clock.now()
         try:
-            self._observer.on_event(event, self.machine)
+            if self._observer is not None:
+                self._observer.on_event(event, self.machine)
             self.stragglers.watch.on_event(event, self.machine, now)
         except Exception:
             if self._check:
@@ -213,7 +214,8 @@ class CoordinatorExecutor:
             self._downloads.gone(peer.number)
             if node is not None:
                 self._deltas.on_disconnect(node)
-            self._observer.on_disconnect(node, reason, detail, self.machine)
+            if self._observer is not None:
+                self._observer.on_disconnect(node, reason, detail, self.machine)
         finally:  # the machine is told, whatever goes wrong here
             if node is not None:
                 self.happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
@@ -241,7 +243,8 @@ class CoordinatorExecutor:
         self._arm()
         while self._commands and not (self._busy or self._stopped):
             command = self._commands.popleft()
-            self._observer.on_command(command)
+            if self._observer is not None:
+                self._observer.on_command(command)
             self._saw(command)
             self._execute(command)
         self._changed()
@@ -440,7 +443,8 @@ class CoordinatorExecutor:
 
     def _committed(self, result: Result, merge_s: float, computed_at: float, record: rec.WindowCommitted) -> None:
         self._deltas.forget([addend.blob for addend in record.blobs])
-        self._observer.on_committed(record, result, merge_s, self._clock.now() - computed_at)
+        if self._observer is not None:
+            self._observer.on_committed(record, result, merge_s, self._clock.now() - computed_at)
         self.happened(ev.CommitDone(record=record))
         self._result_over(record.fragment)
 
@@ -480,7 +484,8 @@ class CoordinatorExecutor:
         self.storage.look()
         if self._clock.now() - self._shown_at >= STATUS_S:
             self._shown_at = self._clock.now()
-            self._observer.refresh(self.machine)
+            if self._observer is not None:
+                self._observer.refresh(self.machine)
         if self._links is not None:
             self._links.poll(self.sessions, self.machine.members, self._clock.now())
         self.stragglers.poll(self._clock.now(), held=bool(self.storage.hold))

@@ -22,7 +22,6 @@ from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.records import EvaluationTaken
 from farloop.coordinator.executor import CoordinatorExecutor
 from farloop.coordinator.net.router import SessionRouter
-from farloop.coordinator.observe.interface import Observer
 from farloop.coordinator.storage.files import OsFile, OsFiles
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
@@ -98,7 +97,6 @@ class SimulatedCoordinator:
             store=store,
             machine=self.machine,
             router=self.router,
-            observer=Observer(),
             fatal=_fail,
             adapt=scenario.adapt,
             model_path=store.directory / "model.safetensors",

@@ -15,7 +15,7 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import delta_refusal, last_position, progress_untrue, samples_untrue
 from farloop.coordinator.decide.adoption import Adoption, AdoptionSettings
-from farloop.coordinator.decide.closing import QUARANTINE, Closing, ParticipationCheck, StragglerGrace
+from farloop.coordinator.decide.closing import QUARANTINE, Closing
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
 from farloop.coordinator.decide.revising import revision_of
@@ -111,6 +111,7 @@ class CoordinatorMachine:
         self._decisions = Decisions(ledger)
         self._rollback = RollbackGuard(run, self._decisions)
         self._closing = Closing(run, self._decisions, floor_share=floor_share, drops_silent=drops_silent)
+        self.grace, self.guard = self._closing.grace, self._closing.guard
         gone_at = now + liveness_s
         self._membership = Membership(
             run, self._decisions, self._closing, self._rollback, gone_at=gone_at, expire_s=expire_s
@@ -135,14 +136,6 @@ class CoordinatorMachine:
     def in_quarantine(self) -> dict[NodeId, str]:
         """Nodes whose deltas are measured but not merged, and why."""
         return self._closing.in_quarantine
-
-    @property
-    def grace(self) -> StragglerGrace:
-        return self._closing.grace
-
-    @property
-    def guard(self) -> ParticipationCheck:
-        return self._closing.guard
 
     @property
     def begun(self) -> bool:

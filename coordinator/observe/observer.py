@@ -21,7 +21,6 @@ from farloop.coordinator.decide.revising import last_change
 from farloop.coordinator.decide.roster import Member, stages_held
 from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
-from farloop.coordinator.observe import interface
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
 from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time, shown
@@ -55,7 +54,7 @@ _TRAINS = "nodes are training and nothing holds the run"
 _TOTALS_EVERY = 500  # lines of progress between two of totals: 0.2 MB, of the end of the file that a start reads
 
 
-class Observer(interface.Observer):
+class Observer:
     """What one coordinator shows of its run."""
 
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
