@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from farloop.coordinator.errors import Deposed, StorageFailed
@@ -32,6 +32,7 @@ TIMEOUT_S = 3.0  # of one request to the store
 RETRY_S = 0.5  # between two tries while it does not answer
 REPEAT_S = 30.0  # an outage is logged when it begins, and again this often
 
+T = TypeVar("T")
 Version = str | int | None  # of a record, as its store counts; None: there is no record
 
 
@@ -282,30 +283,27 @@ class Leadership:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
         One thread at a time decides the names (`Mirror`).
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
-        with self._lock:
-            logged_at = float("-inf")
+
+        def change() -> bool:
             while self.term.in_sync != names:
                 new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
-                try:
-                    self._store.replace(new, self._version)  # its answer may be lost: what is there decides
-                    found, version = self._store.read()
-                    if found is None or found.holder != self.term.holder:
-                        raise self._deposed(found)
-                    self.term, self._version, self.why_held = found, version, ""
-                    continue
-                except Unreachable as error:
-                    self.why_held = str(error)
-                    if time.monotonic() - logged_at >= REPEAT_S:
-                        logged_at = time.monotonic()
-                        _log.warning("record not changed why=%r note='the run is held until it is'", str(error))
-                if unless():
-                    self.why_held = ""
-                    return False
-                if self._closed:
-                    what = "stopped while the record of the leader could not be changed"
-                    raise StorageFailed(self._root, f"{what}: {self.why_held}")
-                time.sleep(RETRY_S)
+                self._store.replace(new, self._version)  # its answer may be lost: what is there decides
+                found, version = self._store.read()
+                if found is None or found.holder != self.term.holder:
+                    raise self._deposed(found)
+                self.term, self._version, self.why_held = found, version, ""
             return True
+
+        def over(error: Unreachable) -> bool:
+            given_up = unless()
+            self.why_held = "" if given_up else str(error)
+            if self._closed and not given_up:
+                what = "stopped while the record of the leader could not be changed"
+                raise StorageFailed(self._root, f"{what}: {error}")
+            return given_up
+
+        with self._lock:
+            return _patiently(change, over, "changed", "the run is held until it is") or False
 
     def check(self) -> None:
         """Raises Deposed: another leads. A store that does not answer says nothing."""
@@ -327,15 +325,25 @@ class Leadership:
 
 def read_patiently(store: TermStore, stopped: Callable[[], bool]) -> tuple[Term | None, Version] | None:
     """Read the record, however long its store does not answer; None once `stopped`. Raises Unusable."""
+
+    def over(error: Unreachable) -> bool:
+        if isinstance(error, Unusable):
+            raise error
+        return stopped()
+
+    return None if stopped() else _patiently(store.read, over, "read", "who leads is not known; trying again")
+
+
+def _patiently(call: Callable[[], T], over: Callable[[Unreachable], bool], what: str, note: str) -> T | None:
+    """Call until the store answers; None once `over`. What is not done, and the note, are for the log."""
     logged_at = float("-inf")
-    while not stopped():
+    while True:
         try:
-            return store.read()
-        except Unusable:
-            raise
+            return call()
         except Unreachable as error:
+            if over(error):
+                return None
             if time.monotonic() - logged_at >= REPEAT_S:
                 logged_at = time.monotonic()
-                _log.warning("record not read why=%r note='who leads is not known; trying again'", str(error))
-            time.sleep(RETRY_S)
-    return None
+                _log.warning("record not %s why=%r note=%r", what, str(error), note)
+        time.sleep(RETRY_S)
