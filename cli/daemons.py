@@ -241,7 +241,7 @@ def open_run(
 
     store = _once_there_is_room(
         lambda: Store.recover(
-            directory, accept=the_planned_one, rewind=rewind, place=place, files=files, follower=follower
+            directory, accept=the_planned_one, rewind=rewind, place=place, files=files, follower=follower, adopt=adopt
         )
     )
     if store is None and rewind:

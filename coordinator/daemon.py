@@ -140,6 +140,7 @@ class Coordinator:
         await self._door.open()
         try:
             executor.start()
+            executor.storage.verify_older()
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._socket.run(), name="socket"),

@@ -10,12 +10,11 @@ from typing import Final
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, reader, recovered
+from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, read_needed, reader, recovered
 from farloop.coordinator.storage.segment import (
     SEGMENT_HEADER_BYTES,
     Entry,
     Scan,
-    read_all,
     read_records,
     read_segment_header,
     segment_numbers,
@@ -36,10 +35,10 @@ class Follower:
     """The state of a folder that another process appends to. One thread."""
 
     def __init__(self, directory: Path, files: Files = DISK, place: Place = as_they_are) -> None:
-        """Read all of it. Raises StorageError, OSError."""
+        """Read it, as a start does. Raises StorageError, OSError."""
         self._directory, self._files, self._place = directory, files, place
         self._read = reader(directory, files)
-        last, items = read_all(directory, files)
+        last, items = read_needed(directory, files)
         self.number = max(segment_numbers(directory, files))
         self._salt, self._sequence, self._end = last.salt, last.next_sequence, last.end
         self.recovery: Recovery = recovered(directory, items, self._read, files, place)

@@ -260,11 +260,15 @@ SEGMENT_BYTES = 256 << 20  # a segment that would grow beyond this is finished; 
 RECORD_ROOM = 64 << 10  # bytes reserved for header and record of an append: about 400 contributors
 
 
+Reads = Callable[[Path, Files], tuple[Scan, Sequence[Entry | Gap]]]
+"""As `read_all`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """What opening a journal found."""
 
-    items: tuple[Entry | Gap, ...]  # records, and gaps where some are missing; the caller decides whether they matter
+    items: Sequence[Entry | Gap]  # records, and gaps where some are missing; the caller decides whether they matter
     torn_bytes: int  # cut from the end: appends that no sync covered when the last coordinator died
 
     @property
@@ -279,15 +283,17 @@ class Recovery:
 class Journal:
     """An append-only log of records in one directory, which it holds locked."""
 
-    def __init__(self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int, reads: Reads = read_all
+    ) -> None:
         """Use `Journal.open` or `Journal.look`."""
-        self._directory, self._files, self._lock = directory, files, lock
+        self._directory, self._files, self._lock, self._reads = directory, files, lock, reads
         self._open_tail: Tail | None = None
         self._last: tuple[int, Scan] | None = None  # number and content of the last segment found
         self.num_records = 0  # appended since the run began, also those that were pruned: the sequence of the next
         self.durable = 0  # records with a lower sequence than this survive a power cut
         self._reserved_bytes = 0
-        self._first_segment = 0
+        self.first_segment = 0  # the oldest; those before it were pruned
         self._summarise: Callable[[], LedgerSaved] | None = None
         self._claim: Claim | None = None
         self._segment_bytes = segment_bytes
@@ -307,8 +313,15 @@ class Journal:
         return journal, found
 
     @classmethod
-    def look(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Recovery]:
-        """Lock `directory`, create it if it is missing, and read and verify all of its journal.
+    def look(
+        cls,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        files: Files = DISK,
+        reads: Reads = read_all,
+    ) -> tuple[Self, Recovery]:
+        """Lock `directory`, create it if it is missing, and read and verify its journal; all of it by default.
 
         Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
         claimed between the two. All that is returned is durable, also what the last coordinator had not synced before
@@ -322,7 +335,7 @@ class Journal:
         """
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
-        journal = cls(directory, files, lock, segment_bytes=segment_bytes)
+        journal = cls(directory, files, lock, segment_bytes=segment_bytes, reads=reads)
         try:
             refuse_half_salvaged(directory, files)
             return journal, journal._read()
@@ -334,7 +347,7 @@ class Journal:
     def after(cls, directory: Path, last: Scan, number: int, *, segment_bytes: int, files: Files) -> Self:
         """As `look`, where all up to `last`, which is the end of segment `number`, is known. Raises StateLocked."""
         journal = cls(directory, files, files.lock(directory / "lock"), segment_bytes=segment_bytes)
-        journal._first_segment, journal._last = min(segment_numbers(directory, files)), (number, last)
+        journal.first_segment, journal._last = min(segment_numbers(directory, files)), (number, last)
         journal.num_records = journal.durable = last.next_sequence
         return journal
 
@@ -385,8 +398,8 @@ class Journal:
             self._last = None
             return Recovery(items=(), torn_bytes=0)
         settle(segment_path(self._directory, max(numbers)), self._files)
-        found, items = read_all(self._directory, self._files)
-        self._first_segment, self._last = min(numbers), (max(numbers), found)
+        found, items = self._reads(self._directory, self._files)
+        self.first_segment, self._last = min(numbers), (max(numbers), found)
         self.num_records = self.durable = found.next_sequence
         return Recovery(items=items, torn_bytes=found.torn_bytes)
 
@@ -430,12 +443,12 @@ class Journal:
         """
         self.require_ours()
         assert before_segment <= self._tail.number
-        while self._first_segment < before_segment:
-            path = segment_path(self._directory, self._first_segment)
+        while self.first_segment < before_segment:
+            path = segment_path(self._directory, self.first_segment)
             if self._files.identity(path) is not None:  # a damaged journal may lack it
                 with self._fatal():
                     self._files.delete(path)
-            self._first_segment += 1
+            self.first_segment += 1
             _log.info("journal pruned path=%s", path)
 
     def reserve(self, attachment_bytes: int) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from farloop.algo.spec import BlobId, Layout
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger
-from farloop.coordinator.errors import Inconsistent, JournalCorrupt, NoRoom, StateMismatch, StorageError
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger, more_than_a_snapshot
+from farloop.coordinator.errors import (
+    Inconsistent,
+    JournalCorrupt,
+    NoRoom,
+    SnapshotCorrupt,
+    StateMismatch,
+    StorageError,
+)
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import Journal, claimed_epoch
@@ -26,10 +34,13 @@ from farloop.coordinator.storage.segment import (
     Attachment,
     Entry,
     Gap,
+    Scan,
     read_all,
     read_attachment,
     refuse_half_salvaged,
+    scan_segment,
     segment_numbers,
+    segment_path,
 )
 from farloop.coordinator.storage.state_reader import journal_folder, steadily
 from farloop.quant.errors import BadBlob
@@ -190,6 +201,7 @@ class Recovery:
     lost: bool = False  # the ledger is after a gap, and wrong until the next summary
     older: bool = False  # ignore snapshots newer than the ledger: the journal's end was lost
     adopted: dict[int, int] = field(default_factory=dict)  # Adopted versions by fragment: they may have no snapshot
+    unread: list[int] = field(default_factory=list)  # older segments that were not looked at
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)
     """Commits that can be repeated, by fragment and version."""
 
@@ -260,9 +272,7 @@ class Recovery:
                     loads.append(pool.submit(self._load, index + _READERS))
                 self.buffers.append(place(self._restore(index, snapshot, read)))
         if self.fault is not None:
-            what, why = "journal", f"damaged where the data is no longer needed: {self.fault}"
-            _log.warning("alarm what=%r why=%r", what, why)
-            self.alarms[what] = why
+            self.alarms["journal"] = passed_over(self.fault)
 
     def leads_on(self, index: int, version: int) -> bool:
         """Whether commits lead from a snapshot of this version to the fragment's newest."""
@@ -325,19 +335,105 @@ class Recovery:
         return restored
 
 
+def passed_over(fault: StorageError) -> str:
+    """The alarm for damage that nothing needs."""
+    why = f"damaged where the data is no longer needed: {fault}"
+    _log.warning("alarm what='journal' why=%r", why)
+    return why
+
+
+# --- What a start reads of the journal
+
+
+def read_needed(directory: Path, files: Files = DISK) -> tuple[Scan, Items]:
+    """As `read_all`, but the journal from its newest segment on with which everything is there that a start needs: the
+    ledger, what followed the newest snapshots, undecided deltas, and updates that a peer can request.
+
+    What is older is not looked at. Where not all of that is found, or something is damaged, all is read.
+    """
+    try:
+        return _read_needed(directory, files)
+    except (JournalCorrupt, StateMismatch):
+        return read_all(directory, files)
+
+
+def _read_needed(directory: Path, files: Files) -> tuple[Scan, Items]:
+    numbers = segment_numbers(directory, files)
+    number = max(numbers)
+    last = scan_segment(segment_path(directory, number), number, None, files)
+    entries = deque(last.entries)
+    if not last.begins_a_journal:
+        return read_all(directory, files)  # of the run's first start
+    updates, inputs = _needed(directory, last.entries, files)
+    found = last
+    while True:
+        for entry in reversed(found.entries):
+            match entry.record:
+                case rec.InputStored(blob=blob):
+                    inputs.discard(blob)
+                case rec.WindowCommitted(fragment=fragment, version=version) as record:
+                    if updates.pop((fragment, version), False):
+                        inputs.update(addend.blob for addend in record.blobs)
+                case _:
+                    pass
+        if not updates and not inputs and found.begins_a_journal:
+            return last, tuple(entries)
+        number, until = number - 1, found.first_sequence
+        if number not in numbers:
+            return read_all(directory, files)
+        found = scan_segment(segment_path(directory, number), number, None, files, until=until)
+        if found.next_sequence < until:
+            return read_all(directory, files)
+        entries.extendleft(reversed(found.entries))
+
+
+def _needed(directory: Path, entries: Sequence[Entry], files: Files) -> tuple[dict[tuple[int, int], bool], set[BlobId]]:
+    """By fragment and version, the commits that have to be in the journal, and whether they are repeated from their
+    deltas; and undecided deltas. `entries`: of the last segment."""
+    recovery = Recovery.begin(directory, entries, files)
+    for entry in entries:
+        recovery.take(entry)
+    ledger = recovery.ledger
+    fragments, spools = ledger.spec.identity.layout.fragments, commits.spools_inputs(ledger.spec.terms)
+    updates = {
+        key: False for key, known in ledger.commits.items() if known.size < more_than_a_snapshot(fragments[key[0]])
+    }
+    for fragment, newest in enumerate(ledger.versions):
+        saved = max(snapshots.versions_of(directory, fragment, files), default=-1)
+        updates |= {(fragment, version): spools for version in range(saved + 1, newest + 1)}
+    return updates, set(ledger.inputs)
+
+
 def recovered(directory: Path, items: Items, read: Read, files: Files = DISK, place: Place = as_they_are) -> Recovery:
-    """All of it.
+    """All of it, from what `read_needed` found. Where that does not suffice, as where a snapshot is damaged, from the
+    whole journal.
 
     Raises:
         JournalCorrupt: damage that matters.
         StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
     """
-    recovery = Recovery.begin(directory, items, files)
-    for item in items:
-        recovery.take(item)
-    recovery.require_all()
-    recovery.restore(read, place)
-    return recovery
+
+    def restored(items: Items) -> Recovery:
+        recovery = Recovery.begin(directory, items, files)
+        for item in items:
+            recovery.take(item)
+        recovery.require_all()
+        recovery.restore(read, place)
+        recovery.unread = unread(directory, items, files)
+        return recovery
+
+    if unread(directory, items, files):
+        with suppress(JournalCorrupt, SnapshotCorrupt, StateMismatch):
+            return restored(items)
+        _, items = read_all(directory, files)
+    return restored(items)
+
+
+def unread(directory: Path, items: Items, files: Files = DISK) -> list[int]:
+    """The segments before the first that is in `items`, the oldest first."""
+    first = items[0] if items else None
+    numbers = segment_numbers(directory, files)
+    return sorted(n for n in numbers if n < first.attachment.segment) if isinstance(first, Entry) else []
 
 
 def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
@@ -365,7 +461,7 @@ def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
     """
 
     def look() -> Recovery:
-        return recovered(directory, read_all(directory)[1], reader(directory))
+        return recovered(directory, read_needed(directory)[1], reader(directory))
 
     journal_folder(directory)
     found = steadily(look)
@@ -400,7 +496,7 @@ def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
         if not segment_numbers(directory, files):
             refuse_a_lost_journal(directory, files)
         else:
-            _, items = read_all(directory, files)
+            _, items = read_needed(directory, files)
             if items:
                 recovered(directory, items, reader(directory, files), files)
             else:

@@ -182,8 +182,8 @@ def segments_of(directory: Path, files: Files = DISK) -> Iterator[Scan | Journal
         following = found.next_sequence
         if number == min(paths) and number > 0 and not found.begins_a_journal:
             yield JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
-        if until is not None and found.next_sequence < until:
-            yield JournalCorrupt(path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
+        if (fault := _cut_short(found, until)) is not None:
+            yield fault
         yield found
 
 
@@ -421,6 +421,22 @@ def read_all(directory: Path, files: Files = DISK) -> tuple[Scan, tuple[Entry | 
         last = max(segment_numbers(directory, files))
         return scan_segment(segment_path(directory, last), last, None, files), tuple(read_damaged(directory, files))
     return scans[-1], tuple(entry for scanned in scans for entry in scanned.entries)
+
+
+def check_closed(directory: Path, number: int, files: Files = DISK) -> JournalCorrupt | None:
+    """Read and verify one segment that another follows: what is wrong with it. Raises StorageFailed."""
+    path, until = segment_path(directory, number), begin_of(directory, number + 1, files)
+    try:
+        found = scan_segment(path, number, None, files, until=until)
+    except JournalCorrupt as error:
+        return error
+    return _cut_short(found, until)
+
+
+def _cut_short(found: Scan, until: int | None) -> JournalCorrupt | None:
+    if until is None or found.next_sequence >= until:
+        return None
+    return JournalCorrupt(found.path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
 
 
 def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:

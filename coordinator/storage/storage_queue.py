@@ -1,6 +1,7 @@
 """The queue of storage calls: every call of the store runs in one worker, and its failures are classified here.
 
-Snapshots are written in another one, beside everything else: one at a time, after their commit was told.
+Snapshots are written in another one, beside everything else: one at a time, after their commit was told. There, what a
+start did not need of the journal is verified.
 
 `NoRoom` changed nothing. The call is repeated until there is room, and the run is held meanwhile (`run_state.py`). A
 reservation is repeated by the machine, which is told. Any other error of storage is fatal: what is durable is unknown
@@ -19,7 +20,7 @@ from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.run_state import StorageHold
-from farloop.coordinator.errors import NoRoom
+from farloop.coordinator.errors import NoRoom, StorageError
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.store import Cut, Store
 from farloop.runtime.ports import Action, Clock, Worker
@@ -157,6 +158,22 @@ class StorageQueue:
                 self._fatal(error)
 
         self._submit(self._store.require_ours, lambda _: None, failed)
+
+    def verify_older(self) -> None:
+        """Verify what the start did not read of the journal, a segment at a time, beside all else. Call it once."""
+        if self._beside is None or self._given_up or not self._store.unread:
+            return
+
+        def verified(fault: StorageError | None) -> None:
+            self._submit(partial(self._store.verified, fault), lambda _: self.verify_older(), self._fatal)
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, NoRoom):
+                self._pause(self.verify_older)
+            else:
+                self._fatal(error)
+
+        self._beside.submit(self._store.verify_older, verified, failed)
 
     def give_up(self) -> None:
         """Drop what waits for room: no node was told of it, and a restart repeats it."""

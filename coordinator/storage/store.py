@@ -20,7 +20,7 @@ from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.errors import FolderChanged, NoRoom, StateMismatch
+from farloop.coordinator.errors import FolderChanged, NoRoom, StateMismatch, StorageError
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files
@@ -35,10 +35,12 @@ from farloop.coordinator.storage.recovery import (
     as_they_are,
     fetched,
     named_anchors,
+    passed_over,
+    read_needed,
     recovered,
     refuse_a_lost_journal,
 )
-from farloop.coordinator.storage.segment import Entry
+from farloop.coordinator.storage.segment import Entry, check_closed, read_all
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.runtime.system import trim_heap
@@ -97,6 +99,8 @@ class Store:
         self.ledger = ledger  # the ledger of durable records; the machine's own is ahead of the disk
         self.buffers = buffers
         self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
+        self.unread: list[int] = []
+        """Older segments that the start did not look at, and `verify_older` has not since."""
         self._journal = journal
         self._attachments = Attachments()
         self._claimed = 0  # the epoch of an adoption that is not durable yet
@@ -160,12 +164,16 @@ class Store:
         files: Files = DISK,
         place: Place = as_they_are,
         follower: Follower | None = None,
+        adopt: bool = False,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
+
+        What no start needs of it is read later (`verify_older`).
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
         `place` puts buffers where they are kept.
         `follower` has the state in memory, so that nothing is read.
+        `adopt`: read all, also anchors of nodes that an earlier start fetched.
         `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol, Fencing).
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
@@ -175,7 +183,8 @@ class Store:
         """
         if follower is not None:
             return cls._led(directory, follower, accept, segment_bytes, files, place)
-        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
+        reads = read_all if adopt else read_needed
+        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files, reads=reads)
         try:
             for _ in range(_LOOKS):
                 if not found.items:
@@ -235,6 +244,7 @@ class Store:
     def _of(cls, directory: Path, journal: Journal, found: Recovery, files: Files, place: Place) -> "Store":
         store = cls(directory, journal, found.ledger, found.buffers, files, place)
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
+        store.unread = found.unread
         for fragment, (_, saved) in enumerate(found.restart_from):
             for version in range(saved + 1, store.ledger.versions[fragment] + 1):
                 if store._attachments.has_update(fragment, version):  # else it was adopted
@@ -359,6 +369,26 @@ class Store:
             self.alarms = {**self.alarms, what: str(error)}
             return
         self.alarms = {key: why for key, why in self.alarms.items() if key != what}
+
+    # --- The journal before what the start needed
+
+    def verify_older(self) -> StorageError | None:
+        """Read and verify the newest segment that was not looked at yet: what is wrong with it. Any thread.
+        Raises NoRoom: it cannot be opened now."""
+        try:
+            return check_closed(self.directory, self.unread[-1], self._files)
+        except NoRoom:
+            raise
+        except StorageError as error:
+            return error
+
+    def verified(self, fault: StorageError | None) -> None:
+        """Note what `verify_older` found. Nothing needs that segment; it may have been deleted meanwhile."""
+        number = self.unread.pop()
+        if fault is not None and number >= self._journal.first_segment:
+            self.alarms = {**self.alarms, "journal": passed_over(fault)}
+        if not self.unread:
+            _log.info("journal verified from=%s", self._journal.first_segment)
 
     def take_snapshots(self) -> None:
         """Save all that are due, here and now."""

@@ -308,6 +308,31 @@ def coordinator(
 
 
 @bench_app.command()
+def recovery(
+    parameters: Annotated[float, typer.Option(min=1024, max=1e11, help="Of the model, e.g. 1e9.")] = 1e8,
+    rounds: Annotated[int, typer.Option(min=1, max=60, help="Commits of each fragment before the kill.")] = 8,
+    codec: Annotated[str, typer.Option(help="Codec of both directions.")] = "q4",
+    out: NewFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long a coordinator takes to start after it was killed.
+
+    A coordinator and two nodes without a model run over the loopback of this machine until every
+    fragment has its commits, and are killed. Then a process recovers the state, first with nothing of
+    it in the page cache, then again: seconds, bytes that it read, peak memory, and the time for 7 B
+    parameters at the same rates. A state takes 12 bytes a parameter, twice on disk.
+
+    Example: farloop bench recovery --parameters 25e6 --rounds 20
+    """
+    check_codecs([codec])
+    from farloop.lab.bench.recovery import measure, text
+
+    starts = measure(int(parameters), rounds, codec, _empty_folder(out, "recovery").resolve())
+    found = [{**dataclasses.asdict(start), "large_s": start.large_s} for start in starts]
+    _print_result({"starts": found}, text(starts), as_json)
+
+
+@bench_app.command()
 def routing(
     nodes: Annotated[
         list[int] | None,

@@ -152,6 +152,7 @@ class VirtualFiles(Files):
         """Nothing more can be written, even where it was allocated, as where every write is a copy."""
         self.room: int | None = None  # most bytes that can be allocated at once; None for any number
         self.read_only = False
+        self.bytes_read = dict[Path, int]()  # by file
         self.failing_sync: Callable[[Path], bool] = lambda path: False
         """Whether the next sync of this file fails: the cached pages are called clean then, and are not on the disk."""
 
@@ -222,7 +223,12 @@ class VirtualFiles(Files):
 
     def read_bytes(self, path: Path) -> bytes:
         self._alive()
-        return bytes(self._content(path).cache)
+        data = bytes(self._content(path).cache)
+        self.count_read(path, data)
+        return data
+
+    def count_read(self, path: Path, data: bytes) -> None:
+        self.bytes_read[path] = self.bytes_read.get(path, 0) + len(data)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         self._alive()
@@ -314,7 +320,9 @@ class _VirtualFile(File):
         return _identity(self._content)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        return bytes(self._content.cache[offset : offset + num_bytes])
+        data = bytes(self._content.cache[offset : offset + num_bytes])
+        self._files.count_read(self.path, data)
+        return data
 
     def write(self, parts: Sequence[Bytes], offset: int) -> None:
         data = b"".join(bytes(part) for part in parts)

@@ -168,6 +168,17 @@ def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_path: Path) -> None:
+    words = ["bench", "recovery", "--parameters", "50000", "--rounds", "2", "--out", str(tmp_path / "out"), "--json"]
+    result = CliRunner().invoke(app, words, prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    cold, warm = json.loads(result.stdout)["starts"]
+    assert (cold["cold"], warm["cold"]) == (True, False)
+    assert cold["commits"] >= 2 * 16 and cold["state_bytes"] >= 12 * cold["parameters"]
+    assert cold["read_bytes"] > cold["state_bytes"] and cold["large_s"] > cold["seconds"] > 0
+
+
+@pytest.mark.slow
 def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
     words = "bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2"
     result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")

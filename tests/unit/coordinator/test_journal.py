@@ -269,7 +269,7 @@ class Model(RuleBasedStateMachine):
     def prune(self, data: st.DataObject) -> None:
         scans = read_segments(Path(self.place.name))
         count = data.draw(st.integers(0, len(scans) - 1))
-        self.journal.prune(self.journal._first_segment + count)
+        self.journal.prune(self.journal.first_segment + count)
         gone = sum(len(found.entries) for found in scans[:count])
         self.expected = self.expected[gone:]
         self.pruned += gone

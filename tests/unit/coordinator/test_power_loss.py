@@ -47,7 +47,7 @@ def state_of(store: Store) -> State:
             for b in store.buffers
         ),
         tuple(sorted(str(blob) for blob in store.ledger.inputs)),
-        tuple(sorted(store.fetched)),
+        tuple(f for f, found in sorted(store.fetched.items()) if found.anchor.version > store.ledger.versions[f]),
         store.ledger.history > 0,
     )
 
@@ -138,6 +138,9 @@ def window(fragment: int) -> list[Stage]:
     ]  # fmt: skip
 
 
+ADOPTION: list[Stage] = [
+    lambda run: run.fetch(0), lambda run: run.fetch(1), Run.adopt, Run.close, Run.restart
+]  # fmt: skip
 STAGES: list[Stage] = [
     Run.began,
     *window(0), *window(1), *window(0), *window(1), *window(0),
@@ -147,8 +150,7 @@ STAGES: list[Stage] = [
     lambda run: run.spool(0, A), lambda run: run.commit(0), *window(1), *window(1),
     partial(Run.close, unsynced=True), Run.restart,
     Run.fail_a_sync,
-    *window(0), *window(0), *window(1), *window(1),
-    lambda run: run.fetch(0), lambda run: run.fetch(1), Run.adopt, Run.close, Run.restart,
+    *window(0), *window(0), *window(1), *window(1), *ADOPTION,
 ]  # fmt: skip
 
 
@@ -199,7 +201,8 @@ class Cutter:
             if report.faults or (report.records and report.epoch < self.run.epoch):
                 raise Lost(f"{where}: {report.faults}, epoch {report.epoch}, told {self.run.epoch}")
         try:
-            store = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=left)
+            adopt = self.stage >= len(STAGES) - len(ADOPTION)
+            store = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=left, adopt=adopt)
         except Exception as error:
             raise Lost(f"{where}: {error}") from error
         found: State = () if store is None else state_of(store)

@@ -13,9 +13,11 @@ from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
+from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
+from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
@@ -88,6 +90,12 @@ def started(files: VirtualFiles) -> Store | StorageError:
         return stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=files)
     except StorageError as error:
         return error
+
+
+def verify_the_rest(store: Store) -> None:
+    """What the start did not look at, as its daemon does while the run goes on."""
+    while store.unread:
+        store.verified(store.verify_older())
 
 
 def goes_on(store: Store | StorageError, stored: Stored) -> list[int]:
@@ -163,12 +171,63 @@ def test_damage_of_what_nothing_needs_is_an_alarm_and_verify_tells_it_from_other
     report = verify(PLACE, files)
     assert report.faults and report.refused == ""
     store = started(files.survivor(AllOrNothing(writes=True, names=True)))
-    assert isinstance(store, Store)
+    assert isinstance(store, Store) and store.alarms == {}
+    verify_the_rest(store)
     assert list(store.alarms) == ["journal"] and first.name in store.alarms["journal"]
     assert goes_on(store, stored) == VERSIONS
     flip(files, last)
     report = verify(PLACE, files)
     assert report.faults and "journal-" in report.refused
+
+
+def test_a_start_reads_no_more_of_a_longer_journal(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that no segment was deleted from. The rest is read later, once, and what is wrong with it is an alarm."""
+    monkeypatch.setattr(Journal, "prune", lambda self, before: None)
+    read, size, segment_bytes = list[int](), list[int](), 64 << 10
+    for rounds in (13, 49):
+        run = Stored()
+        store = stored_runs.begun(PLACE, spec, segment_bytes=segment_bytes, files=run.files)
+        run.commit(store, rounds)
+        stored_runs.spool(store, 0, stored_runs.NODES[0])
+        store.close()
+        files = run.copy()
+        size.append(sum(len(files.read_bytes(path)) for path in journal_of(files)))
+        files.bytes_read.clear()
+        store = stored_runs.recovered(PLACE, segment_bytes=segment_bytes, files=files)
+        read.append(sum(files.bytes_read.values()))
+        of_start = {path for path in journal_of(files) if path in files.bytes_read}
+        assert [segment_path(PLACE, number) for number in store.unread] == [
+            path for path in journal_of(files)[:-1] if path not in of_start
+        ]
+        verify_the_rest(store)
+        assert set(journal_of(files)[:-1]) <= set(files.bytes_read) and store.alarms == {}
+        assert goes_on(store, run) == [rounds, rounds]
+    assert size[1] > 4 * size[0] and read[1] < 1.2 * read[0]
+
+
+def test_a_segment_that_was_deleted_before_it_was_verified_is_no_damage(spec: RunSpec) -> None:
+    run = Stored()
+    store = stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=run.files)
+    run.commit(store, 9)
+    store.close()
+    store = stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=run.files)
+    left, fault = len(store.unread), store.verify_older()
+    assert left > 0 and fault is None
+    run.commit(store, 9)  # with snapshots, after which they are deleted
+    assert not set(store.unread) & segment_numbers(PLACE, run.files)
+    verify_the_rest(store)
+    assert store.alarms == {}
+
+
+def test_a_damaged_newest_snapshot_makes_a_start_read_on(stored: Stored) -> None:
+    files = stored.copy()
+    store = started(files.survivor(AllOrNothing(writes=True, names=True)))
+    assert isinstance(store, Store) and store.unread
+    for fragment in (0, 1):
+        flip(files, snapshot_path(PLACE, fragment, versions_of(PLACE, fragment, files)[-1]), 600)
+    store = started(files)
+    assert isinstance(store, Store) and store.unread == []
+    assert goes_on(store, stored) == VERSIONS
 
 
 def test_verify_looks_at_the_disk_and_not_at_the_cache(stored: Stored) -> None:
