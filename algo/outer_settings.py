@@ -18,7 +18,8 @@ from farloop.algo.terms import InnerOptimizer, Terms
 
 
 PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
-_MUON_MOMENTUM: Final = 0.6
+_MUON_MOMENTUM: Final = {1: 0.6, 3: 0.65, 4: 0.7}  # from so many nodes on
+_MUON_LR: Final = 0.8
 
 
 def default_outer(
@@ -29,22 +30,27 @@ def default_outer(
     The best ν grows slowly with H, but the sources are for H = 30 and 50 and serve every H but 1: there an outer
     optimizer does worse than at any other H (arXiv 2503.09799), so the plain average is taken.
 
-    Deltas of Muon that are averaged want less momentum: 0.6 (arXiv 2505.23725, for one node), and 1 − 2/R in runs of
-    R < 5 outer steps, which would end with much of it in the buffer. ν falls from 1, that of the plain average, to 0.8.
+    Deltas of Muon that are averaged want less momentum: 0.6 (arXiv 2505.23725, for one node), or 0.7 with four nodes
+    (docs/quality.md), and at most 1 − 2/R in runs of R outer steps: short ones would end with much of it in the buffer.
+    ν falls from 1, that of the plain average, to 0.8.
     """
     if num_nodes < 1 or h < 1:
         raise ValueError(f"a run has at least 1 node and h of at least 1, not {num_nodes} and {h}")
     row = method_named(method)
-    by_nodes, momentum = dict(row.outer_lr), row.outer_momentum
-    lr = by_nodes[max(n for n in by_nodes if n <= num_nodes)]
+    lr, momentum = _of_nodes(dict(row.outer_lr), num_nodes), row.outer_momentum
     if h > 1 and inner == "muon" and (row.outer, row.merge) == ("nesterov", "mean"):
-        momentum = min(_MUON_MOMENTUM, max(0.0, 1 - 2 / max(1, outer_steps)))
-        lr = 1 - momentum / 3
+        most = _of_nodes(_MUON_MOMENTUM, num_nodes)
+        momentum = min(most, max(0.0, 1 - 2 / max(1, outer_steps)))
+        lr = 1 - (1 - _MUON_LR) * momentum / most
     elif h == 1 or outer_steps < fewest_outer_steps(row.name):
         lr, momentum = PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum
     # One delta of every node to a step of the momentum: as many as synchronous DiLoCo averages.
     buffer = num_nodes if row.outer == "delayed-nesterov" else 1
     return OuterSettings(kind=row.outer, lr=lr, momentum=momentum, clip=row.outer_clip, buffer=buffer)
+
+
+def _of_nodes(table: Mapping[int, float], num_nodes: int) -> float:
+    return table[max(least for least in table if least <= num_nodes)]
 
 
 def fewest_outer_steps(method: str) -> int:

@@ -370,11 +370,12 @@ def test_a_run_too_short_for_its_momentum_is_plainly_averaged(method: str, fewes
     assert (short.lr, short.momentum) == (PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 8])
-def test_momentum_for_muon_grows_with_the_outer_steps_without_a_jump(nodes: int) -> None:
-    """From the plain average of one or two outer steps to ν = 0.8 and μ = 0.6."""
-    found = [default_outer(nodes, h=15, outer_steps=steps, inner="muon") for steps in (1, 2, 3, 4, 5, 6, 10**6)]
-    assert found[0] == found[1] == PLAIN_AVERAGE and found[4] == found[-1] == OuterSettings(lr=0.8, momentum=0.6)
+@pytest.mark.parametrize(("nodes", "momentum"), [(1, 0.6), (2, 0.6), (3, 0.65), (4, 0.7), (8, 0.7)])
+def test_momentum_for_muon_grows_with_the_outer_steps_without_a_jump(nodes: int, momentum: float) -> None:
+    """From the plain average of one or two outer steps to ν = 0.8 and μ = 0.6 to 0.7."""
+    found = [default_outer(nodes, h=15, outer_steps=steps, inner="muon") for steps in (1, 2, 3, 4, 5, 6, 7, 10**6)]
+    assert found[0] == found[1] == PLAIN_AVERAGE and found[-2] == found[-1]
+    assert found[-1].momentum == momentum and found[-1].lr == pytest.approx(0.8)
     for fewer, more in itertools.pairwise(found):
         assert 0 <= more.momentum - fewer.momentum < 0.34 and 0 <= fewer.lr - more.lr < 0.12
     assert default_outer(nodes, h=1, outer_steps=99, inner="muon") == PLAIN_AVERAGE
