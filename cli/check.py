@@ -104,13 +104,13 @@ def _h_text(terms: Terms) -> str:
 
 
 def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
-    node = file.node
-    first = ", ".join(f"{share.weight:g} × {share.path}" for share in node.data_mixture)
-    first = first or str(node.data or "Python's standard library")
+    node, data = file.node, file.node.data
+    first = ", ".join(f"{share.weight:g} × {share.path}" for share in data.mixture or ())
+    first = first or str(data.path or "Python's standard library")
     return [
         ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
         ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
-        ("data", ", then ".join([first, *map(str, node.data_phases)])),
+        ("data", ", then ".join([first, *map(str, data.phases or ())])),
         ("state", str(node.state_dir or Path(".farloop") / node.name)),
         *_link_lines(node),
         *_uplink_lines(node.uplink),

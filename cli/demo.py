@@ -25,13 +25,14 @@ from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
 from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.local.processes import Children, free_port, page, stop_on_signals, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status, dumps, finished_status
 from farloop.monitoring.units import loss_text
 from farloop.node.model.built_in import build, from_json
+from farloop.node.settings import DataConfig
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 

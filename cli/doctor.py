@@ -410,8 +410,9 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
         findings.append(fail("ranks", detail, "set [node] nproc to that or less"))
-    first: list[Path | None] = [share.path for share in config.data_mixture]
-    texts = [_data(path, config.data_bytes) for path in (*(first or [config.data]), *config.data_phases)]
+    data = config.data
+    first: list[Path | None] = [share.path for share in data.mixture or ()]
+    texts = [_data(path, data.max_bytes) for path in (*(first or [data.path]), *(data.phases or ()))]
     return [*findings, *texts, wall_clock(url)]
 
 

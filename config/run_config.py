@@ -21,7 +21,7 @@ from farloop.algo.validation import (
     may_own_tau,
 )
 from farloop.monitoring.units import AtLeast, OneOf, ascii_number, is_digits
-from farloop.node.settings import PRESETS, Share, check_model_name
+from farloop.node.settings import PRESETS, check_model_name
 from farloop.quant.spelling import check_codec, downlink_spelling
 from farloop.wire.keys import check_name
 
@@ -169,26 +169,6 @@ class RunConfig:
     `join(evaluate=...)`."""
     evaluation_sequences: Annotated[int, AtLeast(1)] = 64
     """Sequences of the fixed evaluation set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """The table `[data]` of a RUN.toml or NODE.toml; both must name the same data."""
-
-    path: Path | None = None
-    """Token file (`farloop data build`), text file, JSONL file or folder. Default: the source of Python's standard
-    library."""
-    mixture: tuple[Share, ...] | None = None
-    """Several of these in place of path, and their shares of the samples, e.g. [{path = "wiki.bin", weight = 3},
-    {path = "code.bin", weight = 1}]."""
-    max_bytes: Annotated[int, AtLeast(1)] = 16_000_000
-    """Most bytes to read from each text; a token file is used whole."""
-    phases: tuple[Path, ...] | None = None
-    """Data like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
-    digest: str | None = None
-    """RUN.toml with init: a name for the dataset of your own loops, which each of them compares."""
-    samples: Annotated[int | None, AtLeast(1)] = None
-    """With digest: its number of samples."""
 
 
 def loops_bring_data(config: RunConfig) -> bool:

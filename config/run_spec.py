@@ -18,7 +18,7 @@ from farloop.algo.sample_order import arrivals
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, is_statistic
 from farloop.algo.terms import Terms
 from farloop.algo.validation import check
-from farloop.config.run_config import DataConfig, RunConfig, loops_bring_data, terms_of
+from farloop.config.run_config import RunConfig, loops_bring_data, terms_of
 from farloop.config.settings import RunFile, Settings, about_run
 from farloop.coordinator.aggregator import first_anchor
 from farloop.monitoring.units import is_digits
@@ -42,7 +42,7 @@ from farloop.node.model.named import (
     model_folder,
     taken,
 )
-from farloop.node.settings import HF, OWN, PRESETS, VOCABULARY, check_model_name, is_factory
+from farloop.node.settings import HF, OWN, PRESETS, VOCABULARY, DataConfig, check_model_name, is_factory
 from farloop.node.trainer import evaluation_name
 from farloop.quant.blob import typical_bytes
 from farloop.quant.codec_checks import check_codecs

@@ -26,7 +26,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import Fragment, Layout
 from farloop.algo.validation import MOST_WHOLE, check
 from farloop.config.exit_codes import ExitCode
-from farloop.config.run_config import DataConfig, RunConfig, terms_of
+from farloop.config.run_config import RunConfig, terms_of
 from farloop.config.sources import (
     ConfigError,
     Given,
@@ -44,6 +44,7 @@ from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.node.errors import LayoutError
 from farloop.node.settings import (
     PRESETS,
+    DataConfig,
     NodeConfig,
     PipelineConfig,
     Share,
@@ -200,9 +201,7 @@ RUN_SCHEMA: Schema = {
 
 NODE_SCHEMA: Schema = {
     # Data have a section of their own, the same in both files.
-    "node": _section(
-        "node", NodeConfig, Exposure, without=frozenset({"data", "data_mixture", "data_bytes", "data_phases"})
-    ),
+    "node": _section("node", NodeConfig, Exposure, without=frozenset({"data"})),
     "data": _section("data", DataConfig),
     "pipeline": _section("pipeline", PipelineConfig),
 }
@@ -267,7 +266,6 @@ class NodeFile:
 
     settings: Settings
     node: NodeConfig
-    data: DataConfig
     pipeline: PipelineConfig
 
 
@@ -320,14 +318,7 @@ def load_node(
         key = "samples" if data.digest is None else "digest"
         raise settings.error("data", key, "goes into the RUN.toml: a node with a loop of its own has no NODE.toml")
     _check_data(settings)
-    config = NodeConfig(
-        **node,
-        data=data.path,
-        data_mixture=data.mixture or (),
-        data_bytes=data.max_bytes,
-        data_phases=data.phases or (),
-    )
-    return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
+    return NodeFile(settings=settings, node=NodeConfig(**node, data=data), pipeline=pipeline_of(settings))
 
 
 def _check_data(settings: Settings) -> None:
@@ -411,7 +402,6 @@ def check_at_once(file: RunFile | NodeFile) -> None:
     Raises:
         ConfigError, KeyFileError: one line.
     """
-    settings, data = file.settings, file.data
     if isinstance(file, NodeFile):
         if file.node.key is not None and file.node.server_key is not None:
             load_secret(file.node.key)
@@ -420,6 +410,7 @@ def check_at_once(file: RunFile | NodeFile) -> None:
     if file.coordinator.key is not None and file.coordinator.allow is not None:
         load_secret(file.coordinator.key)
         AllowList(file.coordinator.allow).refresh()
+    settings, data = file.settings, file.data
     for key, paths in (("path", [data.path]), ("phases", data.phases or ())):
         if missing := [path for path in paths if path is not None and not path.exists()]:
             raise settings.error("data", key, f"no file or folder {missing[0]}")

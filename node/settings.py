@@ -106,6 +106,26 @@ class Share:
     weight: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The table `[data]` of a RUN.toml or NODE.toml; both must name the same data."""
+
+    path: Path | None = None
+    """Token file (`farloop data build`), text file, JSONL file or folder. Default: the source of Python's standard
+    library."""
+    mixture: tuple[Share, ...] | None = None
+    """Several of these in place of path, and their shares of the samples, e.g. [{path = "wiki.bin", weight = 3},
+    {path = "code.bin", weight = 1}]."""
+    max_bytes: Annotated[int, AtLeast(1)] = 16_000_000
+    """Most bytes to read from each text; a token file is used whole."""
+    phases: tuple[Path, ...] | None = None
+    """Data like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
+    digest: str | None = None
+    """RUN.toml with init: a name for the dataset of your own loops, which each of them compares."""
+    samples: Annotated[int | None, AtLeast(1)] = None
+    """With digest: its number of samples."""
+
+
 Buffers = Literal["same", "own"]
 Where = Literal["auto", "host", "device"]
 """Where anchors are kept; on CPUs it is one place. "auto": on the device, once its first steps have shown the room."""
@@ -141,14 +161,7 @@ class NodeConfig:
     http_names: str = ""
     """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
     and private names are always allowed; * allows any name."""
-    data: Path | None = None
-    """Token file, text file, JSONL file or folder. Default: the source of Python's standard library."""
-    data_mixture: tuple[Share, ...] = ()
-    """Several of these in place of `data`."""
-    data_bytes: int = 16_000_000
-    """Most bytes to read from each text."""
-    data_phases: tuple[Path, ...] = ()
-    """The text of each re-warm that brings new data, in order."""
+    data: DataConfig = DataConfig()
     give_up: Annotated[float, TIME] = 0.0
     """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
     never."""

@@ -67,10 +67,9 @@ def train(
 
 def corpora_of(config: NodeConfig) -> list[Corpus]:
     """The node's data, and those of each re-warm that brings some. Raises CorpusError."""
-    most = config.data_bytes
-    mixture = config.data_mixture
-    first = load_mixture(mixture, max_bytes=most) if mixture else load_corpus(config.data, max_bytes=most)
-    return [first, *(load_corpus(path, max_bytes=most) for path in config.data_phases)]
+    data, most = config.data, config.data.max_bytes
+    first = load_mixture(data.mixture, max_bytes=most) if data.mixture else load_corpus(data.path, max_bytes=most)
+    return [first, *(load_corpus(path, max_bytes=most) for path in data.phases or ())]
 
 
 def inventory_of(config: NodeConfig, environ: Mapping[str, str] | None) -> Inventory:

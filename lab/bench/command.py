@@ -473,11 +473,11 @@ def quality(
     """
     check_model(model or "micro")
     from farloop.cli.progress import progress_console
-    from farloop.config.run_config import DataConfig
     from farloop.lab.bench.comparison import markdown, report, table, watched
     from farloop.lab.bench.quality import CPU, RunFailed, run_all
     from farloop.lab.bench.quality_spec import asked_for, check_device, command_of, plan_grid
     from farloop.lab.plots.quality import plot_frontier
+    from farloop.node.settings import DataConfig
 
     check_device(device)
     make_output_folder(out)

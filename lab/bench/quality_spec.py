@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from farloop.algo.methods import METHODS, method_named
 from farloop.config.exit_codes import CommandError
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.config.settings import run_settings
 from farloop.config.sources import load_tables, validated
@@ -21,7 +21,7 @@ from farloop.lab.bench.quality import CPU, QualityPlan, Variant
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import nearest
 from farloop.node.data.corpus import load_corpus
-from farloop.node.settings import PRESETS
+from farloop.node.settings import PRESETS, DataConfig
 
 # --- how variants and settings are spelled
 

@@ -31,12 +31,13 @@ from rich.table import Table
 from farloop.cli.options import AsJson, check_model, facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.lab.chaos.faults import DATA, RUN, Ballast
 from farloop.lab.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.local.processes import stop_on_signals
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, duration_text, nearest, size_text
+from farloop.node.settings import DataConfig
 
 if TYPE_CHECKING:
     from farloop.lab.chaos.pair_storm import PairOutcome

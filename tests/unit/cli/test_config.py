@@ -78,12 +78,12 @@ def test_paths_of_a_file_are_relative_to_it_and_others_to_the_working_folder(
     expected = (tmp_path / "new", tmp_path.parent / "newer")
     assert run_file(tmp_path, table).data.phases == expected
     node = node_file(tmp_path, table)
-    assert node.node.data_phases == node.data.phases == expected and node_file(tmp_path).node.data_phases == ()
+    assert node.node.data.phases == expected and node_file(tmp_path).node.data.phases is None
     assert run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases == (here / "new", Path("/newer.txt"))
     assert run_file(tmp_path, flags=["data.path=a=b.txt"]).data.path == here / "a=b.txt"
     parts = "[data]\nmixture = [{path = 'wiki.bin', weight = 3}, {path = '/code', weight = 0.5}]\n"
     shares = (Share(path=tmp_path / "wiki.bin", weight=3.0), Share(path=Path("/code"), weight=0.5))
-    assert run_file(tmp_path, parts).data.mixture == node_file(tmp_path, parts).node.data_mixture == shares
+    assert run_file(tmp_path, parts).data.mixture == node_file(tmp_path, parts).node.data.mixture == shares
     assert run_file(tmp_path, flags=["data.mixture=a=b=2, c=1"]).data.mixture == (
         Share(path=here / "a=b", weight=2.0),
         Share(path=here / "c", weight=1.0),
@@ -100,7 +100,7 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
     path = written(tmp_path, "[node]\nname = 'oslo'\ntau = 9\n[data]\nmax_bytes = 1000\n")
     file = load(path, flags=[], environ={})
     assert isinstance(file, NodeFile)
-    assert (file.node.name, file.node.data_bytes, file.node.tau) == ("oslo", 1000, 9)
+    assert (file.node.name, file.node.data.max_bytes, file.node.tau) == ("oslo", 1000, 9)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from farloop.cli.daemons import _last_line, different_run, different_terms, open
 from farloop.cli.main import adoption
 from farloop.cli.pages import Viewers, pages
 from farloop.config.exit_codes import CommandError, ExitCode
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
@@ -23,6 +23,7 @@ from farloop.monitoring import page
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import STATUS_FILE, dumps
 from farloop.monitoring.status_summary import standing
+from farloop.node.settings import DataConfig
 
 DATA = DataConfig(max_bytes=300_000)
 

@@ -10,11 +10,12 @@ from command_line import error_line, farloop, found
 from safetensors.torch import load_file
 from stored_runs import run_rounds
 
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.coordinator.storage.store import Store
 from farloop.node.data.corpus import EvaluationSet, load_corpus
 from farloop.node.model.named import fill_, model_of_run
+from farloop.node.settings import DataConfig
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.cli.main import app
 from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, PROCESS_BYTES, TRAINING_BYTES, memory_of
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.node.model.built_in import build
 from farloop.node.model.inner_optimizer import Together, default_optimizer
-from farloop.node.settings import PRESETS
+from farloop.node.settings import PRESETS, DataConfig
 
 RUN = """
 [run]

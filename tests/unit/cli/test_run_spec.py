@@ -14,13 +14,13 @@ from farloop.algo.schedule import first_rounds
 from farloop.algo.spec import Identity
 from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.cli.check import _h_text
-from farloop.config.run_config import DataConfig, RunConfig, terms_of
+from farloop.config.run_config import RunConfig, terms_of
 from farloop.config.run_spec import plan_run
 from farloop.node.data.corpus import load_corpus, load_mixture, num_samples
 from farloop.node.data.token_file import TokenWriter
 from farloop.node.errors import CorpusError
 from farloop.node.model.built_in import from_json
-from farloop.node.settings import PRESETS, ModelConfig, Share
+from farloop.node.settings import PRESETS, DataConfig, ModelConfig, Share
 from farloop.quant import codec_checks
 from farloop.quant.codec import Codec
 from farloop.quant.formats.blocks import BlockCodec

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from farloop.algo.fragments import kept_ties, partition, trainable_tensors, whole_shapes
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
 from farloop.node.errors import LayoutMismatch, ModelError
@@ -34,7 +34,7 @@ from farloop.node.model.named import (
     model_of_run,
 )
 from farloop.node.model.replica import Replica, matched_parameters
-from farloop.node.settings import PRESETS, located
+from farloop.node.settings import PRESETS, DataConfig, located
 from farloop.node.trainer import backward
 
 DATA = DataConfig(max_bytes=100_000)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from farloop.node import trainer
-from farloop.node.settings import NodeConfig
+from farloop.node.settings import DataConfig, NodeConfig
 from farloop.node.trainer import train
 from farloop.wire.machine_info import NOTHING
 
@@ -25,7 +25,7 @@ def test_a_node_joins_with_all_of_its_settings(tmp_path: Path, monkeypatch: pyte
     text = tmp_path / "text.txt"
     text.write_text("farloop " * 4000)
     monkeypatch.setattr(trainer, "join_run", joining)
-    config = NodeConfig(name="oslo", coordinator="tcp://10.0.0.1:7700", data=text)
+    config = NodeConfig(name="oslo", coordinator="tcp://10.0.0.1:7700", data=DataConfig(path=text))
     with pytest.raises(Joined):
         train(config)
     node, options, inventory = given

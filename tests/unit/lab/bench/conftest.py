@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from farloop.algo.spec import RunSpec
-from farloop.config.run_config import DataConfig, RunConfig
+from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import plan_run
 from farloop.node.data.corpus import Corpus, load_corpus
-from farloop.node.settings import PRESETS, ModelConfig
+from farloop.node.settings import PRESETS, DataConfig, ModelConfig
 
 SpecOf = Callable[..., RunSpec]
 

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from farloop.algo.methods import METHODS
 from farloop.cli.main import app
 from farloop.config.exit_codes import CommandError
-from farloop.config.run_config import DataConfig
 from farloop.config.settings import run_settings
 from farloop.lab.bench import command as bench
 from farloop.lab.bench.quality import QualityPlan
@@ -27,7 +26,7 @@ from farloop.lab.bench.quality_spec import (
     plan_grid,
     share_of,
 )
-from farloop.node.settings import PRESETS, VOCABULARY
+from farloop.node.settings import PRESETS, VOCABULARY, DataConfig
 
 # --- words
 
