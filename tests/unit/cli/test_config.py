@@ -167,9 +167,12 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         *((f"--set {flag}", f"--set {flag}: section.key=value is wanted") for flag in ("steps=3", "run.steps", "")),
         (
             "--set coordinator.min_participation=1.5",
-            "--set: [coordinator] min_participation: 1.5 is not a share; 0 to 1",
+            "--set: [coordinator] min_participation: 1.5 is not a share; expected 0 to 1, as 0.5",
         ),
-        ("--set coordinator.probe_share=-1", "--set: [coordinator] probe_share: -1 is not a share; 0 or more"),
+        (
+            "--set coordinator.probe_share=-1",
+            "--set: [coordinator] probe_share: -1 is not a share; expected 0 or more, as 0.01",
+        ),
         ("--set coordinator.egress_price_per_gb=-0.01", "--set: [coordinator] egress_price_per_gb: -0.01 is not a"),
         (
             "--set coordinator.egress_price_per_gb=inf",
