@@ -146,16 +146,15 @@ def siege(port: int, count: int, request: bytes) -> Iterator[None]:
         client.result()
 
 
-@pytest.mark.parametrize("count", [40, 120])
 @pytest.mark.parametrize(
     "request_head",
     [b"", b"GET /stat", b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"],
     ids=["silent", "half a request", "never reads"],
 )
-def test_health_and_pages_answer_beside_slow_clients(count: int, request_head: bytes) -> None:
+def test_health_and_pages_answer_beside_slow_clients(request_head: bytes) -> None:
     """A liveness probe that finds no answer restarts a coordinator that is well."""
     routes = {**ROUTES, "/healthz": lambda: Response(body=b"ok\n"), "/large": lambda: Response(body=bytes(4 << 20))}
-    with Endpoint("127.0.0.1", 0, routes, request_limit_s=60) as endpoint, crowd(endpoint.port, count, request_head):
+    with Endpoint("127.0.0.1", 0, routes, request_limit_s=60) as endpoint, crowd(endpoint.port, 120, request_head):
         assert [ask(endpoint.port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
         assert ask(endpoint.port, "GET", "/status")[0] == 200
         assert len(endpoint._open) <= endpoint_module.MAX_CONNECTIONS
