@@ -95,13 +95,13 @@ def test_a_slow_node_slows_no_other_node(seconds: float) -> None:
 
 def test_a_slow_node_does_fewer_steps_in_the_time_of_a_round() -> None:
     """A: as soon as it is known to be slow, it keeps up; before, it lost two rounds."""
-    outcome = play("decoupled", (*FAST, 0.4), steps=4 * STEPS)
+    outcome = play("decoupled", (*FAST, 0.4), steps=2 * STEPS)
     plans = [record.round for record in outcome.records if isinstance(record, rec.RoundFixed)]
     assert {plan.steps_of(D) for plan in plans[10:]} == {3} and {plan.steps_of(A) for plan in plans} == {H}
     (start,) = outcome.nodes[D]
-    assert start.inner_steps == pytest.approx(STEPS, rel=0.1)
+    assert start.inner_steps == pytest.approx(STEPS / 2, rel=0.1)
     assert start.skipped_positions <= 6 * H
-    assert len({commit.round for commit in outcome.commits if D in commit.contributors}) > STEPS / H
+    assert len({commit.round for commit in outcome.commits if D in commit.contributors}) > STEPS / 2 / H
 
 
 @pytest.mark.parametrize("method", METHODS)

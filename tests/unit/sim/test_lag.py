@@ -129,7 +129,7 @@ def test_what_a_lossy_codec_left_is_sent_with_the_next_delta() -> None:
     """Error feedback needs the outcome of a delta before the next one is encoded: with a lag it is just in time."""
     errors = []
     for beta in (0, 1):
-        world = scenario(codec_up=f"topk:k=8,beta={beta}", outer_momentum=0.0, steps=120)
+        world = scenario(codec_up=f"topk:k=8,beta={beta}", outer_momentum=0.0, steps=60)
         outcome = run(world)
         outcome.check()
         exact = run(dataclasses.replace(world, terms=world.terms.replace(codec_up="fp32")))

@@ -123,7 +123,7 @@ def test_gradients_are_clipped_as_the_library_does() -> None:
 def test_a_run_with_limited_uplinks_and_quiet_hours_is_slower_and_otherwise_the_same(method: str) -> None:
     """What is held back is late, and no error: no session ends, and nothing is dropped. The quiet minute is the
     first of the simulation."""
-    terms = terms_of(method, steps=40 if method == "data-parallel" else 120, outer_momentum=0.5)
+    terms = terms_of(method, steps=20 if method == "data-parallel" else 60, outer_momentum=0.5)
     limit = UplinkLimit(bytes_per_s=20_000.0, quiet_hours=(0, 1), quiet_bytes_per_s=2_000.0)
     free, limited = (run(Scenario(terms=terms, uplink=uplink)) for uplink in (UplinkLimit(), limit))
     limited.check()
