@@ -111,6 +111,14 @@ def test_patience_holds_a_quorum_and_not_a_window_that_has_all() -> None:
     assert everybody.why_close(1, 1, patient=True) == "all 3 expected came"
 
 
+def test_a_refused_delta_is_no_part_of_it_and_its_node_is_not_awaited() -> None:
+    good, bad = offer("a"), offer("b")
+    judged = window("ab", good, bad)
+    judged.refuse(rec.Refusal(blob=bad.blob, reason=Reason.OUTLIER, detail="too long"))
+    assert judged.ordered() == [good] and [share.node for share in judged.shares()] == [A]
+    assert (judged.missing, judged.removed) == (set(), {B: Reason.OUTLIER})
+
+
 def test_a_relayed_blob_counts_for_all_its_contributors() -> None:
     """Windows, weights and reasons work on contributor sets (protocol H)."""
     relayed = window("abc", offer("bc", tokens=100), offer("a", tokens=200))
