@@ -175,9 +175,9 @@ def test_the_floor_rule_counts_only_nodes_that_paths_use() -> None:
     small = tuple(replace(node, max_layers=5) for node in inventory.nodes)
     plan = make_plan(replace(inventory, nodes=small, model=replace(inventory.model, activation_bytes=4e6)))
     standby = set(plan.standby)
-    if standby:
-        crawling = tuple(replace(node, layer_s=1e3) if node.name in standby else node for node in small)
-        assert "floor rule" not in "".join(make_plan(replace(inventory, nodes=crawling)).notes)
+    assert standby
+    crawling = tuple(replace(node, layer_s=1e3) if node.name in standby else node for node in small)
+    assert "floor rule" not in "".join(make_plan(replace(inventory, nodes=crawling)).notes)
 
 
 def test_paths_that_skip_are_compared_with_full_and_random_ones() -> None:
