@@ -170,6 +170,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.queued: dict[BlobId, int] = {}
+        self.transfers = self
 
     def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
         return {blob: size for blob, size in self.queued.items() if blob.kind is kind}

@@ -113,7 +113,8 @@ def test_a_node_has_the_version_that_it_runs_now(metrics: Metrics) -> None:
 
 
 def peer(number: int, traffic: Traffic, *, in_flight: int = 0) -> Peer:
-    session = SimpleNamespace(traffic=traffic, live_in_flight=in_flight, background_in_flight=0, bytes_per_s=65536.0)
+    transfers = SimpleNamespace(live_in_flight=in_flight, background_in_flight=0, bytes_per_s=65536.0)
+    session = SimpleNamespace(traffic=traffic, transfers=transfers)
     return cast(Peer, SimpleNamespace(number=number, session=session))
 
 

@@ -248,9 +248,10 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
     def broken(*args: object, **options: object) -> Any:
         raise error("on purpose")
 
-    is_property = isinstance(vars(Session)[call], property)
-    spoiled = type("Spoiled", (Session,), {call: property(broken) if is_property else broken})
-    hall.peers["a"].session.__class__ = spoiled
+    session = hall.peers["a"].session
+    target = session if call in vars(Session) else session.transfers
+    is_property = isinstance(vars(type(target))[call], property)
+    target.__class__ = type("Spoiled", (type(target),), {call: property(broken) if is_property else broken})
     for round_ in (1, 2):
         for name in ("a", "b"):
             hall.work(name, round_)
