@@ -1,7 +1,6 @@
 """A real node and a real coordinator, with the model on the pretend CUDA device (`tests/cases/pretend_cuda.py`)."""
 
 import logging
-import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -50,7 +49,7 @@ def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
     What is written for CUDA is run by this, but for what is listed."""
     caplog.set_level(logging.INFO)
     wanted, cpu = branches(), Loop(build(CONFIG, 0), torch.device("cpu"), 2, 16)
-    with coordinator(cpu, tmp_path, H, 1000 * H, os.environ) as port, Device("lazy") as cuda:
+    with coordinator(cpu, tmp_path, H, 1000 * H) as port, Device("lazy") as cuda:
         loop = Loop(build(CONFIG, 0).to("cuda"), torch.device("cuda"), 2, 16)
         for anchors, most in (("auto", 0.0), ("host", 8.0)):
             loop.module.load_state_dict(load_file(tmp_path / FIRST))
