@@ -410,6 +410,7 @@ _NEEDED: Final[tuple[tuple[str, object, str], ...]] = (
     ("on_late_update", "wait", "a node must know the mean of all deltas before it begins the next"),
     ("quorum", None, "every node must be part of every merge"),
     ("max_staleness", 0, "all deltas of a merge must have one base"),
+    ("merge", None, "updates must be made of the mean of all deltas"),
 )
 """Terms, the one value of each, and why."""
 
@@ -450,8 +451,9 @@ def check_admission(terms: Terms, method: Method) -> None:
         return
     if outer.merge == DISJOINT_SUM:
         linear = method.merge == "mean" and method.outer in ("nesterov", "sgd") and not method.alone
-        require(linear, f"merge is sum, but the outer step of {method.name} needs a mean; take diloco or streaming")
+        require(linear, f"merge is sum, but {method.name} steps by a mean; take diloco, streaming or sparse")
         return require(not terms.schedule.eager, "merge is sum, but an eager start needs the mean; set eager = false")
+    require(outer.merge != "mean", "merge is mean, which is the default: leave it out, or none in `farloop set`")
     if outer.merge not in ROBUST_RULES:
         raise ValueError(f"merge is {outer.merge!r}; {nearest(outer.merge, MERGES)}")
     rule = ROBUST_RULES[outer.merge]

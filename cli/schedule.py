@@ -116,6 +116,8 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
     from farloop.config.run_config import terms_of
     from farloop.config.settings import in_keys
 
+    if config.bytes_goal is not None:
+        raise CommandError("bytes_goal: h follows from the model; `farloop config check RUN.toml` shows it: give run.h")
     one_slot = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
     try:
         terms, notes = terms_of(config, method_named(config.method))

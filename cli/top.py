@@ -6,6 +6,7 @@ stays, with a line that says so.
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -278,12 +279,13 @@ def top(url: str, *, light: bool | None = None) -> None:
     """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark.
 
     Raises:
-        CommandError: no answer at `url`, or it is no coordinator.
+        CommandError: no answer at `url`, it is no coordinator, or there is no terminal.
     """
 
     def fetch_status() -> Status:
         return cleaned(fetch(url))
 
     first = fetch_status()  # before the screen is taken: an address that is none is one line
-
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CommandError("farloop top needs a terminal; farloop status prints the same once")
     Top(first, fetch_status, is_light=is_light(os.environ) if light is None else light).run()

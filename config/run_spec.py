@@ -145,13 +145,17 @@ def _h_for(goal: float, config: RunConfig, method: Method, layout: Layout) -> in
     there are none, or h is given or fixed."""
     if config.h is not None or "h" in method.fixed:
         raise ValueError(f"bytes_goal chooses h, which is {config.h or method.h} already: leave one of them out")
+    if config.h_rule != "constant":
+        raise ValueError(f"bytes_goal needs rounds of one length, but h_rule is {config.h_rule}: leave one out")
     spelled = config.codec_up or method.codec_up, downlink_spelling(config.codec_down or method.codec_down)
     codecs = [codec_named(spelling) for spelling in spelled]
     sent = _BESIDE_BLOBS * sum(typical_bytes(codec, fragment) for codec in codecs for fragment in layout.fragments)
     usual = 8.0 * layout.num_parameters * config.steps
     most = usual / (2 * sent)  # a round, and the flush
     if not 0.0 < goal <= most:
-        raise ValueError(f"bytes_goal is {goal:g}; a run of {config.steps} steps takes numbers above 0, to {most:.3g}")
+        raise ValueError(
+            f"bytes_goal is {goal:g}; a run of {config.steps} steps takes numbers above 0, to {math.floor(most)}"
+        )
     return max(layout.slots, math.ceil(config.steps / (usual / (goal * sent) - 1)))
 
 

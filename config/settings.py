@@ -417,6 +417,8 @@ def check_at_once(file: RunFile | NodeFile) -> None:
     run = file.run
     try:
         method = method_named(run.method)
+        if run.bytes_goal is not None:  # h follows from the model
+            return
         slots = 1 if method.pattern == "whole" else None
         if slots is None and run.model in PRESETS and run.init is None and not run.stages and run.blocks_per_fragment:
             slots = math.ceil(PRESETS[run.model].layers / run.blocks_per_fragment) + 1  # as `partition` says

@@ -2,7 +2,7 @@
 
     python examples/hd_pissa.py init out                    # once: a pretrained model (a small one), in slices
     farloop coordinator examples/own-run.toml --set run.merge=sum
-    python examples/hd_pissa.py train tcp://127.0.0.1:7700 a out 0     # and another: b out 1
+    python examples/hd_pissa.py train tcp://127.0.0.1:7700 a out 0     # and another: b out 1, not 0
 
 Of every matrix, node k (0, 1, …) trains factors of the singular values k·R to (k+1)·R; all else is frozen. The slices
 are disjoint, so the run adds up what the nodes did (`merge = "sum"`): together they change the model with rank
@@ -101,6 +101,9 @@ def main() -> int:
         case ["init", folder]:
             init(Path(folder))
         case ["train", coordinator, name, folder, trained]:
+            if not trained.isdecimal() or int(trained) >= SLICES:
+                logging.error("the slice: expected a number from 0 to %d, got %s", SLICES - 1, trained)
+                return 2
             try:
                 train(coordinator, name, Path(folder), int(trained))
             except NodeError as error:

@@ -30,6 +30,7 @@ from farloop.quant.registry import codec_named
 
 FRAGMENTS = 16
 LARGE = 7_000_000_000  # parameters that the time is scaled to
+_SCALES = 10_000_000  # parameters below which the time of a start is not that of its bytes
 _POLL_S = 0.2
 _CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -75,7 +76,8 @@ def text(starts: Sequence[Start]) -> str:
         f"{'cold' if start.cold else 'warm'}  {start.seconds:7.2f} s  {start.commits} commits repeated, "
         f"{size_text(start.read_bytes)} read of a journal of {size_text(start.journal_bytes)} and "
         f"{size_text(start.state_bytes)} of state: {1e-9 * start.read_bytes / start.seconds:.2f} GB/s, peak "
-        f"{start.peak_bytes / start.state_bytes:.2f} times the state; 7 B parameters: {duration_text(start.large_s)}"
+        f"{start.peak_bytes / start.state_bytes:.2f} times the state"
+        + (f"; 7 B parameters: {duration_text(start.large_s)}" if start.parameters >= _SCALES else "")
         for start in starts
     )
 

@@ -113,7 +113,7 @@ def test_terms_that_a_run_can_have_pass(name: str, changes: dict[str, Any]) -> N
     assert sum(plan.length for plan in first_rounds(terms, 900)) == terms.schedule.steps
 
 
-NEED_A_MEAN = ("co2", "decoupled", "async", "scafcom", "data-parallel")
+NEED_A_MEAN = ("co2", "decoupled", "async", "data-parallel")
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -237,13 +237,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("diloco", {"variates_rate": 0.25}, "variates_rate is 0.25, which only control_variates read: leave it out"),
     ("scafcom", {"control_variates": False}, "scafcom runs with control_variates = True only, not False"),
     # a sum of disjoint parts
-    *((name, {"merge": "sum"}, f"merge is sum, but the outer step of {name} needs a mean") for name in NEED_A_MEAN),
+    *((name, {"merge": "sum"}, f"merge is sum, but {name} steps by a mean") for name in NEED_A_MEAN),
     (
         "streaming",
         {"merge": "sum", **LAGS, "eager": True},
         "merge is sum, but an eager start needs the mean",
     ),
     ("streaming", {"merge": "summ"}, "merge is 'summ'; .* sum"),
+    ("streaming", {"merge": "mean"}, "merge is mean, which is the default: leave it out"),
+    ("diloco", {**VARIATES, "merge": "sum"}, "merge is sum; with control_variates it must be left out, for updates"),
     # what a node has of its own
     ("data-parallel", {"h_share_of": (("a", 0.5),)}, "h_share_of: a cannot have its own, for data-par"),
     ("diloco", {**VARIATES, "h_share_of": (("a", 0.5),)}, "with control_variates all nodes do"),

@@ -142,6 +142,7 @@ def test_an_open_h_is_the_methods_with_a_step_for_every_slot(monkeypatch: pytest
         ({"bytes_goal": 9999.0}, "bytes_goal is 9999; a run of 600 steps takes numbers above 0, to "),
         ({"bytes_goal": 0.0}, "bytes_goal is 0; "),
         ({"bytes_goal": -1.0}, "bytes_goal is -1; "),
+        ({"bytes_goal": 60.0, "h_rule": "qsr"}, "bytes_goal needs rounds of one length, but h_rule is qsr"),
     ],
 )
 def test_a_goal_that_cannot_be_met_is_refused(fields: dict[str, Any], line: str) -> None:

@@ -84,6 +84,7 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
         ("steps=0", "steps and h are at least 1"),
         ("warmup_steps=700", "warmup_steps is 700; the run has 600 steps"),
         ("min_lr=1", "min_lr = 1.0 is above lr; at most 0.002"),
+        ("bytes_goal=100", "h follows from the model"),
         ("stepps=3", "did you mean steps?"),
         ("method=data-parallel h_rule=qsr h_alpha=0.01", "data-parallel runs with h_rule = constant only"),
         ("h_rule=qsr h_alpha=0.01 steps=100000000000", "the most is"),
