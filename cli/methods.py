@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from farloop.algo.methods import METHODS, Method
 from farloop.cli.options import table
@@ -16,9 +19,9 @@ from farloop.config.exit_codes import CommandError
 from farloop.monitoring.units import percent_text, rate_text
 
 
-def methods_table() -> Table:
-    columns = ("method", "H", "overlap", "mix", "up", "down", "outer step", "what it does")
-    rows = table(*columns, fold=columns)
+def methods_table() -> Group:
+    """A row for each, and below them what each does."""
+    rows = table("method", "H", "overlap", "mix", "up", "down", "outer step", left=("method",))
     for method in METHODS.values():
         rows.add_row(
             method.name,
@@ -28,9 +31,8 @@ def methods_table() -> Table:
             method.codec_up,
             method.codec_down,
             method.outer,
-            method.summary,
         )
-    return rows
+    return Group(rows, *(Padding(Text(f"{one.name}: {one.summary}"), (0, 2)) for one in METHODS.values()))
 
 
 def methods_json() -> list[dict[str, Any]]:
@@ -87,7 +89,7 @@ class Choice:
     h: int
     tau: int  # of streaming, the shortest that suits, at most a quarter of a round: a node finds it by itself
     fewer_bytes: float  # than data parallel in fp32
-    needed_bits_per_s: float  # of a node's link, to compute `BUSY` of the time
+    needed_bits_per_s: float  # of a node's link, to compute `BUSY` of the time, with the longest overlap
     busy: float  # share of the time that a node computes
 
 
@@ -96,12 +98,12 @@ def situation(text: str) -> Situation:
     example = "write a rate and a size, and a number of nodes and the seconds of a step: '200mbit, 1b, 4 nodes, 0.5s'"
     given = dict[str, float]()
     for word in (word.strip().lower() for word in text.split(",")):
-        found = [(name, match) for name, pattern in _WORDS.items() if (match := pattern.fullmatch(word))]
+        found = ((name, match) for name, pattern in _WORDS.items() if (match := pattern.fullmatch(word)))
         try:
-            ((name, match),) = found
+            ((name, match),) = ((name, match) for name, match in found if name not in given)
             given[name] = float(match[1]) * _SCALES[match[2]]
         except ValueError:
-            raise CommandError(f"--for: {word!r} is not understood; {example}") from None
+            raise CommandError(f"--for: {word!r} is not understood, or is a second one; {example}") from None
     if missing := [what for what, name in (("rate", "bits_per_s"), ("size", "params")) if name not in given]:
         raise CommandError(f"--for: there is no {' and no '.join(missing)}; {example}")
     if not all(0.0 < value < math.inf for value in given.values()):
@@ -149,7 +151,7 @@ def _choice(method: Method, h: int, where: Situation) -> Choice:
         for tau in (range(method.tau, h // 4 + 1) if streams else [method.tau])
     ]
     best = max(plans, key=lambda plan: (min(busy(plan), BUSY), -plan.overlap))
-    needed = 1e9 * required_gbit_s(best, [BUSY])[BUSY]
+    needed = 1e9 * required_gbit_s(plans[-1], [BUSY])[BUSY]
     return Choice(method.name, h, best.overlap, 64.0 * h / sum(sizes), needed, busy(best))
 
 
@@ -178,7 +180,7 @@ def advice(where: Situation, found: Sequence[Choice]) -> list[str]:
     lines = [f'[run] method = "{best.method}", h = {best.h}']
     if best.busy < BUSY:
         lines.append(f"No method keeps a node busy on this link: it waits {percent_text(1.0 - best.busy)} of the time.")
-    mean = 64.0 * where.params / best.fewer_bytes / where.step_s / 2 * where.nodes
-    lines.append(f"The coordinator's link carries {rate_text(mean)} each way for {where.nodes:g} nodes, on average.")
+    mean = 64.0 * where.params / best.fewer_bytes / where.step_s / 2 * where.nodes * best.busy
+    lines.append(f"The coordinator's link carries {rate_text(mean)} each way, on average (nodes: {where.nodes:,.0f}).")
     lines.append(f"Supposed: {LAYERS} layers, nodes and links alike; latency left out. Of unequal nodes: decoupled.")
     return lines

@@ -198,16 +198,17 @@ def test_what_the_recommended_method_needs_is_what_simulate_says() -> None:
 
 def test_the_text_of_a_recommendation_has_its_settings() -> None:
     shown = farloop("methods", "--for", "10mbit, 350m, 3 nodes").stdout
-    assert '[run] method = "streaming", h = 120' in shown and "for 3 nodes" in shown
+    assert '[run] method = "streaming", h = 120' in shown and "(nodes: 3)" in shown
     assert "No method keeps a node busy" in farloop("methods", "--for", "1kbit, 1b").stdout
 
 
 @pytest.mark.parametrize(
     ("where", "line"),
     [
-        ("fast, 1b", "--for: 'fast' is not understood; write a rate and a size"),
+        ("fast, 1b", "--for: 'fast' is not understood, or is a second one; write a rate and a size"),
         ("200mbit", "--for: there is no size"),
         ("4 nodes", "--for: there is no rate and no size"),
+        ("1mbit, 1b, 4 nodes, 3 nodes", "--for: '3 nodes' is not understood, or is a second one"),
         ("1.2.3mbit, 1b", "--for: '1.2.3mbit' is not understood"),
         ("0mbit, 1b", "--for takes numbers above 0, not '0mbit, 1b'"),
     ],
