@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import run_together
+from farloop.lab.bench.processes import WITHOUT_GPU, run_together
 from farloop.lab.bench.sync_trace import Marks, cpu_per_round
 from farloop.local.processes import free_port
 from farloop.monitoring.units import size_text
@@ -71,7 +71,7 @@ def measure(
     for first, last in pairwise(cuts):
         words = [f"nodes-{first}.json", address, str(first), str(last - first), str(step_s)]
         commands[f"nodes-{first}"] = ["-m", "farloop.lab.bench.coordinator_nodes", *words]
-    peaks = run_together(commands, out, {"CUDA_VISIBLE_DEVICES": ""})
+    peaks = run_together(commands, out, WITHOUT_GPU)
     seen = [node for first in cuts[:-1] for node in json.loads((out / f"nodes-{first}.json").read_text())]
     marks, counted = Marks.read(out / "marks.json"), range(WARM_UP + 1, WARM_UP + rounds + 1)
     closed = {mark.version: mark.at for mark in marks if mark.name == "stored"}

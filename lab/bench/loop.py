@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from farloop.config.exit_codes import CommandError, write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import emulated
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated
 from farloop.local.processes import Children, free_port
 from farloop.node.library import Node, join
 from farloop.node.model.built_in import GPT, build
@@ -243,9 +243,7 @@ def coordinator(loop: Loop, out: Path, h: int, steps: int) -> Iterator[int]:
     settings = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": settings}))
     with Children(out, stop_s=0.0) as children:
-        child = children.start(
-            "coordinator", ["coordinator", "run.toml"], cwd=out, environ={"CUDA_VISIBLE_DEVICES": ""}
-        )
+        child = children.start("coordinator", ["coordinator", "run.toml"], cwd=out, environ=WITHOUT_GPU)
         _wait_for(port, children, child.log)
         yield port
 

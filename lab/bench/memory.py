@@ -19,7 +19,7 @@ from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import load_run
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import run_together, status_bytes
+from farloop.lab.bench.processes import WITHOUT_GPU, run_together, status_bytes
 from farloop.local.processes import free_port
 from farloop.monitoring.units import size_text
 from farloop.node.library import join
@@ -96,7 +96,7 @@ def measure(model: str, out: Path) -> list[Peak]:
     }
     words = {"coordinator": "run.toml", "node": "node.toml"}
     commands = {who: ["-m", "farloop.cli.main", who, file] for who, file in words.items()}
-    peaks = run_together(commands, out, {"CUDA_VISIBLE_DEVICES": ""})
+    peaks = run_together(commands, out, WITHOUT_GPU)
     parameters = spec.identity.layout.num_parameters
     return [Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told]
 
@@ -129,7 +129,7 @@ def measure_ranks(model: str, ranks: int, out: Path) -> list[Peak]:
     for way, where in (("loop", "-"), ("node", address)):
         daemon = {} if where == "-" else {"coordinator": ["-m", "farloop.cli.main", "coordinator", "run.toml"]}
         together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        together |= {**WITHOUT_GPU, "OMP_NUM_THREADS": "1"}
         names = [f"{way}-{rank}" for rank in range(ranks)]
         words = {name: ["-m", "farloop.lab.bench.memory", model, where, name, str(ranks)] for name in names}
         run_together({**daemon, **words}, out, together, of_ranks=True)

@@ -11,6 +11,7 @@ from farloop.local.processes import Children
 from farloop.local.relay import Link, Relay, RelayThread
 
 PATIENCE_S = 1800.0  # for all processes of one measurement
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # in the environment of a process
 _POLL_S = 0.05
 
 

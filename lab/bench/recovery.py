@@ -21,7 +21,7 @@ from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.snapshots import versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.lab.bench.memory import forget_peak
-from farloop.lab.bench.processes import PATIENCE_S, run_together, status_bytes
+from farloop.lab.bench.processes import PATIENCE_S, WITHOUT_GPU, run_together, status_bytes
 from farloop.local.processes import Children, free_ports, page
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import duration_text, size_text
@@ -32,7 +32,6 @@ FRAGMENTS = 16
 LARGE = 7_000_000_000  # parameters that the time is scaled to
 _SCALES = 10_000_000  # parameters below which the time of a start is not that of its bytes
 _POLL_S = 0.2
-_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ def measure(parameters: int, rounds: int, codec: str, out: Path) -> list[Start]:
                 if path.is_file():
                     DISK.forget(path)
         name = "cold" if cold else "warm"
-        run_together({name: ["-m", "farloop.lab.bench.recovery", "state", codec, f"{name}.json"]}, out, _CPU)
+        run_together({name: ["-m", "farloop.lab.bench.recovery", "state", codec, f"{name}.json"]}, out, WITHOUT_GPU)
         starts.append(Start(cold=cold, **json.loads((out / f"{name}.json").read_text())))
     return starts
 
@@ -99,8 +98,8 @@ def _write(parameters: int, rounds: int, codec: str, out: Path) -> None:
     nodes = ["-m", "farloop.lab.bench.coordinator_nodes", "nodes.json", address, "0", "2", "0"]
     end = time.monotonic() + PATIENCE_S
     with Children(out, stop_s=0.0) as children:
-        process = children.start("coordinator", ["coordinator", "run.toml"], cwd=out, environ=_CPU)
-        children.start("nodes", nodes, command=(), cwd=out, environ=_CPU)
+        process = children.start("coordinator", ["coordinator", "run.toml"], cwd=out, environ=WITHOUT_GPU)
+        children.start("nodes", nodes, command=(), cwd=out, environ=WITHOUT_GPU)
         while (status := page(pages)) is None or min(status["versions"]) < rounds:
             children.check()
             if time.monotonic() > end:

@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import emulated, run_together
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
 from farloop.local.processes import free_port
@@ -22,7 +22,7 @@ from farloop.local.relay import Link
 from farloop.monitoring.units import size_text
 
 WARM_UP = 2  # rounds that are not counted
-_ENVIRON = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
+_ENVIRON = {**WITHOUT_GPU, "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
