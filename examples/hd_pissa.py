@@ -58,9 +58,13 @@ def sliced(model: nn.Module, trained: int) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, file: str) -> Tensor:
-    """Of random samples of a file of Python's standard library."""
-    text = torch.frombuffer(bytearray(Path(sysconfig.get_path("stdlib"), file).read_bytes()), dtype=torch.uint8)
+def text_of(file: str) -> Tensor:
+    """The bytes of a file of Python's standard library, uint8."""
+    return torch.frombuffer(bytearray(Path(sysconfig.get_path("stdlib"), file).read_bytes()), dtype=torch.uint8)
+
+
+def loss_of(model: nn.Module, text: Tensor) -> Tensor:
+    """Of random samples of a text."""
     starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,)).tolist()
     batch = torch.stack([text[i : i + CONTEXT + 1] for i in starts]).long()
     return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -69,10 +73,10 @@ def loss_of(model: nn.Module, file: str) -> Tensor:
 def init(folder: Path) -> None:
     """The run's first weights are the factors (own.safetensors), and every node needs the rest (rest.safetensors)."""
     torch.manual_seed(0)
-    model = Mixer()
+    model, text = Mixer(), text_of("typing.py")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(PRETRAINING_STEPS):
-        torch.autograd.backward(loss_of(model, "typing.py"))
+        torch.autograd.backward(loss_of(model, text))
         optimizer.step(), optimizer.zero_grad()
     parameters = dict(sliced(model, 0).named_parameters())
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +90,11 @@ def train(coordinator: str, name: str, folder: Path, trained: int) -> None:
     model.load_state_dict(load_file(folder / "own.safetensors") | load_file(folder / "rest.safetensors"))
     own = [p for part in model.modules() if isinstance(part, Slices) for p in (part.left[trained], part.right[trained])]
     optimizer = torch.optim.AdamW(own, lr=2e-3, weight_decay=0.0)
+    text = text_of("ast.py")
     with join(coordinator, model, optimizer, name=name) as node:
         torch.manual_seed(sum(name.encode()))
         while node.running:
-            loss = loss_of(node.model, "ast.py")
+            loss = loss_of(node.model, text)
             torch.autograd.backward(loss)
             logging.info("step %.0f of %d, loss %.3f", node.position, node.spec.terms.schedule.steps, loss.item())
             node.step(loss=loss.item(), tokens=BATCH * CONTEXT)
