@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +28,8 @@ FARLOOP = ("-m", "farloop.cli.main")  # the command, in whatever environment thi
 _PORTS = range(15_000, 32_000)
 """Below those that systems give to outgoing connections: one of these could be taken by the very node that dials the
 coordinator, while that is away."""
+_held: deque[socket.socket] = deque(maxlen=64)
+"""Ports given out: the oldest are let go, long after their servers have started."""
 
 
 @dataclass(slots=True)
@@ -139,15 +143,33 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones."""
-    found = list[int]()
-    for port in random.Random().sample(_PORTS, 200):
-        with socket.socket() as probe, suppress(OSError):
+    """Different ones, which no other process is given while this one lives: see `_reserved`.
+
+    Raises:
+        CommandError: there are none.
+    """
+    found = list(islice(filter(_reserved, random.Random().sample(_PORTS, 200)), count))
+    if len(found) < count:
+        raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)
+    return found
+
+
+def _reserved(port: int) -> bool:
+    """Whether the port was free, and is ours from here on.
+
+    Between this and the start of the server another process, which looks for a port as well, must not find it. A UDP
+    socket of the same number, which this process holds, says so, and stands in no TCP server's way.
+    """
+    holder = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        holder.bind(("127.0.0.1", port))
+        with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)
+    except OSError:
+        holder.close()
+        return False
+    _held.append(holder)
+    return True
 
 
 def page(http: int, timeout_s: float = PAGE_TIMEOUT_S) -> Status | None:

@@ -14,11 +14,12 @@ from urllib.request import urlopen
 import loopback
 import pytest
 import tiny_run
-from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, free_port, merged_since, node_of, own_run
+from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of, own_run
 from slow_cases import slow
 
 from farloop.cli.doctor import connect
 from farloop.config.exit_codes import ExitCode
+from farloop.local.processes import free_port
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status
 

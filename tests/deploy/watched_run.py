@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loopback import METRONOME, Daemon, Run, free_port, node_of
+from loopback import METRONOME, Daemon, Run, node_of
 
+from farloop.local.processes import free_port
 from farloop.monitoring.endpoint import METRICS, Endpoint, Response
 
 ROOT = Path(__file__).resolve().parents[2]

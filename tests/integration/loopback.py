@@ -8,10 +8,8 @@ import argparse
 import http.client
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +27,7 @@ from farloop.config.exit_codes import ExitCode
 from farloop.config.sources import dump_toml
 from farloop.coordinator.decide.records import Record
 from farloop.coordinator.storage.journal import Journal
+from farloop.local.processes import free_port
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import NodeStatus, Status
 from farloop.monitoring.status_summary import left_with_the_last
@@ -429,15 +428,3 @@ def environment() -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         ours.pop(name, None)
     return {**ours, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def free_port() -> int:
-    """A free port, below those that systems give to outgoing connections.
-
-    One of the latter could be taken, while the coordinator is away, by the very node that dials it again.
-    """
-    for port in random.Random().sample(range(15_000, 32_000), 200):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port from 15000 to 32000")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import Daemon, NewRun, assert_all_agree, free_port
+from loopback import Daemon, NewRun, assert_all_agree
 from pipeline_layouts import layout_of
 from pipeline_nodes import Nodes, microbatches
 from test_link import key_files, linked, station, until, wait_for
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from farloop.cli.main import app
 from farloop.config.sources import dump_toml
+from farloop.local.processes import free_port
 from farloop.monitoring import addresses
 from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.wire import events as wire_ev

@@ -18,7 +18,7 @@ from farloop.cli.doctor import connect, port, wall_clock
 from farloop.cli.main import app
 from farloop.cli.status import fetch
 from farloop.config.logs import print_anywhere
-from farloop.local.processes import page
+from farloop.local.processes import free_ports, page
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.healthcheck import probe
@@ -227,3 +227,13 @@ def test_a_coordinator_whose_port_is_taken_says_so_and_leaves_the_state_free(tmp
             assert done.returncode == 2
             assert "is in use; stop the other process, or choose another port in [coordinator] bind" in done.stderr
             assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_was_given_out_is_not_given_to_another_process() -> None:
+    ports = free_ports(8)
+    script = f"from farloop.local.processes import _reserved; print(*map(_reserved, {ports}))"
+    answer = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+    assert len(set(ports)) == 8 and answer.stdout.split() == ["False"] * 8
+    for each in ports:
+        with socket.create_server(("127.0.0.1", each)):
+            """A server can have it."""

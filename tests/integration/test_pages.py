@@ -16,8 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from loopback import DEADLINE_S, POLL_S, Daemon, environment, free_port
+from loopback import DEADLINE_S, POLL_S, Daemon, environment
 from test_commands import ROOT, blocks
+
+from farloop.local.processes import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from keyring import authorize, keys_of, new_keys
-from loopback import FARLOOP, PACED, NewRun, Run, free_port, merged_since
+from loopback import FARLOOP, PACED, NewRun, Run, merged_since
 from zmq.utils import z85
 
 from farloop.config.sources import dump_toml
+from farloop.local.processes import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import FARLOOP, NewRun, Run, environment, free_port, node_of
+from loopback import FARLOOP, NewRun, Run, environment, node_of
 from test_stages import LONG_S
 
 from farloop.config.sources import dump_toml
+from farloop.local.processes import free_port
 from farloop.monitoring.status import Status
 from farloop.pipeline.layout import read_layout
 

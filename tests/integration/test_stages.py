@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from loopback import FARLOOP, NewRun, Run, environment, free_port, node_of
+from loopback import FARLOOP, NewRun, Run, environment, node_of
 
 from farloop.algo.stages import StageLayout
+from farloop.local.processes import free_port
 from farloop.pipeline.layout import read_layout
 
 pytestmark = pytest.mark.integration

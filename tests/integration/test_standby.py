@@ -21,13 +21,13 @@ from loopback import (
     Run,
     assert_all_agree,
     assert_one_line,
-    free_port,
     further_than,
     new_run,  # noqa: F401 - a fixture
 )
 
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.net.zmq_mirror import MirrorClient
+from farloop.local.processes import free_port
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from loopback import DEADLINE_S, FARLOOP, PACED, POLL_S, NewRun, assert_one_line, environment, free_port
+from loopback import DEADLINE_S, FARLOOP, PACED, POLL_S, NewRun, assert_one_line, environment
 
 from farloop.cli.status import fetch
 from farloop.config.exit_codes import ExitCode
+from farloop.local.processes import free_port
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
