@@ -87,7 +87,7 @@ class Coordinator:
         self.link = SessionRouter(
             self._socket,
             clock,
-            on_event=lambda peer, event: self.executor.heard(peer, event),
+            on_event=lambda peer, event: self.executor.on_session_event(peer, event),
             limits=config.limits,
             timing=config.timing,
             uplink=config.uplink,

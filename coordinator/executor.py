@@ -64,7 +64,7 @@ class CoordinatorExecutor:
         metrics: Metrics | None = None,
         model_path: Path,
         changed: Action = lambda: None,
-        saw: Callable[[object], None] = lambda what: None,
+        on_event: Callable[[object], None] = lambda what: None,
         check: bool = False,
     ) -> None:
         """
@@ -72,17 +72,19 @@ class CoordinatorExecutor:
             fatal: gets the errors of workers that end the process.
             model_path: where the finished model is exported to.
             changed: called whenever `finished` or `idle` may have changed.
-            saw: told every event that the machine has taken, every command as it is carried out, and what is found
-                out about stragglers.
+            on_event: called with every event that the machine has taken, every command as it is carried out, and
+                what is found out about stragglers.
             check: assert the invariants after every event, and hide no error of what watches the run.
         """
         self.machine, self.storage = machine, storage
         self.finished = False  # whether the run is over and its model exported
         self.sessions: dict[NodeId, Peer] = {}  # open sessions of accepted nodes
-        self.stragglers = StragglerMonitor(adapt, machine, self.happened, links=links, metrics=metrics, saw=saw)
+        self.stragglers = StragglerMonitor(
+            adapt, machine, self.happened, links=links, metrics=metrics, on_event=on_event
+        )
         self._clock, self._compute, self._store, self._router = clock, compute, store, router
         self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
-        self._changed, self._saw, self._check = changed, saw, check
+        self._changed, self._on_event, self._check = changed, on_event, check
         self._peers: dict[int, Peer] = {}  # sessions that have greeted, by number
         self._commands: deque[ev.Command] = deque()
         self._drafts: deque[tuple[rec.WindowCommitted, int]] = deque()  # with a reservation each, to be computed
@@ -152,26 +154,26 @@ class CoordinatorExecutor:
             raise
         if self._check:
             self.machine.check()
-        self._saw(event)
+        self._on_event(event)
         self._run(commands)
 
-    def heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
+    def on_session_event(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
         match event:
             case wire_ev.MessageReceived(message=msg.Hello() as hello):
                 self._greet(peer, hello)
             case _ if self._links is not None and self._links.is_about_probe(event):
                 pass
             case wire_ev.MessageReceived(message=message):
-                self._hear(peer, message)
+                self._on_message(peer, message)
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
-                self._keep_anchor(blob, data)
+                self._store_anchor(blob, data)
             case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
                 if failed := self._anchors.on_failed(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
                     self.happened(failed)
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self.stragglers.whole(blob, self._clock.now())
                 if offer := self._deltas.arrived(blob):
-                    self._keep_delta(offer, data)
+                    self._store_delta(offer, data)
             case wire_ev.BlobCorrupt(blob=blob):
                 if offer := self._deltas.arrived(blob):
                     self.happened(self._deltas.corrupt(offer))
@@ -179,7 +181,7 @@ class CoordinatorExecutor:
                 if offer := self._deltas.arrived(blob):
                     self.happened(self._deltas.idle(offer))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
-                self._parted(peer, reason, detail)
+                self._on_session_end(peer, reason, detail)
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 self._downloads.on_blob_end(peer.number, blob)
             case _:
@@ -199,14 +201,14 @@ class CoordinatorExecutor:
             return self._run([ev.Refuse(session=peer.number, refused=refused)])
         self.happened(ev.NodeHello(session=peer.number, node=hello.node, hello=hello))
 
-    def _hear(self, peer: Peer, message: msg.Message) -> None:
+    def _on_message(self, peer: Peer, message: msg.Message) -> None:
         if (node := peer.node) is None:
             return
         links, now = self._links, self._clock.now()
         if links is None or not links.on_message(peer, node, message, self.machine.members, now):
             self.happened(ev.NodeMessage(session=peer.number, node=node, message=message))
 
-    def _parted(self, peer: Peer, reason: Reason, detail: str) -> None:
+    def _on_session_end(self, peer: Peer, reason: Reason, detail: str) -> None:
         node = peer.node
         self._peers.pop(peer.number, None)
         self._drop_session(peer)
@@ -245,7 +247,7 @@ class CoordinatorExecutor:
             command = self._commands.popleft()
             if self._observer is not None:
                 self._observer.on_command(command)
-            self._saw(command)
+            self._on_event(command)
             self._execute(command)
         self._changed()
 
@@ -267,14 +269,14 @@ class CoordinatorExecutor:
                     self._accept(node, peer, welcome)
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
-                    self._tell(peer, refused)
+                    self._send(peer, refused)
             case ev.CloseSession(session=number, reason=reason, told=told):
                 if peer := self._peers.pop(number, None):
                     self._drop_session(peer)
                     self._router.closed_by_us(peer, reason, told)
             case ev.Tell(node=node, message=message):
                 if peer := self.sessions.get(node):
-                    self._tell(peer, message)
+                    self._send(peer, message)
             case ev.Receive(offer=offer):
                 self._receive(offer)
             case ev.ReceiveAnchor():
@@ -309,9 +311,9 @@ class CoordinatorExecutor:
         if (old := self.sessions.get(node)) is not None:
             old.node = None
         self.sessions[node], peer.node = peer, node
-        self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
+        self._send(peer, dataclasses.replace(welcome, lane_token=peer.token))
 
-    def _tell(self, peer: Peer, message: msg.Message) -> None:
+    def _send(self, peer: Peer, message: msg.Message) -> None:
         if peer.session.state in (State.OPENING, State.OPEN):
             with self._router.working_for(peer) as session:
                 session.send(message, self._clock.now())
@@ -338,7 +340,7 @@ class CoordinatorExecutor:
                 return self.happened(failed)
             self.stragglers.asked(offer.blob, self._deltas.to_come(offer.blob), self._clock.now())
 
-    def _keep_delta(self, offer: msg.Offer, data: bytearray) -> None:
+    def _store_delta(self, offer: msg.Offer, data: bytearray) -> None:
         peer = self.sessions.get(offer.blob.node)
 
         def failed(error: Exception) -> None:
@@ -356,7 +358,7 @@ class CoordinatorExecutor:
             if failed := self._anchors.admit(session, command):
                 self.happened(failed)
 
-    def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
+    def _store_anchor(self, blob: BlobId, data: bytearray) -> None:
         peer = self.sessions.get(blob.node)
         self._anchors.store(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
 
@@ -462,9 +464,9 @@ class CoordinatorExecutor:
 
     def _timer_fired(self) -> None:
         self._due = self._timer = None
-        self._keep_time()
+        self._run_timers()
 
-    def _keep_time(self) -> None:
+    def _run_timers(self) -> None:
         now = self._clock.now()
         if now - self._looked_at > JUMP_S:  # this process stood still
             self.machine.clock_jumped(now - self._looked_at)
@@ -480,7 +482,7 @@ class CoordinatorExecutor:
         if self._stopped:
             return
         self._clock.call_later(TICK_S, self._tick)
-        self._keep_time()
+        self._run_timers()
         self.storage.look()
         if self._clock.now() - self._shown_at >= STATUS_S:
             self._shown_at = self._clock.now()

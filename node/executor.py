@@ -312,7 +312,7 @@ class NodeExecutor:
             case wire_ev.MessageReceived(message=message):
                 self._isolation.on_message(message, self.machine.schedule.round)
                 if self._variates is not None:
-                    self._variates.heard(message)
+                    self._variates.on_message(message)
                 self._handle(ev.Received(message=message))
                 if isinstance(message, msg.Start):
                     self._reports.saved = None
@@ -404,7 +404,7 @@ class NodeExecutor:
                 data = self._blobs.pop(blob, None)
                 if blob.kind is BlobKind.DELTA and self._residuals is not None and self._variates is not None:
                     self._residuals.on_outcome(blob, merged_in)
-                    self._variates.settled(blob, merged_in, data, self.machine.epoch)
+                    self._variates.on_outcome(blob, merged_in, data, self.machine.epoch)
             case ev.Apply():
                 self._apply(command)
             case ev.Install():

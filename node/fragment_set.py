@@ -240,7 +240,7 @@ def forgotten(state: FragmentState, kind: BlobKind, version: int) -> ev.ForgetBl
     return ev.ForgetBlob(blob=BlobId(kind=kind, fragment=state.fragment.index, version=version))
 
 
-def settled(state: FragmentState, version: int, node: NodeId, lag: int) -> tuple[list[ev.Command], int]:
+def outcomes_up_to(state: FragmentState, version: int, node: NodeId, lag: int) -> tuple[list[ev.Command], int]:
     """Outcomes of the deltas for windows up to `version`, which the anchor is about to reach.
 
     Returns the commands, and the number of lost inner steps; without a lag, the merge counts those.

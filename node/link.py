@@ -60,7 +60,7 @@ class Probing:
         self._sending: BlobId | None = None
         self._told_at = float("-inf")
 
-    def asked(self, session: Session, probe: Probe) -> None:
+    def on_probe(self, session: Session, probe: Probe) -> None:
         self._stop(session)
         if probe.num_bytes <= 0:
             return
@@ -72,21 +72,21 @@ class Probing:
         else:
             self._expected = probe
 
-    def offered(self, session: Session, offer: msg.Offer, now: float) -> None:
+    def on_offer(self, session: Session, offer: msg.Offer, now: float) -> None:
         probe = self._expected
         if probe is None or offer.blob.version != probe.number or not 0 < offer.size <= probe.num_bytes:
             return session.cancel(offer.blob)
         with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice; or others come first
             session.expect(offer.blob, offer.size, DIGEST, Sink(offer.size), now)
 
-    def ended(self, blob: BlobId) -> None:
+    def on_blob_end(self, blob: BlobId) -> None:
         """A probe arrived, was sent, or was cancelled."""
         if blob == self._sending:
             self._sending = None
         elif self._expected is not None and blob == _blob(self._expected):
             self._over = True
 
-    def look(self, session: Session) -> Observed | None:
+    def report(self, session: Session) -> Observed | None:
         """End a probe that measured enough. Returns the report, if any."""
         if session.state is not State.OPEN:
             return None
@@ -174,7 +174,7 @@ class Downloads:
         self._coming.add(blob)
         return True
 
-    def ended(self, session: Session, blob: BlobId, now: float) -> None:
+    def on_blob_end(self, session: Session, blob: BlobId, now: float) -> None:
         """A blob is complete, good or bad. Waiting ones may start."""
         self._partial.pop(blob, None)
         self._coming.discard(blob)
@@ -183,7 +183,7 @@ class Downloads:
             if waited in self._waiting:
                 break
 
-    def session_over(self) -> None:
+    def on_session_end(self) -> None:
         """Keep only what this session was bringing."""
         self._partial = {blob: reassembly for blob, reassembly in self._partial.items() if blob in self._coming}
         self._coming.clear()
@@ -278,7 +278,7 @@ class NodeLink:
         self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
         self._limits, self._timing, self._inventory = limits, timing, inventory
         self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
-        self._encrypted, self._known, self._keep, self._check = encrypted, known, keep, check
+        self._encrypted, self._known, self._store_known, self._check = encrypted, known, keep, check
         self._give_up_s = give_up_s
         self._hello: Callable[[], msg.Hello]
         self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
@@ -537,8 +537,8 @@ class NodeLink:
     def _end(self, session: Session, connection: Connection) -> None:
         """The session is closed. One last frame may acknowledge the coordinator's Leave."""
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
-        self._look(session)
-        self._downloads.session_over()
+        self._remember_link(session)
+        self._downloads.on_session_end()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
         for timer in (self._timer and self._timer[1], *self._reopens.values()):
@@ -583,17 +583,17 @@ class NodeLink:
         for event in session.events():
             match event:
                 case wire_ev.MessageReceived(message=msg.Probe() as probe):
-                    self._probing.asked(session, probe)
+                    self._probing.on_probe(session, probe)
                     continue
                 case wire_ev.MessageReceived(message=msg.Offer(blob=BlobId(kind=BlobKind.PROBE)) as offer):
-                    self._probing.offered(session, offer, now)
+                    self._probing.on_offer(session, offer, now)
                     continue
                 case (
                     wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.PROBE) as blob)
                     | wire_ev.BlobSent(blob=BlobId(kind=BlobKind.PROBE) as blob)
                     | wire_ev.BlobDeclined(blob=BlobId(kind=BlobKind.PROBE) as blob)
                 ):
-                    self._probing.ended(blob)
+                    self._probing.on_blob_end(blob)
                     continue
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
                     self._downloads.announced(session, offer.blob, offer.size, offer.digest, now)
@@ -610,14 +610,14 @@ class NodeLink:
                 ):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._downloads.ended(session, blob, now)
-                    self._look(session)
+                    self._downloads.on_blob_end(session, blob, now)
+                    self._remember_link(session)
                 case wire_ev.BlobSent():
-                    self._look(session)
+                    self._remember_link(session)
                 case wire_ev.MessageReceived(message=msg.Stored()):
                     self._misunderstood = 0
                 case wire_ev.SessionClosed(reason=reason, detail=detail):
-                    self._ended(session, reason, detail)
+                    self._on_session_end(session, reason, detail)
                 case _:
                     pass
             self._deliver(event)
@@ -634,15 +634,15 @@ class NodeLink:
             _log.warning("old leader coordinator=%s epoch=%d seen=%d note='trying the other addresses'", *told)
         return now - self._old_since < OLD_LEADER_S
 
-    def _look(self, session: Session) -> None:
+    def _remember_link(self, session: Session) -> None:
         """Keep what is known of the link, if it has changed by more than measurements do."""
         old, new = self._known or LinkKnown(), session.transfers.known
         pairs = zip(dataclasses.astuple(old), dataclasses.astuple(new), strict=True)
         if any(not 0.7 * before <= after <= 1.4 * before for before, after in pairs):
             self._known = new
-            self._keep(new)
+            self._store_known(new)
 
-    def _ended(self, session: Session, reason: Reason, detail: str) -> None:
+    def _on_session_end(self, session: Session, reason: Reason, detail: str) -> None:
         self._ended_by = detail or reason.sentence
         self._held_by = self._ended_by if reason is Reason.HOLDING else ""
         self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
@@ -669,7 +669,7 @@ class NodeLink:
             self._deliver(wire_ev.MessageReceived(message=refused))
 
     def _report(self, session: Session, now: float) -> None:
-        reports = [self._probing.look(session)]
+        reports = [self._probing.report(session)]
         if self._connection is not None and self._probing.is_due(now):
             before, (self._info, congestion) = self._info, self._connection.kernel() or (b"", "")
             facts = parse(self._info, congestion)

@@ -27,8 +27,8 @@ from farloop.node.fragment_set import (
     merge_command,
     merging_when_going_on,
     merging_when_waiting,
+    outcomes_up_to,
     overtaken,
-    settled,
 )
 from farloop.node.send_schedule import SendSchedule
 from farloop.wire import messages as msg
@@ -500,7 +500,7 @@ class NodeMachine:
 
     def _settle_sent(self, state: FragmentState, version: int) -> None:
         assert self.spec is not None
-        commands, lost_steps = settled(state, version, self.name, self.spec.terms.schedule.lag)
+        commands, lost_steps = outcomes_up_to(state, version, self.name, self.spec.terms.schedule.lag)
         self.lost_steps += lost_steps
         self._do(*commands)
 

@@ -152,7 +152,7 @@ class ZmqDialer:
         """A task whose failure ends the link."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
         return task
 
     async def finish(self, timeout_s: float) -> None:
@@ -195,7 +195,7 @@ class ZmqDialer:
     async def _dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
         """All lanes of a session connect to one address: that which answers first."""
         try:
-            found = await self._look_up()
+            found = await self._resolve()
             if self.source:
                 found = [address for address in found if address.is_ipv6 == (":" in self.source)]
                 if not found:
@@ -216,7 +216,7 @@ class ZmqDialer:
             self._connections.add(connection)
             opened(connection)
 
-    async def _look_up(self) -> list[Address]:
+    async def _resolve(self) -> list[Address]:
         """Of all coordinators. Raises OSError: none has an address."""
         found, errors = list[Address](), list[OSError]()
         for coordinator in self._coordinators:
@@ -228,7 +228,7 @@ class ZmqDialer:
             raise errors[0]
         return found
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
@@ -444,12 +444,12 @@ class _Trial:
     def on_ready(self, lane: int) -> None: ...
 
     def on_frame(self, lane: int, parts: Sequence[Buffer]) -> None:
-        self.ended("")
+        self.finish("")
 
     def on_lost(self, lane: int, why: str, *, key_refused: bool = False) -> None:
-        self.ended(why)
+        self.finish(why)
 
-    def ended(self, why: str) -> None:
+    def finish(self, why: str) -> None:
         if not self.answer.done():
             self.answer.set_result(why)
 
@@ -458,8 +458,8 @@ async def try_link(config: LinkConfig, num_bytes: int, limit_s: float) -> str:
     """Connect as a node does, have the coordinator send so many bytes back, and hang up: no session begins. Why that
     failed; empty if it did not. Raises BadAddress, KeyFileError."""
     trial = _Trial(num_bytes)
-    dialer = ZmqDialer(config, lambda error: trial.ended(str(error)))
-    dialer.dial(trial.opened, trial.ended)
+    dialer = ZmqDialer(config, lambda error: trial.finish(str(error)))
+    dialer.dial(trial.opened, trial.finish)
     try:
         async with asyncio.timeout(limit_s):
             return str(await trial.answer)
@@ -579,7 +579,7 @@ class LinkThread:
             lanes=config.lanes,
             uplink=config.uplink,
             known=None if config.kept is None else read_known(config.kept, config.coordinator),
-            keep=self._keep,
+            keep=self._store_known,
             give_up_s=config.give_up_s,
         )
         link.start(self._hello, self._deliver)
@@ -588,7 +588,7 @@ class LinkThread:
             link.close()
         await self._dialer.finish(self._linger_s)
 
-    def _keep(self, known: LinkKnown) -> None:
+    def _store_known(self, known: LinkKnown) -> None:
         if self._config.kept is not None:
             write_known(self._config.kept, self._config.coordinator, known)
 

@@ -50,7 +50,9 @@ class _UnsyncedFiles(OsFiles):
 
 
 class SimulatedCoordinator:
-    """One start of the coordinator. `saw` is told every event that the machine takes, before its commands are executed.
+    """One start of the coordinator.
+
+    `on_event` is called with every event that the machine takes, before its commands are executed.
 
     The executor, the session router, the storage queue and the store are the daemon's own. Here they are given a
     virtual clock, virtual workers, files that are not synced and the simulated network.
@@ -62,7 +64,7 @@ class SimulatedCoordinator:
         store: Store,
         scenario: Scenario,
         rng: random.Random,
-        saw: Callable[[object], None] = lambda what: None,
+        on_event: Callable[[object], None] = lambda what: None,
         adopt: AdoptionSettings | None = None,
     ) -> None:
         self.process, self.store, self.rng = process, store, rng
@@ -81,7 +83,7 @@ class SimulatedCoordinator:
         self.router = SessionRouter(
             self.socket,
             clock,
-            on_event=lambda peer, event: self.executor.heard(peer, event),
+            on_event=lambda peer, event: self.executor.on_session_event(peer, event),
             limits=scenario.limits,
             timing=scenario.timing,
             rates=scenario.rates,
@@ -100,7 +102,7 @@ class SimulatedCoordinator:
             fatal=_fail,
             adapt=scenario.adapt,
             model_path=store.directory / "model.safetensors",
-            saw=saw,
+            on_event=on_event,
             check=True,
         )
         self.machine.check()

@@ -69,11 +69,11 @@ class _Own:
     under_way: dict[BlobId, int] = field(default_factory=dict)
     """Bytes of each delta on its way. While there are any, the link is busy."""
     began_at: float = 0.0  # when the link became busy
-    came: int = 0  # bytes since then
+    received: int = 0  # bytes since then
 
     def rest(self) -> None:
         self.under_way.clear()
-        self.came = 0
+        self.received = 0
 
     def expected(self, kind: Kind) -> tuple[float, float]:
         """Seconds per unit and the spread of their logarithms; 0 if unknown."""
@@ -132,11 +132,11 @@ class RoundTimes:
         own = self._own.get(blob.node)
         if own is None or (num_bytes := own.under_way.pop(blob, None)) is None:
             return
-        own.came += num_bytes
+        own.received += num_bytes
         if not own.under_way:
-            own.units[Kind.LINK_SLOW] += own.came
+            own.units[Kind.LINK_SLOW] += own.received
             own.seconds[Kind.LINK_SLOW] += now - own.began_at
-            own.came = 0
+            own.received = 0
 
     def broken(self, node: str) -> None:
         if (own := self._own.get(node)) is not None:
@@ -538,12 +538,12 @@ class StragglerMonitor:
         *,
         links: LinkMonitor | None,
         metrics: Metrics | None,
-        saw: Callable[[object], None],
+        on_event: Callable[[object], None],
     ) -> None:
-        """Without `links` no link is measured. `saw` is told of every AnomalySeen and MitigationTaken."""
+        """Without `links` no link is measured. `on_event` is called with every AnomalySeen and MitigationTaken."""
         self.watch = StragglerDetector(adapt)
         self._machine, self._happened = machine, happened
-        self._links, self._metrics, self._saw = links, metrics, saw
+        self._links, self._metrics, self._on_event = links, metrics, on_event
         self._table = LinkTable() if links is None else links.matrix
 
     def asked(self, blob: BlobId, num_bytes: int | None, now: float) -> None:
@@ -561,7 +561,7 @@ class StragglerMonitor:
         for anomaly in self.watch.over:
             kind, node = anomaly.finding.kind, anomaly.finding.node
             _log.info("anomaly end kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
-            self._saw(AnomalySeen(finding=anomaly.finding, round=self.watch.round, over=True))
+            self._on_event(AnomalySeen(finding=anomaly.finding, round=self.watch.round, over=True))
         for key in self.watch.anomalies.keys() - before:
             self._log_anomaly(self.watch.anomalies[key])
         for rung in rungs:
@@ -576,7 +576,7 @@ class StragglerMonitor:
             _word(finding.kind), named(finding.node), finding.factor, anomaly.round, finding.reason,
             self.watch.place(finding.node),
         )  # fmt: skip
-        self._saw(AnomalySeen(finding=finding, round=self.watch.round))
+        self._on_event(AnomalySeen(finding=finding, round=self.watch.round))
 
     def _climb(self, rung: Mitigation) -> None:
         if rung.carry_out:
@@ -586,7 +586,7 @@ class StragglerMonitor:
         if self._metrics is not None:
             self._metrics.anomaly_actions.labels(word, how).inc()
         _log.warning("anomaly action=%s node=%s how=%s why=%r", word, named(node), how, anomaly.why)
-        self._saw(MitigationTaken(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
+        self._on_event(MitigationTaken(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
 
     def _carry_out(self, rung: Mitigation) -> str:
         """Carry a mitigation out. Returns why not, as a sentence; empty if done."""

@@ -87,7 +87,7 @@ class ControlVariates:
             if self._increments:
                 self._replica.take_increment(fragment, lr_sum, self._rate)
 
-    def heard(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         if self._on and isinstance(message, Committed):
             nodes = frozenset(share.node for share in message.merged)
             made = _Made(version=message.version, nodes=nodes, final=message.next_window is None)
@@ -107,7 +107,7 @@ class ControlVariates:
             self._updates[fragment] = _Update(command=command, data=update)
         self._made[fragment] = made
 
-    def settled(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
+    def on_outcome(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
         """The node's own delta, as sent, became part of that version; None: it never will."""
         sent, update = self._sent.get(blob.fragment), self._updates.get(blob.fragment)
         if sent is None or sent.command.blob != blob:

@@ -75,12 +75,12 @@ class NotedNode(SimulatedNode):
         dial: Dial,
         rng: random.Random,
         state: NodeState,
-        saw: Callable[[object], None],
+        on_event: Callable[[object], None],
         board: SharedForgeries,
     ) -> None:
         self.diary = SendLog()
         self.stopped_by: tuple[Reason, str] | None = None
-        self._tell, self._board, self._frugal = saw, board, scenario.frugal
+        self._on_event, self._board, self._frugal = on_event, board, scenario.frugal
         super().__init__(process, setup, scenario, dial, rng, state)
 
     def _new_link(self, process: Process, rng: random.Random, scenario: Scenario, dial: Dial) -> ForgingLink:
@@ -124,7 +124,7 @@ class NotedNode(SimulatedNode):
 
     def observe(self, what: ev.Event | ev.Command) -> None:
         super().observe(what)
-        self._tell(what)
+        self._on_event(what)
         machine, diary = self.machine, self.diary
         match what:
             case ev.Encode(blob=blob):

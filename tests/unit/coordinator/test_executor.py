@@ -82,7 +82,7 @@ class Desk(VirtualHost):
             self.ended.append((peer, error))
 
     def closed_by_us(self, peer: Peer, reason: Reason, told: str = "") -> None:
-        self.executor.heard(peer, wire_ev.SessionClosed(reason=reason, detail=""))
+        self.executor.on_session_event(peer, wire_ev.SessionClosed(reason=reason, detail=""))
 
     def decide(self, *commands: ev.Command) -> None:
         """Have the machine give these commands."""
@@ -94,7 +94,7 @@ class Desk(VirtualHost):
         welcome = Welcome(protocol=1, epoch=1, spec=plain_spec(), lane_token=b"", versions=(0,), windows=(), rounds=())
         accept = ev.Accept(session=peer.number, node=A, welcome=welcome)
         self.machine.handle = lambda event, now: [accept]  # type: ignore[method-assign]
-        self.executor.heard(peer, wire_ev.MessageReceived(message=plain_hello(node=A)))
+        self.executor.on_session_event(peer, wire_ev.MessageReceived(message=plain_hello(node=A)))
         self.run()
         self.ended.clear()  # its session, without a node at the other end, takes no welcome
 
@@ -155,7 +155,7 @@ def test_a_delta_that_cannot_be_kept_has_its_outcome_and_ends_its_session_alone(
     if there:
         desk.accept(desk.peer)
     handled = desk.note_events()
-    desk.executor.heard(desk.peer, wire_ev.BlobReceived(blob=BLOB, data=bytearray(10)))
+    desk.executor.on_session_event(desk.peer, wire_ev.BlobReceived(blob=BLOB, data=bytearray(10)))
     desk.run()
     assert [peer for peer, _ in desk.ended] == ([desk.peer] if there else [])
     (event,) = handled
@@ -178,8 +178,8 @@ def test_the_end_of_a_session_that_another_one_took_the_place_of_is_not_its_node
     desk.accept(old)
     desk.accept(new)
     handled = desk.note_events()
-    desk.executor.heard(old, wire_ev.MessageReceived(message=Fetch(fragment=0)))
-    desk.executor.heard(old, wire_ev.SessionClosed(reason=Reason.CLOSED, detail=""))
+    desk.executor.on_session_event(old, wire_ev.MessageReceived(message=Fetch(fragment=0)))
+    desk.executor.on_session_event(old, wire_ev.SessionClosed(reason=Reason.CLOSED, detail=""))
     assert desk.executor.sessions == {A: new} and handled == []
-    desk.executor.heard(new, wire_ev.SessionClosed(reason=Reason.CLOSED, detail=""))
+    desk.executor.on_session_event(new, wire_ev.SessionClosed(reason=Reason.CLOSED, detail=""))
     assert desk.executor.sessions == {} and [type(event) for event in handled] == [ev.NodeDisconnected]

@@ -74,7 +74,7 @@ class Star:
                     target.receive(lane, parts, self.now)
                     moved = True
                 self._events(name)
-            if (report := probing.look(node)) is not None:
+            if (report := probing.report(node)) is not None:
                 node.send(report, self.now)
                 moved = True
             self.sight.poll(self.peers, self.members, self.now)
@@ -85,11 +85,11 @@ class Star:
             match event:
                 case MessageReceived(message=Probe() as probe):
                     self.probes.append(probe)
-                    probing.asked(node, probe)
+                    probing.on_probe(node, probe)
                 case MessageReceived(message=Offer(blob=BlobId(kind=BlobKind.PROBE)) as offer):
-                    probing.offered(node, offer, self.now)
+                    probing.on_offer(node, offer, self.now)
                 case BlobReceived(blob=blob) | BlobSent(blob=blob) | BlobDeclined(blob=blob):
-                    probing.ended(blob)
+                    probing.on_blob_end(blob)
         for event in peer.session.events():
             if isinstance(event, MessageReceived):
                 assert self.sight.on_message(peer, name, event.message, self.members, self.now)

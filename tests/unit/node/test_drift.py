@@ -90,11 +90,11 @@ class Node:
         """A delta is sent; the commit of a mean delta of 0.25 is announced, applied, and merged."""
         blob, data = sent or self.send()
         version, update = self.version + 1, self.update()
-        self.drift.heard(commit(version, nodes, final=final))
+        self.drift.on_message(commit(version, nodes, final=final))
         self.replica.anchors[0].write().sub_(OUTER_LR * 0.25)
         update[-1] ^= not whole
         self.drift.applied(applied(version), update)
-        self.drift.settled(blob, version if merged else None, data, 0)
+        self.drift.on_outcome(blob, version if merged else None, data, 0)
         self.replica.merge(0, 0.0)
         self.drift.merged(0)
         self.version = version
@@ -181,9 +181,9 @@ def test_versions_that_were_announced_early_are_remembered() -> None:
     node = Node()
     blob, data = node.send()
     for version in (1, 2):
-        node.drift.heard(commit(version))
+        node.drift.on_message(commit(version))
     node.drift.applied(applied(1), node.update())
-    node.drift.settled(blob, 1, data, 0)
+    node.drift.on_outcome(blob, 1, data, 0)
     assert node.pull() != 0.0
     node.version = 1
     node.drift.applied(applied(2), node.update())

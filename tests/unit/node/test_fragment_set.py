@@ -16,7 +16,7 @@ from farloop.node.fragment_set import (
     merge_command,
     merging_when_going_on,
     merging_when_waiting,
-    settled,
+    outcomes_up_to,
 )
 from farloop.wire.messages import Committed, Offer, Share
 from farloop.wire.reasons import Reason
@@ -123,10 +123,10 @@ def test_check_notices_what_cannot_be(field: str, value: object) -> None:
 @pytest.mark.parametrize(("lag", "lost"), [(0, 0), (1, 8)])
 def test_a_merge_settles_what_was_sent_for_it(lag: int, lost: int) -> None:
     """H: with a lag no other node counts the work that is in no version."""
-    assert settled(state_at(3, 4, merged=(B,), sent=[sent(4)]), 4, A, lag) == ([forgotten(4, 4)], lost)
+    assert outcomes_up_to(state_at(3, 4, merged=(B,), sent=[sent(4)]), 4, A, lag) == ([forgotten(4, 4)], lost)
     state = state_at(3, 4, sent=[sent(4)])
-    assert settled(state, 3, A, lag) == ([], 0)
-    assert settled(state, 4, A, lag) == ([forgotten(4, 4, merged_in=4)], 0)
+    assert outcomes_up_to(state, 3, A, lag) == ([], 0)
+    assert outcomes_up_to(state, 4, A, lag) == ([forgotten(4, 4, merged_in=4)], 0)
     assert state.sent == [] and state.share == 0.5
 
 

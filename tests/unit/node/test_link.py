@@ -88,10 +88,10 @@ class Coming:
 
     def end(self, blob: BlobId) -> None:
         self.session.under_way.pop(blob, None)
-        self.downloads.ended(cast(Session, self.session), blob, 0.0)
+        self.downloads.on_blob_end(cast(Session, self.session), blob, 0.0)
 
     def next_session(self) -> None:
-        self.downloads.session_over()
+        self.downloads.on_session_end()
         self.session = Limited(self.session.most)
 
     @property
@@ -192,7 +192,7 @@ def test_300_fragments_at_once_go_up_and_come_down() -> None:
         for event in node.events():
             if isinstance(event, BlobReceived):
                 arrived.add(event.blob)
-                downloads.ended(node, event.blob, 0.0)
+                downloads.on_blob_end(node, event.blob, 0.0)
 
     carry(node, coordinator, each=each)
     assert arrived == {delta(n, n).blob for n in range(300)} | {update(1, n) for n in range(300)}
@@ -244,18 +244,18 @@ def probed_downward(num_bytes: int, *, asked: bool = True) -> tuple[Probing, Ses
     """The coordinator sends bytes, that the node was told of or not."""
     (node, coordinator), probing = opened(), Probing()
     if asked:
-        probing.asked(node, dataclasses.replace(DOWN, num_bytes=num_bytes))
+        probing.on_probe(node, dataclasses.replace(DOWN, num_bytes=num_bytes))
     coordinator.send_blob(Offer(blob=BLOB, size=num_bytes, digest=DIGEST), Noise(num_bytes), background=True)
     carry(node, coordinator)
     (offer,) = messages(node)
     assert isinstance(offer, Offer)
-    probing.offered(node, offer, 0.0)
+    probing.on_offer(node, offer, 0.0)
     return probing, node, coordinator
 
 
 def test_bytes_that_are_asked_for_go_up_in_the_background() -> None:
     (node, coordinator), probing = opened(), Probing()
-    probing.asked(node, UP)
+    probing.on_probe(node, UP)
     carry(node, coordinator)
     assert messages(coordinator) == [Offer(blob=BLOB, size=BUDGET, digest=DIGEST)]
     sink = coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
@@ -270,8 +270,8 @@ def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> N
     def look() -> None:
         for event in node.events():
             if isinstance(event, BlobReceived):
-                probing.ended(event.blob)
-        if (report := probing.look(node)) is not None:
+                probing.on_blob_end(event.blob)
+        if (report := probing.report(node)) is not None:
             reports.append(report)
 
     carry(node, coordinator, step_s=0.25, each=look)
@@ -286,10 +286,10 @@ def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> N
 def test_a_probe_that_told_nothing_is_reported_all_the_same() -> None:
     probing, node, coordinator = probed_downward(1000)
     carry(node, coordinator)
-    assert probing.look(node) is None
-    probing.ended(BLOB)
-    assert probing.look(node) == Observed(links=(Seen(probe=7),))
-    assert probing.look(node) is None
+    assert probing.report(node) is None
+    probing.on_blob_end(BLOB)
+    assert probing.report(node) == Observed(links=(Seen(probe=7),))
+    assert probing.report(node) is None
 
 
 def test_bytes_that_were_not_asked_for_are_declined() -> None:
@@ -301,14 +301,14 @@ def test_bytes_that_were_not_asked_for_are_declined() -> None:
 @pytest.mark.parametrize("probe", [UP, DOWN])
 def test_a_probe_that_is_called_off_leaves_nothing(probe: Probe) -> None:
     (node, coordinator), probing = opened(), Probing()
-    probing.asked(node, probe)
+    probing.on_probe(node, probe)
     carry(node, coordinator)
-    probing.asked(node, dataclasses.replace(probe, num_bytes=0))
+    probing.on_probe(node, dataclasses.replace(probe, num_bytes=0))
     coordinator.events()
     if probe.upward:
         coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
     carry(node, coordinator)
-    assert not coordinator.transfers.meter.busy and probing.look(node) is None
+    assert not coordinator.transfers.meter.busy and probing.report(node) is None
     node.check()
 
 
