@@ -101,7 +101,7 @@ def runnable(plan: Plan, epoch: int, *, keeps: bool) -> StageLayout:
         for stage in layout.stages
     )
     if (empty := next((number for number, stage in enumerate(stages) if not stage.replicas), None)) is not None:
-        raise CommandError(f"no microbatch visits stage {empty}, which would never learn; a smaller --skip is wanted")
+        raise CommandError(f"no microbatch visits stage {empty}, which would never learn; give a smaller --skip")
     return replace(layout, epoch=epoch, stages=stages)
 
 
@@ -118,7 +118,7 @@ def addresses_of(layout: StageLayout, nodes: tuple[Node, ...], where: str) -> di
     address, times = Counter(found.values()).most_common(1)[0]
     if times > 1:
         one, other = [node for node, to in found.items() if to == address][:2]
-        raise CommandError(f"{where}: {one} and {other} have the same address, {address}; one of each is wanted")
+        raise CommandError(f"{where}: {one} and {other} have the same address, {address}; give each its own")
     return found
 
 

@@ -30,7 +30,7 @@ _MOST_NAME = 100  # characters
 
 def _check_run_name(name: str) -> None:
     if not (0 < len(name) <= _MOST_NAME and name.isprintable() and name == name.strip()):
-        raise ValueError(f"1 to {_MOST_NAME} printable characters are wanted, no space first or last, not {name!r:.60}")
+        raise ValueError(f"expected 1 to {_MOST_NAME} printable characters, no space first or last, got {name!r:.60}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ def _words(text: str | None) -> Iterator[str]:
 
 def _position(word: str, key: str, example: str) -> int:
     if not is_digits(word):
-        raise ValueError(f"[run] {key}: schedule positions are wanted, as {example}, not {word!r}")
+        raise ValueError(f"[run] {key}: expected schedule positions, as {example}, got {word!r}")
     return int(word)
 
 
@@ -293,8 +293,8 @@ def _rewarm(word: str) -> Rewarm:
         )
     except ValueError:
         raise ValueError(
-            "[run] rewarms: position and peak of each re-warm are wanted, as 600:1e-3,900:5e-4, and the replay of one "
-            f"that brings new data, as 600:1e-3:0.05, not {word!r}"
+            "[run] rewarms: expected position and peak of each re-warm, as 600:1e-3,900:5e-4, and the replay of one "
+            f"that brings new data, as 600:1e-3:0.05, got {word!r}"
         ) from None
 
 

@@ -218,7 +218,7 @@ def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
 def _stages(text: str | None) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")] if text else []
     if not all(map(is_digits, words)):
-        raise ValueError(f"[run] stages: the first block of every stage but the first is wanted, as 4,8, not {text!r}")
+        raise ValueError(f"[run] stages: expected the first block of every stage but the first, as 4,8, got {text!r}")
     return tuple(map(int, words))
 
 
@@ -303,8 +303,8 @@ def _weights(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(
-                f"[run] init: {path}: {name!r} is {str(tensor.dtype).removeprefix('torch.')}, and weights in floating "
-                "point are wanted: save those that are trained, without counters or masks, and not quantised"
+                f"[run] init: {path}: {name!r} is {str(tensor.dtype).removeprefix('torch.')}, expected floating "
+                "point: save those that are trained, without counters or masks, and not quantised"
             )
     return tensors
 

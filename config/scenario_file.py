@@ -111,11 +111,11 @@ class _File:
         """The value of a table; for [run] and variants only its checked keys, which are combined later."""
         if name in _TABLES:
             if not isinstance(value, dict):
-                raise self._error("", 0, name, f"a table is wanted: [{name}]")
+                raise self._error("", 0, name, f"expected a table: [{name}]")
             keys = self._keys(name, 0, _TABLES[name], value)
             return keys if name == "run" else self._make(name, 0, _TABLES[name], keys)
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise self._error(name, 0, "", f"a list of tables is wanted: [[{name}]]")
+            raise self._error(name, 0, "", f"expected a list of tables: [[{name}]]")
         found = [self._keys(name, number, _LISTS[name], one) for number, one in enumerate(value)]
         if name == "variants":
             return found
@@ -149,7 +149,7 @@ class _File:
         try:
             return TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError:
-            raise self._error(table, number, key, f"{_wanted(hint)} is wanted, not {_shown(value)}") from None
+            raise self._error(table, number, key, f"expected {_wanted(hint)}, got {_shown(value)}") from None
 
     def _make(self, table: str, number: int, owner: type, keys: Mapping[str, Any]) -> Any:
         for field in dataclasses.fields(owner):

@@ -97,11 +97,11 @@ class Key:
         if self.optional and given.value == "":
             return None
         if (self.kind is Path and given.value == "") or (isinstance(given.value, list) and "" in given.value):
-            raise given.error("a path is wanted; for this folder itself write .")
+            raise given.error("expected a path; for this folder itself write .")
         try:
             value = self._validated(given.value, is_text=given.is_text)
         except (ValueError, TypeError):
-            raise given.error(f"{_WANTED[self.kind]} is wanted, not {_shown(given.value)}{self._hint(given)}") from None
+            raise given.error(f"expected {_WANTED[self.kind]}, got {_shown(given.value)}{self._hint(given)}") from None
         if isinstance(value, tuple):
             if self.kind == _SHARES_OF_DATA:
                 return tuple(dataclasses.replace(one, path=_resolved(one.path, given.folder)) for one in value)
@@ -325,7 +325,7 @@ def _check_data(settings: Settings) -> None:
     """What names the data, and what goes with it. Raises ConfigError."""
     data = settings.section("data")
     if data["mixture"] == ():
-        raise settings.error("data", "mixture", 'at least one part is wanted, as [{ path = "a.bin", weight = 1 }]')
+        raise settings.error("data", "mixture", 'expected at least one part, as [{ path = "a.bin", weight = 1 }]')
     if data["path"] is not None and data["mixture"] is not None:
         raise settings.error("data", "mixture", "stands in place of path: give one of them")
     if (data["digest"] is None) != (data["samples"] is None):
@@ -338,9 +338,7 @@ def _check_data(settings: Settings) -> None:
             what = "is for a dataset of your own loops, so it goes with [run] init and without path and mixture"
             raise settings.error("data", "digest", what)
         if not re.fullmatch(r"[\w.-]{4,64}", data["digest"]) or data["digest"] == "none":
-            raise settings.error(
-                "data", "digest", "4 to 64 letters, digits, - and . are wanted, as the start of a hash"
-            )
+            raise settings.error("data", "digest", "expected 4 to 64 letters, digits, - and ., as the start of a hash")
 
 
 def pipeline_of(settings: Settings) -> PipelineConfig:
@@ -373,7 +371,7 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
 
 def _check_leave_code(code: int) -> None:
     if code not in (ExitCode.DONE, ExitCode.INTERRUPTED):
-        raise ValueError(f"0 is wanted, or {ExitCode.INTERRUPTED.value}, not {code}")
+        raise ValueError(f"expected 0 or {ExitCode.INTERRUPTED.value}, got {code}")
 
 
 def check_hosts(text: str) -> None:
@@ -381,7 +379,7 @@ def check_hosts(text: str) -> None:
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least]
     if not all(map(is_digits, numbers)) or not 1 <= int(least) <= int(numbers[-1]):
-        raise ValueError(f"{text!r} is no number of hosts; 4 or 3:4 is wanted")
+        raise ValueError(f"expected a number of hosts, as 4 or 3:4, got {text!r}")
 
 
 _TERM_KEYS = {

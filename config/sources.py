@@ -198,7 +198,7 @@ def read_flags(flags: Iterable[str], known: Iterable[str], origin: str = "--set"
         name, separator, value = flag.partition("=")
         section, dot, key = name.strip().partition(".")
         if not separator or not dot or not key:
-            raise ConfigError(f"--set {flag}: section.key=value is wanted, with a section of {', '.join(sections)}")
+            raise ConfigError(f"--set {flag}: expected section.key=value, with a section of {', '.join(sections)}")
         if section not in sections:
             raise ConfigError(f"--set {flag}: there is no section {section} here; {nearest(section, sections)}")
         found.append(

@@ -152,7 +152,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
             "--copy-every: [coordinator] copy_every_s: 0 is not a duration; expected seconds above 0, as 600",
         ),
         (["--copy-to", "file:///x", "--set", "run.h=0"], "--set: [run] h: the least is 1, not 0"),
-        (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: a finite number is wanted, not "nan"'),
+        (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: expected a finite number, got "nan"'),
     ):
         assert line in error_line("coordinator", str(tmp_path / "run.toml"), *words)
         assert not (tmp_path / "state").exists()

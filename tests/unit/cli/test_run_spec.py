@@ -194,8 +194,8 @@ def test_with_init_the_coordinator_grants_samples_of_the_data_that_are_named(tmp
     [
         (torch.tensor([[1.0, 2.0], [torch.nan, 4.0]]), "the first weights have NaN or Inf in 'weight'"),
         (torch.tensor([[1.0, torch.inf]]), "the first weights have NaN or Inf in 'weight'"),
-        (torch.ones(2, 2, dtype=torch.int8), "'weight' is int8, and weights in floating point are wanted"),
-        (torch.ones(2, 2, dtype=torch.complex64), "'weight' is complex64, and weights in floating point are wanted"),
+        (torch.ones(2, 2, dtype=torch.int8), "'weight' is int8, expected floating point"),
+        (torch.ones(2, 2, dtype=torch.complex64), "'weight' is complex64, expected floating point"),
     ],
 )
 def test_weights_that_cannot_be_trained_are_refused_before_the_run(tmp_path: Path, weights: Tensor, line: str) -> None:
