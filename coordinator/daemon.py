@@ -236,7 +236,7 @@ class Coordinator:
         return await cut
 
     async def _count_traffic(self) -> None:
-        traffic = TrafficMetrics(self.metrics, self.config.egress_price_per_gb)
+        traffic = TrafficMetrics(self.metrics, self.config.egress_price_per_gb, self.config.egress_currency)
         while True:
             traffic.update(self.executor.sessions)
             await asyncio.sleep(STATUS_S)

@@ -101,7 +101,9 @@ class CoordinatorConfig:
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
     egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="price; expected 0 or more")] = 0.0
-    """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
+    """What 10⁹ bytes that leave a site cost: for the metrics alone."""
+    egress_currency: str = "USD"
+    """The currency of that price, as dashboards name it."""
     congestion: str = ""
     """Congestion control of the connections to nodes, as bbr; the system's unless given."""
     max_uplink: Annotated[str, parse_rate] = ""

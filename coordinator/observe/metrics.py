@@ -147,11 +147,9 @@ class Metrics:
             "Recent rate of acknowledged blobs to the node; at least 65536 is assumed.",
             ["node"],
         )
-        self.egress_price = gauge(
-            "farloop_egress_price_per_gigabyte", "Price of 10⁹ bytes, in any currency; 0: not set."
-        )
+        self.egress_price = gauge("farloop_egress_price_per_gigabyte", "Price of 10⁹ bytes; 0: not set.", ["currency"])
         self.egress_cost = counter(
-            "farloop_egress_cost", "Cost of the bytes that left the coordinator and the nodes.", ["node"]
+            "farloop_egress_cost", "Cost of the bytes that left the coordinator and the nodes.", ["node", "currency"]
         )
         self._uplink_limit = gauge(
             "farloop_uplink_limit_bytes_per_second", "Most that the coordinator sends now; 0: no limit."
@@ -383,12 +381,12 @@ _KINDS = [(kind, kind.name.lower()) for kind in BlobKind]
 class TrafficMetrics:
     """Of one coordinator."""
 
-    def __init__(self, metrics: Metrics, price: float) -> None:
+    def __init__(self, metrics: Metrics, price: float, currency: str) -> None:
         """`price`: of 10⁹ bytes that leave a site."""
-        self._metrics, self._price = metrics, price
+        self._metrics, self._price, self._currency = metrics, price, currency
         self._seen: dict[int, dict[tuple[str, str], int]] = {}  # session → what was counted of it
         self._nodes: set[NodeId] = set()
-        metrics.egress_price.set(price)
+        metrics.egress_price.labels(currency).set(price)
 
     def update(self, sessions: Mapping[NodeId, Peer]) -> None:
         """Count what has been moved since the last look, in the sessions that are open."""
@@ -409,7 +407,7 @@ class TrafficMetrics:
                 else:
                     metrics.link_bytes.labels(node, direction, kind).inc(grown)
                     moved += grown
-            metrics.egress_cost.labels(node).inc(moved / _GIGABYTE * self._price)
+            metrics.egress_cost.labels(node, self._currency).inc(moved / _GIGABYTE * self._price)
             in_flight = peer.session.transfers.live_in_flight + peer.session.transfers.background_in_flight
             metrics.link_in_flight.labels(node).set(in_flight)
             metrics.link_rate.labels(node).set(peer.session.transfers.bytes_per_s)

@@ -119,7 +119,7 @@ def peer(number: int, traffic: Traffic, *, in_flight: int = 0) -> Peer:
 
 
 def test_bytes_are_counted_once_by_direction_and_kind_over_all_sessions(metrics: Metrics) -> None:
-    traffic, again, links = Traffic(), Traffic(), TrafficMetrics(metrics, 2.0)
+    traffic, again, links = Traffic(), Traffic(), TrafficMetrics(metrics, 2.0, "EUR")
     traffic.sent_blobs[BlobKind.UPDATE].add(1000)
     traffic.received_blobs[BlobKind.DELTA].add(500)
     traffic.rewinds, traffic.control_resends = 2, 1
@@ -134,4 +134,4 @@ def test_bytes_are_counted_once_by_direction_and_kind_over_all_sessions(metrics:
     again.sent_blobs[BlobKind.UPDATE].add(10)
     links.update({A: peer(2, again)})
     assert value(metrics, "link_bytes_total", node="a", direction="sent", kind="update") == 1010
-    assert value(metrics, "egress_cost_total", node="a") == pytest.approx(1510 / 1e9 * 2.0)
+    assert value(metrics, "egress_cost_total", node="a", currency="EUR") == pytest.approx(1510 / 1e9 * 2.0)
