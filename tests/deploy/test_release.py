@@ -125,9 +125,17 @@ def build(tree: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @needs_mkdocs
 def test_the_site_has_the_pages_that_lie_beside_what_they_are_about_and_fetches_nothing(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    ended = build(copied(tmp_path / "tree"), site)
+    site, tree = tmp_path / "site", copied(tmp_path / "tree")
+    (change,) = re.findall(r"^grep -rl https://farloop.*$", (ROOT / "docs/monitoring.md").read_text(), re.MULTILINE)
+    subprocess.run(change, shell=True, cwd=tree, check=True)
+    ended = build(tree, site)
     assert ended.returncode == 0, ended.stderr
+    for rules in ("monitoring/alerts/farloop.yml", "k8s/components/monitoring/prometheusrule.yaml"):
+        pages = re.findall(
+            r"runbook_url: https://docs\.my\.org/farloop/(.*/)$", (tree / rules).read_text(), re.MULTILINE
+        )
+        assert len(pages) > 20 and all((site / page / "index.html").is_file() for page in pages)
+    assert "farloop.example" not in (tree / "monitoring/dashboards/coordinator.json").read_text()
     for page in ("index.html", "k8s/index.html", "docker/index.html", "wire/index.html", "readme/index.html"):
         assert (site / page).is_file(), page
     assert "farloop keys new" in (site / "cli/index.html").read_text(encoding="utf-8")
