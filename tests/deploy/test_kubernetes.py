@@ -16,19 +16,15 @@ from typing import Any
 import pytest
 import yaml
 from containers import Engine
+from manifests import K8S, OVERLAYS, objects_of
 from toolbox import CACHE, ROOT, root_needed, run, tool, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(2400)]
 
-K8S, LAB = ROOT / "k8s", ROOT / "tests" / "deploy" / "k8s" / "lab.sh"
+LAB = ROOT / "tests" / "deploy" / "k8s" / "lab.sh"
 BINARIES = Path(os.environ.get("K8SLAB_BIN", CACHE / "kubernetes"))
-OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 NODES = ["farloop-node-0", "farloop-node-1"]
 PODS = ["farloop-coordinator-0", *NODES]
-
-
-def objects_of(overlay: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(run(tool("kubectl"), "kustomize", K8S / "overlays" / overlay)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +43,8 @@ class Cluster:
         """As `kubectl apply -k` does, but for what 1.20 does not have."""
         objects = objects_of(overlay)
         for job in (one for one in objects if one["kind"] == "Job"):
-            del job["spec"]["podFailurePolicy"], job["spec"]["podReplacementPolicy"]
+            for field in ("podFailurePolicy", "podReplacementPolicy", "completionMode"):
+                job["spec"].pop(field, None)
         return self.kubectl("apply", *more, "--filename", "-", text=yaml.safe_dump_all(objects))
 
     def pods(self, name: str) -> list[dict[str, Any]]:

@@ -1,17 +1,17 @@
 """The Kubernetes manifests, rendered: they agree with the code, and ask for no right that is not needed."""
 
 import functools
+import importlib
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+import torch
+from manifests import ABOVE, CUSTOM, K8S, KUBECTL, OVERLAYS, RENDERED, Object, misfits, objects_of, template_of
 from typer.main import get_command
 
 from farloop.cli.main import app
@@ -21,39 +21,32 @@ from farloop.monitoring.addresses import parse_each_tcp
 from farloop.monitoring.endpoint import HEALTH, READY
 from farloop.node.library import DRAIN_S
 
-K8S = Path(__file__).resolve().parents[3] / "k8s"
-OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
-
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests, and is missing")
-
-Object = dict[str, Any]
+pytestmark = pytest.mark.skipif(KUBECTL is None, reason="kubectl renders the manifests, and is missing")
 
 
 @functools.cache
-def rendered(folder: str) -> tuple[Object, ...]:
-    """Every object that `kubectl apply -k` would send."""
-    done = subprocess.run(["kubectl", "kustomize", K8S / folder], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+def rendered(name: str) -> tuple[Object, ...]:
+    return tuple(objects_of(name))
 
 
-@pytest.mark.parametrize("folder", ["base/namespace", *(f"overlays/{name}" for name in OVERLAYS)])
-def test_nothing_is_sent_to_another_namespace(folder: str) -> None:
+@pytest.mark.parametrize("name", ["base/namespace", *RENDERED])
+def test_nothing_is_sent_to_another_namespace(name: str) -> None:
     """A policy that denies everything, sent to `default`, would cut off whatever else runs there."""
-    for one in rendered(folder):
+    for one in rendered(name):
         meta = one["metadata"]
-        assert (meta["name"] if one["kind"] == "Namespace" else meta["namespace"]) == "farloop", one["kind"]
+        if one["kind"] != "PriorityClass":
+            assert (meta["name"] if one["kind"] == "Namespace" else meta["namespace"]) == "farloop", one["kind"]
 
 
 def of_kind(overlay: str, kind: str) -> list[Object]:
-    return [one for one in rendered(f"overlays/{overlay}") if one["kind"] == kind]
+    return [one for one in rendered(overlay) if one["kind"] == kind]
 
 
 def pods(overlay: str) -> Iterator[tuple[str, Object, Object]]:
     """Name, labels and pod specification of every workload."""
-    for workload in [one for kind in ("StatefulSet", "Deployment", "Job") for one in of_kind(overlay, kind)]:
-        template = workload["spec"]["template"]
-        yield workload["metadata"]["name"], template["metadata"]["labels"], template["spec"]
+    for workload in rendered(overlay):
+        if workload["kind"] != "TrainJob" and (template := template_of(workload)) is not None:
+            yield workload["metadata"]["name"], template["metadata"]["labels"], template["spec"]
 
 
 def containers(overlay: str) -> Iterator[tuple[str, Object]]:
@@ -62,7 +55,7 @@ def containers(overlay: str) -> Iterator[tuple[str, Object]]:
             yield f"{name}/{container['name']}", container
 
 
-def settings(overlay: str, name: str, pod: Object, folder: Path) -> RunFile | NodeFile:
+def settings(overlay: str, name: str, pod: Object, folder: Path, flags: Sequence[str] = ()) -> RunFile | NodeFile:
     """What the daemon of a pod reads, through the loader that it uses: its file and its environment."""
     (container,) = pod["containers"]
     file = Path(container["args"][1])
@@ -77,10 +70,12 @@ def settings(overlay: str, name: str, pod: Object, folder: Path) -> RunFile | No
         for known, text in environ.items():
             value = value.replace(f"$({known})", text)
         environ[variable["name"]] = value
-    return load(path, flags=[], environ={name: value for name, value in environ.items() if name.startswith("FARLOOP_")})
+    return load(
+        path, flags=flags, environ={name: value for name, value in environ.items() if name.startswith("FARLOOP_")}
+    )
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", RENDERED)
 def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_mounts(
     overlay: str, tmp_path: Path
 ) -> None:
@@ -112,12 +107,14 @@ def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_m
         assert f"0600 /run/secrets/farloop/{own.key.name}" in script.replace('"', "")
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "cluster-hosts+jobset"])
 def test_after_the_run_nodes_are_complete_and_the_coordinator_serves(overlay: str, tmp_path: Path) -> None:
     """A finished coordinator is not started again and again, and finished nodes hold no GPUs; a drained node comes back
     on its volume, and one that is refused does not."""
     claims = {claim["metadata"]["name"] for claim in of_kind(overlay, "PersistentVolumeClaim")}
     jobs = {job["metadata"]["name"]: job["spec"] for job in of_kind(overlay, "Job")}
+    for one in of_kind(overlay, "JobSet"):
+        jobs[one["metadata"]["name"]] = one["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert len(jobs) == (2 if overlay == "local" else not overlay.startswith("coordinator")) and claims == set(jobs)
     for name, _, pod in pods(overlay):
         file = settings(overlay, name, pod, tmp_path)
@@ -132,7 +129,7 @@ def test_after_the_run_nodes_are_complete_and_the_coordinator_serves(overlay: st
         assert {"name": "state", "persistentVolumeClaim": {"claimName": name}} in pod["volumes"]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", RENDERED)
 def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
     for _, _, pod in pods(overlay):
         assert pod["automountServiceAccountToken"] is (overlay == "coordinator-pair"), "the Lease alone needs a token"
@@ -156,9 +153,11 @@ def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
     assert level == ("privileged" if overlay == "cluster-rdma" else "restricted")
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", RENDERED)
 def test_services_and_policies_select_pods_and_ports_that_are_there_and_no_budget_refuses_a_drain(overlay: str) -> None:
     found = {name: (labels, pod) for name, labels, pod in pods(overlay)}
+    if not found:
+        pytest.skip("a TrainJob's ports are those of its runtime")
     for service in of_kind(overlay, "Service"):
         chosen = [pod for labels, pod in found.values() if service["spec"]["selector"].items() <= labels.items()]
         assert chosen, service["metadata"]["name"]
@@ -184,6 +183,11 @@ def test_a_daemon_may_dial_what_its_settings_name_and_its_pages_are_for_promethe
             for one in of_kind(overlay, "NetworkPolicy")
             if one["spec"]["podSelector"] and one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
         ]
+        if overlay == "cluster-hosts":  # and hosts of nodes one another, by all ports
+            (hosts,) = [policy for policy in policies if "ports" not in policy["egress"][0]]
+            policies.remove(hosts)
+            for (peers,) in (hosts["ingress"][0]["from"], hosts["egress"][0]["to"]):
+                assert peers["podSelector"]["matchLabels"] == hosts["podSelector"]["matchLabels"]
         out = {port["port"] for policy in policies for rule in policy["egress"] for port in rule["ports"]}
         rules = [rule for policy in policies for rule in policy.get("ingress", [])]
         come_in = {port["port"]: rule.get("from") for rule in rules for port in rule["ports"]}
@@ -261,7 +265,131 @@ def test_the_script_that_makes_the_keys_begins_in_an_empty_folder(words: list[st
     assert sorted(path.name for path in tmp_path.glob("allowed/*")) == allowed
 
 
-def test_every_overlay_is_in_the_readme() -> None:
+def test_every_overlay_and_component_is_in_the_readme_and_rendered() -> None:
     text = (K8S / "README.md").read_text()
-    assert all(f"overlays/{overlay}" in text for overlay in OVERLAYS)
+    folders = {path.name for path in (K8S / "components").iterdir()}
+    assert all(f"`{name}`" in text for name in (*OVERLAYS, *folders))
+    assert folders - set(ABOVE) == {"allow-hosts", "coordinator-pair", "coordinator-recover"}, "parts of overlays"
     assert tomllib.loads((K8S / "base/coordinator/run.toml").read_text())["run"]["nodes"] == 2
+
+
+MADE_BY_HAND = {
+    *("farloop-coordinator-key", "farloop-node-keys", "farloop-allowed", "farloop-object-store"),
+    *("farloop-model", "farloop-data"),
+}
+"""By keys.sh, or yours (k8s/README.md)."""
+
+
+def named_by(pod: Object) -> Iterator[tuple[str, str]]:
+    """Kind and name of every object that pods need."""
+    yield "ServiceAccount", pod["serviceAccountName"]
+    for volume in pod["volumes"]:
+        for key, kind, field in (
+            ("configMap", "ConfigMap", "name"),
+            ("secret", "Secret", "secretName"),
+            ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+        ):
+            if key in volume:
+                yield kind, volume[key][field]
+    if "priorityClassName" in pod:
+        yield "PriorityClass", pod["priorityClassName"]
+
+
+LABELLED = """
+namePrefix: my-
+labels: [{pairs: {team: blue}, includeSelectors: true}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        *((name, "") for name in RENDERED),
+        *((name, LABELLED) for name in ("coordinator-pair", *(one for one in RENDERED if "hosts" in one))),
+    ],
+)
+def test_what_pods_refer_to_is_there_and_policies_select_them(name: str, extra: str) -> None:
+    """Also in custom resources, and once the overlay above renames and labels everything."""
+    objects = objects_of(name, extra)
+    there = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    templates = [template for one in objects if (template := template_of(one)) is not None]
+    assert templates
+    for template in templates:
+        missing = set(named_by(template["spec"])) - there
+        assert {named for _, named in missing} <= MADE_BY_HAND, missing
+    for one in objects:
+        selector = one["spec"]["podSelector"] if one["kind"] == "NetworkPolicy" else {}
+        if selector:
+            chosen = selector["matchLabels"].items()
+            assert any(chosen <= template["metadata"]["labels"].items() for template in templates), one["metadata"]
+
+
+@pytest.mark.parametrize("component", ["jobset", "leaderworkerset", "trainjob"])
+def test_a_custom_resource_has_the_fields_of_its_definition_and_the_hosts_of_the_job(component: str) -> None:
+    (job,) = of_kind("cluster-hosts", "Job")
+    (one,) = [one for one in rendered(f"cluster-hosts+{component}") if f"{one['apiVersion']} {one['kind']}" in CUSTOM]
+    assert not misfits(one["spec"], CUSTOM[f"{one['apiVersion']} {one['kind']}"])
+    assert not of_kind(f"cluster-hosts+{component}", "Job") and one["metadata"]["name"] == job["metadata"]["name"]
+    spec = one["spec"]
+    hosts = {
+        "jobset": lambda: spec["replicatedJobs"][0]["template"]["spec"]["completions"],
+        "leaderworkerset": lambda: spec["leaderWorkerTemplate"]["size"],
+        "trainjob": lambda: spec["trainer"]["numNodes"],
+    }[component]()
+    assert hosts == job["spec"]["completions"] == 4
+    wrong = {**spec, "replicasss": 1}
+    assert misfits(wrong, CUSTOM[f"{one['apiVersion']} {one['kind']}"]) == ["spec.replicasss: unknown"]
+
+
+@pytest.mark.parametrize("name", ["cluster-hosts", "cluster-hosts+jobset", "cluster-hosts+leaderworkerset"])
+def test_the_hosts_of_a_node_meet_at_the_first_of_them(name: str) -> None:
+    ((node, _, pod),) = pods(name)
+    env = {one["name"]: one for one in pod["containers"][0]["env"]}
+    assert list(env).index("FARLOOP_NODE__NAME") < list(env).index("FARLOOP_NODE__RENDEZVOUS"), "which names it"
+    at = env["FARLOOP_NODE__RENDEZVOUS"]["value"].replace("$(FARLOOP_NODE__NAME)", node)
+    service = {one["metadata"]["name"] for one in of_kind(name, "Service")}.pop()
+    assert (
+        at
+        == {
+            "cluster-hosts": f"{node}-0.{service}:29500",
+            "cluster-hosts+jobset": f"{node}-hosts-0-0.{node}:29500",  # JobSet's service has the JobSet's name
+            "cluster-hosts+leaderworkerset": "$(LWS_LEADER_ADDRESS):29500",
+        }[name]
+    )
+    (claim,) = of_kind(name, "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"] and env["FARLOOP_NODE__HOSTS"]["value"] == "3:4"
+
+
+OWN = {
+    "model-from-pvc": ("coordinator", {"run.model": "hf:/model"}),
+    "model-from-image": ("coordinator", {"run.model": "hf:/model"}),
+    "code-from-configmap": ("node", {"node.model": "own_model:build"}),
+    "data-from-pvc": ("coordinator node", {"data.path": "/data"}),
+}
+
+
+@pytest.mark.parametrize("component", OWN)
+def test_the_settings_beside_a_component_name_what_it_mounts(component: str, tmp_path: Path) -> None:
+    daemons, lines = OWN[component]
+    overlay = f"{ABOVE[component]}+{component}"
+    text = (K8S / "components" / component / "kustomization.yaml").read_text()
+    found = set()
+    for name, _, pod in pods(overlay):
+        (container,) = pod["containers"]
+        mounts = {one["mountPath"] for one in container["volumeMounts"]} & {"/model", "/data", "/code"}
+        assert bool(mounts) == (container["name"] in daemons)
+        if not mounts:
+            continue
+        found.add(container["name"])
+        for key, value in lines.items():
+            assert f'{key.partition(".")[2]} = "{value}"' in text
+            assert value.removeprefix("hf:") in mounts or mounts == {"/code"}
+        file = settings(overlay, name, pod, tmp_path, [f"{key}={value}" for key, value in lines.items()])
+        assert str(file)
+    assert found == set(daemons.split())
+
+
+def test_the_example_of_own_code_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(K8S / "components" / "code-from-configmap")
+    module = importlib.import_module("own_model").build()
+    assert module(torch.zeros(2, 3, dtype=torch.int64, device="cpu")).shape == (2, 3, 256)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from manifests import KUBECTL, OVERLAYS, objects_of
 from plain_runs import PLAIN_PROGRESS
 from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
@@ -166,7 +167,7 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert yaml.safe_load((COMPONENT / "prometheusrule.yaml").read_text())["spec"] == RULES
 
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests: missing")
+needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="kubectl renders the manifests: missing")
 
 
 @needs_kubectl
@@ -174,7 +175,7 @@ def test_an_overlay_sets_the_host_of_every_runbook_as_the_page_says(tmp_path: Pa
     (told,) = re.findall(r"```yaml\n(replacements:.*?)```", (ROOT / "docs/monitoring.md").read_text(), re.DOTALL)
     shutil.copy(COMPONENT / "prometheusrule.yaml", tmp_path)
     (tmp_path / "kustomization.yaml").write_text(f"resources: [prometheusrule.yaml]\n{told}")
-    done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(KUBECTL), "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=60)
     if "sourceValue" in done.stderr:
         pytest.skip("kubectl is older than 1.35")
     groups = yaml.safe_load(done.stdout)["spec"]["groups"]
@@ -183,24 +184,11 @@ def test_an_overlay_sets_the_host_of_every_runbook_as_the_page_says(tmp_path: Pa
 
 
 @needs_kubectl
-@pytest.mark.parametrize("overlay", sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir()))
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_with_the_component_pods_are_scraped_where_they_serve_and_grafana_gets_the_dashboards(
-    overlay: str, tmp_path: Path
+    overlay: str,
 ) -> None:
-    here = tmp_path.resolve()
-    up = "/".join([".."] * (len(here.parts) - 1))
-    (here / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "namespace": "farloop",
-                "resources": [f"{up}{ROOT}/k8s/overlays/{overlay}"],
-                "components": [f"{up}{COMPONENT}"],
-            }
-        )
-    )
-    done = subprocess.run(["kubectl", "kustomize", str(here)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    objects = list(yaml.safe_load_all(done.stdout))
+    objects = objects_of(f"{overlay}+monitoring")
     maps = {one["metadata"]["name"]: one for one in objects if one["kind"] == "ConfigMap"}
     for name, dashboard in DASHBOARDS.items():
         one = maps[f"farloop-dashboard-{name}"]
