@@ -19,7 +19,7 @@ from slow_cases import slow
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 
-RUNS, PARTED_RUNS, BATCH = 300, 200, 20
+RUNS, PARTED_RUNS, BATCH = 300, 200, 10
 BY_DEFAULT = BATCH
 SLOW_RUNS, SLOW_BATCH = 5000, 250
 

@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: s
     [
         ("fails", "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here"),
         *slow(("fails-in-own-group", "FileNotFoundError: no base.safetensors here")),
-        ("differs", "parameter 'inward.weight' is torch.bfloat16 on rank 1 and torch.float32 on rank 0"),
+        *slow(("differs", "parameter 'inward.weight' is torch.bfloat16 on rank 1 and torch.float32 on rank 0")),
         ("leaves", "rank 1 of this node has failed: it has left, and rank 0 goes on"),
     ],
 )

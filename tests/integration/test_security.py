@@ -20,7 +20,7 @@ REVOKED_WITHIN_S = 10.0
 
 
 def test_an_encrypted_run_admits_only_known_keys_and_drops_revoked_ones(new_run: NewRun) -> None:
-    run = new_run(steps=600, **PACED)
+    run = new_run(steps=200, **PACED)
     keys = new_keys(run, "coordinator", "a", "b", "stranger")
     authorize(run, "a", "b")
     coordinator = run.start_coordinator()
@@ -66,7 +66,7 @@ def test_an_encrypted_run_admits_only_known_keys_and_drops_revoked_ones(new_run:
 
 
 def test_garbage_on_the_port_harms_no_node(new_run: NewRun) -> None:
-    run = new_run(steps=600, **PACED)
+    run = new_run(steps=200, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
     versions = run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))["versions"]
     throw(run, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64, GREETING + os.urandom(512))
