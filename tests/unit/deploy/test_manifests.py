@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -393,3 +394,11 @@ def test_the_example_of_own_code_is_a_model(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(K8S / "components" / "code-from-configmap")
     module = importlib.import_module("own_model").build()
     assert module(torch.zeros(2, 3, dtype=torch.int64, device="cpu")).shape == (2, 3, 256)
+
+
+def test_the_chart_is_what_the_overlays_make_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python k8s/chart.py` writes it anew. tests/deploy compares its objects."""
+    monkeypatch.setenv("KUBECTL", str(KUBECTL))
+    files = runpy.run_path(str(K8S / "chart.py"))["files"]()
+    there = {path.relative_to(K8S / "chart").as_posix(): path.read_text() for path in (K8S / "chart").rglob("*.*")}
+    assert there == files
