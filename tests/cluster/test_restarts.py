@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
@@ -14,6 +16,7 @@ from urllib.request import urlopen
 import loopback
 import pytest
 import tiny_run
+import yaml
 from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of, own_run
 from slow_cases import slow
 
@@ -27,6 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DEADLINE_S = 300.0
 HANGING_LOOP = Path(loopback.__file__).with_name("hanging_loop.py")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STRUCK_LOOP = Path(loopback.__file__).with_name("struck_loop.py")
 
 
@@ -190,3 +194,44 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
     assert [json.loads(path.read_text())["incarnation"] for path in folders] == [4, 3]
     first.signal(signal.SIGTERM)
     assert run.until_ended(first, DEADLINE_S) == 0
+
+
+RUN_BY_HAND = {
+    "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
+    "srun": 'shift; "$@" & "$@" && wait $!',
+    "farloop": f'exec {sys.executable} -m farloop.cli.main "$@"',
+}
+"""What a batch script calls, as a cluster of two hosts would have it."""
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", *slow("skypilot.yaml")])
+def test_a_script_for_a_scheduler_starts_one_node_on_two_hosts(new_run: NewRun, script: str) -> None:
+    run = new_run(nodes=1, steps=60)
+    run.start_coordinator()
+    run.node_toml("many", "", {}).rename(run.folder / "node.toml")
+    for name, body in RUN_BY_HAND.items():
+        (run.folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (run.folder / name).chmod(0o755)
+    text = (EXAMPLES / script).read_text()
+    if script == "skypilot.yaml":  # which runs it on every host
+        (run.folder / "host.sh").write_text(yaml.safe_load(text)["run"])
+        text = "srun --all bash host.sh"
+    (run.folder / "script.sh").write_text(text)
+    given = {"HOSTS": "2", "PORT": str(free_port()), "GPUS": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
+    given |= {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+    environ = [f"{name}={value}" for name, value in given.items()]
+    job = run.start("script", "-c", STARTER, *environ, f"PATH={run.folder}{os.pathsep}{os.environ['PATH']}")
+    try:
+        status = run.until_done(timeout_s=DEADLINE_S)
+        assert run.until_ended(job, DEADLINE_S) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGTERM)
+    assert_all_agree(run, status, "many")
+    assert node_of(status, "many")["device"].startswith("2")
+
+
+STARTER = """
+import os, sys
+os.execvpe("bash", ["bash", "script.sh"], os.environ | dict(one.split("=", 1) for one in sys.argv[1:]))
+"""

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 SCRIPTS = [
     path
-    for path in (K8S / "keys.sh", *sorted((ROOT / "tests" / "deploy").rglob("*.sh")))
+    for path in (K8S / "keys.sh", ROOT / "examples" / "slurm.sh", *sorted((ROOT / "tests" / "deploy").rglob("*.sh")))
     if "node_modules" not in path.parts
 ]
 VERSIONS = [f"1.{minor}" for minor in range(29, 37)]
