@@ -47,7 +47,7 @@ test-slow: $(VENV)/.dev
 
 # Ten minutes of fault injection.
 chaos: $(VENV)/.base
-	$(BIN)/farloop chaos $(CHAOS_ARGS)
+	$(BIN)/farloop lab chaos $(CHAOS_ARGS)
 
 # Plausible mistakes, each in a copy of the tree: a test has to notice every one of them.
 mutants: $(VENV)/.dev
@@ -65,7 +65,7 @@ gpu:
 	PYTHONPATH="$(CURDIR)/.cache/tree:$(abspath $(SITE))" $(PYTHON) -m farloop.lab.bench.command gpu $(GPU_ARGS)
 else
 gpu: $(VENV)/.dev
-	$(BIN)/farloop bench gpu $(GPU_ARGS)
+	$(BIN)/farloop lab bench gpu $(GPU_ARGS)
 endif
 
 lint: $(VENV)/.dev
@@ -95,7 +95,7 @@ release: $(VENV)/.release
 		echo "the tag is $$tag and pyproject.toml says $$version: mend one of them" >&2; exit 2; fi; \
 	rm -rf build dist && $(BIN)/python -m build --outdir dist . && \
 	$(PYTHON) -m venv $(FRESH) && $(FRESH)/bin/pip install --quiet --constraint constraints.txt dist/*.whl && \
-	test "$$(cd build && fresh/bin/farloop --version)" = "farloop $$version" && (cd build && fresh/bin/farloop methods) && \
+	test "$$(cd build && fresh/bin/farloop --version)" = "farloop $$version" && (cd build && fresh/bin/farloop lab methods) && \
 	cp constraints.txt "dist/farloop-$$version.constraints.txt" && \
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
 		--output-file "dist/farloop-$$version.cdx.json" $(FRESH) && \

@@ -1,7 +1,7 @@
 """What a run is trained under: `Terms` in parts, its learning rate, and the flat form that is sent and stored.
 
-Standard library only. Messages, the journal, RUN.toml and `farloop set` know each term by one flat name (`outer_lr`);
-`FLAT` says where it lies (`terms.outer.lr`). The flat form keeps the order of `FLAT`.
+Standard library only. Messages, the journal, RUN.toml and `farloop run set` know each term by one flat name
+(`outer_lr`); `FLAT` says where it lies (`terms.outer.lr`). The flat form keeps the order of `FLAT`.
 """
 
 import dataclasses

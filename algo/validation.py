@@ -453,7 +453,7 @@ def check_admission(terms: Terms, method: Method) -> None:
         linear = method.merge == "mean" and method.outer in ("nesterov", "sgd") and not method.alone
         require(linear, f"merge is sum, but {method.name} steps by a mean; take diloco, streaming or sparse")
         return require(not terms.schedule.eager, "merge is sum, but an eager start needs the mean; set eager = false")
-    require(outer.merge != "mean", "merge is mean, which is the default: leave it out, or none in `farloop set`")
+    require(outer.merge != "mean", "merge is mean, which is the default: leave it out, or none in `farloop run set`")
     if outer.merge not in ROBUST_RULES:
         raise ValueError(f"merge is {outer.merge!r}; {nearest(outer.merge, MERGES)}")
     rule = ROBUST_RULES[outer.merge]

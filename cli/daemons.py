@@ -263,11 +263,11 @@ def open_run(
         store.close()
         raise CommandError(
             f"the file asks for {wanted} steps: {over(plan.spec.identity.name, kept, directory)}. A run that has not "
-            f"ended takes more steps by farloop set steps={wanted}",
+            f"ended takes more steps by farloop run set steps={wanted}",
             ExitCode.REFUSED,
         )
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
-        _log.warning("kept %s cause='the run keeps its terms; farloop set changes them'", term)
+        _log.warning("kept %s cause='the run keeps its terms; farloop run set changes them'", term)
     return store
 
 

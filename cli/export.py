@@ -1,4 +1,4 @@
-"""`farloop export` and `farloop eval`: the global model as a folder that other tools load, and its loss."""
+"""`farloop export` and `farloop lab eval`: the global model as a folder that other tools load, and its loss."""
 
 import math
 import os
@@ -108,7 +108,7 @@ def evaluate(
 
     With the run's own data it is the run's evaluation. The coordinator may run meanwhile.
 
-    Example: farloop eval --state state --data tokens.bin
+    Example: farloop lab eval --state state --data tokens.bin
     """
     from farloop.coordinator.storage.files import state_folder
 

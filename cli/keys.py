@@ -77,7 +77,7 @@ def revoke_key(
             f"{name}.pub is removed, but its key is still admitted as {', '.join(twins)}: revoke that too"
         )
     typer.echo(f"{name} is no longer admitted; a running coordinator ends its session within 2 s")
-    typer.echo(f"to end alerts about it: farloop forget {name}")
+    typer.echo(f"to end alerts about it: farloop run forget {name}")
 
 
 @keys_app.command("list")

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +21,11 @@ from rich.console import Console
 
 from farloop.cli.interrupts import install_handlers, interrupt, on_signals
 from farloop.cli.options import (
+    BREAK,
     CONFIGURE,
     INSPECT,
+    MEASURE,
+    PREDICT,
     STATE,
     TRAIN,
     AsJson,
@@ -55,31 +58,7 @@ ELSEWHERE = {
         "farloop.cli.export:export",
         "Write the newest global model as a folder: of Hugging Face where the model is one, else of safetensors files.",
     ),
-    "eval": Elsewhere(
-        TRAIN,
-        "farloop.cli.export:evaluate",
-        "Loss of the newest global model on text that no node trains on: the validation part of --data.",
-    ),
-    "set": Elsewhere(
-        TRAIN,
-        "farloop.cli.set:set_terms",
-        "Change hyperparameters of a live run; some apply from the next window, others from a later round.",
-    ),
-    "release": Elsewhere(
-        TRAIN,
-        "farloop.cli.set:release",
-        "Continue a run that is held because of its nodes.",
-    ),
-    "forget": Elsewhere(
-        TRAIN,
-        "farloop.cli.set:forget",
-        "Stop missing a node that does not come back: a lost machine, a revoked key, another name.",
-    ),
-    "schedule": Elsewhere(
-        INSPECT,
-        "farloop.cli.schedule:schedule",
-        "Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.",
-    ),
+    "run": Elsewhere(TRAIN, "farloop.cli.set:run_app", "Change a live run, or let it go on, through its coordinator."),
     "plan": Elsewhere(
         INSPECT,
         "farloop.cli.plan:plan",
@@ -90,11 +69,6 @@ ELSEWHERE = {
         "farloop.cli.journal:journal_app",
         "Read a coordinator's state folder, running or not; only salvage --write changes it.",
     ),
-    "simulate": Elsewhere(
-        INSPECT,
-        "farloop.cli.simulate:simulate_app",
-        "Predict the cost of a link, a method or failures before a run starts.",
-    ),
     "keys": Elsewhere(
         CONFIGURE, "farloop.cli.keys:keys_app", "Create keys for encrypted links and manage the allow list."
     ),
@@ -104,13 +78,41 @@ ELSEWHERE = {
         "Build token files from texts, JSONL, Parquet and Hugging Face datasets, and check them.",
     ),
 }
+"""Commands of modules that are imported when the command is called."""
+
+LAB = {
+    "schedule": Elsewhere(
+        PREDICT,
+        "farloop.cli.schedule:schedule",
+        "Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.",
+    ),
+    "simulate": Elsewhere(
+        PREDICT,
+        "farloop.cli.simulate:simulate_app",
+        "Predict the cost of a link, a method or failures before a run starts.",
+    ),
+    "eval": Elsewhere(
+        MEASURE,
+        "farloop.cli.export:evaluate",
+        "Loss of the newest global model on text that no node trains on: the validation part of --data.",
+    ),
+}
+"""Those of `farloop lab`, beside the ones that installed packages add."""
+
+MOVED = {
+    **dict.fromkeys(("bench", "chaos", "codecs", "eval", "methods", "schedule", "simulate", "throttle"), "lab"),
+    **dict.fromkeys(("forget", "release", "set"), "run"),
+}
+"""Words that a person may try at the top level, and the group that has them."""
 
 
 class _Commands(UserDict[str, Any]):
-    """Commands by name. One from elsewhere is made when it is asked for, and other packages' are looked for when
-    a name is not one of farloop's own, or all are listed."""
+    """Commands by name. One from elsewhere is made when it is asked for, and those of other packages, if the group has
+    any, are looked for when a name is not one of farloop's own, or all are listed."""
 
-    _is_complete = False
+    def __init__(self, known: dict[str, Any], *, is_complete: bool) -> None:
+        super().__init__(known)
+        self._is_complete = is_complete
 
     def listed(self, name: str) -> Any:
         """A command that is as the table says and imports nothing, for `--help`."""
@@ -145,20 +147,15 @@ class _Commands(UserDict[str, Any]):
         return found
 
 
-class FrontDoor(typer.core.TyperGroup):
+class _Group(typer.core.TyperGroup):
     """The commands of this module and those from elsewhere."""
+
+    elsewhere: Mapping[str, Elsewhere] = ELSEWHERE
+    is_complete = True  # whether no other package can add commands
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = self._table = _Commands({**self.commands, **ELSEWHERE})
-
-    def make_context(self, *given: Any, **more: Any) -> Any:
-        with usage_in_one_line():
-            return super().make_context(*given, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with usage_in_one_line():
-            return super().invoke(ctx)
+        self.commands = self._table = _Commands({**self.commands, **self.elsewhere}, is_complete=self.is_complete)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -170,6 +167,30 @@ class FrontDoor(typer.core.TyperGroup):
         self.commands = self._table
 
 
+class _Lab(_Group):
+    """`farloop lab`."""
+
+    elsewhere = LAB
+    is_complete = False
+
+
+class FrontDoor(_Group):
+    """`farloop`. Wrong usage of any command is one line."""
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        with usage_in_one_line():
+            return super().make_context(*given, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with usage_in_one_line():
+            return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in MOVED:
+            ctx.fail(f"{args[0]} is in a group: farloop {MOVED[args[0]]} {args[0]}")
+        return super().resolve_command(ctx, args)
+
+
 app = Commands(
     "Train one model on GPU clusters that are far apart and connected by slow links.",
     epilog=EPILOG,
@@ -178,6 +199,8 @@ app = Commands(
 )
 config_app = Commands("Check or show a RUN.toml or NODE.toml.")
 app.add_typer(config_app, name="config", rich_help_panel=CONFIGURE)
+lab_app = Commands("Compare methods, predict costs, measure, and inject faults: no run needs these.", cls=_Lab)
+app.add_typer(lab_app, name="lab", rich_help_panel=INSPECT)
 
 RunToml = Annotated[
     Path, typer.Argument(metavar="RUN.toml", show_default=False, help="The training run and its coordinator.")
@@ -191,11 +214,11 @@ def demo(
     context: typer.Context,
     nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 2,
     steps: Annotated[int, typer.Option(help="Inner steps of each node.")] = DEMO_STEPS,
-    method: Annotated[str, typer.Option(help="One of `farloop methods`.")] = "streaming",
+    method: Annotated[str, typer.Option(help="One of `farloop lab methods`.")] = "streaming",
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Codec in both directions, e.g. q4 or q4r:step=0.7; see farloop codecs.",
+            help="Codec in both directions, e.g. q4 or q4r:step=0.7; see farloop lab codecs.",
             show_default="the method's: q4r",
         ),
     ] = None,
@@ -407,7 +430,7 @@ def node(
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel=TRAIN)
+@lab_app.command(rich_help_panel=BREAK)
 def throttle(
     link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="E.g. 50mbit/50ms.")],
     to: Annotated[str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator.")],
@@ -419,7 +442,7 @@ def throttle(
 ) -> None:
     """Emulate a slow link: a TCP proxy with a given bandwidth and RTT.
 
-    Example: farloop throttle 50mbit/50ms --to 127.0.0.1:7700
+    Example: farloop lab throttle 50mbit/50ms --to 127.0.0.1:7700
     """
     from farloop.local import relay as relays
 
@@ -490,7 +513,7 @@ def top(
     show_top(url, light=light)
 
 
-@app.command(rich_help_panel=INSPECT)
+@lab_app.command(rich_help_panel=PREDICT)
 def methods(
     where: Annotated[
         str | None,
@@ -505,7 +528,7 @@ def methods(
     inner step. Of the methods that let a node compute 95 % of the time, the one with the
     least loss is marked.
 
-    Example: farloop methods --for "200mbit, 1b, 4 nodes, 0.5s"
+    Example: farloop lab methods --for "200mbit, 1b, 4 nodes, 0.5s"
     """
     from farloop.cli import methods as known
 

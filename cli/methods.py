@@ -1,4 +1,4 @@
-"""`farloop methods`: the training methods as a table or JSON, and which one suits a link."""
+"""`farloop lab methods`: the training methods as a table or JSON, and which one suits a link."""
 
 import dataclasses
 import math

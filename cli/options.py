@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"  # sections of `--help`
+PREDICT, MEASURE, BREAK = "Compare and predict", "Measure", "Break"  # of `farloop lab --help`
 FIGURES = (".svg", ".png", ".pdf")
 STATE = Path("state")
 

@@ -64,7 +64,7 @@ def plan(
     listed with their times. The same inventory gives the same plan.
 
     With --live, nodes and links come from a running coordinator; parameters, H and bits
-    that the file leaves out come from its run. The output ends with the farloop set
+    that the file leaves out come from its run. The output ends with the farloop run set
     command that applies the planned bits and H. docs/routing.md explains the file and
     the plan.
 
@@ -135,7 +135,7 @@ def plan(
 
 
 def _line(words: "Mapping[str, str]") -> str:
-    return " ".join(["farloop set", *(f"{key}={value}" for key, value in words.items())])
+    return " ".join(["farloop run set", *(f"{key}={value}" for key, value in words.items())])
 
 
 def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:

@@ -1,4 +1,4 @@
-"""`farloop schedule`: the rounds of a run before it starts, as a table, as JSON or as a figure.
+"""`farloop lab schedule`: the rounds of a run before it starts, as a table, as JSON or as a figure.
 
 The rounds come from the function that the coordinator plans with. The model is not read: `farloop config check` says
 whether rounds are long enough for its fragments.
@@ -81,7 +81,7 @@ def schedule(
     2310.14423). The last round ends with the run. A re-warm (--set
     run.rewarms=600:1e-3) starts a new, short round.
 
-    Example: farloop schedule --set run.steps=2000 --set run.h_rule=qsr --set run.h_alpha=0.011
+    Example: farloop lab schedule --set run.steps=2000 --set run.h_rule=qsr --set run.h_alpha=0.011
     """
     check_figure(plot)
     config = config_of(file, flags or [])

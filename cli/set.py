@@ -1,18 +1,21 @@
-"""`farloop set`, `farloop release` and `farloop forget`: requests to a running coordinator through its admin socket."""
+"""`farloop run set`, `release` and `forget`: requests to a running coordinator through its admin socket."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from farloop.cli.options import STATE, AsJson, StateFolder
+from farloop.cli.options import STATE, AsJson, Commands, StateFolder
 from farloop.monitoring.status import dumps
+
+run_app = Commands("Change a live run, or let it go on, through its coordinator.")
 
 DisbelievedNodes = Annotated[
     list[str] | None, typer.Option("--node", show_default=False, help="A node whose claim is wrong; repeatable.")
 ]
 
 
+@run_app.command("set")
 def set_terms(
     words: Annotated[
         list[str],
@@ -24,7 +27,7 @@ def set_terms(
 ) -> None:
     """Change hyperparameters of a live run; some apply from the next window, others from a later round.
 
-    Example: farloop set outer_lr=0.5 codec_up=q8 --state state --dry-run
+    Example: farloop run set outer_lr=0.5 codec_up=q8 --state state --dry-run
     """
     from farloop.config.admin_client import change_terms
 
@@ -32,6 +35,7 @@ def set_terms(
     typer.echo(dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
+@run_app.command()
 def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     """Continue a run that is held because of its nodes.
 
@@ -40,7 +44,7 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     the state folder is probably an old copy, and each must be named. If too few of the live nodes are merged, the run
     continues as it is; it is held again if they are still not merged three rounds later.
 
-    Example: farloop release --state state
+    Example: farloop run release --state state
     """
     from farloop.config.admin_client import asked
 
@@ -49,6 +53,7 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     typer.echo(answer["still"] or "the run continues")
 
 
+@run_app.command()
 def forget(
     node: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The node.")],
     state: StateFolder = STATE,
@@ -58,7 +63,7 @@ def forget(
     It vanishes from the status, the metrics and their alerts, and its samples go to others. A node that comes back
     under this name is known again.
 
-    Example: farloop forget oslo --state state
+    Example: farloop run forget oslo --state state
     """
     from farloop.config.admin_client import asked
 

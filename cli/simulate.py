@@ -1,4 +1,4 @@
-"""`farloop simulate bandwidth` and `farloop simulate run`; the simulators are in `farloop.sim`."""
+"""`farloop lab simulate bandwidth` and `farloop lab simulate run`; the simulators are in `farloop.sim`."""
 
 import math
 import re
@@ -62,7 +62,7 @@ def bandwidth(
         ),
     ] = None,
     bits: Annotated[
-        float, typer.Option(help="Bits per parameter and sync; farloop codecs lists those of codecs.")
+        float, typer.Option(help="Bits per parameter and sync; farloop lab codecs lists those of codecs.")
     ] = 16.0,
     layers_per_fragment: Annotated[
         int | None,
@@ -100,7 +100,7 @@ def bandwidth(
     All nodes are alike: give the slowest link and step. Latency, encoding, the time
     of a commit and traffic within a site are not simulated.
 
-    Example: farloop simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
+    Example: farloop lab simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
     """
     from farloop.sim.bandwidth import required_gbit_s, utilization
 
@@ -317,7 +317,7 @@ def run(
     Only sizes and durations are simulated, no training: thousands of nodes take
     seconds. The same scenario and seed give the same numbers.
 
-    Example: farloop simulate run --example failures --plot failures.svg
+    Example: farloop lab simulate run --example failures --plot failures.svg
     """
     from farloop.sim.flow.simulator import Stuck, run_all
 

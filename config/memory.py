@@ -1,7 +1,7 @@
 """How much memory and disk a run takes on either side, from its layout and terms alone: nothing is built for it.
 
 P is the number of parameters, F the elements of the largest fragment (both with padding), N the processes of a node.
-`farloop bench memory` compares these numbers with what two processes really take.
+`farloop lab bench memory` compares these numbers with what two processes really take.
 """
 
 from collections import Counter

@@ -57,7 +57,7 @@ class RunConfig:
     steps: Annotated[int, AtLeast(1)] = 600
     """Inner steps of each node."""
     method: Annotated[str, OneOf(METHODS)] = "streaming"
-    """diloco, streaming, co2, decoupled, async, sparse, scafcom or data-parallel; `farloop methods` compares them."""
+    """diloco, streaming, co2, decoupled, async, sparse, scafcom or data-parallel: see `farloop lab methods`."""
     h: Annotated[int | None, AtLeast(1)] = None
     """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
     bytes_goal: float | None = None
@@ -79,7 +79,7 @@ class RunConfig:
     """First block of each pipeline stage but the first, e.g. "4,8". No fragment crosses a cut; embedding and head
     belong to stage 0. A node may hold some stages; nodes and quorum count per stage."""
     codec_up: Annotated[str | None, check_codec] = None
-    """Codec from the nodes to the coordinator: a name from `farloop codecs`, or with parameters, e.g. q4r:step=0.7."""
+    """Codec from the nodes to the coordinator: one of `farloop lab codecs`, perhaps with parameters: q4r:step=0.7."""
     codec_up_of: str | None = None
     """Nodes with another uplink codec, e.g. "rome=q4r oslo=q8", for slower links."""
     codec_down: Annotated[str | None, check_codec] = None

@@ -67,7 +67,7 @@ class AdminSocket:
             self._server = await asyncio.start_unix_server(self._serve, sock=door, limit=MAX_BYTES)
         except OSError as error:
             door.close()
-            _log.warning("admin socket unavailable path=%s why=%r note='no farloop set'", self._path, str(error))
+            _log.warning("admin socket unavailable path=%s why=%r note='no farloop run set'", self._path, str(error))
 
     async def close(self) -> None:
         if self._server is not None:

@@ -95,7 +95,7 @@ class Requests:
             raise ValueError("release needs nodes: a list of names")
         said = "; ".join(f"node {node} {claim}" for node, claim in sorted(claims.items()))
         said = said or f"nothing of {', '.join(guard.left_out())} was merged in the last {ROUNDS} rounds"
-        command = " ".join(["farloop release", *(f"--node {node}" for node in sorted(claims))])
+        command = " ".join(["farloop run release", *(f"--node {node}" for node in sorted(claims))])
         if set(named) != set(claims) and (named or len(claims) > 1):
             what = (
                 "Where several nodes have seen more, the state folder is probably an old copy: put the newer one back, "

@@ -68,7 +68,7 @@ farloop config show examples/run.toml    # every key with its value, meaning and
 
 Whole numbers of [run] are at most 2⁴⁰, but for `seed`, which is at most 2⁶³ − 1.
 
-An *open* key takes its value from the method (`farloop methods`), or as its meaning says.
+An *open* key takes its value from the method (`farloop lab methods`), or as its meaning says.
 
 ## RUN.toml
 
@@ -135,9 +135,9 @@ def _overview(by_panel: dict[str, list[str]], top: dict[str, Any]) -> str:
     for panel, names in by_panel.items():
         for name in names:
             first = " ".join(str(top[name].help).split("\n\n")[0].split())
-            inner = list(getattr(top[name], "commands", ()))
-            spelled = ", ".join(f"[`{one}`](#farloop-{name}-{one})" for one in inner)
-            spelled = f"{name} {spelled}" if inner else f"[`{name}`](#farloop-{name})"
+            inner = [words[1:] for words, _ in _leaves([name], top[name])]
+            spelled = ", ".join(f"[`{' '.join(one)}`](#farloop-{'-'.join([name, *one])})" for one in inner)
+            spelled = f"{name} {spelled}" if inner != [[]] else f"[`{name}`](#farloop-{name})"
             rows.append((f"**{panel}**" if name == names[0] else "", spelled, first))
     return _table(("", "farloop …", ""), rows)
 

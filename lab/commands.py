@@ -1,4 +1,4 @@
-"""The commands that measure or break runs. `farloop` finds them by the entry-point group `farloop.commands`."""
+"""The commands that measure or break runs. `farloop lab` finds them by the entry-point group `farloop.commands`."""
 
 import sys
 from typing import Annotated
@@ -6,20 +6,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farloop.cli.options import INSPECT, TRAIN, AsJson, Elsewhere
+from farloop.cli.options import BREAK, MEASURE, PREDICT, AsJson, Elsewhere
 from farloop.monitoring.status import dumps
 
 COMMANDS = {
     "chaos": Elsewhere(
-        TRAIN,
+        BREAK,
         "farloop.lab.chaos.command:chaos",
         "Inject faults into a run of real processes on this machine and check that nothing is lost.",
     ),
     "bench": Elsewhere(
-        INSPECT, "farloop.lab.bench.command:bench_app", "Measure the cost of a codec, a method or a setting."
+        MEASURE, "farloop.lab.bench.command:bench_app", "Measure the cost of a codec, a method or a setting."
     ),
     "codecs": Elsewhere(
-        INSPECT,
+        PREDICT,
         "farloop.lab.commands:codecs",
         "List the codecs: guarantees, error, speed on this machine, and parameters.",
     ),
@@ -34,7 +34,7 @@ def codecs(
 ) -> None:
     """List the codecs: guarantees, error, speed on this machine, and parameters.
 
-    Example: farloop codecs --no-measure
+    Example: farloop lab codecs --no-measure
     """
     from farloop.lab.bench.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
     from farloop.lab.bench.codecs import brief

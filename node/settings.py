@@ -45,13 +45,13 @@ class ModelConfig:
 PRESETS: dict[str, ModelConfig] = {
     # 0.22 M parameters: unit and integration tests.
     "nano": ModelConfig(layers=4, dim=64, heads=2, hidden=176, context=1024),
-    # 0.48 M: the quality bench, `farloop bench quality`; a batch of 16 × 128 tokens takes 0.10 s on one core.
+    # 0.48 M: the quality bench, `farloop lab bench quality`; a batch of 16 × 128 tokens takes 0.10 s on one core.
     "micro": ModelConfig(layers=4, dim=96, heads=3, hidden=264, context=1024),
     # 0.84 M: the demo; forward and backward of 8 × 128 tokens take 68 ms on one core (AMD EPYC, torch 2.13).
     "tiny": ModelConfig(layers=4, dim=128, heads=4, hidden=352, context=1024),
     # 10.7 M: one small GPU.
     "small": ModelConfig(layers=6, dim=384, heads=6, hidden=1024, context=2048),
-    # 35 M with a vocabulary of 32 000: the smallest model of arXiv 2501.18512 (`farloop bench quality --preset`).
+    # 35 M with a vocabulary of 32 000: the smallest model of arXiv 2501.18512 (`farloop lab bench quality --preset`).
     "medium": ModelConfig(layers=6, dim=512, heads=8, hidden=1376, context=2048),
     # 122 M, the size of GPT-2 small, all but 0.2 M of it in layers: 18 of them make six fragments of three.
     "base": ModelConfig(layers=18, dim=768, heads=12, hidden=1920, context=2048),

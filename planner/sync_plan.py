@@ -166,7 +166,7 @@ def _menu(bits: float) -> Sequence[int]:
     return [now, *(fewer for fewer in BITS if fewer < now)]
 
 
-# --- Terms of a plan, as for `farloop set`
+# --- Terms of a plan, as for `farloop run set`
 #
 # The run's codec has the bits of the nodes with the most; other nodes have a codec of their own. H is the run's; nodes
 # that do fewer steps have a share of it.
@@ -186,7 +186,7 @@ class NotInPlace(Exception):
 
 
 def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[str, str]:
-    """Keys and values for `farloop set`, in the order of a line; empty where the run has these rates.
+    """Keys and values for `farloop run set`, in the order of a line; empty where the run has these rates.
 
     Args:
         run: of a coordinator's status.

@@ -1,4 +1,4 @@
-"""Plots of `farloop simulate bandwidth`, `farloop simulate run` and `farloop schedule`."""
+"""Plots of `farloop lab simulate bandwidth`, `farloop lab simulate run` and `farloop lab schedule`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -191,8 +191,8 @@ class ParticipationCheck:
         self._held.add(fragment.stage)
         return (
             f"{what}; nothing is committed until you act: farloop status says what is refused, and why; if a setting "
-            "causes it, set it right (farloop set), else start these nodes again or stop them, and it goes on by "
-            f"itself; or farloop release, after which it goes on as it is, for {ROUNDS} rounds at least"
+            "causes it, set it right (farloop run set), else start these nodes again or stop them, and it goes on by "
+            f"itself; or farloop run release, after which it goes on as it is, for {ROUNDS} rounds at least"
         )
 
     def _on_merged(self, node: NodeId, round_index: int) -> None:

@@ -50,7 +50,7 @@ _IF_ONLY_MET: Final = (
 _WAYS_OUT: Final = (
     "this state folder looks like an old copy: put the newer one back and start again; or {}; or start once with "
     "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it; or, if "
-    "this node is wrong and others have seen nothing newer, farloop release, which goes on without it"
+    "this node is wrong and others have seen nothing newer, farloop run release, which goes on without it"
 )
 
 _IF_NEW: Final = (

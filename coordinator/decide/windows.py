@@ -159,7 +159,7 @@ class Window:
             return None
         gone = ", ".join(f"{node} ({reason.code})" for node, reason in sorted(self.removed.items()))
         lacking = f"window {self.terms.window} is held with {came} of the {floor} contributions it needs"
-        lower = f", or farloop set floor={came}" if came else ""
+        lower = f", or farloop run set floor={came}" if came else ""
         return f"{lacking}{f', without {gone}' if gone else ''}; start a node that contributes{lower}"
 
     def _why_void(self, floor: int) -> str | None:

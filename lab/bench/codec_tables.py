@@ -1,4 +1,4 @@
-"""What `farloop codecs` and `farloop bench codecs` print: tables of at most 110 columns, and the list as JSON."""
+"""What `farloop lab codecs` and `lab bench codecs` print: tables of at most 110 columns, and the list as JSON."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

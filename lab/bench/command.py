@@ -1,4 +1,4 @@
-"""`farloop bench`: options, progress and output of the measurements in `farloop.lab.bench`."""
+"""`farloop lab bench`: options, progress and output of the measurements in `farloop.lab.bench`."""
 
 import dataclasses
 import os
@@ -79,7 +79,7 @@ def codecs(
 
     Run on an idle machine; otherwise the results are meaningless.
 
-    Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
+    Example: farloop lab bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
     check_codecs(codec or [])
     if not (speed or quality):
@@ -165,7 +165,7 @@ def memory(
     With --ranks a loop trains the model, sharded over that many processes, without farloop and
     then with it: the difference of the peaks is compared with the prediction.
 
-    Example: farloop bench memory --ranks 1 --ranks 2
+    Example: farloop lab bench memory --ranks 1 --ranks 2
     """
     check_model(model)
     from farloop.lab.bench.memory import measure, measure_ranks, text
@@ -191,7 +191,7 @@ def gpu(
     Each part has a time limit, prints JSON lines as numbers come, and is a row with the reason where
     it fails; then the command exits with 1. A table is in gpu.md.
 
-    Example: farloop bench gpu --parts codecs,loop-device
+    Example: farloop lab bench gpu --parts codecs,loop-device
     """
     from farloop.lab.bench.gpu import MODELS, PARTS, measure, require_cuda
 
@@ -218,7 +218,7 @@ def loop(
     no core was free, or it slept, mostly for Python's interpreter lock. Needs Linux. The
     coordinator and an emulated link run on this machine too: leave them a core.
 
-    Example: farloop bench loop --h 5 --link 50mbit/50ms
+    Example: farloop lab bench loop --h 5 --link 50mbit/50ms
     """
     check_model(model)
     check_links(link)
@@ -254,7 +254,7 @@ def sync(
     With --link, farloop also runs over emulated links, and the time is compared with that of
     its bytes at the link's rate.
 
-    Example: farloop bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
+    Example: farloop lab bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
     codecs = codec or ["q4"]
     check_codecs(codecs)
@@ -296,7 +296,7 @@ def coordinator(
     steps of some seconds neither is short of it, and the difference of two lengths is what a second
     of a round costs: heartbeats, reports and the status.
 
-    Example: farloop bench coordinator --nodes 16 --nodes 64 --parameters 25e6
+    Example: farloop lab bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
     check_codecs([codec])
     from farloop.lab.bench.coordinator import measure, text
@@ -322,7 +322,7 @@ def recovery(
     it in the page cache, then again: seconds, bytes that it read, peak memory, and the time for 7 B
     parameters at the same rates. A state takes 12 bytes a parameter, twice on disk.
 
-    Example: farloop bench recovery --parameters 25e6 --rounds 20
+    Example: farloop lab bench recovery --parameters 25e6 --rounds 20
     """
     check_codecs([codec])
     from farloop.lab.bench.recovery import measure, text
@@ -355,7 +355,7 @@ def routing(
     distances, to compare step times with the prediction and losses with those of one
     process. Step times are valid only on an idle machine.
 
-    Example: farloop bench routing --nodes 20 --nodes 256
+    Example: farloop lab bench routing --nodes 20 --nodes 256
     """
     from farloop.cli.progress import progress_console
     from farloop.lab.bench.pipeline import processes
@@ -378,7 +378,7 @@ def routing(
         found["processes"] = {**dataclasses.asdict(made), "parity": made.parity}
         shown += "".join(f"\n processes {line}" for line in made.lines)
     write_output(out / "routing.json", dumps(found, indent=1) + "\n")
-    caption = f"farloop bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."
+    caption = f"farloop lab bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."
     for kind in (".svg", ".png"):
         plot(out / f"routing{kind}", findings, caption, made)
     typer.echo(dumps(found, indent=1) if as_json else f"{shown}\n {out}/routing.json, .svg and .png")
@@ -469,7 +469,7 @@ def quality(
     reused, so it can be stopped, repeated and extended. Changes of the code are not
     detected: use another --out then.
 
-    Example: farloop bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
+    Example: farloop lab bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
     """
     check_model(model or "micro")
     from farloop.cli.progress import progress_console
@@ -538,7 +538,7 @@ def frontier(
     difference from data parallel over how many times fewer bytes it moves. The command
     can be stopped and repeated: finished runs are kept in --out.
 
-    Example: farloop bench frontier --data my-text --seeds 1
+    Example: farloop lab bench frontier --data my-text --seeds 1
     """
     from farloop.lab.bench.quality_spec import FRONTIER
 
@@ -549,4 +549,4 @@ def frontier(
 
 
 if __name__ == "__main__":  # from a tree that is not installed
-    bench_app(prog_name="farloop bench")
+    bench_app(prog_name="farloop lab bench")

@@ -149,7 +149,7 @@ def difference_text(comparison: Comparison) -> str:
     return f"{comparison.mean_percent:+.2f} ± {comparison.high_percent - comparison.mean_percent:.2f} %"
 
 
-# --- What `farloop bench quality` shows: a bar while runs are trained, then a table, on the terminal and in Markdown
+# --- What `farloop lab bench quality` shows: a bar while runs are trained, then a table (terminal, Markdown)
 
 
 if TYPE_CHECKING:

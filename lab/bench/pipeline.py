@@ -175,7 +175,7 @@ def run_nodes(
     return {name: Told(**json.loads((folder / f"{name}.json").read_text())) for name in names}
 
 
-# --- the experiments of `farloop bench routing --processes`
+# --- the experiments of `farloop lab bench routing --processes`
 
 LAST = 10  # steps over whose losses a mean is taken
 

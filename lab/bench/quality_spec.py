@@ -121,7 +121,7 @@ FRONTIER = (
     "co2 nodes=2",
     "decoupled nodes=4",
 )
-"""What `farloop bench frontier` trains: from one sync a step to one in 60 steps, and from 32 bits to 2."""
+"""What `farloop lab bench frontier` trains: from one sync a step to one in 60 steps, and from 32 bits to 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ GRIDS: Final = {
         settings=("sequence_tokens=1024", "lr=2e-3"),
     ),
 }
-"""Of `farloop bench quality --preset`."""
+"""Of `farloop lab bench quality --preset`."""
 
 
 class _File(BaseModel):

@@ -1,4 +1,4 @@
-"""`farloop chaos`: inject faults into a run of real processes on this machine, and report what happened.
+"""`farloop lab chaos`: inject faults into a run of real processes on this machine, and report what happened.
 
 Recovery times are measured on the status page, every tenth of a second or as soon as it answers:
 
@@ -71,7 +71,7 @@ def chaos(
     the leader's record fail one after the other; --minutes, --nodes and --faults
     do not apply.
 
-    Example: farloop chaos --minutes 10 --seed 1
+    Example: farloop lab chaos --minutes 10 --seed 1
     """
     folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
     console = progress_console(json=as_json)

@@ -87,7 +87,7 @@ class Guests:
     """Whether a second start goes on without the lock: then either coordinator may stop."""
     lockless: int | None = field(init=False, default=None)
     """Process id of the coordinator whose lock was removed. It stops at its next append: after the fault, maybe."""
-    released: int = field(init=False, default=0)  # holds that ended by `farloop release`
+    released: int = field(init=False, default=0)  # holds that ended by `farloop run release`
     _held_since: float | None = field(init=False, default=None)
     _dice: random.Random = field(init=False)
     _trials: list[Iterator[None]] = field(init=False, default_factory=list)

@@ -1,4 +1,4 @@
-"""The plots of `farloop bench codecs`: error against bits beside what theory allows, and speed beside a plain copy.
+"""The plots of `farloop lab bench codecs`: error against bits beside what theory allows, and speed beside a plain copy.
 
 SVG, PNG or PDF by the file's name, in the look of `style.py`.
 """

@@ -1,4 +1,4 @@
-"""Plots of the findings of `farloop bench routing`."""
+"""Plots of the findings of `farloop lab bench routing`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

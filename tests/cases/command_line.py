@@ -43,3 +43,10 @@ def error_line(*words: str, code: int = ExitCode.USAGE) -> str:
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     (line,) = (line for line in result.stderr.splitlines() if line and not line.startswith("ts="))
     return line.removeprefix("farloop: error: ")
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command, groups included, by its words."""
+    for name, one in getattr(group, "commands", {}).items():
+        yield (*words, name)
+        yield from commands(one, (*words, name))

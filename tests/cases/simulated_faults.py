@@ -108,7 +108,7 @@ class RestoreCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTerms:
-    """Other terms are set, as by `farloop set`; refused where the coordinator is down, or the run cannot have
+    """Other terms are set, as by `farloop run set`; refused where the coordinator is down, or the run cannot have
     them."""
 
     at: float

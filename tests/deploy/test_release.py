@@ -82,7 +82,7 @@ def test_wheel_and_sdist_have_what_they_need_and_no_tests(released: Path) -> Non
 def test_what_is_installed_runs_and_its_sums_are_those_of_the_files(released: Path, tmp_path: Path) -> None:
     farloop = released / "build/fresh/bin/farloop"
     assert said_by(farloop, "--version", cwd=tmp_path).strip() == f"farloop {VERSION}"
-    assert "streaming" in said_by(farloop, "methods", cwd=tmp_path)
+    assert "streaming" in said_by(farloop, "lab", "methods", cwd=tmp_path)
     assert "failures" in said_by(farloop, "simulate", "run", "--list", cwd=tmp_path)
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=released / "dist", check=True)
 
@@ -188,4 +188,4 @@ def test_an_uninstalled_wheel_leaves_nothing_and_an_editable_install_after_it_ru
     assert not left
     run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", tree)
     run(*kernels)
-    run(venv / "bin" / "farloop", "codecs", "--no-measure")
+    run(venv / "bin" / "farloop", "lab", "codecs", "--no-measure")

@@ -107,9 +107,9 @@ def test_either_coordinator_goes_on_with_the_others_state_and_either_node(new_ru
             (line,) = version_lines(status)
             assert f"the coordinator runs farloop {version_of()}" in line and line.endswith(" at m")
     steps = int(status["position"]) + 100
-    assert run.until_ended(run.start("set", *FARLOOP, "set", f"steps={steps}", "--state", str(run.state_dir))) == 0, (
-        run.logs()
-    )
+    assert (
+        run.until_ended(run.start("set", *FARLOOP, "run", "set", f"steps={steps}", "--state", str(run.state_dir))) == 0
+    ), run.logs()
     run.hurry()
     assert_all_agree(run, run.until_done(), "m", "n")
 

@@ -1,4 +1,4 @@
-"""`farloop bench quality`, `sync`, `loop` and `gpu` as a person calls them, with processes of their own."""
+"""`farloop lab bench quality`, `sync`, `loop` and `gpu` as a person calls them, with processes of their own."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,18 @@ def test_methods_are_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> N
         h = 2
         """
     )
-    words = ("bench", "quality", "--grid", str(grid), "--data", str(text), "--out", str(tmp_path / "out"), "--json")
+    words = (
+        "lab",
+        "bench",
+        "quality",
+        "--grid",
+        str(grid),
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    )
     result = CliRunner().invoke(app, words, env={"NO_COLOR": "1"}, prog_name="farloop")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -69,7 +80,7 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it
 @pytest.mark.timeout(600)
 def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: Path) -> None:
     """In a model as small as this one nearly all of it is the process itself."""
-    words = ("bench", "memory", "--model", "nano", "--out", str(tmp_path / "out"), "--json")
+    words = ("lab", "bench", "memory", "--model", "nano", "--out", str(tmp_path / "out"), "--json")
     result = CliRunner().invoke(app, words, prog_name="farloop")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -81,7 +92,19 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
 
 @pytest.mark.slow
 def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
-    words = ["bench", "sync", "--parameters", "204800", "--rounds", "2", "--link", "1gbit/1ms", "--trace", "--json"]
+    words = [
+        "lab",
+        "bench",
+        "sync",
+        "--parameters",
+        "204800",
+        "--rounds",
+        "2",
+        "--link",
+        "1gbit/1ms",
+        "--trace",
+        "--json",
+    ]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
     gloo, *ours = (row for row in json.loads(result.stdout)["rows"] if row["system"] in ("gloo", "farloop"))
@@ -105,7 +128,7 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
 
 
 def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> None:
-    words = ["bench", "loop", "--model", "nano", "--h", "12", "--turns", "2", "--link", "100mbit/10ms"]
+    words = ["lab", "bench", "loop", "--model", "nano", "--h", "12", "--turns", "2", "--link", "100mbit/10ms"]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -132,7 +155,7 @@ def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> N
 )
 def test_a_bench_is_refused_before_anything_is_started(words: str, said: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(out)], prog_name="farloop")
+    result = CliRunner().invoke(app, ["lab", "bench", *words.split(), "--out", str(out)], prog_name="farloop")
     assert result.exit_code == 2 and said in result.stderr and not [*out.glob("*")], result.output
 
 
@@ -140,7 +163,7 @@ def test_a_bench_is_refused_before_anything_is_started(words: str, said: str, tm
 @pytest.mark.timeout(600)
 def test_what_a_gpu_is_measured_with_runs_on_a_cpu(tmp_path: Path) -> None:
     """Every part, so that its first run on a GPU does not end at a typo; on a CPU it claims nothing."""
-    result = CliRunner().invoke(app, ["bench", "gpu", "--dry-run", "--out", str(tmp_path)], prog_name="farloop")
+    result = CliRunner().invoke(app, ["lab", "bench", "gpu", "--dry-run", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert rows[0]["what"] == "CPU, dry run: the numbers say nothing"
@@ -162,14 +185,25 @@ def test_a_part_that_fails_or_is_too_slow_is_a_row_and_loses_nothing(tmp_path: P
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "gpu", "--out", str(tmp_path)], prog_name="farloop")
+    result = CliRunner().invoke(app, ["lab", "bench", "gpu", "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 2 and "no CUDA device: nothing was measured" in result.stderr
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_path: Path) -> None:
-    words = ["bench", "recovery", "--parameters", "50000", "--rounds", "2", "--out", str(tmp_path / "out"), "--json"]
+    words = [
+        "lab",
+        "bench",
+        "recovery",
+        "--parameters",
+        "50000",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     result = CliRunner().invoke(app, words, prog_name="farloop")
     assert result.exit_code == 0, result.output
     cold, warm = json.loads(result.stdout)["starts"]

@@ -1,4 +1,4 @@
-"""`farloop set` on a run of real processes: it goes on under the new terms, through a crash, and ends equal."""
+"""`farloop run set` on a run of real processes: it goes on under the new terms, through a crash, and ends equal."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 def set_terms(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *FARLOOP, "set", *words, "--state", str(run.state_dir), "--json"]
+    command = [sys.executable, *FARLOOP, "run", "set", *words, "--state", str(run.state_dir), "--json"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

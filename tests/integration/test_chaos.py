@@ -1,4 +1,4 @@
-"""`farloop chaos`, as a person starts it: a short storm, and one that is stopped."""
+"""`farloop lab chaos`, as a person starts it: a short storm, and one that is stopped."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-CHAOS = (sys.executable, *FARLOOP, "chaos", "--nodes", "2")
+CHAOS = (sys.executable, *FARLOOP, "lab", "chaos", "--nodes", "2")
 
 PROMISED = {"faults", "committed", "lost", "forks", "digests_equal", "recovery_s_mean", "recovery_s_max"}
 

@@ -150,10 +150,10 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
 @pytest.mark.parametrize(
     ("encoding", "words", "parts"),
     [
-        ("ascii", ["methods"], ["tau"]),
-        ("latin-1", ["methods"], ["tau"]),
-        ("ascii", ["codecs", "--no-measure"], ["beta"]),
-        ("ascii", ["schedule", "--help"], []),
+        ("ascii", ["lab", "methods"], ["tau"]),
+        ("latin-1", ["lab", "methods"], ["tau"]),
+        ("ascii", ["lab", "codecs", "--no-measure"], ["beta"]),
+        ("ascii", ["lab", "schedule", "--help"], []),
         ("ascii", ["status", "--url", ""], ["fjord"]),
         ("latin-1", ["status", "--url", ""], ["fjord"]),
         ("ascii", ["config", "check", "no–such.toml"], ["no-such.toml"]),

@@ -81,7 +81,7 @@ def test_a_lost_node_is_forgotten_by_name_and_known_again_when_it_comes_back(new
     a.kill()
     run.until("it is missed", lambda status: not status["nodes"][0]["connected"])
     assert 'farloop_node_connected{node="a"} 0.0' in run.page("/metrics")[1]
-    forget = run.start("forget", *FARLOOP, "forget", "a", "--state", str(run.state_dir))
+    forget = run.start("forget", *FARLOOP, "run", "forget", "a", "--state", str(run.state_dir))
     assert run.until_ended(forget) == ExitCode.DONE and "node a is forgotten" in forget.said
     run.until("no node is missed", lambda status: not status["nodes"])
     assert "farloop_node_connected{" not in run.page("/metrics")[1]

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 NANO = 'model = "nano"\nbatch_sequences = 4\nsequence_tokens = 32\nevaluation_sequences = 8\nwarmup_steps = 5'
 
-ELSEWHERE = ("make ", "python3 -m venv", ". .venv", "pip install ", ".venv/bin/farloop chaos")
+ELSEWHERE = ("make ", "python3 -m venv", ". .venv", "pip install ", ".venv/bin/farloop lab chaos")
 """test_demo.py and test_chaos.py run these, tests/deploy/test_release.py installs; a test does not run the tests."""
 
 MODEL = """

@@ -204,22 +204,22 @@ def test_the_loss_of_the_newest_model_is_that_of_the_run_s_evaluation(tmp_path: 
     store = state_of(tmp_path / "state", "nano")
     plan = plan_run(RunConfig(model="nano", sequence_tokens=32), DataConfig(max_bytes=16_000_000))
     state = ("--state", str(tmp_path / "state"))
-    told = found("eval", *state, "--sequences", "8")
+    told = found("lab", "eval", *state, "--sequences", "8")
     module = model_of_run(plan.spec.identity.model, 0).module
     fill_(module, store.named_anchors())
     expected = EvaluationSet(load_corpus(None), sequences=8, sequence_tokens=32).loss(module, 8)
     assert told["loss"] == pytest.approx(expected, rel=1e-5) and told["versions"] == list(store.ledger.versions)
     (tmp_path / "text.txt").write_text("words " * 4000)
-    shown = farloop("eval", *state, "--data", str(tmp_path / "text.txt"), "--sequences", "2")
+    shown = farloop("lab", "eval", *state, "--data", str(tmp_path / "text.txt"), "--sequences", "2")
     assert shown.exit_code == 0 and "2 sequences of 32 tokens, another set than the run's" in shown.stdout
     (tmp_path / "short.txt").write_text("ab")
     assert f"{tmp_path}/short.txt: the validation text has" in error_line(
-        "eval", *state, "--data", f"{tmp_path}/short.txt"
+        "lab", "eval", *state, "--data", f"{tmp_path}/short.txt"
     )
     absent = ["nowhere", "cuda:99"] if torch.cuda.is_available() else ["nowhere", "cuda"]
     for device in absent:
-        assert f"--device {device}: " in error_line("eval", *state, "--sequences", "2", "--device", device)
-    assert "the run alone has" in error_line("eval", *state, "--sequences", "2", "--model", "torch.nn:Identity")
+        assert f"--device {device}: " in error_line("lab", "eval", *state, "--sequences", "2", "--device", device)
+    assert "the run alone has" in error_line("lab", "eval", *state, "--sequences", "2", "--model", "torch.nn:Identity")
 
 
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

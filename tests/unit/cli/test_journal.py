@@ -192,7 +192,7 @@ def test_what_is_not_in_the_journal_is_refused_with_what_there_is(folder: Path, 
 READERS = ("journal show", "journal verify", "journal replay", "journal salvage", "explain 1")
 
 
-@pytest.mark.parametrize("words", [*READERS, "journal salvage --write", "release", "set h=3"])
+@pytest.mark.parametrize("words", [*READERS, "journal salvage --write", "run release", "run set h=3"])
 def test_without_a_state_folder_or_a_journal_every_command_ends_in_one_line(words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("nowhere", "file"):

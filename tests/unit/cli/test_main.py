@@ -3,14 +3,13 @@
 import os
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 import zmq
-from command_line import error_line, farloop, found
+from command_line import commands, error_line, farloop, found
 
 from farloop.algo.methods import METHODS
 from farloop.cli.main import app
@@ -18,13 +17,6 @@ from farloop.cli.ranks import rank_of
 from farloop.config.exit_codes import ExitCode
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command, groups included, by its words."""
-    for name, one in getattr(group, "commands", {}).items():
-        yield (*words, name)
-        yield from commands(one, (*words, name))
 
 
 COMMANDS = list(commands(typer.main.get_command(app)))
@@ -49,7 +41,7 @@ def test_every_command_has_help_that_fits_and_an_example(words: tuple[str, ...])
     result = farloop(*words, "--help")
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 100
     assert f"Usage: farloop {' '.join(words)}" in result.stdout
-    assert words in {*GROUPS, ("methods",)} or f"Example: farloop {' '.join(words)}" in result.stdout
+    assert words in {*GROUPS, ("lab", "methods")} or f"Example: farloop {' '.join(words)}" in result.stdout
 
 
 def test_wrong_usage_ends_with_2() -> None:
@@ -60,6 +52,8 @@ def test_wrong_usage_ends_with_2() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        ("set h=60", "set is in a group: farloop run set"),
+        ("bench sync --help", "bench is in a group: farloop lab bench"),
         ("coordinatr", "no such command 'coordinatr'. Did you mean 'coordinator'?"),
         ("keys ad", "keys: no such command 'ad'"),
         ("--foo", "there is no option '--foo'; there are --version, --help"),
@@ -171,7 +165,7 @@ def test_show_says_who_gave_a_value_and_what_it_means(tmp_path: Path, monkeypatc
 
 
 def suited(where: str) -> dict[str, Any]:
-    return dict(found("methods", "--for", where)["recommended"])
+    return dict(found("lab", "methods", "--for", where)["recommended"])
 
 
 def test_the_recommended_method_is_the_first_that_keeps_a_node_busy() -> None:
@@ -181,7 +175,7 @@ def test_the_recommended_method_is_the_first_that_keeps_a_node_busy() -> None:
     assert wide["busy"] >= 0.95 and wide["needed_bits_per_s"] < 200e6 and 200 < wide["fewer_bytes"] < 216
     assert narrow["h"] > wide["h"] and narrow["busy"] >= 0.95, "fewer bytes where the link is slower"
     assert suited("1gbit, 1b, 0.1s")["h"] == suited("100mbit, 1b")["h"], "ten times the rate for a tenth of the time"
-    assert none["busy"] == max(one["busy"] for one in found("methods", "--for", "1mbit, 1b")["choices"]) < 0.95
+    assert none["busy"] == max(one["busy"] for one in found("lab", "methods", "--for", "1mbit, 1b")["choices"]) < 0.95
 
 
 def test_what_the_recommended_method_needs_is_what_simulate_says() -> None:
@@ -192,14 +186,14 @@ def test_what_the_recommended_method_needs_is_what_simulate_says() -> None:
     bits = 8 * typical_bytes(codec_named("q4r"), flat(1 << 20)) / (1 << 20)
     words = f"--params 1B --layers 24 --step-s 1 --h 15 --overlap 3 --bits {bits!r}".split()
     assert suited("200mbit, 1b")["needed_bits_per_s"] == pytest.approx(
-        1e9 * found("simulate", "bandwidth", *words)["required_gbit_s"]["0.95"]
+        1e9 * found("lab", "simulate", "bandwidth", *words)["required_gbit_s"]["0.95"]
     )
 
 
 def test_the_text_of_a_recommendation_has_its_settings() -> None:
-    shown = farloop("methods", "--for", "10mbit, 350m, 3 nodes").stdout
+    shown = farloop("lab", "methods", "--for", "10mbit, 350m, 3 nodes").stdout
     assert '[run] method = "streaming", h = 120' in shown and "(nodes: 3)" in shown
-    assert "No method keeps a node busy" in farloop("methods", "--for", "1kbit, 1b").stdout
+    assert "No method keeps a node busy" in farloop("lab", "methods", "--for", "1kbit, 1b").stdout
 
 
 @pytest.mark.parametrize(
@@ -214,12 +208,12 @@ def test_the_text_of_a_recommendation_has_its_settings() -> None:
     ],
 )
 def test_what_a_recommendation_cannot_be_made_for_is_one_line(where: str, line: str) -> None:
-    assert error_line("methods", "--for", where).startswith(line)
+    assert error_line("lab", "methods", "--for", where).startswith(line)
 
 
 def test_the_table_lists_all_methods() -> None:
-    assert all(name in farloop("methods").stdout for name in METHODS)
-    assert [row["name"] for row in found("methods")] == list(METHODS)
+    assert all(name in farloop("lab", "methods").stdout for name in METHODS)
+    assert [row["name"] for row in found("lab", "methods")] == list(METHODS)
 
 
 @pytest.mark.parametrize(
@@ -261,13 +255,13 @@ def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: 
 @pytest.mark.parametrize(
     "words",
     [
-        "bench codecs --out {taken}",
-        "bench sync --out {taken}",
-        "bench routing --out {taken}/new",
-        "bench quality --out {taken}",
-        "simulate bandwidth --plot {taken}/x.svg",
+        "lab bench codecs --out {taken}",
+        "lab bench sync --out {taken}",
+        "lab bench routing --out {taken}/new",
+        "lab bench quality --out {taken}",
+        "lab simulate bandwidth --plot {taken}/x.svg",
         "demo --model nano --out {taken}",
-        "chaos --out {taken}",
+        "lab chaos --out {taken}",
     ],
 )
 def test_an_output_folder_that_is_a_file_is_one_line_before_anything_is_measured(tmp_path: Path, words: str) -> None:

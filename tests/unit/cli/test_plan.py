@@ -305,7 +305,7 @@ def test_a_running_coordinator_is_planned_for_and_the_command_that_sets_the_rate
     assert rate["bits"] < 8 and rate["h"] < 200
     assert made["set"] == {"codec_up_of.c": CODEC_OF[rate["bits"]], "h_share_of.c": share_text(rate["h"], 200)}
     text = farloop("plan", "--live", coordinator, columns=120).stdout
-    assert text.rstrip().endswith(f"farloop set {' '.join(f'{key}={value}' for key, value in made['set'].items())}")
+    assert text.rstrip().endswith(f"farloop run set {' '.join(f'{key}={value}' for key, value in made['set'].items())}")
 
 
 def test_a_plan_knows_the_bits_of_the_codecs_it_deals_in() -> None:

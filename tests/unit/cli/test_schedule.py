@@ -1,4 +1,4 @@
-"""`farloop schedule`: the rounds before the run, as JSON and drawn. The table is in tests/unit/docs/test_outputs.py."""
+"""`farloop lab schedule`: the rounds before the run, as JSON and drawn. Its table: tests/unit/docs/test_outputs.py."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ QSR = setting(steps=1000, warmup_steps=50, lr=0.008, min_lr=1e-6, h=4, h_rule="q
 
 
 def plain(*words: str) -> Any:
-    return found("schedule", *words)
+    return found("lab", "schedule", *words)
 
 
 def test_the_rounds_cover_the_run_and_follow_the_learning_rate_at_their_start() -> None:
@@ -63,7 +63,7 @@ def test_a_run_file_is_previewed_and_settings_override_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "plots" / f"h.{kind}"
-    told = farloop("schedule", *QSR, "--plot", str(path)).stdout
+    told = farloop("lab", "schedule", *QSR, "--plot", str(path)).stdout
     assert "corrected for the work of a round" in told and path.stat().st_size > 5000
     if kind == "svg":
         assert all(word in path.read_text() for word in ("qsr", "learning rate", "inner step"))
@@ -91,7 +91,7 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_are_one_line_and_end_with_2(words: str, line: str) -> None:
-    assert line in error_line("schedule", *(word for one in words.split() for word in ("--set", f"run.{one}")))
+    assert line in error_line("lab", "schedule", *(word for one in words.split() for word in ("--set", f"run.{one}")))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_settings_that_cannot_be_are_one_line_and_end_with_2(words: str, line: s
     ],
 )
 def test_a_file_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
-    assert line in error_line("schedule", *words.split())
+    assert line in error_line("lab", "schedule", *words.split())

@@ -1,4 +1,4 @@
-"""`farloop set` and `release`: what is asked at the coordinator's door, and how answers and refusals read."""
+"""`farloop run set` and `release`: what is asked at the coordinator's door, and how answers and refusals read."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
 
 
 def test_set_says_what_changes_and_from_where_on(fake: Fake, tmp_path: Path) -> None:
-    result = farloop("set", "h=60", "codec_up=q8", "--state", str(tmp_path))
+    result = farloop("run", "set", "h=60", "codec_up=q8", "--state", str(tmp_path))
     assert result.exit_code == ExitCode.DONE and result.stdout.splitlines() == [
         "revision 2 is:",
         "  h 30 → 60 from round 9 on",
@@ -71,18 +71,18 @@ def test_set_says_what_changes_and_from_where_on(fake: Fake, tmp_path: Path) -> 
         "  quorum none → 2 from windows f0:8, f1:7 on",
     ]
     assert fake.asked == [{"do": "set", "given": {"h": "60", "codec_up": "q8"}, "dry_run": False}]
-    dry = farloop("set", "h=60", "--state", str(tmp_path), "--dry-run")
+    dry = farloop("run", "set", "h=60", "--state", str(tmp_path), "--dry-run")
     assert dry.stdout.startswith("revision 2 would be:") and fake.asked[1]["dry_run"] is True
-    assert found("set", "h=60", "--state", str(tmp_path)) == {**ANSWER, "dry_run": False}
-    bad = error_line("set", "seed=3", "--state", str(tmp_path), code=ExitCode.USAGE)
+    assert found("run", "set", "h=60", "--state", str(tmp_path)) == {**ANSWER, "dry_run": False}
+    bad = error_line("run", "set", "seed=3", "--state", str(tmp_path), code=ExitCode.USAGE)
     assert bad == "seed is part of the run's identity"
-    assert error_line("set", "steps=9", "--state", str(tmp_path), code=ExitCode.REFUSED) == "the run is over"
+    assert error_line("run", "set", "steps=9", "--state", str(tmp_path), code=ExitCode.REFUSED) == "the run is over"
 
 
 def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state folder is `state` unless given."""
     monkeypatch.chdir(tmp_path)
-    assert "state: there is no such folder; give" in error_line("set", "h=3")
+    assert "state: there is no such folder; give" in error_line("run", "set", "h=3")
     (tmp_path / "state").mkdir()
     for words, code, line in (
         (["h"], ExitCode.USAGE, "'h' is not KEY=VALUE, as outer_lr=0.5"),
@@ -91,24 +91,24 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["h=3"], ExitCode.UNREACHABLE, "no coordinator at state/admin.sock"),
         (["h=3", "--state", str(tmp_path)], ExitCode.UNREACHABLE, "is one running on this folder?"),
     ):
-        assert line in error_line("set", *words, code=code)
+        assert line in error_line("run", "set", *words, code=code)
     (tmp_path / "state" / "status.json").write_text(json.dumps(statuses.finished()))
-    line = error_line("set", "steps=48", code=ExitCode.REFUSED)
+    line = error_line("run", "set", "steps=48", code=ExitCode.REFUSED)
     assert " is finished after " in line and '[run] init = "state/model.safetensors"' in line
-    for told in (["forget", "b"], ["release"]):
+    for told in (["run", "forget", "b"], ["run", "release"]):
         assert error_line(*told, code=ExitCode.REFUSED).endswith("steps: it waits for no node and misses none")
 
 
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:
-    result = farloop("release", "--state", str(tmp_path))
+    result = farloop("run", "release", "--state", str(tmp_path))
     assert result.exit_code == ExitCode.DONE
     assert result.stdout == "released: node b has met epoch 1000, this start has 7\nthe run continues\n"
-    result = farloop("release", "--state", str(tmp_path), "--node", "b", "--node", "c")
+    result = farloop("run", "release", "--state", str(tmp_path), "--node", "b", "--node", "c")
     assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nheld\n")
     assert fake.asked == [{"do": "release"}, {"do": "release", "nodes": ["b", "c"]}]
 
 
 def test_a_node_that_does_not_come_back_is_forgotten_by_name(fake: Fake, tmp_path: Path) -> None:
-    result = farloop("forget", "b", "--state", str(tmp_path))
+    result = farloop("run", "forget", "b", "--state", str(tmp_path))
     assert result.exit_code == ExitCode.DONE and result.stdout == "node b is forgotten; known nodes: a, c\n"
     assert fake.asked == [{"do": "forget", "node": "b"}]

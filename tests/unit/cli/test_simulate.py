@@ -1,4 +1,4 @@
-"""`farloop simulate bandwidth` and `run`: options and scenarios in; JSON and figures out.
+"""`farloop lab simulate bandwidth` and `run`: options and scenarios in; JSON and figures out.
 
 The tables are compared with docs/tuning.md: tests/unit/docs/test_outputs.py.
 """
@@ -21,11 +21,11 @@ from farloop.sim.flow.scenario import Group
 
 
 def bandwidth(*words: str) -> Result:
-    return farloop("simulate", "bandwidth", *words, columns=80)
+    return farloop("lab", "simulate", "bandwidth", *words, columns=80)
 
 
 def found(*words: str) -> Any:
-    return found_by("simulate", "bandwidth", "--params", "1e9", "--layers", "24", "--step-s", "0.1", *words)
+    return found_by("lab", "simulate", "bandwidth", "--params", "1e9", "--layers", "24", "--step-s", "0.1", *words)
 
 
 def test_json_has_the_required_bandwidths_and_the_utilization_at_each_one() -> None:
@@ -116,7 +116,7 @@ def test_what_does_not_apply_is_said_and_changes_nothing(words: str, note: str) 
     ],
 )
 def test_a_bad_option_is_one_line_and_ends_with_2(words: str, line: str) -> None:
-    assert error_line("simulate", "bandwidth", *words.split()) == line
+    assert error_line("lab", "simulate", "bandwidth", *words.split()) == line
 
 
 def test_numbers_are_read_and_written_as_people_do() -> None:
@@ -160,11 +160,11 @@ h = 60
 
 
 def played(*words: str) -> Any:
-    return found_by("simulate", "run", *words)
+    return found_by("lab", "simulate", "run", *words)
 
 
 def refused(*words: str) -> str:
-    return error_line("simulate", "run", *words)
+    return error_line("lab", "simulate", "run", *words)
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -196,7 +196,7 @@ def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path:
 def test_tables_and_a_figure_are_for_people(tmp_path: Path, sweep: str) -> None:
     path = tmp_path / "out" / "figure.svg"
     published = '[[published]]\nvariant = "mine"\ngoodput = 0.5\n' + ("value = 10\n" if sweep else "")
-    result = farloop("simulate", "run", written(tmp_path, GOOD + sweep + published), "--plot", str(path))
+    result = farloop("lab", "simulate", "run", written(tmp_path, GOOD + sweep + published), "--plot", str(path))
     assert result.exit_code == 0, result.output
     told, text = result.stdout, path.read_text()
     assert all(words in told for words in ("small: two kinds of nodes", "goodput", "lost steps", "published"))
@@ -208,7 +208,7 @@ def test_tables_and_a_figure_are_for_people(tmp_path: Path, sweep: str) -> None:
 def test_the_same_scenario_gives_the_same_bytes(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD.replace("step_s = 1.5", "step_sigma = 0.2\ncrashes_per_hour = 20"))
     first, again, other = (
-        farloop("simulate", "run", path, "--json", *seed).stdout for seed in ((), (), ("--seed", "9"))
+        farloop("lab", "simulate", "run", path, "--json", *seed).stdout for seed in ((), (), ("--seed", "9"))
     )
     assert first == again != other
 
@@ -254,9 +254,9 @@ def test_words_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
 def test_examples_are_listed_shown_and_good() -> None:
     names = example_names()
     assert {"failures", "published"} <= set(names)
-    listed = farloop("simulate", "run", "--list").stdout
+    listed = farloop("lab", "simulate", "run", "--list").stdout
     assert [line.split()[0] for line in listed.splitlines()] == names
     for name in names:
         scenario = load_example(name)
         assert scenario.name == name and scenario.about in listed
-        assert f'name = "{name}"' in farloop("simulate", "run", "--example", name, "--show").stdout
+        assert f'name = "{name}"' in farloop("lab", "simulate", "run", "--example", name, "--show").stdout

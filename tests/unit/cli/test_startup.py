@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from command_line import commands
 
-from farloop.cli.main import ELSEWHERE, app
+from farloop.cli.main import ELSEWHERE, LAB, app
 from farloop.lab.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 
-TABLE = {**ELSEWHERE, **COMMANDS}
+TABLE = {**ELSEWHERE, **LAB, **COMMANDS}
 
 HEAVY = ["torch", "numba", "scipy", "matplotlib", "zmq"]
 
@@ -50,8 +51,7 @@ def answered(lines: list[str], folder: Path, heavy: list[str] = HEAVY) -> list[t
 
 def test_help_of_every_command_imports_nothing_heavy(tmp_path: Path) -> None:
     words = ["--help", "--version"]
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        words += [f"{name} --help", *(f"{name} {inner} --help" for inner in getattr(command, "commands", ()))]
+    words += [f"{' '.join(command)} --help" for command in commands(typer.main.get_command(app))]
     for line, code, loaded, said in answered(words, tmp_path):
         assert (code, loaded) == (0, []), line
         assert "Usage" in said or line == "--version"
@@ -74,10 +74,11 @@ def test_top_help_and_version_import_no_command(tmp_path: Path) -> None:
 
 def test_without_the_lab_its_commands_are_unknown_and_all_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
-    without = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    without = typer.main.get_command(app).commands["lab"].commands  # type: ignore[attr-defined]
     assert "bench" not in without and not COMMANDS.keys() & set(without)
     monkeypatch.undo()
-    assert set(typer.main.get_command(app).commands) - set(without) == set(COMMANDS)  # type: ignore[attr-defined]
+    with_all = typer.main.get_command(app).commands["lab"].commands  # type: ignore[attr-defined]
+    assert set(with_all) - set(without) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -90,14 +91,14 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
 RUN, NODE = f"{ROOT}/examples/run.toml", f"{ROOT}/examples/node-a.toml"
 
 REFUSED = [
-    *("nod", "coordinator", "demo --nonsense", "schedule none.toml", "schedule --set run.h=0", "plan"),
+    *("nod", "coordinator", "demo --nonsense", "lab schedule none.toml", "lab schedule --set run.h=0", "plan"),
     *("demo --method foo", "demo --codec q4r:stepp=1", "demo --link foo", "demo --nodes 0", "demo --h 0"),
     *(
         "demo --model foo",
         "demo --resume none",
         "demo --data none",
-        "chaos --faults foo",
-        "throttle foo --to 127.0.0.1:7700",
+        "lab chaos --faults foo",
+        "lab throttle foo --to 127.0.0.1:7700",
     ),
     *(f"coordinator {RUN} --restore foo://x", f"coordinator {RUN} --adopt-newest", "coordinator none.toml"),
     *(
@@ -113,11 +114,19 @@ REFUSED = [
     *(f"node {NODE} --set {setting}" for setting in ("node.lanes=x", "node.anchors=foo", "pipeline.layout=none")),
     *(f"config show {NODE} --set node.lanez=3", "config check none.toml", "node none.toml"),
     f"node {NODE} --set node.key=none.key --set node.server_key=none.pub",
-    *(f"{command} --state none" for command in ("set h=3", "release", "explain f0:1", "eval", "export out")),
+    *(
+        f"{command} --state none"
+        for command in ("run set h=3", "run release", "explain f0:1", "lab eval", "export out")
+    ),
     *(f"journal {command} --state none" for command in ("show", "verify", "salvage", "replay")),
-    *("plan --inventory none.toml", "simulate bandwidth --method foo", "simulate run none.toml"),
-    *("bench codecs --codec foo", "bench codecs --threads foo", "bench memory --model foo", "bench loop --link foo"),
-    *("bench sync --codec foo", "bench coordinator --codec foo", "bench quality --model foo"),
+    *("plan --inventory none.toml", "lab simulate bandwidth --method foo", "lab simulate run none.toml"),
+    *(
+        "lab bench codecs --codec foo",
+        "lab bench codecs --threads foo",
+        "lab bench memory --model foo",
+        "lab bench loop --link foo",
+    ),
+    *("lab bench sync --codec foo", "lab bench coordinator --codec foo", "lab bench quality --model foo"),
     *("data build none --out x.bin", "data show none", "keys authorize none --name x", "keys revoke x --allow none"),
 ]
 """Wrong usage and wrong settings; `none` is missing."""
@@ -132,9 +141,17 @@ def test_wrong_usage_and_settings_import_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_missing_state_folder_is_named_before_the_parts_of_the_coordinator_are_loaded(tmp_path: Path) -> None:
-    commands = ("journal verify", "journal salvage", "journal replay", "set h=3", "release", "export out", "status")
+    lines = (
+        "journal verify",
+        "journal salvage",
+        "journal replay",
+        "run set h=3",
+        "run release",
+        "export out",
+        "status",
+    )
     heavy = [*HEAVY, "numpy", "farloop.coordinator.decide.ledger", "farloop.wire.messages"]
-    told = answered([f"{command} --state none" for command in commands], tmp_path, heavy)
+    told = answered([f"{command} --state none" for command in lines], tmp_path, heavy)
     assert [(line, code, loaded) for line, code, loaded, _ in told] == [
-        (f"{command} --state none", 2, []) for command in commands
+        (f"{command} --state none", 2, []) for command in lines
     ]

@@ -106,4 +106,4 @@ def test_without_a_door_the_run_goes_on_and_says_so(tmp_path: Path, caplog: pyte
         await door.close()
 
     asyncio.run(open_and_close())
-    assert "admin socket unavailable" in caplog.text and "no farloop set" in caplog.text
+    assert "admin socket unavailable" in caplog.text and "no farloop run set" in caplog.text

@@ -23,12 +23,12 @@ from farloop.wire import messages as msg
 
 
 def release(run: Run, **request: Any) -> Any:
-    """`farloop release`."""
+    """`farloop run release`."""
     return asyncio.run(Requests(run.machine, run.ledger, run.handle, Path()).release(request))
 
 
 def change(run: Run, **given: str) -> None:
-    """`farloop set`."""
+    """`farloop run set`."""
     run.handle(ev.TermsGiven(revision=run.machine.revision_for(given)))
 
 
@@ -56,7 +56,9 @@ def unmerged(spec: RunSpec) -> Run:
     assert told.startswith(
         f"1 of 1 live nodes were merged in none of the last {ROUNDS} rounds (a); nothing is committed"
     )
-    assert all(way in told for way in ("farloop set", "start these nodes again or stop them", "farloop release"))
+    assert all(
+        way in told for way in ("farloop run set", "start these nodes again or stop them", "farloop run release")
+    )
     return run
 
 
@@ -74,7 +76,9 @@ def test_a_setting_that_is_set_right_ends_the_hold_without_a_node_s_restart(unme
 
 
 def test_a_released_run_goes_on_as_it_is_and_is_held_again_some_rounds_later(unmerged: Run) -> None:
-    with pytest.raises(ValueError, match=r"of a was merged in the last 3 rounds\. Without --node: farloop release$"):
+    with pytest.raises(
+        ValueError, match=r"of a was merged in the last 3 rounds\. Without --node: farloop run release$"
+    ):
         release(unmerged, nodes=["a"])
     before = unmerged.ledger.current_round
     assert release(unmerged) == {"held": "nothing of a was merged in the last 3 rounds", "still": None}
@@ -103,7 +107,7 @@ def claimed(spec: RunSpec) -> Run:
     run.greet(A, round=0, epoch_seen=900)
     told = run.alarms["history"]
     assert told == run.machine.holding and told.startswith("the run is held: node a has met epoch 900")
-    assert all(way in told for way in ("put the newer one back", "--rewind", "farloop release"))
+    assert all(way in told for way in ("put the newer one back", "--rewind", "farloop run release"))
     with pytest.raises(NotNow, match=r"^the run is held: node a has met epoch 900"):
         change(run, outer_lr="0.5")
     return run
@@ -174,7 +178,7 @@ def short(spec: RunSpec) -> Run:
     run = Run(spec, "ab", at_once=True, floor=2)
     run.play("a sends 1; b parts SILENT; 0s")
     told = "window 1 is held with 1 of the 2 contributions it needs, without b (silent); start a node that contributes"
-    assert run.alarms["floor of fragment 1"] == f"{told}, or farloop set floor=1"
+    assert run.alarms["floor of fragment 1"] == f"{told}, or farloop run set floor=1"
     with pytest.raises(NotNow, match=rf"^there is nothing to release; {told[:40]}"):
         release(run)
     return run

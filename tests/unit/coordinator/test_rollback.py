@@ -186,7 +186,7 @@ def test_a_coordinator_that_no_node_came_to_for_long_is_no_more_trusted(guard: G
 def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(guard: Guard) -> None:
     """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
     guard.held_by_a(hello())
-    assert "node a has met epoch 1000" in guard.alarms[ALARM] and "farloop release" in guard.alarms[ALARM]
+    assert "node a has met epoch 1000" in guard.alarms[ALARM] and "farloop run release" in guard.alarms[ALARM]
     assert guard.says("n0", hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
     assert guard.run.held is None and ALARM not in guard.alarms and guard.held_s == TRUSTED_AFTER_S
     assert guard.alarms[f"{ALARM} of a"] == (
@@ -355,14 +355,14 @@ def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_n
 
 
 def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(claimed: Run) -> None:
-    """`farloop release` on a genuine old copy kept out every node, and named one."""
+    """`farloop run release` on a genuine old copy kept out every node, and named one."""
     release: Callable[..., Any] = Requests(claimed.machine, claimed.machine.ledger, claimed.handle, Path()).release
     with pytest.raises(ValueError, match="there is nothing to release"):
         asyncio.run(release({"do": "release"}))
     claimed.greet(A, round=0, epoch_seen=900)
     claimed.greet(B, round=0, epoch_seen=1000)
     for given in ({}, {"nodes": ["b"]}, {"nodes": ["a", "b", "c"]}):
-        with pytest.raises(ValueError, match=r"--adopt-from-nodes.*farloop release --node a --node b"):
+        with pytest.raises(ValueError, match=r"--adopt-from-nodes.*farloop run release --node a --node b"):
             asyncio.run(release({"do": "release", **given}))
     assert set(claimed.machine.hold_claims) == {A, B}
     answer = asyncio.run(release({"do": "release", "nodes": ["b", "a"]}))

@@ -201,7 +201,7 @@ def test_every_command_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_what_does_not_exist_is_found() -> None:
-    for line in ("farloop simulte run", "farloop schedule --stpes 4", "farloop codecs --no-mesure"):
+    for line in ("farloop simulte run", "farloop lab schedule --stpes 4", "farloop lab codecs --no-mesure"):
         with pytest.raises(AssertionError, match="there is no"):
             check_spelling(line, is_whole=True)
 
@@ -210,11 +210,11 @@ def test_marks_skip_what_they_name_and_nothing_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Text.\n\n<!-- not run, farloop node: it goes on -->\n"
-        "```sh\nfarloop node x \\\n  y  # a\nfarloop methods\n```\n\n"
-        "    farloop codecs --no-measure   # b\n\n    make it\n\n<!-- not run: it takes\nlong -->\n\n    farloop demo\n"
+        "```sh\nfarloop node x \\\n  y  # a\nfarloop lab methods\n```\n\n"
+        "    farloop lab codecs --no-measure   # b\n\n    make it\n\n<!-- not run: it\nlasts -->\n\n    farloop demo\n"
     )
     first, second, third = blocks(page)
     assert [first.skipped(command) for command in first.commands] == [True, False]
-    assert first.commands == ["farloop node x y", "farloop methods"]
-    assert second.commands == ["farloop codecs --no-measure", "make it"] and not second.marks
-    assert third.skipped(third.commands[0]) and third.marks[0]["why"] == "it takes long"
+    assert first.commands == ["farloop node x y", "farloop lab methods"]
+    assert second.commands == ["farloop lab codecs --no-measure", "make it"] and not second.marks
+    assert third.skipped(third.commands[0]) and third.marks[0]["why"] == "it lasts"

@@ -69,7 +69,7 @@ def test_a_world_that_cannot_go_on_says_who_waits_for_what() -> None:
 
 
 def test_a_world_that_notes_nothing_comes_to_the_same() -> None:
-    """The plain world is what `farloop bench quality` runs."""
+    """The plain world is what `farloop lab bench quality` runs."""
     scenario = Scenario(terms=terms_of("streaming", steps=20))
     noted = World(scenario).run()
     noted.check()

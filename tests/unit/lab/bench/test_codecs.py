@@ -266,7 +266,7 @@ def test_stages_are_reported_and_after_the_deadline_no_codec_is_timed() -> None:
 
 
 def test_the_list_has_every_codec_its_summary_and_its_parameters_and_fits() -> None:
-    lines = farloop("codecs", "--no-measure", columns=110).stdout.splitlines()
+    lines = farloop("lab", "codecs", "--no-measure", columns=110).stdout.splitlines()
     assert max(map(len, lines)) <= 110
     text = "\n".join(lines)
     assert "…" not in text.replace("beta=0…1", "")
@@ -277,7 +277,7 @@ def test_the_list_has_every_codec_its_summary_and_its_parameters_and_fits() -> N
 
 
 def test_the_list_for_programs_holds_all_that_is_declared() -> None:
-    listed = {entry["codec"]: entry for entry in found("codecs", "--no-measure")}
+    listed = {entry["codec"]: entry for entry in found("lab", "codecs", "--no-measure")}
     assert list(listed) == list(CODECS)
     q4r = listed["q4r"]
     assert q4r["unbiased"] and q4r["entropy_coded"] and q4r["downlink"] and q4r["measured"] is None
@@ -288,7 +288,7 @@ def test_the_list_for_programs_holds_all_that_is_declared() -> None:
 
 def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     words = ["--codec", "q4", "--codec", "q8", "--threads", "1", "--device", "cpu", "--elements", "4096", "--quick"]
-    words = ["bench", "codecs", *words, "--no-quality", "--out", str(tmp_path)]
+    words = ["lab", "bench", "codecs", *words, "--no-quality", "--out", str(tmp_path)]
     told = found(*words)
     assert {row["codec"] for row in told["speed"]} >= {"memcpy", "q4", "q8"}
     assert json.loads((tmp_path / "codecs.json").read_text()) == told
@@ -310,7 +310,7 @@ def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     ],
 )
 def test_words_that_cannot_be_used_end_in_one_line(words: list[str], complaint: str) -> None:
-    result = farloop("bench", "codecs", *words)
+    result = farloop("lab", "bench", "codecs", *words)
     assert result.exit_code == 2 and complaint in result.stderr
 
 

@@ -107,7 +107,7 @@ def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: f
 
 REPORT = Report(
     baseline="data-parallel nodes=2", seeds=(0, 1), confidence=0.95, within_percent=1.0,
-    command="farloop bench quality --steps 7", machine="a machine", commit="abc",
+    command="farloop lab bench quality --steps 7", machine="a machine", commit="abc",
     variants=(
         comparison("data-parallel nodes=2", 0.0, 0.0),
         comparison("single", 0.1, 0.2, nodes=1, fewer=None),
@@ -135,7 +135,13 @@ def test_every_variant_has_its_row_and_a_verdict_of_the_whole_interval() -> None
 
 def test_a_document_says_how_it_was_made() -> None:
     text = markdown(REPORT)
-    for said in ("2 seeds", "819 k tokens", "`farloop bench quality --steps 7`", "a machine; commit abc", "in ±1 %"):
+    for said in (
+        "2 seeds",
+        "819 k tokens",
+        "`farloop lab bench quality --steps 7`",
+        "a machine; commit abc",
+        "in ±1 %",
+    ):
         assert said in text
 
 

@@ -1,4 +1,4 @@
-"""From the words of `farloop bench quality` to runs: spelling, grids, and plans on equal tokens."""
+"""From the words of `farloop lab bench quality` to runs: spelling, grids, and plans on equal tokens."""
 
 import shlex
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
 def test_the_frontier_is_a_comparison_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(bench, "quality", lambda variants, **options: asked.update(options, variants=variants))
-    words = ["bench", "frontier", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "out")]
+    words = ["lab", "bench", "frontier", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert asked["variants"] == list(FRONTIER) and (asked["data"], asked["seeds"]) == (tmp_path, 1)
     assert (asked["model"], asked["steps"], asked["out"]) == ("nano", 2160, tmp_path / "out")

@@ -54,7 +54,7 @@ def test_the_command_writes_its_findings_with_what_processes_measure(
     monkeypatch.setattr(pipeline, "run_nodes", told_nothing)
     small = functools.partial(pipeline.processes, steps=3, learning_steps=12)
     monkeypatch.setattr(pipeline, "processes", small)
-    ended = farloop("bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--processes")
+    ended = farloop("lab", "bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--processes")
     assert ended.exit_code == 0, ended.output
     written = json.loads((tmp_path / "routing.json").read_text())
     assert written["planning"][0]["nodes"] == 20 and (tmp_path / "routing.png").is_file()
@@ -64,5 +64,5 @@ def test_the_command_writes_its_findings_with_what_processes_measure(
     assert {made["measured_s"] for made in found["steps"].values()} == {1.0}, "the first step is not counted"
     assert found["parity"] > 0.01 and found["skipping"]["skipped"] == 0.25
     assert "paths as planned: 1000.0 ms measured, 157.5 predicted (+535 %)" in ended.output
-    ended = farloop("bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--json")
+    ended = farloop("lab", "bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--json")
     assert json.loads(ended.stdout) == json.loads((tmp_path / "routing.json").read_text())

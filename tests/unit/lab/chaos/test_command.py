@@ -1,4 +1,4 @@
-"""What `farloop chaos` tells, and what it refuses before anything is started."""
+"""What `farloop lab chaos` tells, and what it refuses before anything is started."""
 
 import json
 from collections import Counter
@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
         (["--nodes", "27"], "--nodes is from 2 to 26, not 27"),
         (["--out", str(tmp_path)], "is not empty (epoch)"),
     ):
-        assert line in error_line("chaos", *words)
+        assert line in error_line("lab", "chaos", *words)
 
 
 def test_a_disk_that_others_are_on_is_never_filled(tmp_path: Path) -> None:
