@@ -1,6 +1,6 @@
 """Writes k8s/chart, the Helm chart, from the overlays: `python k8s/chart.py`. Needs kubectl.
 
-Every value takes the place of something in an overlay's objects, so that the chart and the overlays cannot part.
+A value takes the place of something in an overlay's objects, and its default is what stood there.
 """
 
 import difflib
@@ -16,40 +16,68 @@ from typing import Any
 import yaml
 
 K8S = Path(__file__).resolve().parent
-CHART = K8S / "chart"
 Object = dict[str, Any]
 
-ABOUT = {
-    "tag": "Tag of both images.",
-    "coordinator.enabled": "Whether this cluster has the coordinator.",
-    "coordinator.kind": "`single`, or `pair`: a second one stands by on another host.",
-    "coordinator.image": "Its image, without the tag.",
-    "coordinator.run": "run.toml: `--set-file coordinator.run=run.toml`.",
-    "coordinator.resources": "Requests and limits.",
-    "coordinator.storage": "Size of its volume.",
-    "coordinator.addresses": "Networks that may dial in, through a load balancer. Empty: there is none.",
-    "nodes.names": "The nodes in this cluster, a Job each. A name is that of its key.",
-    "nodes.image": "Their image, without the tag.",
-    "nodes.toml": "node.toml: `--set-file nodes.toml=node.toml`.",
-    "nodes.gpus": "NVIDIA GPUs of each; `nproc` in node.toml is the same number. 0: none.",
-    "nodes.resources": "Other requests and limits of each.",
-    "nodes.storage": "Size of the volume of each.",
-    "nodes.shm": "Size of /dev/shm.",
-    "nodes.tolerations": "Taints of hosts that they may run on.",
-    "nodes.env": "More environment variables, as in a pod.",
+POD = "spec/template/spec"
+OPTIONS: Object = {"coordinator.enabled": True, "coordinator.kind": "single", "nodes.names": [], "nodes.env": []}
+"""Values that have no place."""
+VALUES = {
+    # value: (what it is, kind of the object, place in it)
+    "tag": ("Tag of both images.", "", ""),
+    "coordinator.enabled": ("Whether this cluster has the coordinator.", "", ""),
+    "coordinator.kind": ("`single`, or `pair`: a second one stands by on another host.", "", ""),
+    "coordinator.image": ("Its image, without the tag.", "StatefulSet", f"{POD}/containers/0/image"),
+    "coordinator.run": ("run.toml: `--set-file coordinator.run=run.toml`.", "ConfigMap", "data/run.toml"),
+    "coordinator.resources": ("Requests and limits.", "StatefulSet", f"{POD}/containers/0/resources"),
+    "coordinator.storage": (
+        "Size of its volume.",
+        "StatefulSet",
+        "spec/volumeClaimTemplates/0/spec/resources/requests/storage",
+    ),
+    "coordinator.addresses": (
+        "Networks that may dial in, through a load balancer. Empty: there is none.",
+        "Service",
+        "spec/loadBalancerSourceRanges",
+    ),
+    "nodes.names": ("The nodes in this cluster, a Job each. A name is that of its key.", "", ""),
+    "nodes.image": ("Their image, without the tag.", "Job", f"{POD}/containers/0/image"),
+    "nodes.toml": ("node.toml: `--set-file nodes.toml=node.toml`.", "ConfigMap", "data/node.toml"),
+    "nodes.gpus": ("NVIDIA GPUs of each; `nproc` in node.toml is the same number. 0: none.", "", ""),
+    "nodes.resources": ("Other requests and limits of each.", "Job", f"{POD}/containers/0/resources"),
+    "nodes.storage": ("Size of the volume of each.", "PersistentVolumeClaim", "spec/resources/requests/storage"),
+    "nodes.shm": ("Size of /dev/shm.", "Job", f"{POD}/volumes/shm/emptyDir/sizeLimit"),
+    "nodes.tolerations": ("Taints of hosts that they may run on.", "Job", f"{POD}/tolerations"),
+    "nodes.env": ("More environment variables, as in a pod.", "", ""),
 }
+HASHED = "farloop-run-{{ sha256sum $.Values.coordinator.run | trunc 10 }}"
+WITH_GPUS = (
+    '{{ $gpus := dict "nvidia.com/gpu" (toString $.Values.nodes.gpus) }}'
+    "{{ toJson (ternary $.Values.nodes.resources (mergeOverwrite (deepCopy $.Values.nodes.resources)"
+    ' (dict "limits" $gpus "requests" $gpus)) (eq 0 (int $.Values.nodes.gpus))) }}'
+)
+README = """# Helm chart
+
+The objects of [the overlays](../README.md) `coordinator-region`, `coordinator-pair`, `cluster-gpu` and `local`, made of
+them by `k8s/chart.py`. `k8s/keys.sh` makes the namespace, keys and the allow list first.
+
+```sh
+k8s/keys.sh --coordinator
+helm install farloop k8s/chart --namespace farloop --set-file coordinator.run=run.toml
+# in each of the other clusters
+k8s/keys.sh --node oslo coordinator.pub
+helm install farloop k8s/chart --namespace farloop --set coordinator.enabled=false \\
+    --set 'nodes.names={oslo}' --set-file nodes.toml=node.toml
+```
+
+| value | content | default |
+| --- | --- | --- |
+"""
 
 
 @functools.cache
 def _rendered(overlay: str) -> str:
     words = [os.environ.get("KUBECTL", "kubectl"), "kustomize", str(K8S / "overlays" / overlay)]
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def objects_of(overlay: str) -> list[Object]:
-    """What the chart has of an overlay. keys.sh makes the namespace and its default policy."""
-    found = list(yaml.safe_load_all(_rendered(overlay)))
-    return [one for one in found if one["kind"] != "Namespace" and one["metadata"]["name"] != "default-deny"]
 
 
 class _OneLine(yaml.SafeDumper):
@@ -73,7 +101,7 @@ def lines_of(value: Object, indent: str = "") -> list[str]:
     lines = []
     for key, one in value.items():
         short = f"{indent}{key}: {_flow(one)}"
-        if not isinstance(one, (dict, list)) or (len(short) <= 120 and key != "spec" and LINE not in short):
+        if not isinstance(one, (dict, list)) or (len(short) <= 120 and key != "spec" and "LINE" not in short):
             lines.append(short)
         elif isinstance(one, dict):
             lines += [f"{indent}{key}:", *lines_of(one, indent + "  ")]
@@ -89,255 +117,166 @@ def lines_of(value: Object, indent: str = "") -> list[str]:
     return lines
 
 
-LINE = "LINE"
-"""In a mark: the whole line depends on the value."""
-
-
-class Template:
-    """Objects in which places are taken by expressions; and the values that they had."""
+class Chart:
+    """Templates, and the values that stood in their places."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values = dict(OPTIONS)
         self._expressions: list[str] = []
 
     def mark(self, expression: str) -> str:
+        """What stands in an object for an expression; `LINE`: it decides over its whole line."""
         self._expressions.append(expression)
-        return f"{'' if expression.startswith('{{') else LINE}MARK{len(self._expressions) - 1}MARK"
+        return f"{'' if expression.startswith('{{') else 'LINE'}MARK{len(self._expressions) - 1}MARK"
 
-    def take(self, holder: Any, key: Any, value: str, how: str = "{{ toJson $.Values.%s }}") -> None:
-        """The place `holder[key]` is that of the value from now on."""
-        self.values.setdefault(value, holder[key])
-        holder[key] = self.mark(how % value)
+    def objects(self, overlay: str) -> dict[str, str]:
+        """`kind name` → template. keys.sh makes the namespace and its default policy."""
+        found = {}
+        for one in yaml.safe_load_all(_rendered(overlay)):
+            key = f"{one['kind']} {one['metadata']['name']}"
+            if key not in ("Namespace farloop", "NetworkPolicy default-deny"):
+                found[re.sub(r"(farloop-run)-\w+", r"\1", key)] = self._template(one)
+        return found
 
-    def text(self, one: Object) -> str:
-        one["metadata"]["namespace"] = self.mark("{{ $.Release.Namespace }}")
-        for subject in one.get("subjects", []):
-            subject["namespace"] = one["metadata"]["namespace"]
-        text = "\n".join(lines_of(one)) + "\n"
-        return text.replace("k8s://farloop/", "k8s://{{ $.Release.Namespace }}/")
+    def _template(self, one: Object) -> str:
+        kind, meta = one["kind"], one["metadata"]
+        if kind == "Job":
+            (main,) = one["spec"]["template"]["spec"]["containers"]
+            self.values["nodes.gpus"] = int(main["resources"]["limits"].pop("nvidia.com/gpu"))
+            del main["resources"]["requests"]["nvidia.com/gpu"]
+            main["env"].append(self.mark("each $.Values.nodes.env"))
+        for value, (_, of_kind, place) in VALUES.items():
+            if kind == of_kind:
+                self._take(one, place, value)
+        for mine in (meta, *one.get("subjects", [])):
+            mine["namespace"] = self.mark("{{ $.Release.Namespace }}")
+        if kind in ("Job", "PersistentVolumeClaim"):
+            name, meta["name"] = meta["name"], self.mark("{{ toJson $name }}")
+        text = "".join(f"{line}\n" for line in ("---", *lines_of(one)))
+        if kind == "Job":
+            text = text.replace(f"claimName: {name}", f"claimName: {meta['name']}")
+        text = text.replace("k8s://farloop/", "k8s://{{ $.Release.Namespace }}/")
+        return self._filled(re.sub(r"farloop-run-[0-9a-z]{10}", HASHED, text))
 
-    def finish(self, text: str) -> str:
+    def _take(self, one: Object, place: str, value: str) -> None:
+        """The place is that of the value from now on; an object without the place is left alone."""
+        *path, last = place.split("/")
+        at: Any = one
+        for step in path:
+            if isinstance(at, list):
+                at = at[int(step)] if step.isdigit() else next(item for item in at if item["name"] == step)
+            else:
+                at = at.get(step, {})
+        if last not in at:
+            return
+        expression = f"{{{{ toJson $.Values.{value} }}}}"
+        if value.endswith(".image"):
+            at[last], _, self.values["tag"] = at[last].rpartition(":")
+            expression = f'{{{{ printf "%s:%s" $.Values.{value} $.Values.tag | toJson }}}}'
+            for init in one["spec"]["template"]["spec"]["initContainers"]:
+                init["image"] = self.mark(expression)
+        elif value == "nodes.resources":
+            expression = WITH_GPUS
+        elif value == "nodes.tolerations":
+            expression = f"with $.Values.{value}"
+        self.values[value], at[last] = at[last], self.mark(expression)
+
+    def _filled(self, text: str) -> str:
         def line(found: re.Match[str]) -> str:
             indent, before, number = found.groups()
             how, _, value = self._expressions[int(number)].partition(" ")
-            if how == "each":
-                return f"{indent}{{{{- range {value} }}}}\n{indent}- {{{{ toJson . }}}}\n{indent}{{{{- end }}}}"
-            return f"{indent}{{{{- with {value} }}}}\n{indent}{before}{{{{ toJson . }}}}\n{indent}{{{{- end }}}}"
+            begin = "range" if how == "each" else "with"
+            return f"{indent}{{{{- {begin} {value} }}}}\n{indent}{before}{{{{ toJson . }}}}\n{indent}{{{{- end }}}}"
 
-        text = re.sub(rf"^( *)(.*){LINE}MARK(\d+)MARK$", line, text, flags=re.MULTILINE)
+        text = re.sub(r"^( *)(.*)LINEMARK(\d+)MARK$", line, text, flags=re.MULTILINE)
         return re.sub(r"MARK(\d+)MARK", lambda found: self._expressions[int(found[1])], text)
 
 
-def coordinator(made: Template, overlay: str) -> dict[str, str]:
-    """`kind name` → text."""
-    found = {}
-    for one in objects_of(overlay):
-        kind, name = one["kind"], one["metadata"]["name"]
-        if kind == "ConfigMap":
-            made.take(one["data"], "run.toml", "coordinator.run")
-            one["metadata"]["name"] = name = "farloop-run-{{ sha256sum $.Values.coordinator.run | trunc 10 }}"
-        if kind == "StatefulSet":
-            pod = one["spec"]["template"]["spec"]
-            containers(made, pod, "coordinator")
-            for volume in pod["volumes"]:
-                if volume["name"] == "run":
-                    volume["configMap"]["name"] = "farloop-run-{{ sha256sum $.Values.coordinator.run | trunc 10 }}"
-            requests = one["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]
-            made.take(requests, "storage", "coordinator.storage")
-        text = f"---\n{made.text(one)}" if name != "farloop-sessions" else sessions(made, one)
-        found[f"{kind} {name}"] = text
-    return found
-
-
-def sessions(made: Template, one: Object) -> str:
-    made.take(one["spec"], "loadBalancerSourceRanges", "coordinator.addresses")
-    return f"{{{{- if $.Values.coordinator.addresses }}}}\n---\n{made.text(one)}{{{{- end }}}}\n"
-
-
-def containers(made: Template, pod: Object, daemon: str) -> None:
-    (main,) = pod["containers"]
-    if daemon == "node":
-        gpus = {main["resources"][one].pop("nvidia.com/gpu") for one in ("requests", "limits")}
-        made.values["nodes.gpus"] = int(*gpus)
-        made.take(main, "resources", "nodes.resources", WITH_GPUS)
-    else:
-        made.take(main, "resources", "coordinator.resources")
-    where = "coordinator" if daemon == "coordinator" else "nodes"
-    image, _, tag = main["image"].rpartition(":")
-    made.values.update({f"{where}.image": image, "tag": tag})
-    for container in (main, *pod["initContainers"]):
-        container["image"] = made.mark(f'{{{{ printf "%s:%s" $.Values.{where}.image $.Values.tag | toJson }}}}')
-
-
-def nodes(made: Template) -> str:
-    shared, each = [], []
-    for one in objects_of("cluster-gpu"):
-        kind = one["kind"]
-        if kind == "ConfigMap":
-            made.take(one["data"], "node.toml", "nodes.toml")
-        if kind in ("Job", "PersistentVolumeClaim"):
-            one["metadata"]["name"] = made.mark("{{ toJson $name }}")
-        if kind == "PersistentVolumeClaim":
-            made.take(one["spec"]["resources"]["requests"], "storage", "nodes.storage")
-        if kind == "Job":
-            pod = one["spec"]["template"]["spec"]
-            containers(made, pod, "node")
-            made.take(pod, "tolerations", "nodes.tolerations", "with $.Values.%s")
-            made.values["nodes.env"] = []
-            pod["containers"][0]["env"].append(made.mark("each $.Values.nodes.env"))
-            for volume in pod["volumes"]:
-                if volume["name"] == "shm":
-                    made.take(volume["emptyDir"], "sizeLimit", "nodes.shm")
-                if volume["name"] == "state":
-                    volume["persistentVolumeClaim"]["claimName"] = made.mark("{{ toJson $name }}")
-        (each if kind in ("Job", "PersistentVolumeClaim") else shared).append(made.text(one))
-    body = "---\n".join(["", *shared]) + "{{- range $name := $.Values.nodes.names }}\n---\n" + "---\n".join(each)
-    return f"{{{{- if $.Values.nodes.names }}}}\n{body}{{{{- end }}}}\n{{{{- end }}}}\n"
+def below(condition: str, text: str) -> str:
+    return f"{{{{- {condition} }}}}\n{text}{{{{- end }}}}\n"
 
 
 def either(single: str, pair: str) -> str:
-    """One text of two: lines that only one has are below a condition."""
-    a, b = single.splitlines(), pair.splitlines()
-    lines: list[str] = []
+    """One template of two: lines that only one has are below a condition."""
+    a, b = single.splitlines(keepends=True), pair.splitlines(keepends=True)
+    text = ""
     for kind, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        only_a, only_b = "".join(a[i:j]), "".join(b[k:m])
         if kind == "equal":
-            lines += a[i:j]
-        elif i == j:
-            lines += ["{{- if $pair }}", *b[k:m], "{{- end }}"]
-        elif k == m:
-            lines += ["{{- if not $pair }}", *a[i:j], "{{- end }}"]
+            text += only_a
+        elif not only_b:
+            text += below("if not $pair", only_a)
         else:
-            lines += ["{{- if $pair }}", *b[k:m], "{{- else }}", *a[i:j], "{{- end }}"]
-    return "\n".join(lines) + "\n"
+            text += below("if $pair", only_b + (f"{{{{- else }}}}\n{only_a}" if only_a else ""))
+    return text
 
 
-def coordinators(made: Template) -> str:
-    single, pair = (coordinator(made, f"coordinator-{kind}") for kind in ("region", "pair"))
-    texts = []
-    for key in pair:
-        if key in single:
-            texts.append(either(made.finish(single[key]), made.finish(pair[key])))
-        else:
-            texts.append(f"{{{{- if $pair }}}}\n{pair[key]}{{{{- end }}}}\n")
+def templates(chart: Chart) -> dict[str, str]:
+    single, pair = chart.objects("coordinator-region"), chart.objects("coordinator-pair")
     assert set(single) <= set(pair)
-    head = '{{- $pair := eq $.Values.coordinator.kind "pair" }}\n{{- if $.Values.coordinator.enabled }}\n'
-    return head + "".join(texts) + "{{- end }}\n"
-
-
-def values_of(made: Template) -> Object:
-    flat = {"coordinator.enabled": True, "coordinator.kind": "single", "nodes.names": [], **made.values}
-    assert set(flat) == set(ABOUT)
-    tree: Object = {}
-    for key in ABOUT:
-        *groups, last = key.split(".")
-        holder = tree
-        for group in groups:
-            holder = holder.setdefault(group, {})
-        holder[last] = flat[key]
-    return tree
+    key = "Service farloop-sessions"
+    single[key] = pair[key] = below("if $.Values.coordinator.addresses", pair[key])
+    coordinator = "".join(either(single.get(key, ""), text) for key, text in pair.items())
+    nodes = chart.objects("cluster-gpu")
+    each = "".join(nodes.pop(key) for key in [*nodes] if key.split()[0] in ("Job", "PersistentVolumeClaim"))
+    every = "".join(nodes.values()) + below("range $name := $.Values.nodes.names", each)
+    return {
+        "templates/coordinator.yaml": '{{- $pair := eq $.Values.coordinator.kind "pair" }}\n'
+        + below("if $.Values.coordinator.enabled", coordinator),
+        "templates/nodes.yaml": below("if $.Values.nodes.names", every),
+    }
 
 
 def schema_of(value: object, path: str = "") -> Object:
-    """Every key of the values and its type; below resources, tolerations and env whatever a pod may have."""
+    """Every value and its type; below resources, tolerations and env whatever a pod may have."""
     types: dict[type, str] = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
     found: Object = {"type": types[type(value)]}
-    if path in ABOUT:
-        found["description"] = ABOUT[path]
     if path == "coordinator.kind":
         found["enum"] = ["single", "pair"]
     if path in ("nodes.names", "coordinator.addresses"):
-        found["items"] = {"type": "string"}
-    if path == "nodes.names":
-        found |= {"uniqueItems": True}
-    if isinstance(value, dict) and path not in ABOUT:
+        found |= {"items": {"type": "string"}, "uniqueItems": True}
+    if isinstance(value, dict) and path not in VALUES:
         inner = {key: schema_of(one, f"{path}.{key}".lstrip(".")) for key, one in value.items()}
         found |= {"properties": inner, "additionalProperties": False}
     return found
 
 
-def values_text(values: Object) -> str:
-    """values.yaml: what each value is for stands above it."""
-    lines = ["# Made by k8s/chart.py."]
-
-    def put(tree: Object, path: str, indent: str) -> None:
-        for key, one in tree.items():
-            at = f"{path}.{key}".lstrip(".")
-            if at in ABOUT:
-                lines.append(f"{indent}# {ABOUT[at]}")
-            if at not in ABOUT:
-                lines.append(f"{indent}{key}:")
-                put(one, at, indent + "  ")
-            elif isinstance(one, str) and "\n" in one:
-                lines.append(f"{indent}{key}: |")
-                lines.extend(f"{indent}  {line}".rstrip() for line in one.rstrip("\n").split("\n"))
-            else:
-                lines.append(f"{indent}{key}: {json.dumps(one, allow_nan=False)}")
-
-    put(values, "", "")
-    return "\n".join(lines) + "\n"
-
-
-WITH_GPUS = (
-    '{{ $gpus := dict "nvidia.com/gpu" (toString $.Values.nodes.gpus) }}'
-    "{{ toJson (ternary $.Values.%s (mergeOverwrite (deepCopy $.Values.nodes.resources)"
-    ' (dict "limits" $gpus "requests" $gpus)) (eq 0 (int $.Values.nodes.gpus))) }}'
-)
-
-README = """# Helm chart
-
-The objects of [the overlays](../README.md) `coordinator-region`, `coordinator-pair`, `cluster-gpu` and `local`, made of
-them by `k8s/chart.py`. `k8s/keys.sh` makes the namespace, keys and the allow list first.
-
-```sh
-k8s/keys.sh --coordinator
-helm install farloop k8s/chart --namespace farloop --set-file coordinator.run=run.toml
-# in each of the other clusters
-k8s/keys.sh --node oslo coordinator.pub
-helm install farloop k8s/chart --namespace farloop --set coordinator.enabled=false \\
-    --set 'nodes.names={oslo}' --set-file nodes.toml=node.toml
-```
-
-| value | content | default |
-| --- | --- | --- |
-"""
-
-
-def readme(values: Object) -> str:
-    rows = []
-    for key, about in ABOUT.items():
-        one: Any = functools.reduce(lambda tree, part: tree[part], key.split("."), values)
-        text = json.dumps(one, allow_nan=False)
-        default = "the overlay's" if "\\n" in text else f"`{text}`"
-        rows.append(f"| `{key}` | {about} | {default} |\n")
-    return README + "".join(rows)
-
-
 def files() -> dict[str, str]:
     """Path below k8s/chart → content."""
-    made = Template()
-    written = {"templates/coordinator.yaml": coordinators(made), "templates/nodes.yaml": nodes(made)}
-    written = {path: made.finish(text) for path, text in written.items()}
-    values = values_of(made)
+    chart = Chart()
+    written = templates(chart)
+    assert set(chart.values) == set(VALUES)
+    values, lines, tree = "# Made by k8s/chart.py.\n", "", Object()
+    for key, (about, _, _) in VALUES.items():
+        group, _, last = key.rpartition(".")
+        one = chart.values[key]
+        if group and group not in tree:
+            values += f"{group}:\n"
+        (tree.setdefault(group, {}) if group else tree)[last] = one
+        indent, text = "  " * bool(group), json.dumps(one, allow_nan=False)
+        if many := isinstance(one, str) and "\n" in one:
+            text = "|" + "".join(f"\n{indent}  {line}".rstrip(" ") for line in one.rstrip("\n").split("\n"))
+        values += f"{indent}# {about}\n{indent}{last}: {text}\n"
+        lines += f"| `{key}` | {about} | {'that of the overlay' if many else f'`{text}`'} |\n"
     version = tomllib.loads((K8S.parent / "pyproject.toml").read_text())["project"]["version"]
-    chart = {
-        "apiVersion": "v2",
-        "name": "farloop",
-        "description": "Trains one model on GPU clusters joined by thin links",
-        "type": "application",
-        "version": version,
-        "appVersion": version,
-        "kubeVersion": ">=1.29.0-0",
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema_of(tree)}
+    return written | {
+        "Chart.yaml": f"""apiVersion: v2
+name: farloop
+description: Trains one model on GPU clusters joined by thin links
+type: application
+version: {version}
+appVersion: {version}
+kubeVersion: '>=1.29.0-0'
+""",
+        "values.yaml": values,
+        "values.schema.json": json.dumps(schema, allow_nan=False).replace('}, "', '},\n"') + "\n",
+        "README.md": README + lines,
     }
-    written["Chart.yaml"] = yaml.safe_dump(chart, sort_keys=False)
-    written["values.yaml"] = values_text(values)
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema_of(values)}
-    written["values.schema.json"] = json.dumps(schema, allow_nan=False).replace('}, "', '},\n"') + "\n"
-    written["README.md"] = readme(values)
-    return written
 
 
 if __name__ == "__main__":
     for path, text in files().items():
-        file = CHART / path
+        file = K8S / "chart" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

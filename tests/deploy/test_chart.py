@@ -32,41 +32,21 @@ def compared(objects: list[Object]) -> list[str]:
     return sorted(found)
 
 
-def values_like(overlay: str) -> dict[str, Any]:
-    """The values that make an overlay of two nodes, whose Jobs differ in their name alone."""
-    (main,) = [one for one in objects_of(overlay) if one["kind"] == "StatefulSet"]
-    jobs = [one for one in objects_of(overlay) if one["kind"] == "Job"]
-    files = {one["metadata"]["name"][:12]: one["data"] for one in objects_of(overlay) if one["kind"] == "ConfigMap"}
-    pod, claim = jobs[0]["spec"]["template"]["spec"], main["spec"]["volumeClaimTemplates"][0]
-    (own,), (node,) = main["spec"]["template"]["spec"]["containers"], pod["containers"]
-    (shm,) = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
-    (size,) = {
-        one["spec"]["resources"]["requests"]["storage"]
-        for one in objects_of(overlay)
-        if one["kind"] == "PersistentVolumeClaim"
-    }
-    image, _, tag = own["image"].rpartition(":")
-    return {
-        "tag": tag,
-        "coordinator": {
-            "image": image,
-            "addresses": [],
-            "run": files["farloop-run-"]["run.toml"],
-            "resources": own["resources"],
-            "storage": claim["spec"]["resources"]["requests"]["storage"],
+SMALL = {"requests": {"cpu": "200m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
+LOCAL = {
+    "tag": "compose",
+    "coordinator": {"image": "localhost/farloop", "addresses": [], "resources": SMALL, "storage": "1Gi"},
+    "nodes": {
+        **{"image": "localhost/farloop", "names": ["farloop-node-0", "farloop-node-1"], "gpus": 0, "tolerations": []},
+        **{
+            "resources": SMALL,
+            "storage": "1Gi",
+            "shm": "8Gi",
+            "env": [{"name": "FARLOOP_NODE__THREADS", "value": "1"}],
         },
-        "nodes": {
-            "image": image,
-            "names": [job["metadata"]["name"] for job in jobs],
-            "toml": files["farloop-node"]["node.toml"],
-            "gpus": 0,
-            "resources": node["resources"],
-            "storage": size,
-            "shm": shm["emptyDir"]["sizeLimit"],
-            "tolerations": [],
-            "env": node["env"][3:],
-        },
-    }
+    },
+}
+RUN, NODE = K8S / "overlays" / "local" / "run.toml", K8S / "base" / "node" / "node.toml"
 
 
 @pytest.mark.parametrize(
@@ -75,13 +55,12 @@ def values_like(overlay: str) -> dict[str, Any]:
         ("coordinator-region", ()),
         ("coordinator-pair", ("--set", "coordinator.kind=pair")),
         ("cluster-gpu", ("--set", "coordinator.enabled=false", "--set", "nodes.names={oslo}")),
-        ("local", None),
+        ("local", ("--set-file", f"coordinator.run={RUN}", "--set-file", f"nodes.toml={NODE}")),
     ],
 )
-def test_the_chart_has_the_objects_of_an_overlay(overlay: str, values: tuple[str, ...] | None, tmp_path: Any) -> None:
-    if values is None:
-        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values_like(overlay)))
-        values = ("--values", str(tmp_path / "values.yaml"))
+def test_the_chart_has_the_objects_of_an_overlay(overlay: str, values: tuple[str, ...], tmp_path: Any) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(LOCAL if overlay == "local" else {}))
+    values = ("--values", str(tmp_path / "values.yaml"), *values)
     made = list(yaml.safe_load_all(installed(*values)))
     assert compared(made) == compared(objects_of(overlay)) and len(made) >= 6
     file = tmp_path / "made.yaml"
