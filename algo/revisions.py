@@ -110,7 +110,7 @@ def composed(of_window: Terms, of_round: Terms) -> Terms:
 
 # --- Which terms may change in a live run
 #
-# Every field of `Terms` is here once: those that belong to rounds in `revisions.py`, to windows in `BELONG_TO_WINDOWS`,
+# Every field of `Terms` is here once: those that belong to rounds and to windows in the two sets,
 # and with a reason in `STAY` what could not change without making bytes unreadable that exist, or what a node built
 # from it wrong. A refusal is a ValueError of one sentence, with the nearest that can be had.
 
