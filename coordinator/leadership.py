@@ -92,12 +92,12 @@ class BucketTerms:
 
     def __init__(self, url: str) -> None:
         """Raises CopyFailed."""
-        from farloop.coordinator.storage.copies import Bucket
+        from farloop.coordinator.storage.bucket import Bucket
 
         self._bucket = Bucket(url, patience_s=TIMEOUT_S)
 
     def read(self) -> tuple[Term | None, Version]:
-        from farloop.coordinator.storage.copies import CopyFailed
+        from farloop.coordinator.storage.bucket import CopyFailed
 
         try:
             newest = max(self._bucket.paths("leader"), default=None)
@@ -114,7 +114,7 @@ class BucketTerms:
         return Term.decode(data, f"{self._bucket.url}/{newest}"), int(number)
 
     def replace(self, term: Term, version: Version) -> bool:
-        from farloop.coordinator.storage.copies import CopyFailed
+        from farloop.coordinator.storage.bucket import CopyFailed
 
         assert isinstance(version, int)
         try:

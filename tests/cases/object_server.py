@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -25,6 +25,8 @@ class ObjectServer(ThreadingHTTPServer):
         self.bytes_per_s = float("inf")
         self.stands_still, self.still_after = "", 0  # the method whose bodies stop half-way, after this many whole ones
         self.ended = threading.Event()
+        self.fault: Callable[[str, str], str] = lambda method, path: ""
+        """What goes wrong with a request: a status, "cut" of a body, "spoil" of one that is read, or nothing."""
 
     def pause(self, method: str, done: int, size: int) -> None:
         before = sum(size > STEP for other, size in self.bodies if other == method)
@@ -59,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        if (fault := self.server.fault("GET", url.path)).isdecimal():
+            return self._answer(int(fault))
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         if "list-type" in query:
             keys = sorted(path.removeprefix(BUCKET) for path in self.server.objects)
@@ -74,11 +78,22 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         first, last = (int(wanted[1]), min(int(wanted[2]), len(data) - 1)) if wanted else (0, len(data) - 1)
         more = {"Content-Range": f"bytes {first}-{last}/{len(data)}"} if wanted else {}
-        self._answer(206 if wanted else 200, data[first : last + 1], more)
+        part = data[first : last + 1]
+        if fault == "cut":
+            part, more = part[: len(part) // 2], more | {"Content-Length": str(len(part))}
+            self.close_connection = True
+        elif fault == "spoil":
+            part = part[:-1] + bytes([part[-1] ^ 1])
+        self._answer(206 if wanted else 200, part, more)
 
     def do_PUT(self) -> None:
         url = urlsplit(self.path)
+        if (fault := self.server.fault("PUT", url.path)) == "cut":
+            self.close_connection = True
+            return
         data = self._body("PUT")
+        if fault.isdecimal():
+            return self._answer(int(fault))
         if number := parse_qs(url.query).get("partNumber"):
             self.server.parts[int(number[0])] = data
         elif self.headers.get("If-None-Match") == "*":

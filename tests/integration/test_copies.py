@@ -12,8 +12,9 @@ import pytest
 from loopback import PACED, NewRun, assert_all_agree
 from object_server import ObjectServer, serving
 
-from farloop.coordinator.storage import copies
-from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest
+from farloop.coordinator.storage import bucket as buckets
+from farloop.coordinator.storage.bucket import Bucket, CopyFailed
+from farloop.coordinator.storage.copies import read_manifest
 
 pytestmark = [
     pytest.mark.integration,
@@ -54,25 +55,25 @@ def test_an_s3_server_is_an_object_store(server: ObjectServer) -> None:
 
 def test_a_transfer_may_take_any_time_while_it_goes_on(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request, and all of its body, were cut after 60 s and begun again: over a slow link no copy could be read."""
-    monkeypatch.setattr(copies, "IDLE_S", 2.0)
-    monkeypatch.setattr(copies, "PART_BYTES", 128 << 10)
+    monkeypatch.setattr(buckets, "IDLE_S", 2.0)
+    monkeypatch.setattr(buckets, "PART_BYTES", 128 << 10)
     bucket, data = Bucket("s3://runs/first"), os.urandom(1 << 20)
     server.bytes_per_s = 400e3
     began = time.monotonic()
     bucket.put("ckpt/1/a", data)
     wrote_s = time.monotonic() - began
     assert bucket.get("ckpt/1/a") == data
-    assert min(wrote_s, time.monotonic() - began - wrote_s) > copies.IDLE_S
+    assert min(wrote_s, time.monotonic() - began - wrote_s) > buckets.IDLE_S
     parts = [size for method, size in server.bodies if method == "PUT"]
-    assert sum(parts) == len(data) and max(parts) == copies.PART_BYTES, "none was sent again"
+    assert sum(parts) == len(data) and max(parts) == buckets.PART_BYTES, "none was sent again"
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_body_that_stands_still_fails_within_the_idle_time_and_says_how_far_it_came(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(copies, "IDLE_S", 2.0)
-    monkeypatch.setattr(copies, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(buckets, "IDLE_S", 2.0)
+    monkeypatch.setattr(buckets, "PART_BYTES", 1 << 20)
     bucket, data = Bucket("s3://runs/first"), os.urandom(6 << 20)
     if method == "GET":
         bucket.put("ckpt/1/a", data)

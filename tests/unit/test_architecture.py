@@ -142,7 +142,7 @@ def test_some_packages_are_used_in_one_place_only() -> None:
             "lab/chaos/lying_peers.py",
         },
         "msgpack": {"wire/messages.py", "lab/chaos/journal_referee.py"},
-        "obstore": {"coordinator/storage/copies.py"},
+        "obstore": {"coordinator/storage/bucket.py"},
         "jinja2": {"monitoring/page.py"},
         "markupsafe": {"cli/report.py"},
         "prometheus_client": {"node/metrics.py", "coordinator/observe/metrics.py"},

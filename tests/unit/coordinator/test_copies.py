@@ -16,9 +16,8 @@ from stored_runs import NODES, begun, commit, recovered, spool
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.copies import (
-    Bucket,
-    CopyFailed,
     Copying,
     StateCopy,
     read_manifest,
