@@ -52,6 +52,30 @@ class Worker(Protocol):
         """Finish the jobs that were submitted, and stop. What they report may be lost."""
 
 
+Moved = tuple[int, int]  # bytes that were sent, and received
+
+
+class Objects(Protocol):
+    """Carries blobs to and from an object store, by URLs that are signed for one request.
+
+    `over` is called in the executor's thread once nothing of a request goes on, with the bytes that it moved.
+    """
+
+    def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
+        """Write an object once; one that is there stays. `over` gets why it failed; empty: it is there."""
+
+    def get(
+        self, url: str, into: bytearray, right: Callable[[bytearray], bool], over: Callable[[str, Moved], None]
+    ) -> None:
+        """Read an object that fills `into`. `over` gets why it failed; empty: it is there, and `right`."""
+
+    def delete(self, urls: Sequence[str]) -> None:
+        """Delete objects at some time, if the store does so."""
+
+    def close(self) -> None:
+        """Begin no request any more."""
+
+
 class ConnectionListener(Protocol):
     """What a node's connection reports to. All calls come in the link's thread, and none after `close`."""
 

@@ -1,0 +1,269 @@
+"""The objects of `ports.py` over HTTP and HTTPS: the standard library's client in threads, with proxies and resume."""
+
+import http.client
+import ssl
+import threading
+import time
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from farloop.runtime.ports import Action, Buffer, Moved
+
+THREADS: Final = 4  # requests at a time; so many ranges of one object are read at once
+RANGE_BYTES: Final = 4 << 20  # the least that is worth a request of its own
+PIECE_BYTES: Final = 1 << 18  # of a body that is sent
+TIMEOUT_S: Final = 20.0  # for a connection, for an answer to begin, and for each piece of a body
+LONGEST_S: Final = 600.0  # of one object: as long as its URL lives
+LEAST_BYTES_PER_S: Final = 16 << 10  # a transfer that is slower than this, beyond its first 30 s, has failed
+PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0)  # before a request is tried again
+_T = TypeVar("_T")
+_Job = Callable[[Any], None]  # of a client
+_AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+
+class Failed(Exception):
+    """The store did not do it. One line, without the URL: that is a key to the object."""
+
+
+class _Connection(http.client.HTTPConnection):
+    """Counts what it sends."""
+
+    sent = 0
+
+    def send(self, data: object) -> None:
+        self.sent += len(data)  # type: ignore[arg-type]  # bytes and memoryviews
+        super().send(data)  # type: ignore[arg-type]
+
+
+class _Secure(_Connection, http.client.HTTPSConnection):
+    pass
+
+
+def _connection(parts: SplitResult, proxy: SplitResult | None) -> _Connection:
+    at, secure = proxy or parts, parts.scheme == "https"
+    port = at.port or (443 if secure and proxy is None else 80)
+    made = (_Secure if secure else _Connection)(at.hostname or "", port, timeout=TIMEOUT_S)
+    if secure and proxy is not None:
+        made.set_tunnel(parts.hostname or "", parts.port or 443, headers=_authorization(proxy))
+    return made
+
+
+def proxy_of(parts: SplitResult) -> SplitResult | None:
+    """The proxy for a URL, as HTTPS_PROXY, HTTP_PROXY and NO_PROXY name it."""
+    found = urllib.request.getproxies().get(parts.scheme)
+    if not found or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    return urlsplit(found if "://" in found else f"http://{found}")
+
+
+def _authorization(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+    return {"Proxy-Authorization": f"Basic {b64encode(pair).decode()}"}
+
+
+class Client:
+    """One thread's requests. Counts their bytes and those of their answers, headers included. All raise Failed."""
+
+    def __init__(self, pace: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """`pace` is called before so many bytes of a body are sent."""
+        self._pace = pace
+        self.sent = self.received = 0
+        self._open: dict[str, _Connection] = {}  # by scheme and host
+
+    def put(self, url: str, data: memoryview) -> None:
+        """Write an object, if there is none of its name."""
+        headers = {"Content-Length": str(len(data)), "Content-Type": "application/octet-stream", "If-None-Match": "*"}
+        if "&sig=" in url:  # of Azure
+            headers["x-ms-blob-type"] = "BlockBlob"
+        self._patiently(lambda: self._done("PUT", url, headers, data, (200, 201, 204, 412)))  # 412: it is there already
+
+    def delete(self, url: str) -> None:
+        """Delete an object; one that is not there is none."""
+        self._patiently(lambda: self._done("DELETE", url, {}, None, (200, 202, 204, 404)))
+
+    def get(self, url: str, view: memoryview, start: int, end: int) -> None:
+        """Read bytes [start, end) of an object; a transfer that is cut goes on where it was."""
+        at, until = start, time.monotonic() + _patience_s(end - start)
+
+        def receive() -> None:
+            nonlocal at
+            answer = self.ask("GET", url, {"Range": f"bytes={at}-{end - 1}"}, None, (200, 206))
+            skipped = at if answer.status == 200 else 0  # by a server that knows no ranges
+            while at < end and (data := answer.read1(min(1 << 20, skipped or end - at))):
+                self.received += len(data)
+                if skipped:
+                    skipped -= len(data)
+                    continue
+                view[at : at + len(data)] = data
+                at += len(data)
+                if time.monotonic() > until:
+                    raise Failed(f"too slow: {at - start} of {end - start} bytes")
+            if at < end:
+                raise http.client.IncompleteRead(b"", end - at)
+            if answer.read(1):
+                self.close()
+                if end == len(view):
+                    raise Failed("it has more bytes than were announced")
+
+        self._patiently(receive)
+
+    def fetch(self, url: str) -> bytearray:
+        """An object of unknown size."""
+
+        def size() -> int:
+            answer = self.ask("GET", url, {"Range": "bytes=0-0"}, None, (200, 206))
+            self.close()
+            return int(answer.getheader("Content-Range", answer.getheader("Content-Length", "0")).rpartition("/")[2])
+
+        data = bytearray(self._patiently(size))
+        self.get(url, memoryview(data), 0, len(data))
+        return data
+
+    def ask(
+        self, method: str, url: str, headers: dict[str, str], body: memoryview | None, wanted: tuple[int, ...]
+    ) -> http.client.HTTPResponse:
+        """One request, tried once: its answer, whose body is yet to be read. Raises Failed, OSError, HTTPException."""
+        parts = urlsplit(url)
+        where, until = f"{parts.scheme}://{parts.netloc}", time.monotonic() + _patience_s(len(body or b""))
+        proxy, target = proxy_of(parts), url.removeprefix(where)
+        connection = self._open.setdefault(where, self._open.get(where) or _connection(parts, proxy))
+        if proxy is not None and parts.scheme == "http":
+            target, headers = url, headers | _authorization(proxy)
+        before = connection.sent
+        try:
+            connection.putrequest(method, target, skip_accept_encoding=True)
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            for start in range(0, len(body or b""), PIECE_BYTES):
+                assert body is not None
+                piece = body[start : start + PIECE_BYTES]
+                self._pace(len(piece))
+                connection.send(piece)
+                if time.monotonic() > until:
+                    raise Failed("too slow")
+            answer = connection.getresponse()
+        finally:
+            self.sent += connection.sent - before
+        told = [f"HTTP/1.1 {answer.status} {answer.reason}", *(f"{k}: {v}" for k, v in answer.getheaders()), "", ""]
+        self.received += len("\r\n".join(told))
+        if answer.status not in wanted:
+            said = f"{answer.status} {answer.reason}"
+            raise OSError(said) if answer.status in _AGAIN else Failed(said)
+        return answer
+
+    def close(self) -> None:
+        """Close its connections: what is left of an answer is not wanted."""
+        for connection in self._open.values():
+            connection.close()
+        self._open.clear()
+
+    def _done(
+        self, method: str, url: str, headers: dict[str, str], body: memoryview | None, wanted: tuple[int, ...]
+    ) -> None:
+        self.received += len(self.ask(method, url, headers, body, wanted).read())
+
+    def _patiently(self, call: Callable[[], _T]) -> _T:
+        for pause_s in (*PAUSES_S, 0.0):
+            try:
+                return call()
+            except Failed:
+                self.close()
+                raise
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                why = str(error) or type(error).__name__
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    break
+            time.sleep(pause_s)
+        raise Failed(why)
+
+
+def _patience_s(num_bytes: int) -> float:
+    """How long a transfer may take."""
+    return min(LONGEST_S, 30.0 + num_bytes / LEAST_BYTES_PER_S)
+
+
+class HttpObjects:
+    """The port."""
+
+    def __init__(
+        self, post: Callable[[Action], object], bytes_per_s: Callable[[], float] = lambda: float("inf")
+    ) -> None:
+        """`post` runs an action in the executor's thread. `bytes_per_s`: the most that may be sent now."""
+        self._post, self._rate = post, bytes_per_s
+        self._lock, self._free_at = threading.Lock(), 0.0
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._threads = 0
+        self._closed = False
+
+    def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
+        view = memoryview(data).cast("B")
+        self._submit([lambda client: client.put(url, view)], lambda: True, over)
+
+    def get(
+        self, url: str, into: bytearray, right: Callable[[bytearray], bool], over: Callable[[str, Moved], None]
+    ) -> None:
+        view, size = memoryview(into), len(into)
+        step = max(RANGE_BYTES, -(-size // THREADS))
+        ranges = [(start, min(size, start + step)) for start in range(0, size, step)]
+        self._submit(
+            [partial(Client.get, url=url, view=view, start=a, end=b) for a, b in ranges], lambda: right(into), over
+        )
+
+    def delete(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            self._submit([partial(Client.delete, url=url)], lambda: True, lambda why, moved: None)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _pace(self, num_bytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            wait_s = max(0.0, self._free_at - now)
+            self._free_at = max(now, self._free_at) + num_bytes / self._rate()
+        time.sleep(wait_s)
+
+    def _submit(self, jobs: Sequence[_Job], right: Callable[[], bool], over: Callable[[str, Moved], None]) -> None:
+        """Do the jobs; `over` once all have ended."""
+        left, whys, moved = len(jobs), list[str](), [0, 0]
+
+        def run(job: _Job, client: Client) -> None:
+            nonlocal left
+            before = client.sent, client.received
+            try:
+                job(client)
+                why = ""
+            except Exception as error:  # noqa: BLE001 - the edge of the thread; the blob goes another way
+                why = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+            with self._lock:
+                moved[0] += client.sent - before[0]
+                moved[1] += client.received - before[1]
+                whys.extend([why] if why else [])
+                left -= 1
+                last = not left
+            if last:
+                if not whys and not right():
+                    whys.append("its bytes are not those that were announced")
+                with suppress(RuntimeError):  # the loop is closed
+                    self._post(lambda: over("".join(whys[:1]), (moved[0], moved[1])))
+
+        for job in jobs:
+            self._jobs.put(partial(run, job))
+        while self._threads < THREADS:  # daemons: a store that answers nothing holds up no end of the process
+            self._threads += 1
+            threading.Thread(target=self._work, name="objects", daemon=True).start()
+
+    def _work(self) -> None:
+        client = Client(self._pace)
+        while not self._closed:
+            self._jobs.get()(client)
