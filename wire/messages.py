@@ -444,6 +444,26 @@ class Credit(Message):
     """Start and end of the first ranges beyond a gap, one after the other: they need not be sent again."""
 
 
+@message(35, Role.COORDINATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Message):
+    """Coordinator → node: the bytes of this blob go by an object store (protocol, Object store). Of an offered delta,
+    in place of Credit: write them there. Of an update or snapshot, before its announcement: read them there."""
+
+    blob: BlobId
+    url: str  # signed for this one request
+
+
+@message(36, Role.NODE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Message):
+    """Node → coordinator: the delta is written; or the store failed, and the blob is to go by the session."""
+
+    blob: BlobId
+    detail: str = ""
+    """Why the store failed; empty: it did not."""
+
+
 @message(9, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Message):

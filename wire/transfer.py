@@ -177,6 +177,11 @@ class Transfers:
                 self.begin(blob, found.source, pushed=pushed, background=found.background)
                 active += 1
 
+    def source_of(self, blob: BlobId) -> BlobSource | None:
+        """The bytes of a blob that is being sent."""
+        outgoing = self._outgoing.get(blob)
+        return None if outgoing is None else outgoing.source
+
     @property
     def waiting(self) -> list[BlobId]:
         """Blobs that wait for others to end."""

@@ -53,6 +53,7 @@ class RateLimits:
         default_factory=lambda: MappingProxyType(
             {
                 msg.Offer: RateLimit(per_s=500, burst=4096),
+                msg.Placed: RateLimit(per_s=500, burst=4096),
                 msg.Fetch: RateLimit(per_s=2, burst=1024),
                 msg.Evaluation: RateLimit(per_s=2, burst=64),
                 msg.Progress: RateLimit(per_s=20, burst=256),

@@ -105,6 +105,8 @@ MESSAGES: tuple[msg.Message, ...] = (
     msg.Probe(number=2, upward=True, num_bytes=1 << 25, rtt_s=0.125),
     msg.Observed(links=(msg.Seen(peer=NodeId("b"), bursts=(BURST,), probe=2, rtt_s=0.25, bulk=BULK),)),
     msg.Trial(padding=b"0123"),
+    msg.Place(blob=DELTA, url="https://store.example/runs/00000000deadbeef/f1/v3?X-Amz-Signature=0123"),
+    msg.Placed(blob=DELTA, detail="403 Forbidden"),
 )  # fmt: skip
 NAMED: dict[str, msg.Message] = {type(message).__name__: message for message in MESSAGES}
 COMMITTED = NAMED["Committed"]
