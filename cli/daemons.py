@@ -30,11 +30,13 @@ from farloop.coordinator.net.zmq_mirror import MirrorServer
 from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender, has_run
-from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
+from farloop.coordinator.storage.bucket import Bucket, CopyFailed
+from farloop.coordinator.storage.copies import read_manifest, restore
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
+from farloop.coordinator.storage.objects import Sign, note_objects, signer
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors
@@ -106,6 +108,7 @@ def run_coordinator(
                 if restore_from and adopt_patience_s is None:
                     adopt_patience_s = PATIENCE_S
             mirror = Mirror(config.state_dir, leadership)
+        bulk = _noted_objects(file, plan, DISK if mirror is None else MirroredFiles(mirror))
         if restore_from:
             restored(config.state_dir, plan, restore_from)
         if mirror is not None:
@@ -125,11 +128,22 @@ def run_coordinator(
         adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
         gc.collect()
         gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
-        _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror)))
+        _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror, bulk)))
     name, folder = plan.spec.identity.name, file.coordinator.state_dir
     stopped = "stopped before the run's end; the same command continues it"
     say(_last_line(name, folder) if store.ledger.finished else stopped)
     return ExitCode.DONE
+
+
+def _noted_objects(file: RunFile, plan: Plan, files: Files) -> Sign | None:
+    """Remember in the state folder where the run's objects are. What signs their URLs, where new blobs go there.
+    Raises CommandError, StorageError."""
+    if not file.coordinator.bulk_url:
+        return None
+    url = f"{file.coordinator.bulk_url.rstrip('/')}/{plan.spec.identity.fingerprint()}"
+    sign = _bound(lambda: signer(url))
+    note_objects(file.coordinator.state_dir, url, files)
+    return sign if file.run.bulk == "store" else None
 
 
 def _bound(call: Callable[[], _T]) -> _T:
@@ -312,10 +326,14 @@ def _flat(terms: Terms) -> dict[str, object]:
 
 
 async def _serve(
-    config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None, mirror: Mirror | None
+    config: CoordinatorConfig,
+    store: Store,
+    adopt: AdoptionSettings | None,
+    mirror: Mirror | None,
+    bulk: Sign | None,
 ) -> None:
     warm_for(store.ledger.spec.terms)
-    coordinator = Coordinator(config, store, adopt, mirror)
+    coordinator = Coordinator(config, store, adopt, mirror, bulk)
     viewers = Viewers()
     with LoopWatch() as watch, pages(config, coordinator, watch, viewers) as url:
         say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))

@@ -78,6 +78,9 @@ class RunConfig:
     stages: str | None = None
     """First block of each pipeline stage but the first, e.g. "4,8". No fragment crosses a cut; embedding and head
     belong to stage 0. A node may hold some stages; nodes and quorum count per stage."""
+    bulk: Annotated[str, OneOf(("session", "store"))] = "session"
+    """How deltas and updates travel. "session": through the coordinator's port. "store": by the object store of
+    [coordinator] `bulk_url`; what that fails goes by the session."""
     codec_up: Annotated[str | None, check_codec] = None
     """Codec from the nodes to the coordinator: one of `farloop lab codecs`, perhaps with parameters: q4r:step=0.7."""
     codec_up_of: str | None = None

@@ -501,6 +501,8 @@ def _check_leadership(settings: Settings) -> None:
     needs = {"mirror": ("peers", "leads_by"), "peers": ("mirror", "leads_by"), "name": ("leads_by",)}
     if values["recover"] == "auto":
         needs["recover"] = ("copy_to", "leads_by")
+    if settings.section("run")["bulk"] == "store" and not values["bulk_url"]:
+        raise settings.error("run", "bulk", "store needs [coordinator] bulk_url, which is missing")
     for key, others in needs.items():
         for other in others:
             if values[key] and not values[other]:

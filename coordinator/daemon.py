@@ -6,12 +6,14 @@ written in one storage thread, snapshots in another, and the arithmetic runs in 
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from farloop.coordinator import admin
+from farloop.coordinator.bulk_plane import BulkPlane
 from farloop.coordinator.change_terms import handlers
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
@@ -24,9 +26,11 @@ from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.copies import Copying, StateCopy
 from farloop.coordinator.storage.mirror import Mirror
+from farloop.coordinator.storage.objects import Sign
 from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import STATUS_FILE
+from farloop.runtime.http_objects import HttpObjects
 from farloop.runtime.system import LoopClock, ThreadWorker
 from farloop.wire.limits import LAST_CALL_S
 from farloop.wire.reasons import Reason
@@ -47,9 +51,11 @@ class Coordinator:
         store: Store,
         adopt: AdoptionSettings | None = None,
         mirror: Mirror | None = None,
+        bulk: Sign | None = None,
     ) -> None:
         """`adopt`: the state is an old copy; continue from what nodes hold. `mirror`: what the store's files are
-        mirrored by. Raises KeyFileError, BindError or CopyFailed. Make it on the running loop."""
+        mirrored by. `bulk` signs URLs of the object store that deltas and updates go by. Raises KeyFileError, BindError
+        or CopyFailed. Make it on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
         self._error: Exception | None = None
@@ -76,6 +82,13 @@ class Coordinator:
             self._copying = Copying(config.copy_to, config.copy_every_s, self._cut, self.machine.alarms)
             self.observer.copies = self._copying.status
             self.metrics.copy_interval.set(config.copy_every_s)
+        self._bulk: BulkPlane | None = None
+        limits = config.limits
+        if bulk is not None:
+            self._bulk = BulkPlane(
+                HttpObjects(clock.post), bulk, clock, self.machine.alarms, self.metrics.count_objects
+            )
+            limits = dataclasses.replace(limits, early_pool_bytes=0)  # nodes send no byte before they are asked to
         self._socket = ZmqRouter(
             endpoint=config.bind,
             key=config.key,
@@ -88,7 +101,7 @@ class Coordinator:
             self._socket,
             clock,
             on_event=lambda peer, event: self.executor.on_session_event(peer, event),
-            limits=config.limits,
+            limits=limits,
             timing=config.timing,
             uplink=config.uplink,
             turned_away=self.observer.turned_away,
@@ -112,6 +125,7 @@ class Coordinator:
             adapt=config.mitigation,
             links=self._links,
             metrics=self.metrics,
+            bulk=self._bulk,
             model_path=config.state_dir / "model.safetensors",
             changed=self._moved,
         )
@@ -170,6 +184,8 @@ class Coordinator:
             self.observer.close()
             if self._copying is not None:
                 self._copying.close()
+            if self._bulk is not None:
+                self._bulk.close()
             self._compute.close()
             if self._mirror is not None:
                 self._mirror.close()  # nothing is told any more, so nothing waits for a standby

@@ -16,6 +16,7 @@ as many fragments up to date as its link carries.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -207,11 +208,22 @@ class Downloads:
         self._advance()
 
     def push(self, session: Session, number: int, committed: Committed) -> None:
-        """Send the update of an announced commit, or a snapshot in its place."""
+        """Send the update of an announced commit, or a snapshot in its place, also of one that would have to be read
+        from the object store first."""
+        if not self._store.has_at_hand(committed.fragment, committed.version):
+            return self.ask(number, committed.fragment)
         source = partial(self._store.update_source, committed.fragment, committed.version)
         if self._serving.push(session, number, committed, source, self._num_bytes(committed.fragment)):
             _log.info("snapshot instead of updates session=%d fragment=%d", number, committed.fragment)
             self._advance()
+
+    def resend(self, session: Session, number: int, blob: BlobId) -> None:
+        """Send an announced update, which the object store did not give the node, by the session."""
+        committed = self._ledger.commits.get((blob.fragment, blob.version))
+        if committed is None:
+            return self.ask(number, blob.fragment)
+        with suppress(AlreadyUnderWay):
+            self.push(session, number, committed)
 
     def offer(self, session: Session, number: int) -> None:
         """Send the prepared snapshot to a session, if it is still open."""

@@ -17,6 +17,7 @@ from typing import assert_never
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Result
+from farloop.coordinator.bulk_plane import MOST_UNREAD, BulkPlane
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
@@ -28,6 +29,7 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
+from farloop.coordinator.storage.bucket import URL_S
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
 from farloop.coordinator.storage.store import MOST_RESULT_BYTES, Store
 from farloop.coordinator.uploads import AnchorUploads, DeltaUploads
@@ -36,7 +38,7 @@ from farloop.runtime.ports import Action, Clock, Timer, Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
-from farloop.wire.session import State
+from farloop.wire.session import Session, State
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class CoordinatorExecutor:
         observer: Observer | None = None,
         links: LinkMonitor | None = None,
         metrics: Metrics | None = None,
+        bulk: BulkPlane | None = None,
         model_path: Path,
         changed: Action = lambda: None,
         on_event: Callable[[object], None] = lambda what: None,
@@ -69,6 +72,7 @@ class CoordinatorExecutor:
     ) -> None:
         """
         Args:
+            bulk: the object store that deltas and updates go by; None: all go by sessions.
             fatal: gets the errors of workers that end the process.
             model_path: where the finished model is exported to.
             changed: called whenever `finished` or `idle` may have changed.
@@ -96,6 +100,10 @@ class CoordinatorExecutor:
         self._due: float | None = None  # when the machine's timer was last armed for
         self._looked_at = clock.now()
         self._shown_at = float("-inf")  # when the observer's status was made
+        self._bulk = bulk
+        self._placed: dict[BlobId, msg.Offer] = {}  # deltas that nodes are writing to the store
+        self._fetching: set[BlobId] = set()  # ... and those that are read from it
+        self._unread: dict[int, set[BlobId]] = {}  # by session, updates that its node is reading there
         self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal)
         self._deltas = DeltaUploads(store, storage, compute, clock)
         self._anchors = AnchorUploads(store, storage, compute, clock)
@@ -163,6 +171,8 @@ class CoordinatorExecutor:
                 self._greet(peer, hello)
             case _ if self._links is not None and self._links.is_about_probe(event):
                 pass
+            case wire_ev.MessageReceived(message=msg.Placed() as placed):
+                self._on_placed(peer, placed)
             case wire_ev.MessageReceived(message=message):
                 self._on_message(peer, message)
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
@@ -187,11 +197,14 @@ class CoordinatorExecutor:
             case _:
                 assert_never(event)
         if not isinstance(event, wire_ev.MessageReceived):
-            while waited := self._deltas.next():
-                self._receive(waited)
+            self._receive_waiting()
         if self._check:
             self._deltas.check()
             self._downloads.check()
+
+    def _receive_waiting(self) -> None:
+        while waited := self._deltas.next():
+            self._receive(waited)
 
     def _greet(self, peer: Peer, hello: msg.Hello) -> None:
         self._peers[peer.number] = peer
@@ -214,7 +227,9 @@ class CoordinatorExecutor:
         self._drop_session(peer)
         try:
             self._downloads.gone(peer.number)
+            self._unread.pop(peer.number, None)
             if node is not None:
+                self._placed = {blob: offer for blob, offer in self._placed.items() if blob.node != node}
                 self._deltas.on_disconnect(node)
             if self._observer is not None:
                 self._observer.on_disconnect(node, reason, detail, self.machine)
@@ -323,31 +338,108 @@ class CoordinatorExecutor:
         return peer if peer is not None and peer.session.state is State.OPEN else None
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
+        place, bulk, blob = None, self._bulk, msg.update_id(committed)
+        if bulk is not None and bulk.is_open() and (key := self._store.update_key(blob.fragment, blob.version)):
+            place = bulk.place(blob, "GET", key)
         for node in nodes:
             if (peer := self._open_session_of(node)) is not None:
                 with self._router.working_for(peer) as session:
-                    session.send(committed, self._clock.now())
-                    self._downloads.push(session, peer.number, committed)
+                    if bulk is not None and place is not None and bulk.is_open(node) and self._reads(peer, blob):
+                        session.send(place, self._clock.now())
+                        session.send(committed, self._clock.now())
+                    else:
+                        session.send(committed, self._clock.now())
+                        self._downloads.push(session, peer.number, committed)
+
+    def _reads(self, peer: Peer, update: BlobId) -> bool:
+        """Note that its node is to read an update from the store; False: it has too many of them to read."""
+        unread = self._unread.setdefault(peer.number, set())
+        if sum(blob.fragment == update.fragment for blob in unread) >= MOST_UNREAD:
+            return False
+        unread.add(update)
+        return True
 
     # --- Uploads
 
-    def _receive(self, offer: msg.Offer) -> None:
-        if (peer := self._open_session_of(offer.blob.node)) is None:
+    def _receive(self, offer: msg.Offer, *, by_store: bool = True) -> None:
+        blob, bulk, window = offer.blob, self._bulk, self.machine.windows.get(offer.blob.fragment)
+        if (peer := self._open_session_of(blob.node)) is None:
             return
+        by_store = blob in self._fetching or (by_store and bulk is not None and bulk.is_open(blob.node))
         with self._router.working_for(peer) as session:
-            failed = self._deltas.receive(session, offer, self.machine.windows.get(offer.blob.fragment))
+            failed = self._deltas.receive(session, offer, window, by_store=by_store)
             if failed is not None:
                 return self.happened(failed)
-            self.stragglers.asked(offer.blob, self._deltas.to_come(offer.blob), self._clock.now())
+            self.stragglers.asked(blob, self._deltas.to_come(blob), self._clock.now())
+            if by_store and blob not in self._fetching and self._deltas.memory(blob) is not None:
+                self._place(session, offer)
 
-    def _store_delta(self, offer: msg.Offer, data: bytearray) -> None:
+    def _place(self, session: Session, offer: msg.Offer) -> None:
+        """Let the node write its delta to the store; by the session if it cannot within the life of the URL."""
+        assert self._bulk is not None
+        place = self._bulk.place(offer.blob, "PUT", rec.object_key(rec.InputStored.of(offer)))
+        if place is None:
+            return self._receive(offer, by_store=False)
+        self._placed[offer.blob] = offer
+        session.send(place, self._clock.now())
+
+        def expired() -> None:
+            if self._placed.get(offer.blob) is offer and not self._stopped:
+                self._not_placed(offer, "it was not written in time")
+
+        self._clock.call_later(URL_S, expired)
+
+    def _on_placed(self, peer: Peer, placed: msg.Placed) -> None:
+        blob, bulk = placed.blob, self._bulk
+        if peer.node is None or bulk is None:
+            return
+        if blob in self._unread.get(peer.number, ()):
+            self._unread[peer.number].discard(blob)
+            if placed.detail:
+                bulk.failed(placed.detail, peer.node)
+                with self._router.working_for(peer) as session:
+                    self._downloads.resend(session, peer.number, blob)
+        elif blob.node == peer.node and (offer := self._placed.get(blob)) is not None:
+            if placed.detail:
+                self._not_placed(offer, placed.detail)
+            else:
+                del self._placed[blob]
+                self._fetch(bulk, offer)
+
+    def _not_placed(self, offer: msg.Offer, why: str) -> None:
+        assert self._bulk is not None
+        del self._placed[offer.blob]
+        self._bulk.failed(why, offer.blob.node)
+        self._receive(offer, by_store=False)
+
+    def _fetch(self, bulk: BulkPlane, offer: msg.Offer) -> None:
+        """Read a delta that its node has written."""
+        blob, into = offer.blob, self._deltas.memory(offer.blob)
+        if into is None:  # it became void
+            return
+
+        def over(there: bool) -> None:
+            self._fetching.discard(blob)
+            if self._stopped or self._deltas.memory(blob) is not into:
+                return
+            if not there:
+                return self._receive(offer, by_store=False)
+            self.stragglers.whole(blob, self._clock.now())
+            if self._deltas.arrived(blob):
+                self._store_delta(offer, into, in_store=True)
+            self._receive_waiting()
+
+        self._fetching.add(blob)
+        bulk.get(rec.object_key(rec.InputStored.of(offer)), into, offer.digest, over)
+
+    def _store_delta(self, offer: msg.Offer, data: bytearray, *, in_store: bool = False) -> None:
         peer = self.sessions.get(offer.blob.node)
 
         def failed(error: Exception) -> None:
             self._fail(peer, error, self._deltas.broken(offer, error))
 
         try:
-            self._deltas.store(offer, data, partial(self._happened_to, peer), failed)
+            self._deltas.store(offer, data, partial(self._happened_to, peer), failed, in_store=in_store)
         except Exception as error:  # noqa: BLE001 - the edge of a session
             failed(error)
 
@@ -427,7 +519,12 @@ class CoordinatorExecutor:
 
         def computed(result: Result) -> None:
             merge_s = self._clock.now() - started
-            self.storage.commit(draft, result, reserved, partial(self._committed, result, merge_s, self._clock.now()))
+            done = partial(self._committed, result, merge_s, self._clock.now())
+            commit = partial(self.storage.commit, draft, result, reserved, done)
+            if self._bulk is None or not self._bulk.is_open():
+                return commit()
+            # A record of what is in the store must not be durable before that is.
+            self._bulk.put(rec.object_key(commits.completed(draft, result)), result.update, commit)
 
         def failed(error: Exception) -> None:
             if not isinstance(error, NonFiniteError):  # finite deltas can add up to more than fp32 holds
@@ -484,6 +581,8 @@ class CoordinatorExecutor:
         self._clock.call_later(TICK_S, self._tick)
         self._run_timers()
         self.storage.look()
+        if self._bulk is not None and self._store.obsolete:
+            self._bulk.delete([self._store.obsolete.popleft() for _ in range(len(self._store.obsolete))])
         if self._clock.now() - self._shown_at >= STATUS_S:
             self._shown_at = self._clock.now()
             if self._observer is not None:

@@ -41,6 +41,16 @@ def check_url(url: str) -> str:
     return parts.scheme
 
 
+def check_bulk_url(url: str) -> None:
+    """Raises ValueError, one sentence: nodes cannot be given URLs of what is there."""
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https"):
+        if not parts.netloc:
+            raise ValueError(f"the host is missing, as {parts.scheme}://HOST/PREFIX")
+    elif check_url(url) == "file":
+        raise ValueError("no node can be given the URL of a folder: expected s3://, gs://, az://, https:// or http://")
+
+
 def check_leads_by(url: str) -> None:
     """Raises ValueError, one sentence: no record of the leader can be kept there."""
     parts = urlsplit(url)
@@ -75,6 +85,10 @@ class CoordinatorConfig:
     min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="share; expected 0 to 1, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
+    bulk_url: Annotated[str, check_bulk_url] = ""
+    """The object store of [run] bulk = "store": s3://BUCKET/PREFIX, gs://… or az://…, whose URLs are signed for one
+    request of one node. Or http://HOST/PREFIX, a web server that takes PUT, for private networks: whoever reaches it
+    may write. The journal says where deltas and updates are, and needs it as long as they are there."""
     copy_to: Annotated[str, check_url] = ""
     """Where the state is copied to: s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH. Without it, there are no
     copies."""

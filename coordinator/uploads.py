@@ -93,9 +93,18 @@ class DeltaIntake:
     _asleep: set[BlobId] = field(default_factory=set)  # partly arrived, without a session: they may be dropped
 
     def admit(
-        self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
+        self,
+        session: Session,
+        offer: Offer,
+        window: Window | None,
+        fragment: Fragment,
+        codec_up: str,
+        now: float,
+        *,
+        by_store: bool = False,
     ) -> str | None:
-        """Receive a delta over this session. Returns a sentence if its size is wrong, else None.
+        """Receive a delta over this session, or by the store into `memory`. Returns a sentence if its size is wrong,
+        else None.
 
         `codec_up` is that of the window that the delta names; `window` is the open one, perhaps a later one. Nothing is
         requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way.
@@ -118,7 +127,8 @@ class DeltaIntake:
             session.cancel(before)  # else its memory stays with the session
         reassembly = kept or Reassembly(offer.size, offer.digest, self.buffer(offer.size))
         try:
-            reassembly = session.expect(blob, offer.size, offer.digest, reassembly, now)
+            if not by_store:
+                reassembly = session.expect(blob, offer.size, offer.digest, reassembly, now)
         except AlreadyUnderWay:  # offered twice in one session
             return None
         except LimitReached:
@@ -130,6 +140,11 @@ class DeltaIntake:
         self._begun.setdefault(blob.node, {})[blob.fragment] = blob
         self._asleep.discard(blob)
         return None
+
+    def memory(self, blob: BlobId) -> bytearray | None:
+        """Where its bytes go; None if none are awaited."""
+        reassembly = self._partial.get(blob)
+        return None if reassembly is None else reassembly.data
 
     def to_come(self, blob: BlobId) -> int | None:
         reassembly = self._partial.get(blob)
@@ -215,15 +230,18 @@ class DeltaUploads(DeltaIntake):
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._held: dict[BlobId, Delta] = {b: store.read_input(b) for b in store.ledger.inputs}
 
-    def receive(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
-        """Receive a delta over this session if the fragment's open window still admits it."""
+    def receive(
+        self, session: Session, offer: msg.Offer, window: Window | None, *, by_store: bool = False
+    ) -> ev.InputFailed | None:
+        """Receive a delta over this session, or by the store, if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        wrong = self.admit(session, offer, window, fragment, codec_up, self._clock.now())
+        wrong = self.admit(session, offer, window, fragment, codec_up, self._clock.now(), by_store=by_store)
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
-    def store(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
-        """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
+    def store(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed, *, in_store: bool = False) -> None:
+        """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors. `in_store`: its
+        bytes are in the object store."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec = codec_named(ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node))
@@ -237,7 +255,8 @@ class DeltaUploads(DeltaIntake):
                 done(ev.InputStored(offer=found.offer, payload=found.payload))
 
             if commits.spools_inputs(ledger.spec.terms):
-                self._storage.spool(rec.InputStored.of(found.offer, found.payload), data, stored, failed)
+                attached = bytearray() if in_store else data
+                self._storage.spool(rec.InputStored.of(found.offer, found.payload), attached, stored, failed)
             else:
                 stored()
 

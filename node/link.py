@@ -11,10 +11,10 @@ from typing import Final
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.node.errors import Unreachable
-from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Timer
+from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Moved, Objects, Timer
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.lanes import lanes_needed
 from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, LARGE_LOST, MTU_FIX, Noise, Sink, lacks_large, large_lost, parse
@@ -222,6 +222,7 @@ BAD_SESSIONS = 8
 being stored in between, end the node: the next one would end the same way."""
 
 CHUNKS_AHEAD = 4  # chunks handed to a lane at a time: the session cannot take back what is queued there
+MOST_READS = 8  # objects that are read at a time: each has its memory
 CONTROL = 0  # the lane of a session that carries no blobs
 
 REVISE_S = 60.0  # the number of lanes changes at most this often
@@ -256,6 +257,7 @@ class NodeLink:
         known: LinkKnown | None = None,
         keep: Callable[[LinkKnown], None] = lambda known: None,
         give_up_s: float = 0.0,
+        objects: Objects | None = None,
         check: bool = False,
     ) -> None:
         """
@@ -273,6 +275,7 @@ class NodeLink:
             known: what is known of the link from earlier.
             keep: called with what is known when it has changed.
             give_up_s: seconds without a session after which Unreachable is delivered and no other is wanted; 0: never.
+            objects: what reaches an object store, if the coordinator names one.
             check: assert the session's invariants after every change.
         """
         self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
@@ -287,6 +290,11 @@ class NodeLink:
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
         self._downloads, self._probing = Downloads(), Probing()
+        self._objects = objects
+        self._writing = set[BlobId]()  # deltas that are on their way to the store
+        self._places: dict[BlobId, str] = {}  # URLs of what is to be announced
+        self._reading: dict[BlobId, bytearray] = {}  # what is on its way from the store
+        self._to_read: dict[BlobId, Callable[[], None]] = {}  # what waits for those to end
         self._fixed_lanes, self._wanted_lanes = lanes, max(1, lanes)
         self._revised_at = float("-inf")  # when the number of lanes last changed
         self._bulk = False  # whether bulk lanes were asked for, as they are once the session is open
@@ -539,6 +547,8 @@ class NodeLink:
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
         self._remember_link(session)
         self._downloads.on_session_end()
+        for over in (self._places, self._reading, self._to_read):
+            over.clear()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
         for timer in (self._timer and self._timer[1], *self._reopens.values()):
@@ -595,12 +605,17 @@ class NodeLink:
                 ):
                     self._probing.on_blob_end(blob)
                     continue
+                case wire_ev.MessageReceived(message=msg.Place(blob=blob, url=url)):
+                    if blob.kind is BlobKind.DELTA:
+                        self._write(session, blob, url)
+                    else:
+                        self._places[blob] = url
+                    continue
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
-                    self._downloads.announced(session, offer.blob, offer.size, offer.digest, now)
+                    self._announced(session, offer.blob, offer.size, offer.digest, now)
                     continue
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
-                    blob = msg.update_id(committed)
-                    self._downloads.announced(session, blob, committed.size, committed.digest, now)
+                    self._announced(session, msg.update_id(committed), committed.size, committed.digest, now)
                 case wire_ev.MessageReceived(message=msg.Welcome() as welcome) if self._is_old(welcome, now):
                     self._dialer.turn_away()
                     session.close(Reason.CLOSED, "another coordinator leads this run since")
@@ -622,6 +637,70 @@ class NodeLink:
                     pass
             self._deliver(event)
         self._report(session, now)
+
+    # --- the object store
+
+    def _write(self, session: Session, blob: BlobId, url: str) -> None:
+        """Write an offered delta to the store, and tell: of a failure, too, after which it goes by the session."""
+        source = session.transfers.source_of(blob)
+        if source is None or blob in self._writing:  # it is decided; or of an earlier session, and this one is told
+            return
+        if self._objects is None:
+            return self._send(msg.Placed(blob=blob, detail="this node reaches no object store"))
+
+        def over(why: str, moved: Moved) -> None:
+            self._writing.discard(blob)
+            self._moved(BytesByKind(delta=moved[0]), BytesByKind(control=moved[1]))
+            if why:
+                _log.warning("delta not written to the object store blob=%s why=%r", blob, why)
+            self.send(msg.Placed(blob=blob, detail=why))
+
+        self._writing.add(blob)
+        self._objects.put(url, source.read(0, source.size), over)
+
+    def _announced(self, session: Session, blob: BlobId, size: int, digest: int, now: float) -> None:
+        """A blob comes by the session, or is to be read from the store."""
+        if blob.kind is BlobKind.SNAPSHOT:  # it holds these
+            for other in [b for b in (*self._reading, *self._to_read) if b.fragment == blob.fragment]:
+                if other.version <= blob.version:
+                    self._reading.pop(other, None)
+                    self._to_read.pop(other, None)
+        url = self._places.pop(blob, "")
+        if not url or self._objects is None or not 0 < size <= self._limits.max_blob_bytes:
+            if url:
+                self._send(msg.Placed(blob=blob, detail="this node reaches no object store"))
+            self._downloads.announced(session, blob, size, digest, now)
+        elif blob not in self._reading:
+            self._to_read[blob] = partial(self._read, self._objects, session, blob, url, size, digest)
+            self._read_next()
+
+    def _read_next(self) -> None:
+        while self._to_read and len(self._reading) < MOST_READS:
+            self._to_read.pop(next(iter(self._to_read)))()
+
+    def _read(self, objects: Objects, session: Session, blob: BlobId, url: str, size: int, digest: int) -> None:
+        into = self._reading[blob] = bytearray(size)
+
+        def over(why: str, moved: Moved) -> None:
+            self._moved(BytesByKind(control=moved[0]), BytesByKind(**{blob.kind.name.lower(): moved[1]}))
+            if self._reading.get(blob) is not into:  # its session is over, or a snapshot holds it
+                return
+            del self._reading[blob]
+            if session.state is State.OPEN:
+                self._send(msg.Placed(blob=blob, detail=why))
+            if why:
+                _log.warning("not read from the object store blob=%s why=%r", blob, why)
+                self._downloads.announced(session, blob, size, digest, self._clock.now())
+            else:
+                self._deliver(wire_ev.BlobReceived(blob=blob, data=into))
+            self._read_next()
+            self._advance()
+
+        objects.get(url, into, lambda data: blob_digest(data) == digest, over)
+
+    def _moved(self, up: BytesByKind, down: BytesByKind) -> None:
+        past, session = self._traffic
+        self._traffic = past + Traffic(up, down), session
 
     def _is_old(self, welcome: msg.Welcome, now: float) -> bool:
         """Whether it comes from a coordinator that led before, where there are others to try."""

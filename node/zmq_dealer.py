@@ -29,6 +29,7 @@ from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
 from farloop.node.settings import NodeConfig
 from farloop.runtime import ports
+from farloop.runtime.http_objects import HttpObjects
 from farloop.runtime.ports import Buffer
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
@@ -567,9 +568,11 @@ class LinkThread:
 
     async def _live(self) -> None:
         config = self._config
+        clock, limit = LoopClock(self._fail), config.uplink
+        objects = HttpObjects(clock.post, lambda: limit.rate(clock.minute_of_day()))
         link = self._link = NodeLink(
             self._dialer,
-            LoopClock(self._fail),
+            clock,
             random.uniform,
             coordinator=config.coordinator.replace(" ", ""),
             limits=Limits(),
@@ -581,11 +584,13 @@ class LinkThread:
             known=None if config.kept is None else read_known(config.kept, config.coordinator),
             keep=self._store_known,
             give_up_s=config.give_up_s,
+            objects=objects,
         )
         link.start(self._hello, self._deliver)
         await self._closing.wait()
         if not self._failed:
             link.close()
+        objects.close()
         await self._dialer.finish(self._linger_s)
 
     def _store_known(self, known: LinkKnown) -> None:

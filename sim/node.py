@@ -22,6 +22,7 @@ from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial, VirtualDialer
 from farloop.sim.scenario import NodeSetup, Scenario
+from farloop.sim.virtual_store import VirtualObjects
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
 from farloop.wire.messages import Message, Offer
 from farloop.wire.session import State
@@ -55,6 +56,7 @@ class SimulatedLink(NodeLink):
             limits=scenario.limits,
             timing=scenario.timing,
             uplink=scenario.uplink,
+            objects=VirtualObjects(process, scenario.store, rng) if scenario.store is not None else None,
             check=True,
         )
         self._process = process

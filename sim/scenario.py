@@ -65,6 +65,16 @@ class NodeSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConditions:
+    """Of the object store that deltas and updates go by."""
+
+    seconds: tuple[float, float] = (0.02, 0.2)  # shortest and longest request
+    fails: float = 0.0  # share of requests that fail
+    spoils: float = 0.0  # share of reads that bring other bytes
+    loses: float = 0.0  # share of deltas of which nothing is there, though the answer said so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A run; equal scenarios give equal outcomes."""
 
@@ -79,6 +89,7 @@ class Scenario:
     uplink: UplinkLimit = field(default_factory=UplinkLimit)  # what each end may send
     background_share: float = 1.0  # share of the coordinator's uplink that downloads get while updates are sent
     lane_buffer_s: float = math.inf  # a lane of the coordinator is full while this much of the link's time waits in it
+    store: StoreConditions | None = None  # None: all blobs go by sessions
     floor_share: float | None = None  # the coordinator's; its own default unless given
     adapt: str = "off"  # what it does about nodes that become slow
     drops_silent: bool = True  # whether windows go on without a node that misses its deadline

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.bulk_plane import BulkPlane
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.records import EvaluationTaken
@@ -29,6 +30,7 @@ from farloop.node.state_dir import NodeState
 from farloop.sim.network import CONNECT_TIMEOUT_S, Connection, Dial, LinkConditions, PhysicalLink, VirtualRouterSocket
 from farloop.sim.node import SimulatedNode
 from farloop.sim.scenario import NodeSetup, Scenario
+from farloop.sim.virtual_store import VirtualObjects, sign
 from farloop.sim.virtual_time import EventQueue, Process, VirtualClock, VirtualWorker
 
 KNOCK_S = 1.0  # TCP asks again for a connection that is not answered
@@ -80,11 +82,15 @@ class SimulatedCoordinator:
         clock, tokens = VirtualClock(process), itertools.count(1)
         self.storage = VirtualWorker(process, lambda: rng.uniform(*scenario.job_s))
         self.socket = VirtualRouterSocket(process, scenario.lane_buffer_s)
+        bulk, limits = None, scenario.limits
+        if scenario.store is not None:
+            bulk = BulkPlane(VirtualObjects(process, scenario.store, rng), sign, clock, self.machine.alarms)
+            limits = replace(limits, early_pool_bytes=0)
         self.router = SessionRouter(
             self.socket,
             clock,
             on_event=lambda peer, event: self.executor.on_session_event(peer, event),
-            limits=scenario.limits,
+            limits=limits,
             timing=scenario.timing,
             rates=scenario.rates,
             background_share=scenario.background_share,
@@ -101,6 +107,7 @@ class SimulatedCoordinator:
             router=self.router,
             fatal=_fail,
             adapt=scenario.adapt,
+            bulk=bulk,
             model_path=store.directory / "model.safetensors",
             on_event=on_event,
             check=True,

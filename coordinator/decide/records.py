@@ -223,6 +223,15 @@ class WindowCommitted:
     """Stored deltas that no window merges. Without an addend the version holds nothing new."""
 
 
+def object_key(record: InputStored | WindowCommitted) -> str:
+    """Name of the bytes in an object store, below that of the run: no other bytes ever have it. It ends with their
+    digest. They are attached to the record, or there."""
+    if isinstance(record, WindowCommitted):
+        return f"f{record.fragment}/v{record.version}/update-{record.update_digest:016x}"
+    blob = record.blob
+    return f"f{blob.fragment}/v{record.window}/{blob.node}-{blob.incarnation}-{blob.seq}-{record.digest:016x}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken:
     """The fragment's full state at this version is durable outside the journal."""

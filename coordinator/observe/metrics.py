@@ -78,6 +78,12 @@ class Metrics:
             "Nodes by state; expected and merged count the window that closed last.",
             ["state"],
         )
+        self._objects = counter(
+            "farloop_object_store_bytes", "Bytes between coordinator and object store, by direction.", ["direction"]
+        )
+        self._object_failures = counter(
+            "farloop_object_store_failures", "Blobs that it failed; they went by a session."
+        )
         self.alarms = gauge("farloop_alarms", "What needs attention now; the status page says what.")
         self.commits = counter("farloop_commits", "Windows committed.")
         self.merged = counter("farloop_merged_deltas", "Deltas merged.", ["node"])
@@ -313,6 +319,12 @@ class Metrics:
         for node in self._versions_shown - shown:
             self._node_info.remove(*node)
         self._versions_shown = shown
+
+    def count_objects(self, failures: int, moved: tuple[int, int]) -> None:
+        """What the object store did."""
+        self._object_failures.inc(failures)
+        for direction, num_bytes in zip(("sent", "received"), moved, strict=True):
+            self._objects.labels(direction).inc(num_bytes)
 
     def set_uplink(self, uplink: UplinkStatus) -> None:
         """The limit on what is sent, and how long blobs have waited for it."""

@@ -503,7 +503,7 @@ class Journal:
             attachment=Attachment(segment=tail.number, offset=tail.end - attachment_bytes, size=attachment_bytes),
             offset=tail.end - size,
             digest=int.from_bytes(header[-8:], "little"),
-        )
+        ).placed()
         self.num_records += 1
         self._reserved_bytes -= held
         return entry

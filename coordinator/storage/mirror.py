@@ -55,7 +55,7 @@ _MARK: Final = "has-standbys"  # file of a folder that was led or mirrored by a 
 _COMPLETE: Final = "complete"  # its file that says that it is whole, and which old files stay
 _SNAPSHOTS: Final = "snapshots"
 _MIRRORED: Final = re.compile(
-    r"(epoch|model\.safetensors|journal-[0-9]{6,}\.log)(\.tmp)?|snapshots(/[^/]+)?|(metrics|decisions)[^/]*\.jsonl"
+    r"(epoch|objects|model\.safetensors|journal-[0-9]{6,}\.log)(\.tmp)?|snapshots(/[^/]+)?|(metrics|decisions)[^/]*\.jsonl"
 )
 """The lock, the admin socket, the saved status and mapped buffers are each host's own."""
 _REPORTS: Final = ".jsonl"

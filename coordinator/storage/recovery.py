@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,8 @@ class UpdateSource:
         return self.attachment.size
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
+        if self._data is None and self.attachment.key:
+            self._data = self._journal.whole(self.attachment)
         if self._data is not None:
             return memoryview(self._data)[offset : offset + num_bytes]
         return memoryview(self._journal.read(self.attachment, offset, num_bytes))
@@ -81,6 +83,7 @@ class Attachments:
         self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}  # the inputs of each commit in `_updates`
         self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
         """By fragment and version, anchors from nodes that were adopted or may be."""
+        self._keys: dict[str, int] = {}  # of objects, with the segments of their records
         self._sources: weakref.WeakSet[UpdateSource] = weakref.WeakSet()
         self._lock = threading.Lock()  # held while a source is opened, and while `forget` decides
 
@@ -88,13 +91,33 @@ class Attachments:
         match entry.record:
             case rec.InputStored(blob=blob):
                 self._inputs[blob] = entry.attachment
-            case rec.WindowCommitted(fragment=fragment, version=version, blobs=blobs):
-                self._updates[fragment, version] = entry.attachment
+            case rec.WindowCommitted(fragment=fragment, version=version, blobs=blobs, update_size=size):
+                self._updates[fragment, version] = replace(entry.attachment, size=size)
                 self._addends[fragment, version] = tuple(addend.blob for addend in blobs)
             case rec.AnchorFetched(anchor=anchor):
                 self._anchors[anchor.fragment, anchor.version] = entry.record, entry.attachment
             case _:
                 pass
+        if entry.attachment.key:
+            self._keys[entry.attachment.key] = entry.attachment.segment
+
+    def pruned(self, first_segment: int) -> list[str]:
+        """Keys of records in segments before this one; no longer known."""
+        gone = [key for key, segment in self._keys.items() if segment < first_segment]
+        for key in gone:
+            del self._keys[key]
+        return gone
+
+    def update_key(self, fragment: int, version: int) -> str:
+        """See `Store.update_key`."""
+        with self._lock:
+            place = self._updates.get((fragment, version))
+        return "" if place is None else place.key
+
+    def has_at_hand(self, fragment: int, version: int) -> bool:
+        """See `Store.has_at_hand`."""
+        with self._lock:
+            return not self._updates[fragment, version].key or self._recent.get(fragment, (-1,))[0] == version
 
     @property
     def fetched(self) -> dict[int, rec.AnchorFetched]:
@@ -115,9 +138,10 @@ class Attachments:
         return self._updates[fragment, version]
 
     def commit_bytes(self, fragment: int, version: int) -> int:
-        """Of the update of a commit and of its deltas, as far as they are in the journal."""
+        """Of the update of a commit and of its deltas, as far as they are kept."""
         places = [self._inputs.get(blob) for blob in self._addends[fragment, version]]
-        return self._updates[fragment, version].size + sum(place.size for place in places if place is not None)
+        size = self._updates[fragment, version].size  # of an object it is about as much
+        return size + sum(size if place.key else place.size for place in places if place is not None)
 
     def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
         """A reader of an update, which stays in the journal while the reader exists."""

@@ -5,7 +5,7 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -15,6 +15,7 @@ from farloop.coordinator.decide import records
 from farloop.coordinator.decide.records import LedgerSaved, Record
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
+from farloop.coordinator.storage.objects import read_object
 
 # --- Segments and records
 #
@@ -70,6 +71,8 @@ class Attachment:
     segment: int
     offset: int
     size: int
+    key: str = ""
+    """Of the object that has them instead (`objects.py`); then the segment has none, and `size` may be unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,14 @@ class Entry:
     def begins_a_journal(self) -> bool:
         """Whether a journal can begin with this record: nothing before it is needed."""
         return isinstance(self.record, LedgerSaved)
+
+    def placed(self) -> "Entry":
+        """With the key of the bytes that are not attached to it. A blob has no less than a header."""
+        match self.record:
+            case records.InputStored() | records.WindowCommitted() as record if not self.attachment.size:
+                return replace(self, attachment=replace(self.attachment, key=records.object_key(record)))
+            case _:
+                return self
 
     @property
     def where(self) -> str:
@@ -194,6 +205,9 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
         NoRoom: no descriptor is left to read them by; try again.
         StorageFailed: they cannot be read.
     """
+    if attachment.key:
+        data = read_object(directory, attachment.key, files)
+        return data if nbytes == attachment.size else data[offset : offset + nbytes]
     assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
     path = segment_path(directory, attachment.segment)
     start = attachment.offset + offset
@@ -310,7 +324,8 @@ def read_records(
             record = records.decode(header.kind, body)
         except ValueError as error:
             raise JournalCorrupt(path, offset, str(error)) from error
-        yield Entry(sequence=sequence, record=record, attachment=attachment, offset=offset, digest=header.digest)
+        entry = Entry(sequence=sequence, record=record, attachment=attachment, offset=offset, digest=header.digest)
+        yield entry.placed()
         offset, sequence = attachment.offset + attachment.size, sequence + 1
 
 

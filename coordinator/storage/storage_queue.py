@@ -120,13 +120,18 @@ class StorageQueue:
         self._submit(partial(self._store.release, reserved), lambda _: None, self._fatal)
 
     def commit(
-        self, draft: rec.WindowCommitted, result: Result, reserved: int, done: Callable[[rec.WindowCommitted], None]
+        self,
+        draft: rec.WindowCommitted,
+        result: Result,
+        reserved: int,
+        done: Callable[[rec.WindowCommitted], None],
+        in_store: bool = False,
     ) -> None:
         def over(record: rec.WindowCommitted) -> None:
             done(record)
             self._next_snapshot()
 
-        call = partial(self._commit, draft, result, reserved)
+        call = partial(self._commit, draft, result, reserved, in_store)
         self._once_there_is_room(_update(draft.fragment), call, over, self._fatal)
 
     def export(self, path: Path, done: Action) -> None:
@@ -233,8 +238,8 @@ class StorageQueue:
 
     # --- In the worker
 
-    def _commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
-        record = self._store.commit(draft, result, reserved)
+    def _commit(self, draft: rec.WindowCommitted, result: Result, reserved: int, in_store: bool) -> rec.WindowCommitted:
+        record = self._store.commit(draft, result, reserved, in_store)
         if self._beside is None:
             self._store.take_snapshots()
         return record

@@ -8,6 +8,7 @@ target and optimizer state by repeating the arithmetic on the stored inputs (pro
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ class Store:
         self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
         self.unread: list[int] = []
         """Older segments that the start did not look at, and `verify_older` has not since."""
+        self.obsolete: deque[str] = deque()
+        """Keys of objects whose records are gone."""
         self._journal = journal
         self._attachments = Attachments()
         self._claimed = 0  # the epoch of an adoption that is not durable yet
@@ -303,8 +306,11 @@ class Store:
     def release(self, reserved: int) -> None:
         self._journal.release(reserved)
 
-    def commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
-        """Make a commit durable, and only then swap its buffers in. `next_snapshot` may be due then.
+    def commit(
+        self, draft: rec.WindowCommitted, result: Result, reserved: int, in_store: bool = False
+    ) -> rec.WindowCommitted:
+        """Make a commit durable, and only then swap its buffers in. `next_snapshot` may be due then. `in_store`: the
+        update is in the object store.
 
         Raises:
             NoRoom: nothing was changed; the reservation stays.
@@ -312,7 +318,7 @@ class Store:
             StorageFailed: it may be durable or not. Exit and recover.
         """
         record = commits.completed(draft, result)
-        self._take(self._journal.append(record, result.update, reserved=reserved))
+        self._take(self._journal.append(record, b"" if in_store else result.update, reserved=reserved))
         self.sync()
         self._swap(record.fragment, result.buffers)
         self._attachments.remember(record.fragment, record.version, result.update)
@@ -364,6 +370,7 @@ class Store:
             self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
             if all(self._saved_in.get(other) == self._journal.segment for other in range(len(self.buffers))):
                 self._journal.roll()
+            self.obsolete.extend(self._attachments.pruned(self._journal.first_segment))
         except NoRoom as error:
             _log.warning("alarm what=%r why=%r", what, str(error))
             self.alarms = {**self.alarms, what: str(error)}
@@ -451,6 +458,14 @@ class Store:
     def update_source(self, fragment: int, version: int) -> UpdateSource:
         """A reader of an update that the ledger remembers. Any thread."""
         return self._attachments.open_update(self._journal, fragment, version)
+
+    def update_key(self, fragment: int, version: int) -> str:
+        """Of an update that the object store has; empty for one in the journal. Any thread."""
+        return self._attachments.update_key(fragment, version)
+
+    def has_at_hand(self, fragment: int, version: int) -> bool:
+        """Whether `update_source` reads it without the object store. Any thread."""
+        return self._attachments.has_at_hand(fragment, version)
 
     def named_anchors(self) -> dict[str, Tensor]:
         """The global model: every parameter by name, to be read alone (`recovery.named_anchors`)."""

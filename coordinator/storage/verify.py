@@ -381,7 +381,12 @@ class _Verifier:
         return None
 
     def _attached(self, at: Entry, where: str, what: str, expected: int, size: int | None) -> None:
-        data = attached(self._directory, at.attachment, self._files)
+        try:
+            data = attached(self._directory, at.attachment, self._files)
+        except StorageFailed as error:
+            if not at.attachment.key:
+                raise
+            return self._fault(where, f"its {what} in the object store: {error.detail}")
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
         elif blob_digest(data) != expected:

@@ -20,6 +20,7 @@ HELD_BY: dict[str, dict[str, list[str]]] = tomllib.loads((ROOT / "tests/held_by.
 NAMED = (
     "Revisions",
     "Lanes",
+    "Object store",
     "Who leads",
     "Adoption",
     "Data leases",

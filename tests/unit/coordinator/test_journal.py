@@ -240,7 +240,7 @@ class Model(RuleBasedStateMachine):
         self.expected.append((SUMMARY, b""))
         return SUMMARY
 
-    @rule(size=st.integers(0, 3000), byte=st.integers(0, 255))
+    @rule(size=st.integers(1, 3000), byte=st.integers(0, 255))
     def append(self, size: int, byte: int) -> None:
         attachment = bytes([byte]) * size
         self.journal.append(STORED, attachment)

@@ -151,7 +151,7 @@ CALLS: dict[str, Callable[[Desk], None]] = {
 DONE: dict[str, tuple[Any, ...]] = {
     "record": ("append", rec.RunFinished(), b""),
     "delta": ("append", STORED, DATA),
-    "commit": ("commit", DRAFT, DRAFT, 10),
+    "commit": ("commit", DRAFT, DRAFT, 10, False),
     "model": ("export", Path("model")),
 }
 

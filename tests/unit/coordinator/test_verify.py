@@ -183,7 +183,7 @@ DELTA = BlobId(kind=BlobKind.DELTA, fragment=0, version=0)
 def test_a_record_that_is_wrong_is_found(folder: Path, record: Callable[[Path], rec.Record], what: str) -> None:
     added = record(folder)
     journal, _ = Journal.open(folder)
-    journal.append(added)
+    journal.append(added, b"x" if isinstance(added, rec.InputStored) else b"")
     journal.close()
     (fault,) = verify(folder).faults
     assert fault.what.endswith(what)

@@ -1,0 +1,61 @@
+"""Deltas and updates by an object store: the same history as by sessions, whatever the store does."""
+
+import dataclasses
+
+import pytest
+from faulty_world import World, run
+from simulated_faults import CrashCoordinator, CrashNode, CutLink, Fault
+from simulated_outcome import Outcome
+from simulated_runs import scenario_of
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator import bulk_plane
+from farloop.coordinator.storage import segment
+from farloop.sim.scenario import StoreConditions
+
+A, B = NodeId("a"), NodeId("b")
+FAULTY = StoreConditions(fails=0.15, spoils=0.1, loses=0.1)
+
+
+def played(monkeypatch: pytest.MonkeyPatch, method: str, *faults: Fault, **given: object) -> tuple[Outcome, World]:
+    """The outcome, with the invariants of every run checked."""
+    world = World(scenario_of(method, *faults, **given))
+    monkeypatch.setattr(bulk_plane, "PAUSE_S", 0.3)  # the runs are short
+    monkeypatch.setattr(segment, "read_object", lambda directory, key, files: world.agenda.objects[key])
+    outcome = world.run()
+    outcome.check()
+    return outcome, world
+
+
+@pytest.mark.parametrize("method", ["diloco", "streaming", "data-parallel"])
+def test_both_planes_come_to_the_same_anchors(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    by_session = run(scenario_of(method))
+    by_store, world = played(monkeypatch, method, store=StoreConditions())
+    assert by_store.anchor_digests == by_session.anchor_digests
+    assert any(key.partition("update-")[1] for key in world.agenda.objects)
+
+
+def test_no_byte_of_a_delta_or_update_passes_the_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the store are counted by the node, as those of its sessions are."""
+    _, world = played(monkeypatch, "streaming", store=StoreConditions())
+    stored = sum(map(len, world.agenda.objects.values()))
+    moved = [host.actor.link.moved for host in world.hosts.values()]
+    up, down = sum(each.up.delta for each in moved), sum(each.down.update for each in moved)
+    updates = sum(len(data) for key, data in world.agenda.objects.items() if "update-" in key)
+    assert (up, down) == (stored - updates, 2 * updates)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("method", ["diloco", "streaming", "async"])
+def test_no_window_is_lost_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch, method: str, seed: int) -> None:
+    """Requests fail, bytes are wrong or missing: such a blob goes by the session."""
+    played(monkeypatch, method, store=FAULTY, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_crashes_and_cuts_amid_transfers_by_the_store(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    faults = (
+        CutLink(node=A, at=1.0 + 0.1 * seed, for_s=1.0, reset=seed % 2 == 0), CutLink(node=B, at=3.0, for_s=0.5),
+        CrashNode(node=B, at=2.0 + 0.2 * seed, down_s=0.5), CrashCoordinator(at_event=20 + 7 * seed, down_s=0.5),
+    )  # fmt: skip
+    played(monkeypatch, "streaming", *faults, store=dataclasses.replace(FAULTY, seconds=(0.1, 1.0)), seed=seed)
