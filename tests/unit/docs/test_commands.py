@@ -218,3 +218,13 @@ def test_marks_skip_what_they_name_and_nothing_else(tmp_path: Path) -> None:
     assert first.commands == ["farloop node x y", "farloop lab methods"]
     assert second.commands == ["farloop lab codecs --no-measure", "make it"] and not second.marks
     assert third.skipped(third.commands[0]) and third.marks[0]["why"] == "it lasts"
+
+
+def test_every_command_of_the_start_page_is_one_of_a_page_that_its_section_leads_to() -> None:
+    home = ROOT / "docs/index.md"
+    told: set[str] = set()
+    for section in home.read_text(encoding="utf-8").partition("## What do you have?")[2].split("\n### ")[1:]:
+        pages = {(home.parent / name).resolve() for name in re.findall(r"\]\(([^)#]+\.md)", section)}
+        told |= {" ".join(command.split()) for page in pages for block in blocks(page) for command in block.commands}
+        for command in re.findall(r"`((?:farloop|kubectl|k8s/keys\.sh) [^`]+)`", section):
+            assert any(one == command or one.startswith(f"{command} ") for one in told), f"{section[:30]}: {command}"

@@ -60,3 +60,18 @@ def test_every_dependency_is_pinned_for_the_images() -> None:
     for needed in [*PROJECT["dependencies"], *extras["dev"], *extras["docs"], *extras["release"]]:
         name = re.match(r"[\w.-]+", needed)
         assert name is not None and re.sub(r"[-_.]+", "-", name[0]).lower() in pins, f"{needed} has no pin"
+
+
+def test_every_number_of_the_limits_stands_on_a_page_that_its_row_leads_to() -> None:
+    rows = [
+        line
+        for line in text_of("docs/limits.md").splitlines()
+        if line.startswith("| ") and line[2:6] not in ("what", "--- ")
+    ]
+    pages: list[str] = []
+    for row in rows:
+        pages = re.findall(r"\]\(([\w-]+\.md)", row) or pages  # "the same": those of the row before
+        told = "\n".join(text_of(f"docs/{page}") for page in pages)
+        for number in re.findall(r"\d[\d,.]*\d|\d", re.sub(r"\]\([^)]*\)", "", row)):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d]|\.\d)", told), f"{number}: {row}"
+    assert len(rows) > 8
