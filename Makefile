@@ -9,7 +9,7 @@ FUZZ_ARGS ?= all --inputs 40000
 MUTANTS_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo demo-hf demo-pretrained test test-slow test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release clean
+.PHONY: demo demo-hf demo-pretrained test test-slow test-cluster test-deploy chaos mutants fuzz gpu lint types check docs release sign clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -100,6 +100,10 @@ release: $(VENV)/.release
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
 		--output-file "dist/farloop-$$version.cdx.json" $(FRESH) && \
 	cd dist && sha256sum *.whl *.tar.gz *.txt *.json > SHA256SUMS && cat SHA256SUMS
+
+# Signs the sums in dist/ with a private key of ssh-keygen: make sign SIGN_KEY=FILE
+sign:
+	ssh-keygen -Y sign -n farloop -f "$(SIGN_KEY)" dist/SHA256SUMS
 
 # constraints.txt pins what CI runs; torch comes as the CPU build where the index offers one under that version.
 $(VENV)/.base: pyproject.toml constraints.txt

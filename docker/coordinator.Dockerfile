@@ -4,7 +4,6 @@
 #
 # PIP_ARGS reaches pip as it is: name there the index with PyTorch's CPU wheels (docker/README.md has the line); without
 # it pip takes what its default index offers, on Linux the CUDA build, which works and is several GB larger.
-# With --build-arg EXTRAS=[cloud,hf] it has transformers, for models of Hugging Face, beside the clients of object stores.
 ARG BASE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
@@ -13,15 +12,15 @@ ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/farloop
 WORKDIR /src
-COPY constraints.txt ./
 # The heavy part in a layer of its own: it changes only with the pins.
+COPY docker/requirements.txt ./
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt torch numpy numba matplotlib
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --no-deps --require-hashes --requirement requirements.txt
 COPY . .
-ARG EXTRAS="[cloud]"
+# What torch's CUDA wheel needs comes here, in the versions that it names; without CUDA nothing is left to fetch.
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt ".${EXTRAS}" \
-    && /opt/farloop/bin/pip uninstall --yes pip
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt --no-build-isolation '.[cloud,hf]' \
+    && /opt/farloop/bin/python3 docker/slim.py /opt/farloop/lib/python3*/site-packages
 
 # hadolint ignore=DL3006
 FROM ${BASE}
@@ -36,7 +35,7 @@ LABEL org.opencontainers.image.title="farloop coordinator" \
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && groupadd --gid 10001 farloop \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin farloop \
     && install --directory --owner=10001 --group=10001 --mode=0700 /var/lib/farloop

@@ -3,8 +3,6 @@
 #     docker build -f docker/node.Dockerfile -t farloop-node .                   # CUDA
 #     docker build -f docker/node.Dockerfile --target cpu -t farloop-node:cpu .  # without (docker/README.md: PIP_ARGS)
 #
-# With --build-arg EXTRAS=[cloud,hf] it has transformers, for models of Hugging Face, beside the clients of object stores.
-#
 # torch's CUDA wheels bring their own CUDA libraries, and the container runtime brings the driver, so a CUDA base would
 # only be a second copy of them. To use one all the same, name it: --build-arg BASE=...
 ARG BASE=python:3.11-slim-bookworm
@@ -15,18 +13,21 @@ ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/farloop
 WORKDIR /src
-COPY constraints.txt ./
+COPY docker/requirements.txt ./
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt torch numpy numba matplotlib
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --no-deps --require-hashes --requirement requirements.txt
 COPY . .
-ARG EXTRAS="[cloud]"
+# What torch's CUDA wheel needs comes here, in the versions that it names; without CUDA nothing is left to fetch.
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt ".${EXTRAS}"
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt --no-build-isolation '.[cloud,hf]'
+
+FROM build AS build-cpu
+RUN /opt/farloop/bin/python3 docker/slim.py /opt/farloop/lib/python3*/site-packages
 
 FROM build AS build-cuda
 ARG PIP_ARGS=""
 # hadolint ignore=SC2086
-RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt '.[gpu]'
+RUN /opt/farloop/bin/pip install ${PIP_ARGS} --constraint constraints.txt --no-build-isolation '.[gpu]'
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS base
@@ -40,7 +41,7 @@ LABEL org.opencontainers.image.title="farloop node" \
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && groupadd --gid 10001 farloop \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin farloop \
     && install --directory --owner=10001 --group=10001 --mode=0700 /var/lib/farloop
@@ -59,7 +60,7 @@ ENTRYPOINT ["tini", "--", "farloop"]
 CMD ["node", "/etc/farloop/node.toml"]
 
 FROM base AS cpu
-COPY --from=build /opt/farloop /opt/farloop
+COPY --from=build-cpu /opt/farloop /opt/farloop
 
 FROM base AS cuda
 USER 0
@@ -67,7 +68,7 @@ USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /opt/farloop /opt/farloop
 USER 10001:10001

@@ -6,6 +6,7 @@ name that the Dockerfiles take as BASE. What this machine's pip is told (`pip co
 
 import ast
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -82,6 +83,12 @@ def _mounted() -> dict[str, str]:
         name, _, value = line.partition("=")
         if name.startswith("global."):
             told[name.removeprefix("global.")] = ast.literal_eval(value)
+    # Among wheels whose hashes are required, pip prefers those that its index has a hash for: so do those of a folder.
+    if (found := Path(str(told.get("find-links")))).is_dir():
+        wheels = CACHE / "wheels.html"
+        links = (f"{path.as_uri()}#sha256={hashlib.sha256(path.read_bytes()).hexdigest()}" for path in found.iterdir())
+        wheels.write_text("".join(f'<a href="{link}">{link}</a>\n' for link in links))
+        told["find-links"] = f"{wheels} {found}"
     config = CACHE / "pip.conf"
     config.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in told.items()))
     mounted = {str(config): "/etc/pip.conf"}

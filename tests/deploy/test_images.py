@@ -177,10 +177,13 @@ def test_a_stop_drains_and_ends_in_order(places: Places, name: str) -> None:
     places.podman.podman("stop", name, timeout_s=90)
     assert int(places.podman.podman("inspect", "--format", "{{.State.ExitCode}}", name)) == 0, places.logs()
     if name == "farloop-node":
-        told = page(f"{places.pages}/status") or ""
-        (places.folder / "left").write_text(told)
-        (node,) = json.loads(told)["nodes"]
-        assert not node["connected"] and node["reason"]
+
+        def left() -> str:
+            told = page(f"{places.pages}/status") or ""
+            (node,) = json.loads(told)["nodes"]
+            return told if not node["connected"] and node["reason"] else ""
+
+        (places.folder / "left").write_text(until("the node has left", left, within_s=60, tell=places.logs))
 
 
 def test_the_same_containers_started_again_go_on(places: Places) -> None:

@@ -1,5 +1,6 @@
 """What `make release` leaves in dist/ installs, runs and says what it is made of; the site builds strictly."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from toolbox import ROOT
+
+sys.path.insert(0, str(ROOT / "docker"))
+requirements = importlib.import_module("requirements")
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1800)]
 
@@ -105,6 +109,36 @@ def test_a_tag_that_says_another_version_is_refused(released: Path) -> None:
     subprocess.run([*git, "tag", "v9.9.9"], cwd=released, check=True)
     ended = make_release(released)
     assert ended.returncode != 0 and "v9.9.9" in ended.stderr
+
+
+def test_a_signed_release_is_verified_as_the_page_says_and_a_changed_one_is_not(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^ssh-keygen -Y verify .*$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    (dist / "farloop.whl").write_text("wheel")
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    (dist / "signers").write_text(f"farloop {key.with_suffix('.pub').read_text()}")
+    (dist / "SHA256SUMS").write_text(said_by("sha256sum", "farloop.whl", cwd=dist))
+    subprocess.run(["make", "--file", ROOT / "Makefile", "sign", f"SIGN_KEY={key}"], cwd=tmp_path, check=True)
+    assert subprocess.run(command, shell=True, cwd=dist).returncode == 0
+    (dist / "farloop.whl").write_text("another")
+    assert subprocess.run(command, shell=True, cwd=dist).returncode != 0
+    (dist / "SHA256SUMS").write_text(said_by("sha256sum", "farloop.whl", cwd=dist))
+    assert subprocess.run(command, shell=True, cwd=dist).returncode != 0
+
+
+@pytest.mark.parametrize("machine", requirements.MACHINES)
+def test_every_pin_has_a_wheel_for_x86_and_arm_and_those_of_the_images_have_their_hashes(machine: str) -> None:
+    try:
+        found = requirements.hashes(machine, [f"{name}=={version}" for name, version in requirements.pins().items()])
+    except subprocess.CalledProcessError as error:
+        if "Temporary failure in name resolution" in error.stderr:
+            pytest.skip("pip reaches no index")
+        raise AssertionError(error.stderr[-3000:]) from error
+    assert found.keys() == requirements.pins().keys()
+    for line in (ROOT / "docker/requirements.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        assert f"--hash=sha256:{found[line.partition('==')[0]]}" in line.split(), line
 
 
 # --- the site

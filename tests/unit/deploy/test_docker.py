@@ -1,5 +1,7 @@
 """The containers agree with the code: what they run, where it listens, how it is asked for its health."""
 
+import importlib
+import importlib.metadata
 import json
 import re
 import shlex
@@ -23,6 +25,8 @@ DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+sys.path.insert(0, str(DOCKER))
+requirements, slim = (importlib.import_module(name) for name in ("requirements", "slim"))
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("farloop:")}
 
 
@@ -47,7 +51,8 @@ def test_an_image_runs_a_command_that_exists_without_rights_and_checks_its_healt
     command, file = json.loads(last(path, "CMD"))
     assert command in get_command(app).commands  # type: ignore[attr-defined]
     assert Path(file).parent == Path("/etc/farloop")
-    assert 'EXTRAS="[cloud]"' in [words for name, words in instructions(path) if name == "ARG"], "copies need it"
+    (hashed, rest) = [words for name, words in instructions(path) if name == "RUN" and "pip install" in words][:2]
+    assert "--require-hashes --requirement requirements.txt" in hashed and "'.[cloud,hf]'" in rest
     assert (last(path, "USER"), last(path, "STOPSIGNAL")) == ("10001:10001", "SIGTERM")
     *python, page = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
     assert python == ["python3", "-m", "farloop.monitoring.healthcheck"]
@@ -66,6 +71,37 @@ def test_only_what_the_images_are_made_of_is_sent_to_the_builder() -> None:
     assert {name.split(".")[1] for name in packages if "." in name} <= sent
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= sent
     assert all((ROOT / name).exists() for name in sent)
+
+
+def test_the_images_install_by_hash_what_farloop_needs_in_the_pinned_versions() -> None:
+    lines = (DOCKER / "requirements.txt").read_text().splitlines()[1:]
+    found = {name: version for line in lines for name, _, version in [line.split()[0].partition("==")]}
+    pins = requirements.pins()
+    assert found == {name: pins[name] for name in requirements.needed()}, "run python docker/requirements.py"
+    assert all(re.fullmatch(r"\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+
+
+def test_the_packages_of_an_image_fit_into_its_budget() -> None:
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        pytest.skip("torch with CUDA is larger")
+    (budget,) = re.findall(r"([\d.]+) GB for packages", (DOCKER / "README.md").read_text())
+    files = [file for name in requirements.needed() for file in importlib.metadata.files(name) or ()]
+    kept = [file.locate() for file in files if not slim.is_unread(file.as_posix())]
+    size = sum(path.stat().st_size for path in kept if path.exists())
+    assert 0.9 < size / 1e9 / float(budget) < 1, f"{size / 1e9:.3f} GB"
+
+
+def test_the_workflow_runs_and_builds_what_exists_and_names_no_host() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    made = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in (step["run"] for job in jobs.values() for step in job["steps"] if "run" in step):
+        subprocess.run(["bash", "-n"], input=command, text=True, check=True)
+        assert set(re.findall(r"\bmake (\w+)", command)) <= made
+    for image in jobs["images"]["strategy"]["matrix"]["include"]:
+        stages = re.findall(r" AS (\w+)$", (ROOT / image["file"]).read_text(), re.MULTILINE)
+        assert image.get("target") in {*stages, None}
+    assert not re.search(r"\w\.(com|dev|io|org)\b", text)
 
 
 def test_services_have_no_rights_mount_files_that_exist_and_publish_on_loopback_alone() -> None:
