@@ -55,6 +55,9 @@ def chaos(
         int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
     ] = 0,
     model: Annotated[str, typer.Option(help="The built-in model of --standby.")] = "nano",
+    parameters: Annotated[
+        float, typer.Option(min=0, max=1e11, show_default=False, help="Of --standby, without a built-in model: 100e6.")
+    ] = 0.0,
     out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +81,7 @@ def chaos(
     say = partial(console.print, markup=False, soft_wrap=True)
     outcome: PairOutcome | Outcome
     if standby:
-        pair, told = _storm_over_a_pair(standby, seed, model, folder, say)
+        pair, told = _storm_over_a_pair(standby, seed, model, int(parameters), folder, say)
         outcome, shown = pair, [pair_table(pair.figures())]
     else:
         storm, told = _storm(minutes, seed, nodes, faults, folder, say)
@@ -132,7 +135,7 @@ def _storm(
 
 
 def _storm_over_a_pair(
-    count: int, seed: int, model: str, folder: Path, say: Callable[[str], None]
+    count: int, seed: int, model: str, parameters: int, folder: Path, say: Callable[[str], None]
 ) -> tuple["PairOutcome", dict[str, Any]]:
     """As `_storm`, over two coordinators."""
     if count < 1:
@@ -143,8 +146,10 @@ def _storm_over_a_pair(
     _prepare(folder)
     say(f"{count} faults of a leader and its standby, seed {seed}; logs and numbers: {folder}")
     with stop_on_signals() as stopped:
-        outcome = PairStorm(folder, seed=seed, count=count, model=model, say=say, stopped=stopped).run()
-    return outcome, {"model": model}
+        outcome = PairStorm(
+            folder, seed=seed, count=count, model=model, parameters=parameters, say=say, stopped=stopped
+        ).run()
+    return outcome, {"parameters": parameters} if parameters else {"model": model}
 
 
 def pair_table(report: dict[str, Any]) -> Table:

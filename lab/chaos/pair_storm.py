@@ -13,9 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from safetensors.torch import save_file
+
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.sources import dump_toml
 from farloop.lab.chaos.record_server import RecordServer, serving
+from farloop.lab.chaos.wide_node import TENSORS, weights
 from farloop.local.processes import Children, free_port, page
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status
@@ -40,6 +43,7 @@ FAULTS: Final = (
 AWAY_S: Final = 8.0  # how long a store is away or slow, a standby stands still, and the two are cut apart
 STOPPED_S: Final = 20.0  # how long a leader stands still
 PATIENCE_S: Final = 120.0
+_PATIENCE_S_PER_PARAMETER: Final = 2e-6  # beyond that: a standby that is let in copies the state
 NODES: Final = ("n", "m")
 
 RUN: Final[dict[str, object]] = {
@@ -52,6 +56,17 @@ RUN: Final[dict[str, object]] = {
     "steps": 1_000_000,
     "nodes": len(NODES),
 }
+
+WIDE: Final[dict[str, object]] = {
+    "name": "pair",
+    "method": "streaming",
+    "h": TENSORS,
+    "tau": 1,
+    "blocks_per_fragment": 1,
+    "steps": 1_000_000,
+    "nodes": len(NODES),
+}
+"""In place of `RUN`, of a run of nodes of `wide_node.py`."""
 
 
 @dataclass(slots=True)
@@ -101,12 +116,26 @@ class PairStorm:
     """Two coordinators a and b, two nodes, and faults one after the other, each once the two are in sync again."""
 
     def __init__(
-        self, out: Path, *, seed: int, count: int, model: str, say: Callable[[str], None], stopped: Sequence[int]
+        self,
+        out: Path,
+        *,
+        seed: int,
+        count: int,
+        model: str,
+        parameters: int,
+        say: Callable[[str], None],
+        stopped: Sequence[int],
     ) -> None:
+        """`parameters`: of a model whose steps cost nearly nothing, in place of `model`; 0 for `model`."""
         self._out, self._say, self._stopped, self._count = out, say, stopped, count
         self._dice = random.Random(f"farloop pair {seed}")
         self._ports = {name: (free_port(), free_port(), free_port()) for name in "ab"}
+        self._parameters = parameters
         self._run = {**RUN, "model": model}
+        if parameters:
+            save_file(weights(parameters), out / "first.safetensors")
+            self._run = {**WIDE, "init": str(out / "first.safetensors")}
+        self._patience_s = PATIENCE_S + parameters * _PATIENCE_S_PER_PARAMETER
         self._told: dict[tuple[int, int], str] = {}
         self._newest: dict[int, int] = {}
         self._commits_at: list[float] = []
@@ -265,6 +294,10 @@ class PairStorm:
     def _start_node(self, name: str) -> None:
         path = self._out / f"node-{name}.toml"
         addresses = ", ".join(f"tcp://127.0.0.1:{bind}" for bind, _, _ in self._ports.values())
+        if self._parameters:
+            arguments = [addresses, name, str(self._out / name), str(self._parameters)]
+            self._children.start(name, arguments, threads=1, command=("-m", "farloop.lab.chaos.wide_node"))
+            return
         node = {"name": name, "coordinator": addresses, "state_dir": str(self._out / name), "http": "", "threads": 1}
         path.write_text(dump_toml({"node": node}))
         self._children.start(name, ["node", str(path)], threads=1)
@@ -304,8 +337,9 @@ class PairStorm:
         time.sleep(0.02)
 
     def _until(self, what: str, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while not condition():
             self._observe()
             if time.monotonic() > deadline:
-                raise CommandError(f"not within {PATIENCE_S:g} s: {what} (logs: {self._out})", ExitCode.UNEXPECTED)
+                why = f"not within {self._patience_s:g} s: {what} (logs: {self._out})"
+                raise CommandError(why, ExitCode.UNEXPECTED)

@@ -53,6 +53,13 @@ def test_a_storm_over_two_coordinators_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_storm_over_two_coordinators_of_a_model_without_arithmetic(tmp_path: Path) -> None:
+    _, told = run_storm(tmp_path, "--standby", "2", "--parameters", "1e5", "--seed", "3")
+    assert (told["lost"], told["forks"], told["problems"], told["faults"]) == (0, 0, [], 2)
+    assert told["parameters"] == 100_000 and told["versions"] > 100
+
+
+@pytest.mark.slow
 def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     out = tmp_path / "storm"
     words = [*CHAOS, "--minutes", "5", "--out", str(out)]
