@@ -35,10 +35,10 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")
-    scans = read_journal(directory)
+    items = read_journal(directory)
     from farloop.coordinator.observe.window_inspection import closed_windows, newest_versions
 
-    (newest, final), version = newest_versions(directory, scans), int(found[2])
+    (newest, final), version = newest_versions(directory, items), int(found[2])
     fragments = range(len(newest)) if found[1] is None else [int(found[1])]
     if found[1] is not None and int(found[1]) >= len(newest):
         raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")

@@ -16,7 +16,7 @@ from farloop.monitoring.status import dumps
 from farloop.monitoring.units import plural, size_text
 
 if TYPE_CHECKING:
-    from farloop.coordinator.storage.segment import Entry, Scan
+    from farloop.coordinator.storage.segment import Entry, Gap, Items
     from farloop.coordinator.storage.verify import ReplayResult
 
 journal_app = Commands("Read a coordinator's state folder, running or not; only salvage --write changes it.")
@@ -41,19 +41,20 @@ def show_journal(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new records until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List journal records, newest last; with --json one line per record.
+    """List journal records, newest last; with --json one line per record. Exits with 6 if some are damaged.
 
     Example: farloop journal show --kind commit --fragment 0 --follow
     """
     from farloop.coordinator.storage.record_text import KINDS, fragment_of, kind_of, nodes_of
+    from farloop.coordinator.storage.segment import Entry, Gap
     from farloop.coordinator.storage.state_reader import LOOK_AGAIN_S, read_journal
 
     for name in kind or ():
         if name not in KINDS.values():
             raise CommandError(f"--kind {name}: expected one of {', '.join(KINDS.values())}")
 
-    def wanted(at: "Entry") -> bool:
-        return (
+    def wanted(at: Entry | Gap) -> bool:
+        return isinstance(at, Gap) or (
             (not kind or kind_of(at.record) in kind)
             and fragment in (None, fragment_of(at.record))
             and (node is None or node in nodes_of(at.record))
@@ -61,44 +62,50 @@ def show_journal(
 
     console = Console(highlight=False)
     found = read_journal(state)
-    following = found[-1].sequence + 1 if found else 0
+    entries, damage = [at for at in found if isinstance(at, Entry)], [at for at in found if isinstance(at, Gap)]
+    following = entries[-1].sequence + 1 if entries else 0
     chosen = [at for at in found if wanted(at)]
     hidden = 0 if everything else max(0, len(chosen) - last)
-    _print_records(chosen[hidden:], console, as_json=as_json)
+    shown = [at for number, at in enumerate(chosen) if number >= hidden or isinstance(at, Gap)]
+    _print_records(shown, console, as_json=as_json)
     if not as_json:
         more = f"; {hidden:,} earlier ones are left out, --all shows them" if hidden else ""
-        console.print(Text(f"{plural(len(chosen), 'record')} of {len(found):,}{more}", style="dim"))
+        console.print(Text(f"{plural(len(chosen) - len(damage), 'record')} of {len(entries):,}{more}", style="dim"))
     while follow:
         time.sleep(LOOK_AGAIN_S)
         new = list(_newer(state, following))
         following = new[-1].sequence + 1 if new else following
         _print_records([at for at in new if wanted(at)], console, as_json=as_json)
+    if damage:
+        raise CommandError(f"{damage[0].fault}; farloop journal verify says whether a start goes on", ExitCode.STORAGE)
 
 
 def _newer(directory: Path, following: int) -> "Iterator[Entry]":
     """Records from this sequence on."""
-    from farloop.coordinator.storage.segment import scan_segment, segment_paths
+    from farloop.coordinator.storage.segment import Segments
     from farloop.coordinator.storage.state_reader import steadily
 
-    def read_scans() -> "list[Scan]":
-        scans: list[Scan] = []
-        for number, path in reversed(segment_paths(directory).items()):
-            scans.insert(0, scan_segment(path, number, None))
-            if scans[0].first_sequence <= following:
+    def read_entries() -> "list[Entry]":
+        segments = Segments(directory)
+        entries: list[Entry] = []
+        for number in reversed(segments.numbers):
+            entries[:0] = segments.scan(number).entries
+            if segments.scan(number).first_sequence <= following:
                 break
-        return scans
+        return entries
 
-    return (at for found in steadily(read_scans) for at in found.entries if at.sequence >= following)
+    return (at for at in steadily(read_entries) if at.sequence >= following)
 
 
-def _print_records(records: "Iterable[Entry]", console: Console, *, as_json: bool) -> None:
+def _print_records(records: "Items", console: Console, *, as_json: bool) -> None:
     from rich.table import Table
 
     from farloop.coordinator.storage.record_text import kind_of, plain, words
+    from farloop.coordinator.storage.segment import Gap
 
     if as_json:
         for at in records:
-            typer.echo(dumps(plain(at), default=repr))
+            typer.echo(dumps(_damaged(at) if isinstance(at, Gap) else plain(at), default=repr))
         return
     rows = Table.grid(expand=True, padding=(0, 2, 0, 0))
     rows.add_column(justify="right", no_wrap=True, min_width=6)
@@ -106,10 +113,19 @@ def _print_records(records: "Iterable[Entry]", console: Console, *, as_json: boo
     rows.add_column(no_wrap=True, min_width=10)
     rows.add_column(ratio=1)
     for at in records:
+        if isinstance(at, Gap):
+            where = f"{at.fault.path.name} byte {at.fault.offset}: "
+            rows.add_row("", "", Text("damaged", style="bold red"), Text(where + at.fault.detail))
+            continue
         kind = kind_of(at.record)
         rows.add_row(f"{at.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
     if rows.row_count:
         console.print(rows)
+
+
+def _damaged(gap: "Gap") -> dict[str, object]:
+    fault = gap.fault
+    return {"sequence": None, "kind": "damaged", "path": fault.path.name, "offset": fault.offset, "words": fault.detail}
 
 
 @journal_app.command("verify")
@@ -248,8 +264,8 @@ def replay_journal(
     from farloop.coordinator.storage.verify import replay, span
 
     def read_results() -> "list[ReplayResult]":
-        entries = read_journal(state)
-        return list(replay(state, entries, _wanted(versions, fragment, span(state, entries))))
+        items = read_journal(state)
+        return list(replay(state, items, _wanted(versions, fragment, span(state, items))))
 
     results = steadily(read_results)
     console = Console(highlight=False)

@@ -23,10 +23,7 @@ StorageError
 from pathlib import Path
 from typing import ClassVar, Final
 
-_SALVAGE: Final = (
-    "farloop journal salvage --state DIR says what can be saved and changes nothing; files of another format "
-    "version are read by the farloop that wrote them"
-)
+_SALVAGE: Final = "farloop journal salvage --state DIR says what can be saved and changes nothing"
 
 
 class NotNow(ValueError):

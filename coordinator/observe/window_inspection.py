@@ -10,8 +10,8 @@ from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.observe.decision_log import own_of
-from farloop.coordinator.storage.segment import Entry
-from farloop.coordinator.storage.state_reader import attached, ledger_of
+from farloop.coordinator.storage.segment import Entry, Items
+from farloop.coordinator.storage.state_reader import attached, with_ledger
 from farloop.monitoring.status import OwnOfDelta
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import norm_sq
@@ -44,17 +44,12 @@ class ClosedWindow:
     measured: dict[BlobId, MeasuredDelta]  # empty where the deltas are not stored
 
 
-def closed_windows(
-    directory: Path, entries: list[Entry], wanted: set[tuple[int, int]]
-) -> dict[tuple[int, int], ClosedWindow]:
+def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], ClosedWindow]:
     """The commits of these fragments and versions, as far as the journal has them. Raises StorageError."""
     found: dict[tuple[int, int], ClosedWindow] = {}
     stored: dict[BlobId, Entry] = {}
     drops: dict[int, list[rec.InputDropped]] = {}
-    ledger: Ledger | None = None
-    for at in entries:
-        if ledger is None:
-            ledger = ledger_of(directory, at.record)
+    for at, ledger in with_ledger(directory, items):
         match at.record:
             case rec.InputStored(blob=blob):
                 stored[blob] = at
@@ -62,21 +57,20 @@ def closed_windows(
                 drops.setdefault(blob.fragment, []).append(at.record)
             case rec.WindowCommitted(fragment=fragment, version=version) as record:
                 since = tuple(drops.pop(fragment, ()))
-                if (fragment, version) in wanted:
+                if (fragment, version) in wanted and ledger is not None:
                     found[fragment, version] = _past(directory, ledger, at, record, stored, since)
             case _:
                 pass
-        ledger.apply(at.record)
     return found
 
 
-def newest_versions(directory: Path, entries: list[Entry]) -> tuple[list[int], set[int]]:
+def newest_versions(directory: Path, items: Items) -> tuple[list[int], set[int]]:
     """Of every fragment; and the fragments that are final."""
-    if not entries:
+    ledger: Ledger | None = None
+    for _, known in with_ledger(directory, items):
+        ledger = known or ledger
+    if ledger is None:
         return [], set()
-    ledger = ledger_of(directory, entries[0].record)
-    for at in entries:
-        ledger.apply(at.record)
     return list(ledger.versions), set(range(len(ledger.versions))) - ledger.windows.keys()
 
 

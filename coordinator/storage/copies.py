@@ -26,7 +26,7 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import Journal, claim_epoch
-from farloop.coordinator.storage.segment import refuse_half_salvaged, segment_paths
+from farloop.coordinator.storage.segment import refuse_half_salvaged, segment_numbers
 from farloop.monitoring.status import CopyStatus
 
 # --- Writing and restoring copies
@@ -139,7 +139,7 @@ def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerS
         StorageError: the disk refused; the folder holds no run.
     """
     refuse_half_salvaged(directory, files)
-    if directory.is_dir() and segment_paths(directory):
+    if directory.is_dir() and segment_numbers(directory):
         raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
     manifest = read_manifest(bucket)
     if manifest is None:

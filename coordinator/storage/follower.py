@@ -10,11 +10,12 @@ from typing import Final
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, read_needed, reader, recovered
+from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, reader, recovered
 from farloop.coordinator.storage.segment import (
     SEGMENT_HEADER_BYTES,
     Entry,
     Scan,
+    Segments,
     read_records,
     read_segment_header,
     segment_numbers,
@@ -38,10 +39,10 @@ class Follower:
         """Read it, as a start does. Raises StorageError, OSError."""
         self._directory, self._files, self._place = directory, files, place
         self._read = reader(directory, files)
-        last, items = read_needed(directory, files)
-        self.number = max(segment_numbers(directory, files))
+        segments = Segments(directory, files)
+        self.recovery: Recovery = recovered(segments, self._read, place)
+        self.number, last = segments.numbers[-1], segments.last
         self._salt, self._sequence, self._end = last.salt, last.next_sequence, last.end
-        self.recovery: Recovery = recovered(directory, items, self._read, files, place)
 
     @property
     def last(self) -> Scan:
@@ -49,8 +50,8 @@ class Follower:
         path = segment_path(self._directory, self.number)
         identity = self._files.identity(path)
         return Scan(
-            path=path, salt=self._salt, first_sequence=self._sequence, entries=(), end=self._end, torn_bytes=0,
-            size=self._end if identity is None else identity[2],
+            path=path, salt=self._salt, first_sequence=self._sequence, items=(), next_sequence=self._sequence,
+            end=self._end, torn_bytes=0, size=self._end if identity is None else identity[2],
         )  # fmt: skip
 
     def follow(self) -> int:

@@ -19,9 +19,8 @@ from farloop.coordinator.storage.segment import (
     SEGMENT_HEADER_BYTES,
     Attachment,
     Entry,
-    Gap,
     Scan,
-    read_all,
+    Segments,
     read_attachment,
     record_header,
     refuse_half_salvaged,
@@ -260,34 +259,12 @@ SEGMENT_BYTES = 256 << 20  # a segment that would grow beyond this is finished; 
 RECORD_ROOM = 64 << 10  # bytes reserved for header and record of an append: about 400 contributors
 
 
-Reads = Callable[[Path, Files], tuple[Scan, Sequence[Entry | Gap]]]
-"""As `read_all`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """What opening a journal found."""
-
-    items: Sequence[Entry | Gap]  # records, and gaps where some are missing; the caller decides whether they matter
-    torn_bytes: int  # cut from the end: appends that no sync covered when the last coordinator died
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """All records. Raises JournalCorrupt where some are missing."""
-        for item in self.items:
-            if isinstance(item, Gap):
-                raise item.fault
-        return tuple(item for item in self.items if isinstance(item, Entry))
-
-
 class Journal:
     """An append-only log of records in one directory, which it holds locked."""
 
-    def __init__(
-        self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int, reads: Reads = read_all
-    ) -> None:
+    def __init__(self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int) -> None:
         """Use `Journal.open` or `Journal.look`."""
-        self._directory, self._files, self._lock, self._reads = directory, files, lock, reads
+        self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
         self._last: tuple[int, Scan] | None = None  # number and content of the last segment found
         self.num_records = 0  # appended since the run began, also those that were pruned: the sequence of the next
@@ -301,8 +278,8 @@ class Journal:
         self._closed = False
 
     @classmethod
-    def open(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Recovery]:
-        """`look`, then `begin`."""
+    def open(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Segments]:
+        """`look`, then `begin`. Raises JournalCorrupt: there is damage in it."""
         journal, found = cls.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             assert found.entries is not None  # all of them
@@ -313,18 +290,11 @@ class Journal:
         return journal, found
 
     @classmethod
-    def look(
-        cls,
-        directory: Path,
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        files: Files = DISK,
-        reads: Reads = read_all,
-    ) -> tuple[Self, Recovery]:
-        """Lock `directory`, create it if it is missing, and read and verify its journal; all of it by default.
+    def look(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = DISK) -> tuple[Self, Segments]:
+        """Lock `directory`, create it if it is missing, and read and verify its journal's last segment.
 
         Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
-        claimed between the two. All that is returned is durable, also what the last coordinator had not synced before
+        claimed between the two. All that is found is durable, also what the last coordinator had not synced before
         it died. Until `begin`, only `read` and `close` may be called.
 
         Raises:
@@ -335,7 +305,7 @@ class Journal:
         """
         files.make_directory(directory)
         lock = files.lock(directory / "lock")
-        journal = cls(directory, files, lock, segment_bytes=segment_bytes, reads=reads)
+        journal = cls(directory, files, lock, segment_bytes=segment_bytes)
         try:
             refuse_half_salvaged(directory, files)
             return journal, journal._read()
@@ -351,8 +321,8 @@ class Journal:
         journal.num_records = journal.durable = last.next_sequence
         return journal
 
-    def look_again(self) -> Recovery | None:
-        """The journal's content if it changed since it was read, else None. Call it with the epoch claimed. Raises as
+    def look_again(self) -> Segments | None:
+        """The journal's segments if it changed since it was read, else None. Call it with the epoch claimed. Raises as
         `look`."""
         assert self._open_tail is None
         numbers = segment_numbers(self._directory, self._files)
@@ -360,7 +330,7 @@ class Journal:
             return self._read() if numbers else None
         number, found = self._last
         path = segment_path(self._directory, number)
-        if number != max(numbers, default=None) or scan_segment(path, number, None, self._files) != found:
+        if number != max(numbers, default=None) or scan_segment(path, number, self._files) != found:
             return self._read()
         return None
 
@@ -393,15 +363,15 @@ class Journal:
         self._last = None
         _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self.num_records, torn_bytes)
 
-    def _read(self) -> Recovery:
-        if not (numbers := segment_numbers(self._directory, self._files)):
-            self._last = None
-            return Recovery(items=(), torn_bytes=0)
-        settle(segment_path(self._directory, max(numbers)), self._files)
-        found, items = self._reads(self._directory, self._files)
-        self.first_segment, self._last = min(numbers), (max(numbers), found)
-        self.num_records = self.durable = found.next_sequence
-        return Recovery(items=items, torn_bytes=found.torn_bytes)
+    def _read(self) -> Segments:
+        found = Segments(self._directory, self._files)
+        self._last = None
+        if found.numbers:
+            settle(segment_path(self._directory, found.numbers[-1]), self._files)
+            found.require_end()
+            self.first_segment, self._last = found.numbers[0], (found.numbers[-1], found.last)
+            self.num_records = self.durable = found.last.next_sequence
+        return found
 
     @property
     def _tail(self) -> Tail:

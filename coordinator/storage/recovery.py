@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,15 +33,13 @@ from farloop.coordinator.storage.segment import (
     Attachment,
     Entry,
     Gap,
-    Scan,
-    read_all,
+    Items,
+    Segments,
     read_attachment,
     refuse_half_salvaged,
-    scan_segment,
     segment_numbers,
-    segment_path,
 )
-from farloop.coordinator.storage.state_reader import journal_folder, steadily
+from farloop.coordinator.storage.state_reader import journal_folder, ledger_of, steadily
 from farloop.quant.errors import BadBlob
 
 # --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
@@ -119,6 +116,14 @@ class Attachments:
         with self._lock:
             return not self._updates[fragment, version].key or self._recent.get(fragment, (-1,))[0] == version
 
+    def take_older(self, older: "Attachments") -> None:
+        """Those of records before."""
+        self._inputs = older._inputs | self._inputs
+        self._updates = older._updates | self._updates
+        self._addends = older._addends | self._addends
+        self._anchors = older._anchors | self._anchors
+        self._keys = older._keys | self._keys
+
     @property
     def fetched(self) -> dict[int, rec.AnchorFetched]:
         """By fragment, the newest anchors from nodes in the journal."""
@@ -136,6 +141,9 @@ class Attachments:
 
     def update(self, fragment: int, version: int) -> Attachment:
         return self._updates[fragment, version]
+
+    def addends(self, fragment: int, version: int) -> tuple[BlobId, ...]:
+        return self._addends[fragment, version]
 
     def commit_bytes(self, fragment: int, version: int) -> int:
         """Of the update of a commit and of its deltas, as far as they are kept."""
@@ -185,15 +193,14 @@ class Attachments:
 
 # --- Recovery
 #
-# Used by a start, `journal verify` and `journal salvage`. Damage is ignored if nothing needs the damaged part: a later
-# segment begins with a summary of all earlier records, snapshots hold the commits, and no needed delta or update is
-# missing.
+# Used by a start, `journal verify` and `journal salvage`. A start reads the last segment, which begins with a summary
+# of all earlier records, and then older ones as far back as deltas and updates are needed. Damage is ignored if nothing
+# needs the damaged part.
 
 _log = logging.getLogger(__name__)
 
 _READERS = 4  # snapshots that are read at a time
 
-Items = Sequence[Entry | Gap]  # a journal's content, in order
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
 
@@ -235,10 +242,8 @@ class Recovery:
         for item in items:
             lost = item is not items[0]
             match item:
-                case Entry(record=rec.RunStarted() as started):
-                    return cls(directory=directory, files=files, ledger=Ledger.begin(started), lost=lost)
-                case Entry(record=rec.LedgerSaved() as saved):
-                    return cls(directory=directory, files=files, ledger=Ledger.resume(saved), lost=lost)
+                case Entry(record=record) if item.begins_a_journal:
+                    return cls(directory=directory, files=files, ledger=ledger_of(directory, record), lost=lost)
                 case Entry() if not any(isinstance(other, Gap) for other in items):
                     raise Inconsistent(directory, "its journal does not begin with a run's start")
                 case _:
@@ -254,8 +259,8 @@ class Recovery:
             self.fault, self.lost = item.fault, True
             return
         record = item.record
-        if self.lost and isinstance(record, rec.LedgerSaved):
-            self.ledger, self.lost = Ledger.resume(record), False
+        if self.lost and item.begins_a_journal:
+            self.ledger, self.lost = ledger_of(self.directory, record), False
         if isinstance(record, rec.Adopted):
             self.adopted |= {anchor.fragment: anchor.version for anchor in record.anchors}
         self.attachments.take(item)
@@ -271,14 +276,38 @@ class Recovery:
             what = f"record {item.sequence} ({kind}) does not fit the records before it"
             raise Inconsistent(self.directory, what) from error
 
-    def require_all(self) -> None:
-        """Check that no gap holds anything needed. Raises the damage that matters."""
-        if self.fault is None:
-            return
+    def take_older(self, segments: Segments) -> None:
+        """Take the newest segment that was not read: where its bulk bytes are, and its commits, which can be repeated.
+
+        Its ledger is its own, from the summary that it begins with.
+        """
+        older = Recovery(directory=self.directory, files=self.files, ledger=self.ledger, lost=True)
+        for item in segments.items_of(self.unread.pop()):
+            older.take(item)
+        self.attachments.take_older(older.attachments)
+        for fragment, done in older.done.items():
+            self.done[fragment] = done | self.done.get(fragment, {})
+        self.adopted = older.adopted | self.adopted
+        self.fault = self.fault or older.fault
+
+    def lacks(self, saved: Sequence[int]) -> bool:
+        """Whether a start needs something of older segments: updates that a peer can request, commits after the newest
+        snapshots, which are of the versions `saved`, and their deltas; and undecided deltas."""
         ledger, found = self.ledger, self.attachments
-        inputs = all(found.input(blob) is not None for blob in ledger.inputs)
-        if self.lost or not inputs or not all(found.has_update(*key) for key in ledger.commits):
-            raise self.fault
+        fragments = ledger.spec.identity.layout.fragments
+        remembered = [
+            key for key, known in ledger.commits.items() if known.size < more_than_a_snapshot(fragments[key[0]])
+        ]
+        repeated = [
+            (fragment, version)
+            for fragment, newest in enumerate(ledger.versions)
+            for version in range(saved[fragment] + 1, newest + 1)
+        ]
+        if not all(found.has_update(*key) for key in (*remembered, *repeated)):
+            return True
+        spooled = repeated if commits.spools_inputs(ledger.spec.terms) else ()
+        blobs = [*ledger.inputs, *(blob for key in spooled for blob in found.addends(*key))]
+        return any(found.input(blob) is None for blob in blobs)
 
     def restore(self, read: Read, place: Place = as_they_are) -> None:
         """The buffers of every fragment, where `place` puts them.
@@ -287,6 +316,7 @@ class Recovery:
             JournalCorrupt: the damage that was passed over matters.
             SnapshotCorrupt, StateMismatch, StorageFailed
         """
+        self.buffers, self.restart_from = [], []
         count = len(self.ledger.versions)
         with ThreadPoolExecutor(_READERS, "read snapshots") as pool:  # a disk gives one reader half of what it can
             loads = deque(pool.submit(self._load, index) for index in range(min(_READERS, count)))
@@ -366,98 +396,39 @@ def passed_over(fault: StorageError) -> str:
     return why
 
 
-# --- What a start reads of the journal
-
-
-def read_needed(directory: Path, files: Files = DISK) -> tuple[Scan, Items]:
-    """As `read_all`, but the journal from its newest segment on with which everything is there that a start needs: the
-    ledger, what followed the newest snapshots, undecided deltas, and updates that a peer can request.
-
-    What is older is not looked at. Where not all of that is found, or something is damaged, all is read.
-    """
-    try:
-        return _read_needed(directory, files)
-    except (JournalCorrupt, StateMismatch):
-        return read_all(directory, files)
-
-
-def _read_needed(directory: Path, files: Files) -> tuple[Scan, Items]:
-    numbers = segment_numbers(directory, files)
-    number = max(numbers)
-    last = scan_segment(segment_path(directory, number), number, None, files)
-    entries = deque(last.entries)
-    if not last.begins_a_journal:
-        return read_all(directory, files)  # of the run's first start
-    updates, inputs = _needed(directory, last.entries, files)
-    found = last
-    while True:
-        for entry in reversed(found.entries):
-            match entry.record:
-                case rec.InputStored(blob=blob):
-                    inputs.discard(blob)
-                case rec.WindowCommitted(fragment=fragment, version=version) as record:
-                    if updates.pop((fragment, version), False):
-                        inputs.update(addend.blob for addend in record.blobs)
-                case _:
-                    pass
-        if not updates and not inputs and found.begins_a_journal:
-            return last, tuple(entries)
-        number, until = number - 1, found.first_sequence
-        if number not in numbers:
-            return read_all(directory, files)
-        found = scan_segment(segment_path(directory, number), number, None, files, until=until)
-        if found.next_sequence < until:
-            return read_all(directory, files)
-        entries.extendleft(reversed(found.entries))
-
-
-def _needed(directory: Path, entries: Sequence[Entry], files: Files) -> tuple[dict[tuple[int, int], bool], set[BlobId]]:
-    """By fragment and version, the commits that have to be in the journal, and whether they are repeated from their
-    deltas; and undecided deltas. `entries`: of the last segment."""
-    recovery = Recovery.begin(directory, entries, files)
-    for entry in entries:
-        recovery.take(entry)
-    ledger = recovery.ledger
-    fragments, spools = ledger.spec.identity.layout.fragments, commits.spools_inputs(ledger.spec.terms)
-    updates = {
-        key: False for key, known in ledger.commits.items() if known.size < more_than_a_snapshot(fragments[key[0]])
-    }
-    for fragment, newest in enumerate(ledger.versions):
-        saved = max(snapshots.versions_of(directory, fragment, files), default=-1)
-        updates |= {(fragment, version): spools for version in range(saved + 1, newest + 1)}
-    return updates, set(ledger.inputs)
-
-
-def recovered(directory: Path, items: Items, read: Read, files: Files = DISK, place: Place = as_they_are) -> Recovery:
-    """All of it, from what `read_needed` found. Where that does not suffice, as where a snapshot is damaged, from the
-    whole journal.
+def recovered(segments: Segments, read: Read, place: Place = as_they_are, *, everything: bool = False) -> Recovery:
+    """The state of a folder, from as much of its journal as that needs, or from `everything`.
 
     Raises:
-        JournalCorrupt: damage that matters.
+        JournalCorrupt: damage that matters, or of the last segment.
         StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
     """
-
-    def restored(items: Items) -> Recovery:
-        recovery = Recovery.begin(directory, items, files)
-        for item in items:
-            recovery.take(item)
-        recovery.require_all()
+    segments.require_end()
+    directory, files, numbers = segments.directory, segments.files, list(segments.all_numbers)
+    items: list[Entry | Gap] = []
+    while numbers and not any(isinstance(item, Entry) and item.begins_a_journal for item in items):
+        items[:0] = segments.items_of(numbers.pop())
+    recovery = Recovery.begin(directory, items, files)
+    recovery.unread = numbers
+    for item in items:
+        recovery.take(item)
+    saved = [
+        max(snapshots.versions_of(directory, fragment, files), default=-1)
+        for fragment in range(len(recovery.ledger.versions))
+    ]
+    while recovery.unread and (everything or recovery.lacks(saved)):
+        recovery.take_older(segments)
+    if recovery.fault is not None and (recovery.lost or recovery.lacks(saved)):
+        raise recovery.fault
+    try:
         recovery.restore(read, place)
-        recovery.unread = unread(directory, items, files)
-        return recovery
-
-    if unread(directory, items, files):
-        with suppress(JournalCorrupt, SnapshotCorrupt, StateMismatch):
-            return restored(items)
-        _, items = read_all(directory, files)
-    return restored(items)
-
-
-def unread(directory: Path, items: Items, files: Files = DISK) -> list[int]:
-    """The segments before the first that is in `items`, the oldest first."""
-    first = items[0] if items else None
-    numbers = segment_numbers(directory, files)
-    return sorted(n for n in numbers if n < first.attachment.segment) if isinstance(first, Entry) else []
+    except (JournalCorrupt, SnapshotCorrupt, StateMismatch):  # as where a snapshot is damaged
+        if not recovery.unread:
+            raise
+        while recovery.unread:
+            recovery.take_older(segments)
+        recovery.restore(read, place)
+    return recovery
 
 
 def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
@@ -485,7 +456,7 @@ def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
     """
 
     def look() -> Recovery:
-        return recovered(directory, read_needed(directory)[1], reader(directory))
+        return recovered(Segments(directory), reader(directory))
 
     journal_folder(directory)
     found = steadily(look)
@@ -510,21 +481,18 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
     )
 
 
-def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
+def refusal(segments: Segments) -> StorageError | None:
     """Why a start would refuse the folder; None if it would not. Uses the code of a start; changes nothing.
 
     Raises NoRoom: no file can be opened now.
     """
+    directory, files = segments.directory, segments.files
     try:
         refuse_half_salvaged(directory, files)
-        if not segment_numbers(directory, files):
-            refuse_a_lost_journal(directory, files)
+        if segments.items():
+            recovered(segments, reader(directory, files))
         else:
-            _, items = read_needed(directory, files)
-            if items:
-                recovered(directory, items, reader(directory, files), files)
-            else:
-                refuse_a_lost_journal(directory, files)
+            refuse_a_lost_journal(directory, files)
         claimed_epoch(directory, files)
     except NoRoom:
         raise

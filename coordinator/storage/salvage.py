@@ -28,8 +28,16 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files, no_room
 from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
-from farloop.coordinator.storage.recovery import Items, Recovery, reader
-from farloop.coordinator.storage.segment import UNFINISHED, Entry, Gap, read_damaged, refuse_half_salvaged, segment_path
+from farloop.coordinator.storage.recovery import Recovery, reader
+from farloop.coordinator.storage.segment import (
+    UNFINISHED,
+    Entry,
+    Gap,
+    Items,
+    Segments,
+    refuse_half_salvaged,
+    segment_path,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +88,7 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
 
 def _newest_consistent(directory: Path, files: Files) -> Salvage:
     try:
-        items, ends = _candidates(directory, read_damaged(directory, files), files)
+        items, ends = _candidates(directory, Segments(directory, files).items(), files)
     except (JournalCorrupt, StateMismatch) as error:  # no record says which run it is
         raise _nothing_left(directory, str(error)) from error
     for end in reversed(ends):

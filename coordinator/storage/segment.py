@@ -1,9 +1,8 @@
-"""The bytes of a journal segment: writing, reading, and reading a damaged one as far as possible."""
+"""The bytes of a journal's segments: writing, reading, and reading damaged ones as far as possible."""
 
-import io
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from farloop.coordinator.decide import records
-from farloop.coordinator.decide.records import LedgerSaved, Record
+from farloop.coordinator.decide.records import LedgerSaved, Record, RunStarted
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
 from farloop.coordinator.storage.objects import read_object
@@ -89,7 +88,11 @@ class Entry:
     @property
     def begins_a_journal(self) -> bool:
         """Whether a journal can begin with this record: nothing before it is needed."""
-        return isinstance(self.record, LedgerSaved)
+        return isinstance(self.record, RunStarted | LedgerSaved)
+
+    @property
+    def end(self) -> int:
+        return self.attachment.offset + self.attachment.size
 
     def placed(self) -> "Entry":
         """With the key of the bytes that are not attached to it. A blob has no less than a header."""
@@ -106,24 +109,36 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A place where records are missing."""
+
+    fault: JournalCorrupt  # position and content
+
+
+Items = Sequence[Entry | Gap]  # a journal's content, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """What a segment holds."""
+    """What a segment holds: its whole records, and gaps where some are missing."""
 
     path: Path
-    salt: int
+    salt: int  # 0 where the header is damaged
     first_sequence: int
-    entries: tuple[Entry, ...]
+    items: tuple[Entry | Gap, ...]
+    next_sequence: int
     end: int  # end of the last whole record
     torn_bytes: int  # bytes of torn records after it, without preallocated zeros
     size: int  # bytes of the file
 
     @property
-    def next_sequence(self) -> int:
-        return self.first_sequence + len(self.entries)
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(item for item in self.items if isinstance(item, Entry))
 
     @property
-    def begins_a_journal(self) -> bool:
-        return bool(self.entries) and self.entries[0].begins_a_journal
+    def fault(self) -> JournalCorrupt | None:
+        """The first damage."""
+        return next((item.fault for item in self.items if isinstance(item, Gap)), None)
 
 
 class RecordHeader(NamedTuple):
@@ -147,55 +162,66 @@ def segment_numbers(directory: Path, files: Files = DISK) -> set[int]:
     return {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
 
 
-def segment_paths(directory: Path, files: Files = DISK) -> dict[int, Path]:
-    """The segments of the journal in `directory`, by number, in order.
-    Raises JournalCorrupt: one between them is missing."""
-    numbers = segment_numbers(directory, files)
-    expected = range(min(numbers), max(numbers) + 1) if numbers else range(0)
-    paths = {number: segment_path(directory, number) for number in expected}
-    for number, path in paths.items():
-        if number not in numbers:
-            raise JournalCorrupt(path, 0, "this segment of the journal is missing")
-    return paths
+class Segments:
+    """The segments of the journal in a folder, each read and verified once, when it is first asked for. Changes
+    nothing; of a journal in use it shows a prefix."""
+
+    def __init__(self, directory: Path, files: Files = DISK) -> None:
+        self.directory, self.files = directory, files
+        self.numbers = sorted(segment_numbers(directory, files))
+        self._scans: dict[int, Scan] = {}
+
+    def scan(self, number: int) -> Scan:
+        """A segment that is there. Raises StorageFailed: the disk refused a read."""
+        if number not in self._scans:
+            path, until = segment_path(self.directory, number), begin_of(self.directory, number + 1, self.files)
+            self._scans[number] = scan_segment(path, number, self.files, until=until)
+        return self._scans[number]
+
+    @property
+    def last(self) -> Scan:
+        return self.scan(self.numbers[-1])
+
+    @property
+    def all_numbers(self) -> range:
+        """Also of those between them that are missing."""
+        return range(self.numbers[0], self.numbers[-1] + 1) if self.numbers else range(0)
+
+    def items_of(self, number: int) -> Items:
+        """Of a segment, or of one that is missing."""
+        if number not in self.numbers:
+            return (_missing(self.directory, number),)
+        items = self.scan(number).items
+        if number == self.numbers[0] and number > 0 and not begins_a_journal(items):
+            return (_missing(self.directory, number - 1), *items)  # it was not pruned
+        return items
+
+    def items(self) -> tuple[Entry | Gap, ...]:
+        """All of the journal."""
+        return tuple(item for number in self.all_numbers for item in self.items_of(number))
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All records. Raises JournalCorrupt: some are missing."""
+        entries = list[Entry]()
+        for item in self.items():
+            if isinstance(item, Gap):
+                raise item.fault
+            entries.append(item)
+        return tuple(entries)
+
+    def require_end(self) -> None:
+        """Raises JournalCorrupt: the last segment is damaged, behind which a start goes on."""
+        if self.numbers and (fault := self.last.fault) is not None:
+            raise fault
 
 
-def read_segments(directory: Path, files: Files = DISK) -> list[Scan]:
-    """Read and verify a whole journal. Changes nothing; of a journal in use it shows a prefix.
-
-    Raises:
-        JournalCorrupt: a segment is missing, or damaged in a way that is not a torn tail of the last.
-        StorageFailed: the disk refused a read.
-    """
-    scans: list[Scan] = []
-    for found in segments_of(directory, files):
-        if isinstance(found, JournalCorrupt):
-            raise found
-        scans.append(found)
-    return scans
+def begins_a_journal(items: Items) -> bool:
+    return bool(items) and (isinstance(items[0], Gap) or items[0].begins_a_journal)
 
 
-def segments_of(directory: Path, files: Files = DISK) -> Iterator[Scan | JournalCorrupt]:
-    """Every segment in order, and before it what is wrong with it or missing. Raises StorageFailed."""
-    try:
-        paths = segment_paths(directory, files)
-    except JournalCorrupt as error:
-        yield error
-        return
-    following: int | None = None
-    for number, path in paths.items():
-        until = begin_of(directory, number + 1, files)
-        try:
-            found = scan_segment(path, number, following, files, until=until)
-        except JournalCorrupt as error:
-            yield error
-            following = None
-            continue
-        following = found.next_sequence
-        if number == min(paths) and number > 0 and not found.begins_a_journal:
-            yield JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
-        if (fault := _cut_short(found, until)) is not None:
-            yield fault
-        yield found
+def _missing(directory: Path, number: int) -> Gap:
+    return Gap(fault=JournalCorrupt(segment_path(directory, number), 0, "this segment of the journal is missing"))
 
 
 def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK) -> bytes:
@@ -238,42 +264,71 @@ def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, d
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields, seed=salt))
 
 
-def scan_segment(
-    path: Path, number: int, first_sequence: int | None, files: Files = DISK, *, until: int | None = None
-) -> Scan:
+def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | None = None) -> Scan:
     """Read and verify the segment at `path`, which must be the `number`-th.
 
+    It has a gap where the header is wrong, where a record is damaged of which a later one says that it was durable, or
+    a whole record is not one that this code knows. Behind a gap it goes on with the next header of a record, whose
+    digest is seeded with the segment's salt, so that no bytes of a node can pass for one.
+
     Args:
-        first_sequence: where it must go on; None for the first of a journal, which segment 0 begins with record 0.
         until: the first record of the segment that follows; None where none does. What stands behind the last record
             before that is not looked at: a coordinator that was fenced may have written there.
 
-    Raises:
-        JournalCorrupt: its header is wrong; a record is damaged of which a later one says that it was durable; or a
-            whole record is not one that this code knows.
-        StorageFailed: the disk refused a read.
+    Raises StorageFailed: the disk refused a read.
     """
+    items, torn_bytes, doubted = list[Entry | Gap](), 0, -1
+    salt = sequence = first_sequence = 0
+    end = offset = SEGMENT_HEADER_BYTES
     try:
         with closing(files.open(path)) as opened:
             file, size = opened.reader(), opened.identity()[2]
-            salt, found_sequence = read_segment_header(file, path, number)
-            if first_sequence is None and number == 0:
-                first_sequence = 0
-            if first_sequence not in (None, found_sequence):
-                detail = f"it goes on at record {found_sequence}, not {first_sequence}: some are missing"
-                raise JournalCorrupt(path, 16, detail)
-            entries = tuple(read_records(file, path, number, found_sequence, until, salt, size))
-            end = SEGMENT_HEADER_BYTES
-            if entries:
-                end = entries[-1].attachment.offset + entries[-1].attachment.size
-            torn_bytes = 0
-            if until is None:
-                torn_bytes = _measure_tail(file, path, end, found_sequence + len(entries), salt)
+            try:
+                salt, first_sequence = read_segment_header(file, path, number)
+            except JournalCorrupt as error:
+                return Scan(
+                    path=path, salt=0, first_sequence=0, items=(Gap(fault=error),), next_sequence=0, end=0,
+                    torn_bytes=0, size=size,
+                )  # fmt: skip
+            sequence = first_sequence
+            if number == 0 and sequence > 0:
+                detail = f"it goes on at record {sequence}, not 0: some are missing"
+                items.append(Gap(fault=JournalCorrupt(path, 16, detail)))
+            while True:
+                fault: JournalCorrupt | None = None
+                file.seek(offset)
+                try:
+                    for entry in read_records(file, path, number, sequence, until, salt, size, offset=offset):
+                        items.append(entry)
+                        end = offset = entry.end
+                        sequence = entry.sequence + 1
+                except JournalCorrupt as error:
+                    fault = error
+                if sequence == until:
+                    break
+                ahead = _look_ahead(file, offset, sequence, until, salt)
+                if until is None and fault is None:
+                    if ahead.proof is None:
+                        torn_bytes = ahead.used - offset
+                        break
+                    if offset != doubted:  # it may have been half written when it was read, and is whole by now
+                        doubted = offset
+                        continue
+                items.append(Gap(fault=fault or JournalCorrupt(path, offset, _damage(sequence, ahead))))
+                if ahead.following is None:
+                    break
+                offset, sequence = ahead.following
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
     return Scan(
-        path=path, salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size
-    )
+        path=path, salt=salt, first_sequence=first_sequence, items=tuple(items), next_sequence=sequence, end=end,
+        torn_bytes=torn_bytes, size=size,
+    )  # fmt: skip
+
+
+def _damage(sequence: int, ahead: "_Ahead") -> str:
+    proof = "segments follow" if ahead.proof is None else f"was durable when record {ahead.proof} was written"
+    return f"record {sequence} is damaged, and {proof}"
 
 
 def read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
@@ -357,38 +412,37 @@ def _body_digest(file: BinaryIO, body: bytes, attachment_bytes: int, salt: int) 
     return int(hasher.intdigest())
 
 
-def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int) -> int:
-    """Bytes of a torn tail that begins at `end`, the place of record `sequence`.
+class _Ahead(NamedTuple):
+    """What stands behind the place of a record that is not whole."""
+
+    following: tuple[int, int] | None  # offset and sequence of the next record's header
+    proof: int | None  # a record that says that the missing one was durable
+    used: int  # end of the bytes that are not zero
+
+
+def _look_ahead(file: BinaryIO, offset: int, sequence: int, until: int | None, salt: int) -> _Ahead:
+    """Look from the place of record `sequence` on; no further than the next one where segments follow, or the proof.
 
     Headers are searched at every offset, because the lengths of a damaged record are useless. A header alone is proof:
     its body may be torn, and hashing bodies here would take quadratic time on a hostile attachment.
     """
-    file.seek(end)
-    overlap, start, used = b"", end, end
+    file.seek(offset)
+    overlap, start, used = b"", offset, offset
+    following: tuple[int, int] | None = None
     while piece := file.read(_PIECE_BYTES):
         data = overlap + piece
-        for _, header in headers_in(data, 0, salt):
-            if header.durable > sequence:
-                detail = f"record {sequence} is damaged, and was durable when record {header.sequence} was written"
-                raise JournalCorrupt(path, end, detail)
+        for at, header in headers_in(data, 0, salt):
+            if header.sequence > sequence and (until is None or header.sequence < until):
+                following = following or (start + at, header.sequence)
+            if following and until is not None:
+                return _Ahead(following, None, used)
+            if until is None and header.durable > sequence:
+                return _Ahead(following, header.sequence, used)
         if stripped := data.rstrip(b"\0"):
             used = start + len(stripped)
         overlap = data[-(RECORD_HEADER_BYTES - 1) :]
         start += len(data) - len(overlap)
-    return used - end
-
-
-# --- Reading a damaged journal: whole records, and the places where some are missing
-#
-# Only read when `segment.read_segments` refuses it. Behind a damaged record the next whole one is found by its header,
-# whose digest is seeded with the segment's salt, so that no bytes of a node can pass for one.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """A place where records are missing."""
-
-    fault: JournalCorrupt  # position and content
+    return _Ahead(following, None, used)
 
 
 UNFINISHED = "salvage-unfinished"
@@ -405,55 +459,6 @@ def refuse_half_salvaged(directory: Path, files: Files = DISK) -> None:
         )
 
 
-def read_damaged(directory: Path, files: Files = DISK) -> list[Entry | Gap]:
-    """All whole records in their order, with a gap wherever some are missing between them. Changes nothing.
-    Raises StorageFailed: the disk refused a read."""
-    items: list[Entry | Gap] = []
-    numbers = segment_numbers(directory, files)
-    for number in range(min(numbers), max(numbers) + 1) if numbers else ():
-        path = segment_path(directory, number)
-        if number in numbers:
-            items += _segment(path, number, begin_of(directory, number + 1, files), files)
-        else:
-            items.append(Gap(fault=JournalCorrupt(path, 0, "this segment of the journal is missing")))
-    first = next(iter(items), None)
-    if isinstance(first, Entry) and first.attachment.segment > 0 and not first.begins_a_journal:
-        missing = segment_path(directory, first.attachment.segment - 1)
-        items.insert(0, Gap(fault=JournalCorrupt(missing, 0, "this segment of the journal is missing")))
-    return items
-
-
-def read_all(directory: Path, files: Files = DISK) -> tuple[Scan, tuple[Entry | Gap, ...]]:
-    """The last segment, which has to be whole for a start to go on behind it, and all that the journal holds.
-
-    Raises:
-        JournalCorrupt: the last segment is damaged in a way that is not a torn tail.
-        StorageFailed: the disk refused a read.
-    """
-    try:
-        scans = read_segments(directory, files)
-    except JournalCorrupt:
-        last = max(segment_numbers(directory, files))
-        return scan_segment(segment_path(directory, last), last, None, files), tuple(read_damaged(directory, files))
-    return scans[-1], tuple(entry for scanned in scans for entry in scanned.entries)
-
-
-def check_closed(directory: Path, number: int, files: Files = DISK) -> JournalCorrupt | None:
-    """Read and verify one segment that another follows: what is wrong with it. Raises StorageFailed."""
-    path, until = segment_path(directory, number), begin_of(directory, number + 1, files)
-    try:
-        found = scan_segment(path, number, None, files, until=until)
-    except JournalCorrupt as error:
-        return error
-    return _cut_short(found, until)
-
-
-def _cut_short(found: Scan, until: int | None) -> JournalCorrupt | None:
-    if until is None or found.next_sequence >= until:
-        return None
-    return JournalCorrupt(found.path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
-
-
 def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:
     """Sequence of a segment's first record; None where there is no such segment, or it is unreadable."""
     if files.identity(path := segment_path(directory, number)) is None:
@@ -465,36 +470,3 @@ def begin_of(directory: Path, number: int, files: Files = DISK) -> int | None:
         return None
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
-
-
-def _segment(path: Path, number: int, until: int | None, files: Files) -> Iterator[Entry | Gap]:
-    """Whole records of a segment, up to record `until`, which begins the next."""
-    try:
-        data = files.read_bytes(path)
-    except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
-    file = io.BytesIO(data)
-    try:
-        salt, sequence = read_segment_header(file, path, number)
-    except JournalCorrupt as error:
-        yield Gap(fault=error)
-        return
-    offset = SEGMENT_HEADER_BYTES
-    while sequence != until:
-        file.seek(offset)
-        fault: JournalCorrupt | None = None
-        try:
-            for entry in read_records(file, path, number, sequence, until, salt, len(data), offset=offset):
-                yield entry
-                offset, sequence = entry.attachment.offset + entry.attachment.size, sequence + 1
-        except JournalCorrupt as error:
-            fault = error
-        if sequence == until:
-            return
-        later = [(at, header) for at, header in headers_in(data, offset + 1, salt) if header.sequence > sequence]
-        if until is None and not any(header.durable > sequence for _, header in later):
-            return  # a torn tail: no node was told of it
-        yield Gap(fault=fault or JournalCorrupt(path, offset, f"record {sequence} is damaged"))
-        if not later:
-            return
-        offset, sequence = later[0][0], later[0][1].sequence

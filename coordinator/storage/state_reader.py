@@ -5,16 +5,25 @@ pruned during the read; a second read then differs. Real damage remains.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import Record
-from farloop.coordinator.errors import Inconsistent, StateMismatch, StorageError
+from farloop.coordinator.errors import Inconsistent, JournalCorrupt, StateMismatch, StorageError
 from farloop.coordinator.storage.files import DISK, Files, state_folder
-from farloop.coordinator.storage.segment import Attachment, Entry, read_attachment, read_segments, refuse_half_salvaged
+from farloop.coordinator.storage.segment import (
+    Attachment,
+    Entry,
+    Gap,
+    Items,
+    Segments,
+    read_attachment,
+    refuse_half_salvaged,
+)
 
 _T = TypeVar("_T")
 
@@ -50,10 +59,20 @@ def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep
     return look()
 
 
-def read_journal(directory: Path) -> list[Entry]:
-    """The journal's records. Raises StorageError: it is damaged or missing."""
+def read_journal(directory: Path) -> Items:
+    """The journal's records, and gaps where some are missing. Raises StorageError: it is missing, or unreadable."""
     journal_folder(directory)
-    return [entry for scan in steadily(lambda: read_segments(directory)) for entry in scan.entries]
+    found: list[Items] = []
+
+    def look() -> None:
+        found.append(Segments(directory).items())
+        for item in found[-1]:
+            if isinstance(item, Gap):
+                raise item.fault
+
+    with suppress(JournalCorrupt):
+        steadily(look)
+    return found[-1]
 
 
 def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes:
@@ -70,3 +89,17 @@ def ledger_of(directory: Path, first: Record) -> Ledger:
             return Ledger.resume(first)
         case _:
             raise Inconsistent(directory, "its journal does not begin with a run's start")
+
+
+def with_ledger(directory: Path, items: Items) -> Iterator[tuple[Entry, Ledger | None]]:
+    """Every record with the ledger before it; None behind damage, until the next summary. Raises StateMismatch."""
+    ledger: Ledger | None = None
+    for item in items:
+        if isinstance(item, Gap):
+            ledger = None
+            continue
+        if ledger is None and (item.begins_a_journal or item is items[0]):
+            ledger = ledger_of(directory, item.record)
+        yield item, ledger
+        if ledger is not None:
+            ledger.apply(item.record)

@@ -29,7 +29,6 @@ from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.journal import SEGMENT_BYTES, Claim, Journal, claim_epoch
 from farloop.coordinator.storage.recovery import (
     Attachments,
-    Items,
     Place,
     Recovery,
     UpdateSource,
@@ -37,11 +36,10 @@ from farloop.coordinator.storage.recovery import (
     fetched,
     named_anchors,
     passed_over,
-    read_needed,
     recovered,
     refuse_a_lost_journal,
 )
-from farloop.coordinator.storage.segment import Entry, check_closed, read_all
+from farloop.coordinator.storage.segment import Entry, Gap, Segments
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.runtime.system import trim_heap
@@ -138,7 +136,7 @@ class Store:
         """
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
-            if found.items:
+            if found.items():
                 raise StateMismatch(directory, "holds a run already; choose another folder, or resume it")
             refuse_a_lost_journal(directory, files)
             epoch = claim_epoch(directory, files=files)
@@ -186,15 +184,15 @@ class Store:
         """
         if follower is not None:
             return cls._led(directory, follower, accept, segment_bytes, files, place)
-        reads = read_all if adopt else read_needed
-        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files, reads=reads)
+        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             for _ in range(_LOOKS):
-                if not found.items:
+                if not (found.numbers and (found.last.items or found.items())):
                     refuse_a_lost_journal(directory, files)
                     journal.close()
                     return None
-                store = cls._replay(directory, journal, found.items, files, place)
+                recovery = recovered(found, journal.whole, place, everything=adopt)
+                store = cls._of(directory, journal, recovery, files, place)
                 accept(store.ledger.spec)
                 seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
                 epoch = claim_epoch(directory, seen=seen, files=files)
@@ -238,10 +236,6 @@ class Store:
             journal.close()
             raise
         return store
-
-    @classmethod
-    def _replay(cls, directory: Path, journal: Journal, items: Items, files: Files, place: Place) -> "Store":
-        return cls._of(directory, journal, recovered(directory, items, journal.whole, files, place), files, place)
 
     @classmethod
     def _of(cls, directory: Path, journal: Journal, found: Recovery, files: Files, place: Place) -> "Store":
@@ -383,7 +377,8 @@ class Store:
         """Read and verify the newest segment that was not looked at yet: what is wrong with it. Any thread.
         Raises NoRoom: it cannot be opened now."""
         try:
-            return check_closed(self.directory, self.unread[-1], self._files)
+            items = Segments(self.directory, self._files).items_of(self.unread[-1])
+            return next((item.fault for item in items if isinstance(item, Gap)), None)
         except NoRoom:
             raise
         except StorageError as error:

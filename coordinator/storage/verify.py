@@ -10,13 +10,21 @@ from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.errors import SnapshotCorrupt, StateMismatch, StorageError, StorageFailed
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.recovery import buffers_of, refusal
-from farloop.coordinator.storage.segment import Attachment, Entry, Scan, segment_numbers, segment_path, segments_of
-from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily
+from farloop.coordinator.storage.segment import (
+    Attachment,
+    Entry,
+    Gap,
+    Items,
+    Segments,
+    segment_numbers,
+    segment_path,
+)
+from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily, with_ledger
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.wire.blobs import blob_digest
@@ -58,28 +66,30 @@ class ReplayResult:
         return not self.trouble and all(comparison.same for comparison in self.compared)
 
 
-def span(directory: Path, entries: list[Entry]) -> dict[int, tuple[int, int]]:
+def span(directory: Path, items: Items) -> dict[int, tuple[int, int]]:
     """First and last version of every fragment that can be replayed; an empty span has first > last."""
-    if not entries:
-        return {}
-    ledger = ledger_of(directory, entries[0].record)
-    known: dict[int, list[int]] = {fragment: [] for fragment in range(len(ledger.versions))}
-    newest = dict(enumerate(ledger.versions))
-    for record in entries:
-        if isinstance(record.record, rec.WindowCommitted):
-            known[record.record.fragment].append(record.record.version)
-            newest[record.record.fragment] = record.record.version
-        for anchor in record.record.anchors if isinstance(record.record, rec.Adopted) else ():
+    known: dict[int, list[int]] = {}  # without a gap up to the newest
+    newest: dict[int, int] = {}
+    for at, ledger in with_ledger(directory, items):
+        record = at.record
+        if ledger is not None:
+            newest |= enumerate(ledger.versions)
+        if isinstance(record, rec.WindowCommitted):
+            before = known.get(record.fragment, [])
+            follows = ledger is not None and (not before or before[-1] == record.version - 1)
+            known[record.fragment] = [*(before if follows else []), *([record.version] if ledger is not None else [])]
+            newest[record.fragment] = record.version
+        for anchor in record.anchors if isinstance(record, rec.Adopted) else ():
             known[anchor.fragment], newest[anchor.fragment] = [], anchor.version  # nothing leads there
     spans: dict[int, tuple[int, int]] = {}
-    for fragment, versions in known.items():
-        oldest = min(versions, default=newest[fragment] + 1)
+    for fragment, last in newest.items():
+        oldest = min(known.get(fragment, []), default=last + 1)
         begins = [v + 1 for v in snapshots.versions_of(directory, fragment) if v + 1 >= oldest]
-        spans[fragment] = (min(begins, default=newest[fragment] + 1), newest[fragment])
+        spans[fragment] = (min(begins, default=last + 1), last)
     return spans
 
 
-def replay(directory: Path, entries: list[Entry], wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
+def replay(directory: Path, items: Items, wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
     """Make commits again: of each fragment in `wanted` those from the first to the last version.
 
     A fragment whose commit does not come out is not followed any further.
@@ -88,27 +98,25 @@ def replay(directory: Path, entries: list[Entry], wanted: dict[int, tuple[int, i
         StateMismatch: there is no snapshot to begin from.
         StorageError: the folder cannot be read.
     """
-    buffers: dict[int, Buffers] = {}
+    buffers: dict[int, Buffers] | None = None
     inputs: dict[BlobId, Attachment] = {}
-    ledger: Ledger | None = None
-    for at in entries:
-        if ledger is None:
-            ledger = ledger_of(directory, at.record)
-            fingerprint = ledger.spec.identity.fingerprint()
-            buffers = {f: _begin(directory, f, first, fingerprint) for f, (first, _) in wanted.items()}
+    for at, ledger in with_ledger(directory, items):
         if (blob := _spooled(at.record)) is not None:
             inputs[blob] = at.attachment
-        if isinstance(at.record, rec.WindowCommitted):
-            held, (first, last) = buffers.get(at.record.fragment), wanted.get(at.record.fragment, (0, -1))
-            if held is not None and at.record.version == held.version + 1 and at.record.version <= last:
-                again, following = _again(directory, ledger, held, at, inputs)
-                if following is None:
-                    del buffers[at.record.fragment]
-                else:
-                    buffers[at.record.fragment] = following
-                if at.record.version >= first or following is None:
-                    yield again
-        ledger.apply(at.record)
+        if ledger is None or not isinstance(at.record, rec.WindowCommitted):
+            continue
+        if buffers is None:
+            fingerprint = ledger.spec.identity.fingerprint()
+            buffers = {f: _begin(directory, f, first, fingerprint) for f, (first, _) in wanted.items()}
+        held, (first, last) = buffers.get(at.record.fragment), wanted.get(at.record.fragment, (0, -1))
+        if held is not None and at.record.version == held.version + 1 and at.record.version <= last:
+            again, following = _again(directory, ledger, held, at, inputs)
+            if following is None:
+                del buffers[at.record.fragment]
+            else:
+                buffers[at.record.fragment] = following
+            if at.record.version >= first or following is None:
+                yield again
 
 
 def _spooled(record: rec.Record) -> BlobId | None:
@@ -254,77 +262,73 @@ def _forget(directory: Path, files: Files) -> None:
 class _Verifier:
     def __init__(self, directory: Path, files: Files) -> None:
         self._directory, self._files = directory, files
-        self._report = Report()
+        self._segments = Segments(directory, files)
+        self._report = Report(segments=len(self._segments.numbers))
         self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
         """Digests of anchor and target in the journal's commits, by fragment and version."""
         self._taken: dict[int, int] = {}  # version of the newest snapshot that the journal says there is, by fragment
         self._adopted: dict[int, int] = {}  # by fragment, adopted versions whose bytes are in the journal
         self._ledger: Ledger | None = None
+        self._lost = False  # the ledger is that of before damage, until the next summary
 
     def look(self) -> Report:
-        refused = refusal(self._directory, self._files)
-        report = self._look()
-        if refused is not None:
-            report.refused = str(refused)
-            if not report.faults:
+        for item in self._segments.items():
+            if isinstance(item, Gap):
+                fault, self._lost = item.fault, True
+                is_there = self._files.identity(fault.path) is not None
+                self._fault(f"{fault.path.name} byte {fault.offset}" if is_there else fault.path.name, fault.detail)
+            else:
+                self._record(item)
+        self._salts()
+        if self._ledger is not None:
+            if not self._lost:
+                self._report.versions = list(self._ledger.versions)
+                self._report.epoch = self._ledger.epoch
+                self._epoch_file(self._ledger.epoch)
+            self._snapshots(self._ledger)
+        if (refused := refusal(self._segments)) is not None:
+            self._report.refused = str(refused)
+            if not self._report.faults:
                 where = refused.path.name if refused.path != self._directory else "folder"
                 self._fault(where, str(refused).removeprefix(f"{refused.path}: "))
-        return report
-
-    def _look(self) -> Report:
-        scans = self._segments()
-        for found in scans:
-            for record in found.entries:
-                if not self._record(record):
-                    return self._report
-        if self._ledger is not None:
-            self._report.versions = list(self._ledger.versions)
-            self._report.epoch = self._ledger.epoch
-            self._epoch_file(self._ledger.epoch)
-            self._snapshots(self._ledger)
         return self._report
 
     def _fault(self, where: str, what: str) -> None:
         self._report.faults.append(Fault(where=where, what=what))
 
-    def _segments(self) -> list[Scan]:
-        """Segments up to the first damaged one; later ones are only checked for damage."""
-        report, whole, intact, salts = self._report, list[Scan](), True, dict[int, str]()
-        report.segments = len(segment_numbers(self._directory, self._files))
-        for found in segments_of(self._directory, self._files):
-            if isinstance(found, JournalCorrupt):
-                is_there = self._files.identity(found.path) is not None
-                self._fault(f"{found.path.name} byte {found.offset}" if is_there else found.path.name, found.detail)
-                intact = False
-                continue
-            if other := salts.get(found.salt):
+    def _salts(self) -> None:
+        salts = dict[int, str]()
+        for found in map(self._segments.scan, self._segments.numbers):
+            if found.salt and (other := salts.get(found.salt)):
                 self._fault(found.path.name, f"has the salt of {other}: one is a copy of the other")
             salts[found.salt] = found.path.name
-            if found.torn_bytes:
-                report.torn = (
-                    f"{found.path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that "
-                    "is being written; no peer was told of it, and a start removes it"
-                )
-            if intact:
-                whole.append(found)
-        return whole
+        if self._segments.numbers and (found := self._segments.last).torn_bytes:
+            self._report.torn = (
+                f"{found.path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that "
+                "is being written; no peer was told of it, and a start removes it"
+            )
 
-    def _record(self, at: Entry) -> bool:
-        """Check a record. Returns whether later ones can be checked."""
+    def _record(self, at: Entry) -> None:
+        """Check a record."""
         report, record = self._report, at.record
         where = f"{segment_path(self._directory, at.attachment.segment).name} byte {at.offset}, record {at.sequence}"
         report.records += 1
         report.attached_bytes += at.attachment.size
-        if self._ledger is None:
-            self._ledger = ledger_of(self._directory, record)
+        if at.begins_a_journal and (self._lost or self._ledger is None):
+            self._ledger, self._lost = ledger_of(self._directory, record), False
             report.run = self._ledger.spec.identity.name
-            report.epochs = 1
+            report.epochs = max(report.epochs, 1)
+        elif self._lost:
+            pass  # it cannot be compared with those before it
+        elif self._ledger is None:
+            ledger_of(self._directory, record)  # refuses it
         elif isinstance(record, rec.LedgerSaved) and rec.encode(record) != rec.encode(self._ledger.saved()):
             self._fault(where, "the ledger at the segment's beginning differs from the records before it")
-            return False
+            self._ledger = Ledger.resume(record)
         elif (wrong := self._out_of_turn(record)) is not None:
             self._fault(where, wrong)
-            return False
+            self._lost = True
+            return
         match record:
             case rec.EpochClaimed():
                 report.epochs += 1
@@ -344,13 +348,14 @@ class _Verifier:
                 self._taken[fragment] = version
             case _:
                 pass
+        if self._lost or self._ledger is None:
+            return
         try:
             self._ledger.apply(record)
             self._ledger.check()
         except (AssertionError, LookupError):
             self._fault(where, "the ledger's invariants fail after this record")
-            return False
-        return True
+            self._lost = True
 
     def _out_of_turn(self, record: rec.Record) -> str | None:
         """Why this record cannot follow the ones before it."""
@@ -424,8 +429,12 @@ class _Verifier:
             good[fragment].append(version)
         for fragment, versions in good.items():
             taken, newest = self._taken.get(fragment), ledger.versions[fragment]
-            if taken is not None and taken not in versions and not any(version > taken for version in versions):
+            if taken is not None and taken > max(
+                snapshots.versions_of(self._directory, fragment, self._files), default=-1
+            ):
                 self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "recorded in the journal, and missing")
+            if self._lost:
+                continue
             least = max(versions, default=-1) + 1
             if not versions or any((fragment, version) not in self._anchors for version in range(least, newest + 1)):
                 self._fault("snapshots", f"no valid snapshot of fragment {fragment} leads to version {newest}")

@@ -12,7 +12,7 @@ from farloop.algo.spec import Revision, RunSpec
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.storage.segment import Entry, read_all, scan_segment, segment_numbers, segment_path
+from farloop.coordinator.storage.segment import Entry, Segments, scan_segment, segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
 from farloop.sim.world import SimulatedCoordinator
 
@@ -57,7 +57,7 @@ class StateDisk:
         if not numbers:
             return []
         pruned = [record for number in range(min(numbers)) for record in self._pruned[number]]
-        _, items = read_all(FOLDER, self.files)
+        items = Segments(FOLDER, self.files).items()
         found = [*pruned, *(item.record for item in items if isinstance(item, Entry))]
         return [record for record in found if not isinstance(record, _BOOKKEEPING)]
 
@@ -120,7 +120,7 @@ class StateDisk:
     def _on_call(self, what: str, path: Path) -> bool:
         if what == "unlink" and path.suffix == ".log":
             number = next(n for n in segment_numbers(FOLDER, self.files) if segment_path(FOLDER, n) == path)
-            self._pruned[number] = [entry.record for entry in scan_segment(path, number, None, self.files).entries]
+            self._pruned[number] = [entry.record for entry in scan_segment(path, number, self.files).entries]
         return True
 
 

@@ -14,6 +14,7 @@ from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.segment import segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.digest import digest
@@ -49,6 +50,11 @@ def shorten(patch: pytest.MonkeyPatch, *, snapshot_every: int, history: int) -> 
     patch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", history)
     patch.setattr(f"{storage}.journal.RECORD_ROOM", 4096)
     patch.setattr(f"{storage}.state_reader.LOOK_AGAIN_S", 0.0)
+
+
+def segment_paths(directory: Path) -> dict[int, Path]:
+    """The files of its journal, in order."""
+    return {number: segment_path(directory, number) for number in sorted(segment_numbers(directory))}
 
 
 def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, files: Files = DISK) -> Store:

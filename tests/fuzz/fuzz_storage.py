@@ -46,7 +46,9 @@ def written(name: str, data: bytes) -> Path:
 
 def check_segment(data: bytes) -> None:
     """Raises JournalCorrupt, or tells what the segment holds: within the file, and no more than that."""
-    found = segment.scan_segment(written("journal-000000.log", data), 0, None)
+    found = segment.scan_segment(written("journal-000000.log", data), 0)
+    if found.fault is not None:
+        raise found.fault
     assert SEGMENT_HEADER_BYTES <= found.end <= found.size == len(data)
     assert 0 <= found.torn_bytes <= found.size - found.end
     assert all(entry.attachment.offset + entry.attachment.size <= found.end for entry in found.entries)
@@ -113,7 +115,7 @@ def check_ledger(data: bytes) -> None:
 def folds() -> list[bytes]:
     golden = json.loads((_GOLDEN / "records-v1.json").read_text())
     kinds = {name: (kind, bytes.fromhex(body)) for name, (kind, body) in golden.items()}
-    scan = segment.scan_segment(_GOLDEN / "state-v1" / "journal-000000.log", 0, None)
+    scan = segment.scan_segment(_GOLDEN / "state-v1" / "journal-000000.log", 0)
     run = [rec.encode(entry.record) for entry in scan.entries]
     return [join(run), join(run[:6]), *(join([first, *kinds.values()]) for first in (kinds["RunStarted"], run[0]))]
 

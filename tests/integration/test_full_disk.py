@@ -83,7 +83,7 @@ def test_records_of_any_size_wait_for_room_and_none_is_lost_or_cut(tmp_path: Pat
         again, found = Journal.open(folder)
         again.close()
         assert [entry.record for entry in found.entries] == [rec.EpochClaimed(epoch=e + 1) for e in range(appended)]
-        assert found.torn_bytes == 0
+        assert found.last.torn_bytes == 0
 
 
 def test_a_run_is_held_by_a_full_disk_and_goes_on(new_run: NewRun) -> None:

@@ -302,8 +302,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a torn record counts as the tail though it was durable",
         "coordinator/storage/segment.py",
-        "            if header.durable > sequence:\n",
-        "            if header.durable > sequence + 1:\n",
+        "            if until is None and header.durable > sequence:\n",
+        "            if until is None and header.durable > sequence + 1:\n",
         "unit/coordinator/test_segment.py",
         "unit/coordinator/test_journal.py",
     ),

@@ -17,8 +17,8 @@ from farloop.config.exit_codes import ExitCode
 from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.record_text import KINDS
-from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 
 ROUNDS = stored_runs.SNAPSHOT_EVERY + 2
 
@@ -107,7 +107,7 @@ def test_show_can_go_on_with_what_comes(copy: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("farloop.cli.journal.time.sleep", pause)
     result = call(copy, "journal show --json --last 1 --follow")
-    assert result.exit_code == ExitCode.INTERRUPTED
+    assert result.exit_code == ExitCode.INTERRUPTED, result.stderr
     followed = [json.loads(line) for line in result.stdout.splitlines()][1:]
     assert [row["words"] for row in followed if row["kind"] == "epoch"] == [
         f"epoch {epoch}: the coordinator started again" for epoch in (2, 3)
@@ -144,7 +144,7 @@ def test_verify_says_that_all_is_whole_or_where_the_damage_is(folder: Path, copy
     assert "whole: every digest, sequence, epoch and invariant holds" in call(folder, "journal verify").stdout
     (report,) = rows(folder, "journal verify")
     assert report["good"] and report["versions"] == [ROUNDS, ROUNDS] and report["faults"] == []
-    *_, path = segment_paths(copy).values()
+    *_, path = stored_runs.segment_paths(copy).values()
     whole = path.read_bytes()
     path.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
     for words, line in (("verify", "is damaged, and was durable"), ("show", str(copy))):
@@ -152,6 +152,25 @@ def test_verify_says_that_all_is_whole_or_where_the_damage_is(folder: Path, copy
         assert result.exit_code == ExitCode.STORAGE and line in result.stderr
         assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1
     assert f"{copy} is damaged: {path.name} byte " in call(copy, "journal verify").stderr
+
+
+def test_show_and_replay_go_on_beside_damage_that_no_start_needs(copy: Path) -> None:
+    whole, again = rows(copy, "journal show --all"), rows(copy, "journal replay")
+    lost = next(row for row in whole if row["kind"] == "delta")  # merged since, and in a snapshot
+    path = stored_runs.segment_paths(copy)[0]
+    data = bytearray(path.read_bytes())
+    data[lost["offset"] + 60] ^= 1
+    path.write_bytes(data)
+    assert verify(copy).refused == ""
+    result = call(copy, "journal show --all --json")
+    shown = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.exit_code == ExitCode.STORAGE and "farloop journal verify says" in result.stderr
+    damaged = shown.pop(whole.index(lost))
+    assert (damaged["kind"], damaged["path"], damaged["offset"]) == ("damaged", path.name, lost["offset"])
+    assert shown == [row for row in whole if row != lost]
+    assert f"{path.name} byte {lost['offset']}" in call(copy, "journal show").stdout
+    behind = rows(copy, "journal replay")
+    assert behind and behind == [row for row in again if row["where"] > "000001"]
 
 
 def test_replay_makes_the_commits_again_that_can_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +258,7 @@ def assert_starts(folder: Path, versions: Any = None) -> None:
 
 
 def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(copy: Path) -> None:
-    *_, path = segment_paths(copy).values()
+    *_, path = stored_runs.segment_paths(copy).values()
     os.truncate(path, path.stat().st_size * 9 // 10)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
@@ -253,7 +272,7 @@ def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(copy: 
 
 
 def test_salvage_says_that_it_was_interrupted_and_finishes(copy: Path) -> None:
-    paths, aside = segment_paths(copy).values(), copy / "before-salvage-1"
+    paths, aside = stored_runs.segment_paths(copy).values(), copy / "before-salvage-1"
     shutil.copytree(copy, aside / "new")
     for path in paths:
         shutil.move(path, aside / path.name)

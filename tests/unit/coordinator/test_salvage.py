@@ -16,7 +16,7 @@ from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatc
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
+from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Segments, segment_numbers, segment_path
 from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
@@ -266,7 +266,7 @@ def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_i
 def test_salvage_goes_back_to_where_everything_is_whole(stored: Stored) -> None:
     """The newest snapshots are newer than what is left of the journal: a start refuses, and those before them do."""
     files = stored.copy()
-    while refusal(PLACE, files) is None:
+    while refusal(Segments(PLACE, files)) is None:
         files.unlink(journal_of(files)[-1])
     assert isinstance(started(files), StateMismatch)
     found = salvage(PLACE, files)
@@ -309,7 +309,7 @@ def test_a_salvage_that_is_cut_short_at_any_call_is_finished_by_the_next(stored:
             assert goes_on(store, stored) == versions, "it was finished"
             return
         assert image_of(left) == before
-        assert refusal(PLACE, left) is not None
+        assert refusal(Segments(PLACE, left)) is not None
         # What `farloop journal salvage --write` does:
         aside = finish(PLACE, left) if is_unfinished(PLACE, left) else carry_out(PLACE, salvage(PLACE, left), left)
         assert logs(left, aside) == old

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -19,18 +20,18 @@ from stored_runs import GOLDEN, STORED, SUMMARY
 from farloop.coordinator.decide import records
 from farloop.coordinator.decide.records import EpochClaimed, Record, SnapshotTaken
 from farloop.coordinator.errors import JournalCorrupt, StorageFailed
+from farloop.coordinator.storage import segment
 from farloop.coordinator.storage.segment import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     Attachment,
     Scan,
+    Segments,
     read_attachment,
-    read_segments,
     record_header,
     scan_segment,
     segment_header,
     segment_path,
-    segment_paths,
 )
 
 SALT = 0x5A17_0123_4567_89AB
@@ -74,10 +75,13 @@ def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
 
 
-def scanned(directory: Path, data: bytes, *, number: int = 0, first: int = 0) -> Scan:
+def scanned(directory: Path, data: bytes, *, number: int = 0) -> Scan:
     path = segment_path(directory, number)
     path.write_bytes(data)
-    return scan_segment(path, number, first)
+    found = scan_segment(path, number)
+    if found.fault is not None:
+        raise found.fault
+    return found
 
 
 def test_a_whole_segment_gives_its_records_and_their_attachments_whatever_room_is_set_aside(tmp_path: Path) -> None:
@@ -125,6 +129,21 @@ def test_the_proof_of_durability_is_found_across_pieces(tmp_path: Path) -> None:
             scanned(tmp_path, flipped(build(items), starts(items)[1]))
 
 
+def test_a_record_that_was_half_written_when_it_was_read_and_whole_at_its_proof_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator, or the mirror of one, writes on while a standby or a command reads."""
+    path, look_ahead = segment_path(tmp_path, 0), segment._look_ahead
+
+    def write_on(*args: Any) -> Any:
+        path.write_bytes(WHOLE)
+        return look_ahead(*args)
+
+    monkeypatch.setattr(segment, "_look_ahead", write_on)
+    found = scanned(tmp_path, flipped(WHOLE, SECOND + 60))
+    assert [entry.record for entry in found.entries] == [item.record for item in THREE]
+
+
 def test_a_delta_that_looks_like_a_record_proves_nothing(tmp_path: Path) -> None:
     """A node does not know the salt; with it, the same bytes would be a proof."""
 
@@ -163,7 +182,7 @@ UNKNOWN = record_header(99, b"\x80", b"", sequence=3, durable=0, salt=SALT) + b"
         (WHOLE[:SECOND] + WHOLE[THIRD:], {}, "record 2 is in the place of 1"),
         (WHOLE[:8] + b"\2" + WHOLE[9:], {}, "format version 2 is unknown"),
         (WHOLE, {"number": 1}, "under the name of segment 1"),
-        (WHOLE, {"first": 5}, "goes on at record 0, not 5"),
+        (build(THREE, first=5), {}, "goes on at record 5, not 0"),
     ],
 )
 def test_what_is_whole_and_wrong_is_never_cut(tmp_path: Path, data: bytes, place: dict[str, int], words: str) -> None:
@@ -181,7 +200,9 @@ def test_a_header_that_is_cut_or_flipped_anywhere_is_refused(tmp_path: Path) -> 
 def laid_out(directory: Path, segments: dict[int, bytes]) -> list[Scan]:
     for number, data in segments.items():
         segment_path(directory, number).write_bytes(data)
-    return read_segments(directory)
+    segments = Segments(directory)
+    assert segments.entries is not None
+    return [segments.scan(number) for number in segments.numbers]
 
 
 def test_segments_follow_each_other_also_where_the_oldest_were_pruned(tmp_path: Path) -> None:
@@ -191,7 +212,7 @@ def test_segments_follow_each_other_also_where_the_oldest_were_pruned(tmp_path: 
     scans = laid_out(tmp_path, {4: pruned, 5: build(THREE, number=5, first=93)})
     assert [entry.sequence for found in scans for entry in found.entries] == list(range(90, 96))
     assert [found.next_sequence for found in scans] == [93, 96]
-    assert segment_paths(tmp_path) == {number: segment_path(tmp_path, number) for number in (4, 5)}
+    assert Segments(tmp_path).numbers == [4, 5]
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"x", WHOLE[-10:], build([*THREE, *THREE])[END:]])

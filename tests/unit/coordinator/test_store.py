@@ -14,7 +14,7 @@ import pytest
 import torch
 from disk_faults import refuse_room
 from safetensors.torch import load_file
-from stored_runs import NODES, SNAPSHOT_EVERY, adopt, begun, commit, fetch, recovered, run_rounds, spool
+from stored_runs import NODES, SNAPSHOT_EVERY, adopt, begun, commit, fetch, recovered, run_rounds, segment_paths, spool
 
 from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
@@ -27,7 +27,6 @@ from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, StateLocked, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal, claim_epoch
-from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import as_tensor, blob_bytes

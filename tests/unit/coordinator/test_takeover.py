@@ -18,7 +18,6 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import Lock, OsFiles
 from farloop.coordinator.storage.journal import Claim, Journal, claim_epoch
-from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 
@@ -102,7 +101,7 @@ def test_a_journal_that_changes_during_every_read_is_not_said_to_be_locked(tmp_p
     stored_runs.begun(tmp_path, spec).close()
 
     def meanwhile(_: RunSpec) -> None:
-        with segment_paths(tmp_path)[0].open("ab") as journal:
+        with stored_runs.segment_paths(tmp_path)[0].open("ab") as journal:
             journal.write(b"a record that")
 
     with pytest.raises(FolderChanged, match=r"another process wrote to its journal during each of 3 reads;"):
@@ -119,7 +118,7 @@ def test_a_record_that_is_not_equal_to_itself_keeps_no_start_out(tmp_path: Path,
         again = stored_runs.recovered(store.directory)
         assert again.ledger.epoch == epoch and math.isnan(again.ledger.evaluations[0].position)
         again.close()
-    assert len(segment_paths(store.directory)) > 1
+    assert len(stored_runs.segment_paths(store.directory)) > 1
     whole_at(store.directory, [4, 4])
 
 
@@ -152,7 +151,7 @@ def test_who_finds_its_lock_gone_stops(first: Store) -> None:
 @pytest.mark.parametrize("change", ["cut", "longer", "replaced", "gone"])
 def test_who_finds_its_journal_changed_stops(tmp_path: Path, spec: RunSpec, change: str) -> None:
     store = stored_runs.begun(tmp_path / "state", spec)
-    (path,) = segment_paths(store.directory).values()
+    (path,) = stored_runs.segment_paths(store.directory).values()
     data = path.read_bytes()
     if change in ("replaced", "gone"):
         path.unlink()
@@ -229,7 +228,7 @@ def test_a_folder_whose_journal_was_deleted_is_refused_and_says_what_can_be_done
     store = stored_runs.begun(tmp_path / "state", spec)
     stored_runs.run_rounds(store, rounds)
     store.close()
-    for path in segment_paths(store.directory).values():
+    for path in stored_runs.segment_paths(store.directory).values():
         path.unlink()
     before = image(store.directory)
     for start in (lambda: Store.recover(store.directory), lambda: stored_runs.begun(store.directory, spec)):
@@ -246,7 +245,7 @@ def test_an_empty_journal_is_refused_where_a_snapshot_says_otherwise(
     stored_runs.run_rounds(store, 7)
     stored_runs.commit(store, 0)  # a snapshot of one fragment only, so the journal is still one segment
     store.close()
-    (path,) = segment_paths(store.directory).values()
+    (path,) = stored_runs.segment_paths(store.directory).values()
     os.truncate(path, 60)
     with pytest.raises(StateMismatch, match="no record of a journal"):
         Store.recover(store.directory)

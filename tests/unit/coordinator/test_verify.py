@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import stored_runs
-from stored_runs import SNAPSHOT_EVERY
+from stored_runs import SNAPSHOT_EVERY, segment_paths
 
 from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import commits
@@ -18,7 +18,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal
-from farloop.coordinator.storage.segment import read_segments, segment_path, segment_paths
+from farloop.coordinator.storage.segment import Entry, Segments, segment_path
 from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.coordinator.storage.verify import replay, span, verify
 
@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(folder: Path) -> None:
 
 def test_a_torn_tail_is_told_from_damage(folder: Path) -> None:
     (*_, last) = segment_paths(folder).values()
-    end = read_segments(folder)[-1].end
+    end = Segments(folder).last.end
     with last.open("r+b") as file:
         file.seek(end)
         file.write(b"\x89FLR half a record")
@@ -157,6 +157,26 @@ def test_files_that_are_missing_damaged_or_do_not_fit_are_named(folder: Path) ->
     number = sorted(segment_paths(folder))[1]
     segment_path(folder, number).unlink()
     assert told(folder) == (f"journal-{number:06d}.log", "this segment of the journal is missing")
+
+
+def test_all_records_beside_damage_are_counted_and_their_snapshots_and_summaries_compared(folder: Path) -> None:
+    whole = verify(folder)
+    paths = list(segment_paths(folder).values())
+    second = next(
+        at for at in read_journal(folder) if isinstance(at, Entry) and at.where.startswith(paths[0].name[8:14])
+    )
+    flip(paths[0], second.end + 60)
+    report = verify(folder)
+    (fault,) = report.faults
+    assert fault.where == f"{paths[0].name} byte {second.end}"
+    assert report.records == whole.records - 1 and report.versions == whole.versions and not report.refused
+
+
+def test_a_damaged_snapshot_is_not_missing_as_well(folder: Path) -> None:
+    newest = max(snapshots.versions_of(folder, 1))
+    flip(snapshots.snapshot_path(folder, 1, newest), -1)
+    faults = [(fault.where, fault.what) for fault in verify(folder).faults]
+    assert faults == [(f"snapshots/f1-v{newest}.safetensors", "its content does not match its checksum")]
 
 
 def a_commit_again(folder: Path) -> rec.Record:

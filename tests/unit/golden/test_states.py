@@ -26,7 +26,7 @@ import pytest
 
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.segment import Entry, read_all
+from farloop.coordinator.storage.segment import Entry, Segments
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
@@ -54,8 +54,7 @@ def unpacked(folder: Path) -> Path:
 
 
 def records_of(directory: Path, files: Files = DISK) -> list[rec.Record]:
-    _, items = read_all(directory, files)
-    return [item.record for item in items if isinstance(item, Entry)]
+    return [item.record for item in Segments(directory, files).items() if isinstance(item, Entry)]
 
 
 def kinds_of(directory: Path, files: Files = DISK) -> set[str]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.storage.segment import read_segments, record_header, segment_header
+from farloop.coordinator.storage.segment import Segments, record_header, segment_header
 from farloop.lab.chaos import journal_referee
 from farloop.lab.chaos.journal_referee import Tail, Unreadable, read_journal
 
@@ -42,7 +42,7 @@ def segment(folder: Path, number: int, first: int, *bodies: Body, durable: int |
 
 def test_it_finds_what_the_coordinators_reader_finds() -> None:
     expected: dict[tuple[int, int], str] = {}
-    for entry in (entry for scan in read_segments(GOLDEN) for entry in scan.entries):
+    for entry in Segments(GOLDEN).entries:
         match entry.record:
             case rec.RunStarted(spec=spec):
                 expected |= {(f, 0): f"{digest:016x}" for f, digest in enumerate(spec.identity.anchor_digests)}
