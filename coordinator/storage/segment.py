@@ -312,7 +312,7 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
                         torn_bytes = ahead.used - offset
                         break
                     if offset != doubted:  # it may have been half written when it was read, and is whole by now
-                        doubted = offset
+                        doubted, size = offset, opened.identity()[2]
                         continue
                 items.append(Gap(fault=fault or JournalCorrupt(path, offset, _damage(sequence, ahead))))
                 if ahead.following is None:

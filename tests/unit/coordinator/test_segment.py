@@ -129,8 +129,9 @@ def test_the_proof_of_durability_is_found_across_pieces(tmp_path: Path) -> None:
             scanned(tmp_path, flipped(build(items), starts(items)[1]))
 
 
+@pytest.mark.parametrize("read", [flipped(WHOLE, SECOND + 60), WHOLE[: SECOND + 60]])
 def test_a_record_that_was_half_written_when_it_was_read_and_whole_at_its_proof_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator, or the mirror of one, writes on while a standby or a command reads."""
     path, look_ahead = segment_path(tmp_path, 0), segment._look_ahead
@@ -140,7 +141,7 @@ def test_a_record_that_was_half_written_when_it_was_read_and_whole_at_its_proof_
         return look_ahead(*args)
 
     monkeypatch.setattr(segment, "_look_ahead", write_on)
-    found = scanned(tmp_path, flipped(WHOLE, SECOND + 60))
+    found = scanned(tmp_path, read)
     assert [entry.record for entry in found.entries] == [item.record for item in THREE]
 
 
