@@ -255,7 +255,14 @@ def open_run(
 
     store = _once_there_is_room(
         lambda: Store.recover(
-            directory, accept=the_planned_one, rewind=rewind, place=place, files=files, follower=follower, adopt=adopt
+            directory,
+            accept=the_planned_one,
+            rewind=rewind,
+            place=place,
+            files=files,
+            follower=follower,
+            adopt=adopt,
+            first=lambda: plan.anchors,
         )
     )
     if store is None and rewind:

@@ -40,6 +40,7 @@ from farloop.coordinator.storage.segment import (
     segment_numbers,
 )
 from farloop.coordinator.storage.state_reader import journal_folder, ledger_of, steadily
+from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
 
 # --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
@@ -203,6 +204,7 @@ _READERS = 4  # snapshots that are read at a time
 
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
+First = Callable[[], Sequence[Tensor]]  # draws or reads the anchors of version 0
 
 
 def as_they_are(buffers: Buffers) -> Buffers:
@@ -233,6 +235,7 @@ class Recovery:
     older: bool = False  # ignore snapshots newer than the ledger: the journal's end was lost
     adopted: dict[int, int] = field(default_factory=dict)  # Adopted versions by fragment: they may have no snapshot
     unread: list[int] = field(default_factory=list)  # older segments that were not looked at
+    first: First | None = None
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)
     """Commits that can be repeated, by fragment and version."""
 
@@ -334,21 +337,39 @@ class Recovery:
         done = self.done.get(index, {})
         return version <= newest and all(following in done for following in range(version + 1, newest + 1))
 
-    def _load(self, index: int) -> snapshots.Snapshot | None:
-        """The newest good snapshot of a fragment. Any thread."""
-        return snapshots.load_latest(
-            self.directory,
-            index,
-            fingerprint=self.ledger.spec.identity.fingerprint(),
-            files=self.files,
-            at_most=self.ledger.versions[index] if self.older else None,
-        )
+    def _load(self, index: int) -> snapshots.Snapshot | SnapshotCorrupt | None:
+        """The newest good snapshot of a fragment, or why there is none. Any thread."""
+        try:
+            return snapshots.load_latest(
+                self.directory,
+                index,
+                fingerprint=self.ledger.spec.identity.fingerprint(),
+                files=self.files,
+                at_most=self.ledger.versions[index] if self.older else None,
+            )
+        except SnapshotCorrupt as fault:
+            return fault
 
-    def _restore(self, index: int, snapshot: snapshots.Snapshot | None, read: Read) -> Buffers:
+    def _drawn(self, index: int, fault: SnapshotCorrupt) -> snapshots.Snapshot:
+        """Version 0 as it was drawn or read when the run began, where no good snapshot is left and every commit is.
+        Raises `fault`."""
+        anchors = self.first() if self.first is not None and self.leads_on(index, 0) else ()
+        identity = self.ledger.spec.identity
+        if index >= len(anchors) or digest(anchors[index]) != identity.anchor_digests[index]:
+            raise fault
+        what = f"snapshot of fragment {index}"
+        self.alarms[what] = f"version 0 was made anew from the run's settings: {fault}"
+        _log.warning("alarm what=%r why=%r", what, self.alarms[what])
+        first = Buffers.begin(anchors[index], self.ledger.spec.terms)
+        return snapshots.of_buffers(identity.fingerprint(), index, first)
+
+    def _restore(self, index: int, snapshot: snapshots.Snapshot | SnapshotCorrupt | None, read: Read) -> Buffers:
         """The fragment's buffers: its newest good snapshot, then every later commit."""
         newest = self.ledger.versions[index]
         if snapshot is None:
             raise Inconsistent(self.directory, f"there is no snapshot of fragment {index}")
+        if isinstance(snapshot, SnapshotCorrupt):
+            snapshot = self._drawn(index, snapshot)
         if snapshot.version < self.adopted.get(index, 0):  # it died before there was one
             buffers = fetched(self.directory, self.ledger, self.attachments, index, self.adopted[index], read)
         else:
@@ -396,7 +417,14 @@ def passed_over(fault: StorageError) -> str:
     return why
 
 
-def recovered(segments: Segments, read: Read, place: Place = as_they_are, *, everything: bool = False) -> Recovery:
+def recovered(
+    segments: Segments,
+    read: Read,
+    place: Place = as_they_are,
+    *,
+    everything: bool = False,
+    first: First | None = None,
+) -> Recovery:
     """The state of a folder, from as much of its journal as that needs, or from `everything`.
 
     Raises:
@@ -409,7 +437,7 @@ def recovered(segments: Segments, read: Read, place: Place = as_they_are, *, eve
     while numbers and not any(isinstance(item, Entry) and item.begins_a_journal for item in items):
         items[:0] = segments.items_of(numbers.pop())
     recovery = Recovery.begin(directory, items, files)
-    recovery.unread = numbers
+    recovery.unread, recovery.first = numbers, first
     for item in items:
         recovery.take(item)
     saved = [

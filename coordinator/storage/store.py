@@ -29,6 +29,7 @@ from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.journal import SEGMENT_BYTES, Claim, Journal, claim_epoch
 from farloop.coordinator.storage.recovery import (
     Attachments,
+    First,
     Place,
     Recovery,
     UpdateSource,
@@ -166,6 +167,7 @@ class Store:
         place: Place = as_they_are,
         follower: Follower | None = None,
         adopt: bool = False,
+        first: First | None = None,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
@@ -175,6 +177,7 @@ class Store:
         `place` puts buffers where they are kept.
         `follower` has the state in memory, so that nothing is read.
         `adopt`: read all, also anchors of nodes that an earlier start fetched.
+        `first` draws or reads version 0, for a fragment whose only snapshots are damaged.
         `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol, Fencing).
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
@@ -191,7 +194,7 @@ class Store:
                     refuse_a_lost_journal(directory, files)
                     journal.close()
                     return None
-                recovery = recovered(found, journal.whole, place, everything=adopt)
+                recovery = recovered(found, journal.whole, place, everything=adopt, first=first)
                 store = cls._of(directory, journal, recovery, files, place)
                 accept(store.ledger.spec)
                 seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch

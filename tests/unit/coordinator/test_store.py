@@ -24,7 +24,7 @@ from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
-from farloop.coordinator.errors import DiskFull, Fenced, StateLocked, StateMismatch
+from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.snapshots import snapshot_path
@@ -192,6 +192,21 @@ def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm(tmp_path: Path
     commit(store, 0)
     assert store.ledger.versions == [10]
     store.close()
+
+
+def test_version_0_is_made_again_where_its_only_snapshot_is_damaged_and_the_run_knows_how(store: Store) -> None:
+    first = [buffers.anchor.clone() for buffers in store.buffers]
+    run_rounds(store, 2)
+    before = image(store.buffers[0])
+    store.close()
+    path = snapshot_path(store.directory, 0, 0)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for others in (None, lambda: [anchor + 1 for anchor in first], lambda: first[:0]):
+        with pytest.raises(SnapshotCorrupt):
+            recovered(store.directory, first=others)
+    again = recovered(store.directory, first=lambda: first)
+    assert image(again.buffers[0]) == before and again.alarms.keys() == {"snapshot of fragment 0"}
+    again.close()
 
 
 def only_an_epoch(place: Path) -> None:
