@@ -128,11 +128,15 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
         return
     metrics = StandbyMetrics()
 
+    def has_state() -> bool:
+        return contender.following is not None and contender.following.in_memory
+
     def text() -> str:
         client, leader = contender.client, contender.leader
         if client is None or leader is None:
             return f"{contender.name} begins to stand by"
-        state = "in sync" if client.is_in_sync else client.failed or "not in sync"
+        in_memory = ", and in memory" if has_state() else ""
+        state = f"in sync{in_memory}" if client.is_in_sync else client.failed or "not in sync"
         silence_s = time.monotonic() - client.heard_at
         return f"{contender.name} stands by for {leader.leader}: {state}, {silence_s:.0f} s since it was heard of"
 
@@ -142,9 +146,12 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
     def figures() -> Response:
         client, now = contender.client, time.monotonic()
         if client is None:
-            body = metrics.exposition(in_sync=False, silence_s=0.0, taken=0)
+            body = metrics.exposition(in_sync=False, in_memory=False, silence_s=0.0, taken=0)
         else:
-            body = metrics.exposition(in_sync=client.is_in_sync, silence_s=now - client.heard_at, taken=client.taken)
+            silence_s = now - client.heard_at
+            body = metrics.exposition(
+                in_sync=client.is_in_sync, in_memory=has_state(), silence_s=silence_s, taken=client.taken
+            )
         return Response(content_type=metrics.content_type, body=body)
 
     routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), METRICS: figures}

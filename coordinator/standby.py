@@ -38,6 +38,8 @@ class Contender:
         """The record, as last read."""
         self.client: MirrorClient | None = None
         """While this process stands by."""
+        self.following: Following | None = None
+        """Likewise, where it keeps the state in memory."""
         self.follower: Follower | None = None
         """The state in memory, once it leads and could follow."""
         self._asked_at = float("-inf")
@@ -128,11 +130,12 @@ class Contender:
         try:
             client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
             self.client = client
-            following = Following(self._root, self._place, lambda: client.whole) if self._config.follow else None
+            if self._config.follow:
+                self.following = Following(self._root, self._place, lambda: client.whole)
             try:
                 client.run(over)
             finally:
-                self.follower = following.stop() if following else None
+                self.follower = self.following.stop() if self.following else None
         finally:
             self.client = None
             lock.close()

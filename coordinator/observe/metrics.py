@@ -367,14 +367,18 @@ class StandbyMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._in_sync = Gauge("farloop_standby_in_sync", "1: has all that the leader told.", registry=self._registry)
+        self._in_memory = Gauge(
+            "farloop_standby_in_memory", "1: repeats each commit, and leads without reading.", registry=self._registry
+        )
         self._silence = Gauge(
             "farloop_standby_silence_seconds", "Since the leader was heard of.", registry=self._registry
         )
         self._taken = Gauge("farloop_standby_taken_bytes", "Written since it joined.", registry=self._registry)
 
-    def exposition(self, *, in_sync: bool, silence_s: float, taken: int) -> bytes:
+    def exposition(self, *, in_sync: bool, in_memory: bool, silence_s: float, taken: int) -> bytes:
         """The text that Prometheus scrapes."""
         self._in_sync.set(in_sync)
+        self._in_memory.set(in_memory)
         self._silence.set(silence_s)
         self._taken.set(taken)
         text: bytes = generate_latest(self._registry)

@@ -104,6 +104,11 @@ class Following:
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
         self._thread.start()
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether it has the state. Any thread."""
+        return self._follower is not None
+
     def stop(self) -> Follower | None:
         """End the thread. The follower, with all that the folder has, if it could follow."""
         self._over.set()

@@ -7,7 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +19,10 @@ from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.sources import dump_toml
 from farloop.lab.chaos.record_server import RecordServer, serving
 from farloop.lab.chaos.wide_node import TENSORS, weights
-from farloop.local.processes import Children, free_port, page
+from farloop.local.processes import PAGE_TIMEOUT_S, Children, free_port, page
 from farloop.local.relay import Link, Relay, RelayThread
+from farloop.monitoring.endpoint import HEALTH
+from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import Status
 
 FAULTS: Final = (
@@ -321,8 +323,14 @@ class PairStorm:
         return status
 
     def _in_sync(self) -> bool:
+        """Whether the standby has all, on its disk and in memory."""
         status = self._status(self._leader)
-        return status is not None and bool(status.get("standby", {}).get("in_sync"))
+        if status is None or not status.get("standby", {}).get("in_sync"):
+            return False
+        url = f"http://127.0.0.1:{self._ports[self._standby][1]}{HEALTH}"
+        with suppress(OSError), open_page(url, PAGE_TIMEOUT_S) as answer:
+            return b"in sync, and in memory" in answer.read()
+        return False
 
     def _rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -116,6 +116,9 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed_again_and_again(new_r
         code, text = page_of(pair, standby, "/healthz")
         assert code == 200 and f"{standby} stands by for {leader}: in sync" in text
         assert "farloop_standby_in_sync 1.0" in page_of(pair, standby, "/metrics")[1]
+        run.until(
+            "it has the state in memory", lambda _, at=standby: "in_memory 1.0" in page_of(pair, at, "/metrics")[1]
+        )
         before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
         pair.daemons[leader].kill()
         pair.goes_on_at(standby, before)

@@ -40,7 +40,7 @@ def shown_by_the_daemons() -> set[str]:
     coordinator = Metrics()
     coordinator.scored(1.0)
     names: set[str] = set()
-    standby = StandbyMetrics().exposition(in_sync=True, silence_s=0.0, taken=0)
+    standby = StandbyMetrics().exposition(in_sync=True, in_memory=True, silence_s=0.0, taken=0)
     for text in (node.exposition(), coordinator.exposition(), standby):
         for family in text_string_to_metric_families(text.decode()):
             match family.type:
