@@ -40,7 +40,7 @@ def main() -> int:
                 ends = time.monotonic() + _STEP_S
                 with torch.no_grad():
                     for tensor in model.values():
-                        rows = torch.randint(len(tensor), (_ROWS,), device="cpu")
+                        rows = torch.randint(len(tensor), (_ROWS,), dtype=torch.int64, device="cpu")
                         tensor[rows] += 1e-3 * torch.randn(_ROWS, _COLUMNS, dtype=torch.float32, device="cpu")
                 model["w00"].grad = still
                 node.step(loss=1.0, tokens=1)
