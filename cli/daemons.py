@@ -27,7 +27,7 @@ from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.leadership import Leadership, Unusable, term_store
 from farloop.coordinator.net.zmq_mirror import MirrorServer
-from farloop.coordinator.net.zmq_router import BindError
+from farloop.coordinator.net.zmq_router import BindError, check_bind
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender, has_run
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
@@ -108,6 +108,7 @@ def run_coordinator(
                 if restore_from and adopt_patience_s is None:
                     adopt_patience_s = PATIENCE_S
             mirror = Mirror(config.state_dir, leadership)
+        _bound(lambda: check_bind(config.bind))  # before the state folder is touched
         bulk = _noted_objects(file, plan, DISK if mirror is None else MirroredFiles(mirror))
         if restore_from:
             restored(config.state_dir, plan, restore_from)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from farloop.cli.options import STATE, AsJson, Commands, StateFolder, facts
+from farloop.cli.options import STATE, AsJson, Commands, facts
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import plural, size_text
@@ -21,15 +21,27 @@ if TYPE_CHECKING:
 
 journal_app = Commands("Read a coordinator's state folder, running or not; only salvage --write changes it.")
 
+Folder = Annotated[Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --state DIR.")]
+State = Annotated[
+    Path | None, typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir.")
+]
 OneFragment = Annotated[int | None, typer.Option(metavar="N", show_default=False, help="Only this fragment.")]
 
+_VERSIONS = re.compile(r"(\d*):(\d*)|(\d+)", re.ASCII)
 _STYLES = {"commit": "bold green", "delta": "cyan", "drop": "yellow", "leave": "red", "epoch": "magenta",
            "begin": "magenta", "finish": "bold green", "start": "blue"}  # fmt: skip
 
 
+def _folder(folder: Path | None, state: Path | None) -> Path:
+    if folder is not None and state is not None:
+        raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
+    return folder or state or STATE
+
+
 @journal_app.command("show")
 def show_journal(
-    state: StateFolder = STATE,
+    folder: Folder = None,
+    state: State = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(metavar="KIND", show_default=False, help="commit, delta, drop, leave, …; repeatable."),
@@ -61,6 +73,7 @@ def show_journal(
         )
 
     console = Console(highlight=False)
+    state = _folder(folder, state)
     found = read_journal(state)
     entries, damage = [at for at in found if isinstance(at, Entry)], [at for at in found if isinstance(at, Gap)]
     following = entries[-1].sequence + 1 if entries else 0
@@ -129,16 +142,16 @@ def _damaged(gap: "Gap") -> dict[str, object]:
 
 
 @journal_app.command("verify")
-def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
+def verify_journal(folder: Folder = None, state: State = None, as_json: AsJson = False) -> None:
     """Check everything in the folder against its digests and for consistency; exits with 6 if it is damaged.
 
-    Example: farloop journal verify --state state
+    Example: farloop journal verify state
     """
     from dataclasses import asdict
 
     from farloop.coordinator.storage.files import state_folder
 
-    state_folder(state)
+    state = state_folder(_folder(folder, state))
     from farloop.coordinator.storage.verify import verify
 
     report = verify(state)
@@ -173,12 +186,8 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
 
 @journal_app.command("salvage")
 def salvage_journal(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --state DIR.")
-    ] = None,
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir.")
-    ] = None,
+    folder: Folder = None,
+    state: State = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write it; move the old files into DIR/before-salvage-N.")
     ] = False,
@@ -189,13 +198,11 @@ def salvage_journal(
     Changes nothing without --write. Stop the coordinator first: the folder of one at work is refused. Exits with 6 if
     no consistent state is left.
 
-    Example: farloop journal salvage --state state --write
+    Example: farloop journal salvage state --write
     """
     from farloop.coordinator.storage.files import state_folder
 
-    if folder is not None and state is not None:
-        raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
-    directory = state_folder(folder or state or STATE)
+    directory = state_folder(_folder(folder, state))
     from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
     from farloop.coordinator.storage.state_reader import journal_folder
 
@@ -244,10 +251,11 @@ def _versions(versions: Sequence[int]) -> str:
 
 @journal_app.command("replay")
 def replay_journal(
-    versions: Annotated[
-        str, typer.Argument(metavar="[FROM:TO]", show_default="all available", help="Versions, e.g. 800:812.")
-    ] = ":",
-    state: StateFolder = STATE,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DIR] [FROM:TO]", show_default="state, all", help="Folder; versions, e.g. 800:812."),
+    ] = None,
+    state: State = None,
     fragment: OneFragment = None,
     as_json: AsJson = False,
 ) -> None:
@@ -255,17 +263,23 @@ def replay_journal(
 
     Replay starts at a snapshot: the oldest version that it can repeat is the one after the oldest snapshot.
 
-    Example: farloop journal replay 800:812 --fragment 0
+    Example: farloop journal replay state 800:812 --fragment 0
     """
     from farloop.coordinator.storage.files import state_folder
 
-    state_folder(state)
+    folder, versions = None, ":"
+    for word in words or ():
+        if folder is None and not _VERSIONS.fullmatch(word) and ("/" in word or Path(word).is_dir()):
+            folder = Path(word)
+        else:
+            versions = word
+    directory = state_folder(_folder(folder, state))
     from farloop.coordinator.storage.state_reader import read_journal, steadily
     from farloop.coordinator.storage.verify import replay, span
 
     def read_results() -> "list[ReplayResult]":
-        items = read_journal(state)
-        return list(replay(state, items, _wanted(versions, fragment, span(state, items))))
+        items = read_journal(directory)
+        return list(replay(directory, items, _wanted(versions, fragment, span(directory, items))))
 
     results = steadily(read_results)
     console = Console(highlight=False)
@@ -275,14 +289,14 @@ def replay_journal(
     else:
         _print_replayed(results, console)
     if first := next((replayed for replayed in results if not replayed.same), None):
-        raise CommandError(f"{state}: f{first.fragment}:{first.version} {_difference(first)}", ExitCode.STORAGE)
+        raise CommandError(f"{directory}: f{first.fragment}:{first.version} {_difference(first)}", ExitCode.STORAGE)
     if not as_json:
         console.print(Text(f"{plural(len(results), 'commit')} made again: bit for bit the same", style="bold green"))
 
 
 def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
     """From and to, by fragment; an open end is as far as possible."""
-    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", versions, re.ASCII)
+    found = _VERSIONS.fullmatch(versions)
     if found is None:
         raise CommandError(f"{versions}: expected FROM:TO, as 800:812, 812 or : for all that can be made again")
     if fragment is not None and fragment not in spans:

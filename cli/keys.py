@@ -11,7 +11,7 @@ import typer
 
 from farloop.cli.options import Commands
 from farloop.config.exit_codes import CommandError, cannot_write
-from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
+from farloop.wire.keys import KeyFileError, check_name, fingerprint, key_files, load_public
 
 keys_app = Commands("Create keys for encrypted links and manage the allow list.")
 
@@ -82,14 +82,14 @@ def revoke_key(
 
 @keys_app.command("list")
 def list_keys(allow: AllowFolder = ALLOWED) -> None:
-    """List the admitted nodes: one name and public key per line. Exits with 2 if a file cannot be used.
+    """List the admitted nodes: name and fingerprint of the key, one per line. Exits with 2 if a file cannot be used.
 
     Example: farloop keys list --allow allowed
     """
     found = listed(allow)
     width = max((len(name) for name, _, _ in found), default=0)
     for name, words, good in found:
-        typer.echo(f"{name:<{width}}  {words if good else f'unusable: {words}'}")
+        typer.echo(f"{name:<{width}}  {fingerprint(words.encode()) if good else f'unusable: {words}'}")
     if not found:
         typer.echo(f"no node is admitted: {allow} holds no .pub file")
     if bad := [name for name, _, good in found if not good]:

@@ -378,17 +378,19 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bo
     Raises:
         CommandError: the flags contradict each other.
     """
-    from farloop.coordinator.decide.adoption import PATIENCE_S
-
     if wanted and rewind:
         raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
     if newest and not wanted:
         raise CommandError("--adopt-newest needs --adopt-from-nodes: give both")
     if patience_s is not None and not wanted:
         raise CommandError("--adopt-patience needs --adopt-from-nodes: give both")
+    if not wanted:
+        return None
+    from farloop.coordinator.decide.adoption import PATIENCE_S
+
     if patience_s is not None and not 0 < patience_s < math.inf:
         raise CommandError(f"--adopt-patience {patience_s:g}: expected more than 0 seconds, as {PATIENCE_S:g}")
-    return None if not wanted else PATIENCE_S if patience_s is None else patience_s
+    return PATIENCE_S if patience_s is None else patience_s
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -468,7 +470,7 @@ def explain(
 @app.command(rich_help_panel=INSPECT)
 def status(
     url: PagesUrl = PAGES,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the coordinator ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends, over restarts.")] = False,
     network: Annotated[bool, typer.Option("--network", help="Show machines and measured links instead.")] = False,
     state: Annotated[
         Path | None,

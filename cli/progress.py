@@ -7,8 +7,9 @@ import math
 from collections import deque
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from farloop.cli.status_view import draw, fitting
 from farloop.monitoring.status import NodeStatus, Status
@@ -35,15 +36,22 @@ class Display:
         self._pace = Pace()
         self._shown: tuple[RunView | None, float] = (None, math.inf)
         self._lines = PlainLines()
+        self._waits_for = ""
         self._live = self._start_live() if _can_paint(console) else None
 
     def update(self, status: Status, *, last: bool = False) -> None:
         """Take in a new status. The last one of a run is a line in any case."""
         view, eta_s = view_of(status), self._pace.update(status)
-        self._shown = (view, eta_s)
+        self._shown, self._waits_for = (view, eta_s), ""
         if self._live is None:
             for line in self._lines.update(view, eta_s, last=last):
                 self._console.print(line, markup=False, soft_wrap=True)
+
+    def wait(self, why: str) -> None:
+        """Nothing new is known, and why: said once, and beside the last status until there is a new one."""
+        if self._live is None and not self._waits_for:
+            self._console.print(why, markup=False, soft_wrap=True)
+        self._waits_for = why
 
     def close(self) -> None:
         """Leave the last picture standing and give the terminal back."""
@@ -64,8 +72,9 @@ class Display:
     def _picture(self) -> RenderableType:
         view, eta_s = self._shown
         width, height = self._console.size
-        room = fitting(view, width=width, height=height)
-        return draw(view, width=width, link=self._link, eta_s=eta_s, **room)
+        room = fitting(view, width=width, height=height - bool(self._waits_for))
+        drawn = draw(view, width=width, link=self._link, eta_s=eta_s, **room)
+        return Group(Text(self._waits_for, "bold yellow"), drawn) if self._waits_for else drawn
 
 
 class Pace:

@@ -127,24 +127,22 @@ def show_network(status: Status, console: Console) -> None:
 
 
 def watch(url: str, state: Path | None, console: Console) -> None:
-    """Show the status of the coordinator at `url`, or on the folder `state`, until it ends, or Ctrl-C."""
+    """Show the status of the coordinator at `url`, or on the folder `state`, until its run ends, or Ctrl-C."""
     status = cleaned(fetch(url) if state is None else saved(state))
     from farloop.cli.progress import Display
 
     with Display(console) as display:
+        display.update(status)
         while True:
-            display.update(status)
             time.sleep(POLL_S)
+            found, why = None, f"no coordinator runs on {state}"
             try:
                 found = fetch(url) if state is None else asked(state)
-            except CommandError:
-                if status["run"]["state"] == "finished":
-                    return
-                raise
+            except CommandError as error:
+                why = str(error).partition(";")[0]
             if found is not None:
-                status = cleaned(found)
+                display.update(status := cleaned(found))
                 continue
             if (kept := (state and saved_status(state)) or status)["run"]["state"] == "finished":
                 return display.update(cleaned(kept), last=True)
-            said = f"no coordinator runs on {state}: farloop status --state {state} shows what the last one told"
-            raise CommandError(said, ExitCode.UNREACHABLE)
+            display.wait(f"{why}; waiting for it to start again (Ctrl-C ends this)")

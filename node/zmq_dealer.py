@@ -112,9 +112,10 @@ for a bulk lane that died alone, behind a firewall that forgot it."""
 
 ANSWER_S: Final = 2.0  # how long an address of several is given to take a connection
 
-HANGS_UP = (
-    "it hangs up: encryption may be on at one end only, or server_key another coordinator's; check that the node's "
-    "server_key holds the .pub that belongs to the coordinator's key, and that both ends have keys or neither has"
+ONE_END_ENCRYPTS = "it hangs up: encryption is on at one end only; give both ends keys, or neither"
+WRONG_SERVER_KEY = (  # or a coordinator without keys, whose hanging up may look the same
+    "it hangs up: wrong server_key, or the coordinator has no keys; the node's server_key must hold the .pub that "
+    "belongs to the coordinator's key"
 )
 
 
@@ -411,7 +412,7 @@ class ZmqConnection:
             told = await recv_monitor_message(lane.monitor)
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
-                    why = HANGS_UP
+                    why = WRONG_SERVER_KEY if self._ends[0].key else ONE_END_ENCRYPTS
                     lane.connection = (told["value"], end_of(told["value"])[0])
                     if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)
@@ -421,6 +422,8 @@ class ZmqConnection:
                     self._dialer.unreachable.discard(self._ends[0].address)
                     if not self._closed:
                         self._listener.on_connected(lane.number)
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if told["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                    why = ONE_END_ENCRYPTS
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     why, key_refused = Reason.WRONG_KEY.sentence, True
                     break

@@ -5,6 +5,7 @@ The allow-list is a directory of `NAME.pub` files: the file's name is the node's
 """
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -30,6 +31,11 @@ def check_name(name: str) -> NodeId:
             f"{name!r} is not a node name: letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
         )
     return NodeId(name)
+
+
+def fingerprint(public_key: bytes) -> str:
+    """A public key's short name, for logs and lists."""
+    return f"sha256:{hashlib.sha256(public_key).hexdigest()[:16]}"
 
 
 def load_secret(path: Path) -> bytes:

@@ -25,10 +25,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
 from farloop.monitoring import descriptors
-from farloop.monitoring.addresses import network_of, parse_tcp, plain_host, resolved
+from farloop.monitoring.addresses import bound_socket, network_of, parse_tcp, plain_host, resolved
 from farloop.monitoring.tcp_connection import choose_congestion, end_of, hang_up
 from farloop.runtime.ports import Buffer, Route, RouterListener, Sent
-from farloop.wire.keys import AllowList, KeyFileError, load_secret
+from farloop.wire.keys import AllowList, KeyFileError, fingerprint, load_secret
 from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class BindError(OSError):
             super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
 
 
+def check_bind(endpoint: str) -> None:
+    """Raises BindError where the endpoint cannot be bound now."""
+    try:
+        bound_socket(parse_tcp(endpoint, listens=True)).close()
+    except OSError as error:
+        raise BindError(endpoint, error) from error
+
+
 class _Accepts(Protocol):
     """Decides which keys may connect."""
 
@@ -112,7 +120,7 @@ class ZmqRouter:
             key, allow: secret key of the coordinator, and folder of the nodes' public keys. They switch CURVE on;
                 without them frames travel in the clear.
             congestion: congestion control of the connections; the system's if empty.
-            turned_away: called with the reason and the key or address of every peer that is rejected.
+            turned_away: called with the reason and the key's fingerprint or the address of every peer that is rejected.
 
         Raises:
             KeyFileError: a key file cannot be used.
@@ -175,7 +183,7 @@ class ZmqRouter:
         assert self._allow is not None
         owner = self._allow.owner(key)
         if owner is None:
-            self._turned_away(Reason.WRONG_KEY, key.decode())
+            self._turned_away(Reason.WRONG_KEY, fingerprint(key))
         return owner is not None
 
     def listen(self, listener: RouterListener) -> None:

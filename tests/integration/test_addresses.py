@@ -170,7 +170,9 @@ def test_a_trial_sends_bytes_both_ways_and_names_a_key_that_is_not_known(tmp_pat
             assert tried(num_bytes, coordinator=endpoint, key=known, server_key=server_pub) == ""
         assert there.turned_away == [] and there.heard.empty()
         assert "allow-list" in tried(0, coordinator=endpoint, key=stranger, server_key=server_pub)
-        assert "hangs up" in tried(0, coordinator=endpoint)
+        assert "encryption is on at one end only" in tried(0, coordinator=endpoint)
+        _, other_pub = key_files(tmp_path / "other", "coordinator")
+        assert "wrong server_key" in tried(0, coordinator=endpoint, key=known, server_key=other_pub)
     assert "is the coordinator running" in tried(0, coordinator=endpoint)
 
 

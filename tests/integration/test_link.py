@@ -38,6 +38,7 @@ from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.frames import BulkFrame, lane_hello
+from farloop.wire.keys import fingerprint, load_public
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
 
@@ -502,16 +503,17 @@ def test_a_key_on_the_allow_list_comes_in_and_another_is_refused_for_good(endpoi
     """U: the owner of the key, not a claimed name; no endless knocking at a closed door."""
     server_key, server_pub = key_files(tmp_path / "server", "coordinator")
     known, known_pub = key_files(tmp_path / "keys", "a")
-    stranger, _ = key_files(tmp_path / "keys", "b")
+    stranger, stranger_pub = key_files(tmp_path / "keys", "b")
     (tmp_path / "allow").mkdir()
     (tmp_path / "allow" / "a.pub").write_bytes(known_pub.read_bytes())
-    with station(endpoint, key=server_key, allow=tmp_path / "allow"):
+    with station(endpoint, key=server_key, allow=tmp_path / "allow") as there:
         with linked(LinkConfig(coordinator=endpoint, key=known, server_key=server_pub)) as (_, delivered):
             wait_for(delivered, msg.Welcome)
         with linked(LinkConfig(coordinator=endpoint, key=stranger, server_key=server_pub)) as (_, delivered):
             refused = wait_for(delivered, msg.Refused)
             assert isinstance(refused, wire_ev.MessageReceived) and isinstance(refused.message, msg.Refused)
             assert refused.message.reason is Reason.WRONG_KEY and not refused.message.retriable
+            assert (Reason.WRONG_KEY, fingerprint(load_public(stranger_pub))) in there.turned_away
             wait_for(delivered, wire_ev.SessionClosed)
             with pytest.raises(queue.Empty):
                 delivered.get(timeout=1.0)
@@ -573,11 +575,11 @@ def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_pat
         with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
             closed = wait_for(delivered, wire_ev.SessionClosed)
             assert isinstance(closed, wire_ev.SessionClosed)
-            assert "encryption may be on at one end only" in closed.detail
+            assert "encryption is on at one end only" in closed.detail
         _, other_pub = key_files(tmp_path / "other", "coordinator")
         with linked(LinkConfig(coordinator=endpoint, key=node_key, server_key=other_pub)) as (_, delivered):
             closed = wait_for(delivered, wire_ev.SessionClosed)
-            assert isinstance(closed, wire_ev.SessionClosed) and "server_key another coordinator's" in closed.detail
+            assert isinstance(closed, wire_ev.SessionClosed) and "wrong server_key" in closed.detail
 
 
 def test_an_outage_is_told_of_again_once_in_a_while(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,3 +172,15 @@ def test_an_empty_copy_to_empties_the_one_of_the_file(tmp_path: Path, monkeypatc
         result = farloop("coordinator", str(tmp_path / "run.toml"), *words)
         assert not isinstance(result.exception, Exception) and not result.stderr
     assert began == [bucket, ""]
+
+
+def test_a_used_port_is_named_before_the_state_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run's journal was left behind."""
+    monkeypatch.setattr("farloop.cli.main.set_up", lambda *_, **__: None)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        bind = f"tcp://127.0.0.1:{used.getsockname()[1]}"
+        (tmp_path / "run.toml").write_text(
+            f"[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 'state'\nhttp = ''\nbind = '{bind}'\n"
+        )
+        assert f"{bind} is in use; stop the other process" in error_line("coordinator", str(tmp_path / "run.toml"))
+    assert not (tmp_path / "state").exists()

@@ -175,6 +175,9 @@ def test_show_and_replay_go_on_beside_damage_that_no_start_needs(copy: Path) -> 
 
 def test_replay_makes_the_commits_again_that_can_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "made again: bit for bit the same" in call(folder, "journal replay").stdout
+    for words in ("show DIR", "verify DIR", "replay DIR", f"replay DIR {ROUNDS}", f"replay {ROUNDS} DIR"):
+        assert farloop("journal", *words.replace("DIR", str(folder)).split()).exit_code == 0
+    assert "given twice" in error_line("journal", "verify", str(folder), "--state", str(folder))
     (again,) = rows(folder, f"journal replay {ROUNDS} --fragment 1")
     assert (again["fragment"], again["version"], again["same"]) == (1, ROUNDS, True)
     assert set(again["digests"]) == {"update", "anchor", "target", "outer state"}

@@ -7,7 +7,7 @@ from command_line import error_line, farloop
 
 from farloop.cli.keys import write_pair
 from farloop.config.exit_codes import ExitCode
-from farloop.wire.keys import AllowList, load_public, load_secret
+from farloop.wire.keys import AllowList, fingerprint, load_public, load_secret
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(allow: Path, oslo
     inode = (allow / "oslo.pub").stat().st_ino
     assert "already" in said("authorize", oslo, allow=allow) and (allow / "oslo.pub").stat().st_ino == inode
     listed = dict(line.split() for line in said("list", allow=allow).splitlines())
-    assert listed == {"lima-2": load_public(lima).decode(), "oslo": load_public(oslo).decode()}
+    assert listed == {"lima-2": fingerprint(load_public(lima)), "oslo": fingerprint(load_public(oslo))}
     allowed.refresh()
     assert allowed.keys == {"oslo": load_public(oslo), "lima-2": load_public(lima)}
     said("revoke", "oslo", allow=allow)
@@ -127,6 +127,6 @@ def test_unusable_files_and_keys_that_are_there_twice_are_listed(allow: Path, os
     listed = farloop("keys", "list", "--allow", str(allow))
     assert listed.exit_code == 2 and listed.stderr.rstrip().endswith("fixed or revoked: broken, twin")
     broken, good, twin = listed.stdout.splitlines()
-    assert "is not a key file" in broken and good.split() == ["oslo", load_public(oslo).decode()]
+    assert "is not a key file" in broken and good.split() == ["oslo", fingerprint(load_public(oslo))]
     assert "unusable: the same key as oslo's" in twin
     assert "is still admitted as twin" in refused("revoke", "oslo", allow=allow)
