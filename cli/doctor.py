@@ -15,11 +15,13 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import torch
 import typer
@@ -31,11 +33,13 @@ from farloop.config.memory import memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
 from farloop.coordinator.net.zmq_router import most_connections
+from farloop.coordinator.storage.bucket import CopyFailed
+from farloop.coordinator.storage.objects import signer
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import InventoryStatus, dumps
-from farloop.monitoring.units import count_text, rate_text, size_text
+from farloop.monitoring.units import count_text, duration_text, rate_text, size_text
 from farloop.node.data.corpus import load_corpus
 from farloop.node.data.token_file import BYTES
 from farloop.node.errors import CorpusError, NodeError, StateUnusable
@@ -45,6 +49,7 @@ from farloop.node.zmq_dealer import LinkConfig, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
+from farloop.runtime.http_objects import Client, Failed
 from farloop.runtime.version import version_of
 from farloop.wire.keys import AllowList, KeyFileError, load_publics, load_secret
 from farloop.wire.limits import MOST_LANES
@@ -259,12 +264,20 @@ DRIFT_S = 2.0  # largest difference of wall clocks without a warning
 
 
 def examine(
-    path: Path | None, *, flags: Iterable[str], environ: Mapping[str, str], url: str, root: Path = Path("/")
+    path: Path | None,
+    *,
+    flags: Iterable[str],
+    environ: Mapping[str, str],
+    url: str,
+    store: str = "",
+    root: Path = Path("/"),
 ) -> list[Finding]:
-    """Check this machine and a settings file. `root`: where /sys and /proc are."""
+    """Check this machine and a settings file. `store`: a signed URL. `root`: where /sys and /proc are."""
     tree = SysfsReader(root)
     told, allowed = read_inventory(environ, OperatorLabels(), root=root), limits(tree)
     findings = [*versions(), *devices(), monotonic_clock(), *limit_findings(allowed, told)]
+    if store:
+        findings.append(store_from_here(store))
     if path is None:
         return [*findings, *machine(told), disk(Path.cwd())]
     try:
@@ -365,6 +378,8 @@ def _run_findings(file: RunFile) -> list[Finding]:
     findings.append(port("port", parse_tcp(config.bind, listens=True), "[coordinator] bind"))
     if config.http:
         findings.append(port("http port", parse_host_port(config.http, listens=True), "[coordinator] http"))
+    if config.bulk_url:
+        findings += object_store(config.bulk_url)
     if config.key is None or config.allow is None:
         return [*findings, _no_keys(parse_tcp(config.bind, listens=True))]
     return [*findings, _tried("secret key", config.key, load_secret), _allow_list(config.allow, file.run.nodes)]
@@ -516,6 +531,58 @@ def wall_clock(url: str) -> Finding:
         fix = "training does not depend on it; to compare logs, set both clocks by NTP"
         return warn("wall clock", f"{drift:.0f} s or more from {page}", fix)
     return ok("wall clock", f"within {DRIFT_S + 1:.0f} s of {page}")
+
+
+_STORE: Final = "object store"
+_TRIAL_BYTES: Final = 1 << 16
+_LIFE: Final = "a signature fails where clocks differ by 15 minutes: set this machine's by NTP"
+
+
+def _skew(client: Client) -> str:
+    """How far the store's clock is from this machine's, if that matters."""
+    try:
+        apart_s = abs((datetime.now(UTC) - email.utils.parsedate_to_datetime(client.date)).total_seconds())
+    except (TypeError, ValueError):
+        return ""
+    return f"; its clock is {duration_text(apart_s)} from this one ({_LIFE})" if apart_s > 60.0 else ""
+
+
+def object_store(url: str) -> list[Finding]:
+    """Write, read and delete a small object as coordinator and nodes do."""
+    data, key, step = os.urandom(_TRIAL_BYTES), f"doctor/{secrets.token_hex(16)}", "open"
+    with closing(Client()) as client:
+        try:
+            sign = signer(url)
+            step = "PUT"
+            client.put(sign("PUT", key), memoryview(data))
+            client.put(sign("PUT", key), memoryview(bytes(_TRIAL_BYTES)))
+            step = "GET"
+            once = client.fetch(sign("GET", key)) == data
+            ranges = client.ask("GET", sign("GET", key), {"Range": "bytes=0-0"}, None, (200, 206)).status == 206
+            client.close()
+            step = "DELETE"
+            client.delete(sign("DELETE", key))
+        except (CopyFailed, Failed, OSError, HTTPException) as error:
+            fix = "see docs/object-store.md: credentials, the endpoint, and a policy that allows PUT, GET and DELETE"
+            return [fail(_STORE, f"{url}: {step}: {error}{_skew(client)}", fix)]
+        lacks = [*([] if ranges else ["ranges: a cut read begins anew"]), *([] if once else ["If-None-Match"])]
+        found = f"{url}: PUT, GET and DELETE by signed URLs{_skew(client)}"
+    if lacks:
+        return [warn(_STORE, f"{found}; it has no {', no '.join(lacks)}", "another store, or go on: nothing is lost")]
+    return [ok(_STORE, f"{found}. From a node: farloop doctor node.toml --store '{sign('PUT', key)}'")]
+
+
+def store_from_here(url: str) -> Finding:
+    """Write a small object by the URL that the coordinator's doctor printed."""
+    began = time.monotonic()
+    with closing(Client()) as client:
+        try:
+            client.put(url, memoryview(bytes(_TRIAL_BYTES)))
+        except Failed as error:
+            fix = "a URL lives 10 minutes: make a new one; let HTTPS out to that host, or set HTTPS_PROXY"
+            return fail(_STORE, f"{urlsplit(url).netloc}: {error}{_skew(client)}", fix)
+        took = duration_text(time.monotonic() - began)
+        return ok(_STORE, f"{urlsplit(url).netloc}: a PUT by a signed URL took {took}{_skew(client)}")
 
 
 def _no_keys(address: Address) -> Finding:

@@ -554,6 +554,9 @@ def doctor(
     ] = None,
     flags: SetFlags = None,
     url: Annotated[str, typer.Option(help="The coordinator's HTTP pages, to compare clocks.")] = "",
+    store: Annotated[
+        str, typer.Option(help="A URL that farloop doctor RUN.toml printed, to try the object store from here.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check this machine before a daemon starts: ports, keys, disk, data, devices.
@@ -564,7 +567,7 @@ def doctor(
     """
     from farloop.cli.doctor import examine, print_findings
 
-    findings = examine(file, flags=flags or [], environ=os.environ, url=url)
+    findings = examine(file, flags=flags or [], environ=os.environ, url=url, store=store)
     print_findings(findings, as_json=as_json)
     failed = any(finding.level == "fail" for finding in findings)
     raise typer.Exit(ExitCode.USAGE if failed else ExitCode.DONE)

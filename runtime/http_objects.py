@@ -76,6 +76,7 @@ class Client:
         """`pace` is called before so many bytes of a body are sent."""
         self._pace = pace
         self.sent = self.received = 0
+        self.date = ""  # of the last answer
         self._open: dict[str, _Connection] = {}  # by scheme and host
 
     def put(self, url: str, data: memoryview) -> None:
@@ -155,6 +156,7 @@ class Client:
             self.sent += connection.sent - before
         told = [f"HTTP/1.1 {answer.status} {answer.reason}", *(f"{k}: {v}" for k, v in answer.getheaders()), "", ""]
         self.received += len("\r\n".join(told))
+        self.date = answer.getheader("Date", "")
         if answer.status not in wanted:
             said = f"{answer.status} {answer.reason}"
             raise OSError(said) if answer.status in _AGAIN else Failed(said)

@@ -25,6 +25,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.bytes_per_s = float("inf")
         self.stands_still, self.still_after = "", 0  # the method whose bodies stop half-way, after this many whole ones
         self.ended = threading.Event()
+        self.date = ""  # what its clock says, if it is wrong
         self.fault: Callable[[str, str], str] = lambda method, path: ""
         """What goes wrong with a request: a status, "cut" of a body, "spoil" of one that is read, or nothing."""
 
@@ -58,6 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return self.server.date or super().date_time_string(timestamp)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

@@ -14,6 +14,7 @@ import pytest
 from loopback import PACED, NewRun, Run, assert_all_agree
 from object_server import ObjectServer, serving
 
+from farloop.cli.doctor import object_store, store_from_here
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.objects import signer
 from farloop.coordinator.storage.verify import verify
@@ -90,6 +91,23 @@ def test_a_signed_url_is_for_one_object_which_is_written_once_and_read_in_ranges
     assert part[1 << 20 : 2 << 20] == data[1 << 20 : 2 << 20] and not any(part[: 1 << 20])
     with pytest.raises(Failed, match="404"):
         client.get(sign("GET", "f0/b"), memoryview(part), 0, 1)
+
+
+def test_doctor_tries_the_store_from_both_ends(moto: str) -> None:
+    (found,) = object_store(moto)
+    assert found.level == "ok" and "PUT, GET and DELETE" in found.detail, found
+    assert store_from_here(found.detail.split("'")[1]).level == "ok"
+
+
+def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer) -> None:
+    server.fault = lambda method, path: "403" if method == "GET" else ""
+    (found,) = object_store("s3://runs/first")
+    assert found.level == "fail" and "GET: 403" in found.detail
+    server.fault = lambda method, path: "403"
+    assert "403" in store_from_here(signer("s3://runs/first")("PUT", "a")).detail
+    server.fault, server.date = lambda method, path: "", "Fri, 27 Nov 2020 06:45:41 GMT"
+    (found,) = object_store("s3://runs/first")
+    assert "set this machine's by NTP" in found.detail, "clocks are compared"
 
 
 def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, moto: str) -> None:
