@@ -1,6 +1,7 @@
 """`farloop config check`: the run or node that a file describes, in a few lines."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from farloop.algo.schedule import first_rounds, is_last
@@ -87,9 +88,27 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
         ("traffic", f"about {size_text(sent[0])} up, {size_text(sent[1])} down per node, {every}"),
         ("listens", f"{file.coordinator.bind}, {_guard(file.coordinator.bind, file.coordinator.key)}"),
+        *_bulk_lines(file, sent, terms.admission.min_nodes),
         *_uplink_lines(file.coordinator.uplink, sent[1] * terms.admission.min_nodes),
         *(("note", note) for note in plan.notes),
     ]  # fmt: skip
+
+
+def _bulk_lines(file: RunFile, sent: Sequence[float], nodes: int) -> list[Line]:
+    """What a round costs the coordinator's network and disk by either plane, where it is asked for, or has a price."""
+    price, config = file.coordinator.egress_price_per_gb, file.coordinator
+    if not price and not config.bulk_url:
+        return []
+    out = {"session": sent[1] * nodes, "store": sent[1]}  # one update for all
+    disk = {"session": sent[0] * nodes + sent[1], "store": 0.0}
+    told = [
+        f"by {plane} {size_text(out[plane])} out"
+        + (f" ({out[plane] * price / 1e9:.3g} {config.egress_currency})" if price else "")
+        + f", {size_text(disk[plane])} to disk"
+        for plane in out
+    ]
+    fees = "; cheaper by the store if that has no egress fee of its own" if price and nodes > 1 else ""
+    return [("bulk", f"{file.run.bulk}; a round: {', '.join(told)}{fees}")]
 
 
 def _h_text(terms: Terms) -> str:
