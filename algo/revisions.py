@@ -254,6 +254,8 @@ def _check_key(name: str, key: str) -> None:
     """Raise ValueError unless the run can change this one."""
     if key in _IDENTITY:
         raise ValueError(f"{key} is part of the run's identity, which never changes: begin a new run for another")
+    if key == "bytes_goal":
+        raise ValueError("bytes_goal chose h when the run began: set h")
     allowed = sorted(BELONG_TO_WINDOWS | (BELONG_TO_ROUNDS - {"lr"}) | set(_rate_hints()) | set(_AS_IN_RUN_TOML))
     name = name.partition(".")[0] if name.partition(".")[0] in OF_NODES else name
     why = STAY.get(name) or (LEARNING_RATE_STAYS.get(name.removeprefix("lr.")) if name.startswith("lr.") else None)

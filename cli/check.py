@@ -84,6 +84,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         ("codecs", f"{terms.codecs.up} up, {terms.codecs.down} down"),
         *((node, f"sends by {codec}") for node, codec in terms.codecs.up_of),
         *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.schedule.h_share_of),
+        *([("merge", terms.outer.merge)] if terms.outer.merge else []),
         ("outer step", f"lr {terms.outer.lr:g}, momentum {terms.outer.momentum:g}"),
         ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
         ("traffic", f"about {size_text(sent[0])} up, {size_text(sent[1])} down per node, {every}"),

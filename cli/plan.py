@@ -11,7 +11,7 @@ import typer
 from farloop.cli.options import AsJson, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import NOTHING, percent_text, seconds_text
+from farloop.monitoring.units import NOTHING, percent_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,12 +30,12 @@ def plan(
     live: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Take nodes and links from this coordinator.")
     ] = "",
-    stages: Annotated[int | None, typer.Option(show_default="the file's", help="Number of stages.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, show_default="the file's", help="Number of stages.")] = None,
     skip: Annotated[
-        float | None, typer.Option(show_default="the file's", help="Share of stages that a microbatch skips.")
+        float | None, typer.Option(min=0, show_default="the file's", help="Share of stages that a microbatch skips.")
     ] = None,
     h: Annotated[
-        int | None, typer.Option("--h", show_default="the file's", help="Inner steps between two syncs.")
+        int | None, typer.Option("--h", min=1, show_default="the file's", help="Inner steps between two syncs.")
     ] = None,
     mode: Annotated[
         str | None,
@@ -199,11 +199,10 @@ def _fields(owner: object, names: str) -> dict[str, Any]:
 
 def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float) -> None:
     console.print(f"\n [bold]{inventory.name or 'plan'}[/]  mode {plan.mode.value}: {plan.why}", soft_wrap=True)
-    console.print(
-        f" {len(inventory.nodes)} nodes, {len(plan.islands)} islands, {len(plan.layout.stages)} stages, "
-        f"{len(plan.layout.paths)} paths{', proven the fastest' if plan.optimal else ''}; planned in {plan_s:.2f} s",
-        style="dim",
-    )
+    counts = {"node": inventory.nodes, "island": plan.islands, "stage": plan.layout.stages, "path": plan.layout.paths}
+    told = ", ".join(plural(len(found), thing) for thing, found in counts.items())
+    proven = ", proven the fastest" if plan.optimal else ""
+    console.print(f" {told}{proven}; planned in {plan_s:.2f} s", style="dim")
     console.print(_numbers(plan))
     if len(plan.layout.stages) > 1:
         console.print(_stages(plan))

@@ -17,7 +17,7 @@ from farloop.algo.methods import Method, method_named
 from farloop.algo.sample_order import arrivals
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, is_statistic
 from farloop.algo.terms import Terms
-from farloop.algo.validation import check
+from farloop.algo.validation import check, given_as
 from farloop.config.run_config import RunConfig, loops_bring_data, terms_of
 from farloop.config.settings import RunFile, Settings, about_run
 from farloop.coordinator.aggregator import first_anchor
@@ -147,9 +147,13 @@ def _h_for(goal: float, config: RunConfig, method: Method, layout: Layout) -> in
         raise ValueError(f"bytes_goal chooses h, which is {config.h or method.h} already: leave one of them out")
     if config.h_rule != "constant":
         raise ValueError(f"bytes_goal needs rounds of one length, but h_rule is {config.h_rule}: leave one out")
-    spelled = config.codec_up or method.codec_up, downlink_spelling(config.codec_down or method.codec_down)
-    codecs = [codec_named(spelling) for spelling in spelled]
-    sent = _BESIDE_BLOBS * sum(typical_bytes(codec, fragment) for codec in codecs for fragment in layout.fragments)
+
+    def typical(spelling: str) -> float:
+        return sum(typical_bytes(codec_named(spelling), fragment) for fragment in layout.fragments)
+
+    own = [typical(codec) for _, codec in given_as("codec_up_of", config.codec_up_of or "", ())][: config.nodes]
+    up = (sum(own) + (config.nodes - len(own)) * typical(config.codec_up or method.codec_up)) / config.nodes
+    sent = _BESIDE_BLOBS * (up + typical(downlink_spelling(config.codec_down or method.codec_down)))
     usual = 8.0 * layout.num_parameters * config.steps
     most = usual / (2 * sent)  # a round, and the flush
     if not 0.0 < goal <= most:

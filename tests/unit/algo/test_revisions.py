@@ -119,6 +119,7 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         *(({key: str(2**64 - 1)}, f"{key} is {2**64 - 1}; the most is {2**40}") for key in ("steps", "h", "min_nodes")),
         ({"outer_lr": "1e308"}, "outer_lr is 1e+308; the most is 100"),
         ({"norm_band": "1e308"}, "norm_band is 1e+308; the most is 1e+06, or set screen = off"),
+        ({"bytes_goal": "200"}, "bytes_goal chose h when the run began: set h"),
         ({"zebra": "1"}, "there is no term 'zebra' that can change; there are anneal_at, "),
         ({"h": "many"}, "h is a whole number, not 'many'"),
         ({"h": "1_0"}, "h is a whole number, not '1_0'"),

@@ -75,6 +75,16 @@ def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwis
     assert plan_run(RunConfig(model="nano", **VARIATES), DATA).spec.terms.inner.control_variates  # type: ignore[arg-type]
 
 
+def test_a_goal_of_bytes_counts_what_single_nodes_send_otherwise() -> None:
+    """One of two nodes sends four times the bits: rounds are longer, and by the mean of both."""
+    goal = {"model": "nano", "steps": 600, "bytes_goal": 60.0}
+    h = [
+        plan_run(RunConfig(**goal, codec_up_of=of), DATA).spec.terms.schedule.h  # type: ignore[arg-type]
+        for of in (None, "oslo=q8", "oslo=q8 rome=q8")
+    ]
+    assert h[0] < h[1] < h[2] and h[1] - h[0] == pytest.approx(h[2] - h[1], abs=1)
+
+
 def planned(**choices: Any) -> Terms:
     config = RunConfig(**{"method": "diloco", "steps": 900, "h": 30, **choices})
     return terms_of(config, method_named(config.method))[0]
