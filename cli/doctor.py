@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 from urllib.parse import urlsplit
 
 import torch
-import typer
 
 from farloop.algo.spec import to_plain
-from farloop.cli.status import DEFAULT_URL, end_of, fetch, page_of
+from farloop.cli.findings import Finding, congestion_finding, fail, ok, wall_clock, warn
+from farloop.cli.status import DEFAULT_URL, end_of, fetch
 from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
 from farloop.config.run_spec import planned
@@ -37,8 +37,7 @@ from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.coordinator.storage.objects import signer
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
-from farloop.monitoring.healthcheck import open_page
-from farloop.monitoring.status import InventoryStatus, dumps
+from farloop.monitoring.status import InventoryStatus
 from farloop.monitoring.units import count_text, duration_text, rate_text, size_text
 from farloop.node.data.corpus import load_corpus
 from farloop.node.data.token_file import BYTES
@@ -52,41 +51,10 @@ from farloop.quant.self_test import try_codecs
 from farloop.runtime.http_objects import Client, Failed
 from farloop.runtime.version import version_of
 from farloop.wire.keys import AllowList, KeyFileError, load_publics, load_secret
-from farloop.wire.limits import MOST_LANES
 from farloop.wire.link_measurement import LARGE_LOST, MTU_FIX
 from farloop.wire.machine_info import RDMA, Inventory, Nic
 
-Level = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line."""
-
-    level: Level
-    what: str
-    detail: str
-    fix: str = ""  # what to do; empty where nothing is wrong
-    data: Mapping[str, Any] | None = None  # more facts, for programs
-
-
-def ok(what: str, detail: str, data: Mapping[str, Any] | None = None) -> Finding:
-    """Nothing to do."""
-    return Finding(level="ok", what=what, detail=detail, data=data)
-
-
-def warn(what: str, detail: str, fix: str, data: Mapping[str, Any] | None = None) -> Finding:
-    """A daemon starts, but slower or less safe than it could be."""
-    return Finding(level="warn", what=what, detail=detail, fix=fix, data=data)
-
-
-def fail(what: str, detail: str, fix: str) -> Finding:
-    """A daemon does not start, or cannot work."""
-    return Finding(level="fail", what=what, detail=detail, fix=fix)
-
-
 FEW_FILES: Final = 4096  # a coordinator needs some for every node, its journal and its pages; many systems allow 1024
-LONG_S: Final = 0.02  # from this round trip on, the choice of congestion control matters
 
 TRY_S: Final = 3.0
 LARGE_BYTES, LARGE_S = 16_000, 10.0  # more than a packet has, and how long it may take there and back
@@ -188,18 +156,7 @@ def buffers(found: Limits, way: Way) -> list[Finding]:
 
 
 def _congestion(found: Limits, rtt_s: float) -> Finding:
-    if found.congestion == "bbr" or rtt_s < LONG_S:
-        return ok("congestion", found.congestion)
-    detail = (
-        f"{found.congestion} over {1000 * rtt_s:.0f} ms: one lost packet in a thousand costs most of the rate, and "
-        f"up to {MOST_LANES} lanes give back a part of it"
-    )
-    fix = (
-        'choose bbr: [node] congestion = "bbr"'
-        if "bbr" in found.allowed
-        else "let an administrator add bbr to net.ipv4.tcp_allowed_congestion_control, then set [node] congestion"
-    )
-    return warn("congestion", detail, fix)
+    return congestion_finding(found.congestion, rtt_s, may_choose="bbr" in found.allowed)
 
 
 def dial_back(address: Address) -> Finding:
@@ -258,10 +215,6 @@ def as_the_coordinator_sees(name: str, seen: InventoryStatus | None) -> Sequence
 
 LOW_DISK_BYTES = 2_000_000_000
 
-_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-DRIFT_S = 2.0  # largest difference of wall clocks without a warning
-
 
 def examine(
     path: Path | None,
@@ -290,16 +243,6 @@ def examine(
     config = file.node
     told = read_inventory(environ, OperatorLabels.of(config.site, config.address, config.nics), root=root)
     return [*findings, *machine(told), *_node_findings(file, url), *_network_findings(file, url, told, allowed)]
-
-
-def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
-    """One line per finding, with the fix after an arrow; or a JSON list."""
-    if as_json:
-        return typer.echo(dumps([dataclasses.asdict(finding) for finding in findings], ensure_ascii=False))
-    for finding in findings:
-        level = typer.style(f"{finding.level:<4}", fg=_COLORS[finding.level], bold=finding.level != "ok")
-        fix = f" → {finding.fix}" if finding.fix else ""
-        typer.echo(f"{level}  {finding.what:<11}  {finding.detail}{fix}")
 
 
 def versions() -> list[Finding]:
@@ -515,22 +458,6 @@ def _data(path: Path | None, max_bytes: int) -> Finding:
     size = size_text(corpus.size) if corpus.tokenizer == BYTES else f"{count_text(corpus.size)} tokens"
     where = path or "Python's standard library"
     return ok("data", f"{where}: {size}, digest {corpus.digest} (the run's must be equal)")
-
-
-def wall_clock(url: str) -> Finding:
-    """Compare wall time with the coordinator's, to read logs side by side. No decision depends on it."""
-    page = page_of(url or DEFAULT_URL)
-    try:
-        with open_page(page, 3.0) as answer:
-            theirs = email.utils.parsedate_to_datetime(answer.headers["Date"])
-    except (OSError, HTTPException, TypeError, ValueError):
-        return ok("wall clock", f"not compared: no page at {page} (no decision needs it)")
-    # An HTTP date has whole seconds.
-    drift = max(0.0, abs((datetime.now(UTC) - theirs).total_seconds()) - 1.0)
-    if drift > DRIFT_S:
-        fix = "training does not depend on it; to compare logs, set both clocks by NTP"
-        return warn("wall clock", f"{drift:.0f} s or more from {page}", fix)
-    return ok("wall clock", f"within {DRIFT_S + 1:.0f} s of {page}")
 
 
 _STORE: Final = "object store"

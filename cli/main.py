@@ -553,7 +553,10 @@ def doctor(
         Path | None, typer.Argument(metavar="[FILE]", show_default=False, help="A RUN.toml or NODE.toml.")
     ] = None,
     flags: SetFlags = None,
-    url: Annotated[str, typer.Option(help="The coordinator's HTTP pages, to compare clocks.")] = "",
+    url: Annotated[str, typer.Option(help="The coordinator's HTTP pages, for --fleet and to compare clocks.")] = "",
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Check all nodes of the running coordinator instead of this machine.")
+    ] = False,
     store: Annotated[
         str, typer.Option(help="A URL that farloop doctor RUN.toml printed, to try the object store from here.")
     ] = "",
@@ -561,13 +564,26 @@ def doctor(
 ) -> None:
     """Check this machine before a daemon starts: ports, keys, disk, data, devices.
 
-    Exits with 0 if no check fails (warnings are allowed), else with 2.
+    With --fleet: versions, devices, links and states of all nodes, as the coordinator at --url knows them.
+
+    Exits with 0 if no check fails (warnings are allowed), else with 2; with 5 if no coordinator answers --fleet.
 
     Example: farloop doctor node.toml
     """
-    from farloop.cli.doctor import examine, print_findings
+    from farloop.cli.findings import print_findings
 
-    findings = examine(file, flags=flags or [], environ=os.environ, url=url, store=store)
+    if fleet:
+        if file is not None or flags or store:
+            raise CommandError("--fleet checks the nodes of a running coordinator: leave out FILE, --set and --store")
+        from farloop.cli.fleet import examine_fleet, print_fleet
+
+        status, findings = examine_fleet(url)
+        if not as_json:
+            print_fleet(status)
+    else:
+        from farloop.cli.doctor import examine
+
+        findings = examine(file, flags=flags or [], environ=os.environ, url=url, store=store)
     print_findings(findings, as_json=as_json)
     failed = any(finding.level == "fail" for finding in findings)
     raise typer.Exit(ExitCode.USAGE if failed else ExitCode.DONE)

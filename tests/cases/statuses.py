@@ -4,7 +4,17 @@ import math
 from typing import Any, cast
 
 from farloop.coordinator.observe.event_log import Totals
-from farloop.monitoring.status import EvaluationStatus, EventStatus, NodeStatus, Status, TotalsStatus, WindowStatus
+from farloop.monitoring.status import (
+    EvaluationStatus,
+    EventStatus,
+    LinkStatus,
+    MachineStatus,
+    NicStatus,
+    NodeStatus,
+    Status,
+    TotalsStatus,
+    WindowStatus,
+)
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e\"'&"
 """A name that would be a picture, a script, an order to a terminal, and turned round."""
@@ -166,3 +176,23 @@ def diverged() -> Status:
 
 
 ALL = (status, waiting, held, holding, finished, hostile, diverged)
+
+
+# --- machines and links
+
+NIC: NicStatus = {
+    "name": "mlx5_0:1", "kind": "roce-v2", "netdev": "eth2", "bytes_per_s": 12.5e9, "flow_bytes_per_s": 12.5e9,
+    "active": True, "usable": True, "why": "", "members": [], "addresses": [], "fabric": "", "provenance": "sysfs",
+    "kind_from": "sysfs", "others": [],
+}  # fmt: skip
+MACHINE: MachineStatus = {
+    "name": "oslo", "site": "north", "site_from": "operator", "address": "", "reachable": None, "connected": True,
+    "nics": [NIC, {**NIC, "name": "eth9", "active": False}], "devices": 8, "memory_bytes": 640_000_000_000, "cpus": 96,
+    "memlock_bytes": None, "nofile": 65536, "congestion": "bbr", "seconds_per_step": 0.4312, "labels": [],
+    "unread": [], "farloop": "0.2.0",
+}  # fmt: skip
+LINK: LinkStatus = {
+    "from": "oslo", "to": "coordinator", "rtt_s": 0.0613, "rtt_median_s": 0.07, "bytes_per_s": 5e6,
+    "provenance": "probe", "measured_by": "probe", "age_s": 75.0, "why": "", "retransmit_ratio": 0.0012,
+    "congestion": "bbr", "suspect": False,
+}  # fmt: skip

@@ -13,20 +13,17 @@ from machines import Machine
 
 from farloop.cli import doctor
 from farloop.cli.doctor import (
-    Finding,
     Way,
     as_the_coordinator_sees,
     buffers,
     disk,
     examine,
-    fail,
     limit_findings,
     machine,
-    ok,
-    print_findings,
     way_of,
 )
 from farloop.cli.doctor import _coordinator as dial
+from farloop.cli.findings import Finding, fail, ok, print_findings
 from farloop.cli.keys import write_pair
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError

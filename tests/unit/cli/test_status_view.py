@@ -15,9 +15,10 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "cases"))  # for the command above
 import statuses
 from rich.console import Console, RenderableType
+from statuses import LINK, MACHINE
 
 from farloop.cli.status_view import draw, draw_network, fitting, sparkline
-from farloop.monitoring.status import InventoryStatus, LinkStatus, MachineStatus, NicStatus, Status
+from farloop.monitoring.status import InventoryStatus, LinkStatus, MachineStatus, Status
 from farloop.monitoring.status_summary import cleaned, view_of
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -48,23 +49,6 @@ def troubled() -> Status:
 
 
 # --- machines and links
-
-NIC: NicStatus = {
-    "name": "mlx5_0:1", "kind": "roce-v2", "netdev": "eth2", "bytes_per_s": 12.5e9, "flow_bytes_per_s": 12.5e9,
-    "active": True, "usable": True, "why": "", "members": [], "addresses": [], "fabric": "", "provenance": "sysfs",
-    "kind_from": "sysfs", "others": [],
-}  # fmt: skip
-MACHINE: MachineStatus = {
-    "name": "oslo", "site": "north", "site_from": "operator", "address": "", "reachable": None, "connected": True,
-    "nics": [NIC, {**NIC, "name": "eth9", "active": False}], "devices": 8, "memory_bytes": 640_000_000_000, "cpus": 96,
-    "memlock_bytes": None, "nofile": 65536, "congestion": "bbr", "seconds_per_step": 0.4312, "labels": [],
-    "unread": [], "farloop": "0.2.0",
-}  # fmt: skip
-LINK: LinkStatus = {
-    "from": "oslo", "to": "coordinator", "rtt_s": 0.0613, "rtt_median_s": 0.07, "bytes_per_s": 5e6,
-    "provenance": "probe", "measured_by": "probe", "age_s": 75.0, "why": "", "retransmit_ratio": 0.0012,
-    "congestion": "bbr", "suspect": False,
-}  # fmt: skip
 
 
 def unsteady(source: str, target: str, why: str = "not steady: 1830 Mbit/s, then 715") -> LinkStatus:
