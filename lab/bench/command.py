@@ -243,6 +243,9 @@ def sync(
         typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
+    bulk: Annotated[
+        str, typer.Option(metavar="session|store", help="store: also by an object store on this machine.")
+    ] = "session",
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -261,11 +264,13 @@ def sync(
     check_links(*(link or []))
     from farloop.lab.bench.sync import Measured, measure, text
 
+    if bulk not in ("session", "store"):
+        raise CommandError(f"--bulk: expected session or store, got {bulk}")
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds)
-    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace)
+    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace, by_store=bulk == "store")
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 

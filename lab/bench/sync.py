@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
+from farloop.lab.bench.http_store import serving
 from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
@@ -59,10 +60,17 @@ class Measured:
 
 
 def measure(
-    what: Measured, codecs: Sequence[str], out: Path, *, links: Sequence[str] = ("",), trace: bool = False
+    what: Measured,
+    codecs: Sequence[str],
+    out: Path,
+    *,
+    links: Sequence[str] = ("",),
+    trace: bool = False,
+    by_store: bool = False,
 ) -> list[Row]:
     """gloo, farloop with each codec over each link, and gloo again: the row of gloo has the rounds of both, because a
-    machine's speed changes. Links are emulated for farloop alone.
+    machine's speed changes. Links are emulated for farloop alone. `by_store`: also by an object store in this process,
+    without link and trace.
 
     Files and logs are in `out`. With `trace` farloop's rows say where the time went. Raises CommandError: a process
     failed, or took too long.
@@ -72,6 +80,9 @@ def measure(
     for link in links:
         for codec in codecs:
             rows.append(_farloop(what, codec, out / f"farloop-{len(rows)}", link, trace=trace))
+    if by_store:
+        with serving() as url:
+            rows += [_farloop(what, codec, out / f"store-{codec}", "", trace=False, store=url) for codec in codecs]
     again = _gloo(what, out / "gloo-after")
     both = _Ran(seconds=[*first.seconds, *again.seconds], ends=[*first.ends, *again.ends])
     sent = 2 * (what.nodes - 1) * 4 * what.parameters  # each node sends 2·(n − 1)/n of the model
@@ -107,7 +118,7 @@ def _gloo(what: Measured, out: Path) -> _Ran:
     return _run(out, {}, words)
 
 
-def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -> Row:
+def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool, store: str = "") -> Row:
     out.mkdir(parents=True)
     first = {f"weights.{k}": w for k, w in enumerate(weights(what.parameters))}
     write_output(out / "first.safetensors", save(first))
@@ -117,6 +128,8 @@ def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -
         "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9, "init": "first.safetensors",
     }  # fmt: skip
     coordinator = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
+    if store:
+        run["bulk"], coordinator["bulk_url"] = "store", store
     (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
     names = [f"node-{k}" for k in range(what.nodes)]
     run_coordinator = ["farloop.lab.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
@@ -131,7 +144,7 @@ def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool) -
         )
     kinds = [node["bytes_by_kind"] for node in json.loads((out / "state" / "status.json").read_text())["nodes"]]
     sent = sum(count for kind in kinds for name, count in kind.items() if name != "snapshot")
-    row = _row("farloop", codec, what, ran, sent // steps)
+    row = _row("by store" if store else "farloop", codec, what, ran, sent // steps)
     if link:
         row = replace(row, link=link, s_floor=row.bytes_per_round / what.nodes / Link.parse(link).bytes_per_s)
     if not trace:

@@ -103,11 +103,14 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
         "--link",
         "1gbit/1ms",
         "--trace",
+        "--bulk",
+        "store",
         "--json",
     ]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
-    gloo, *ours = (row for row in json.loads(result.stdout)["rows"] if row["system"] in ("gloo", "farloop"))
+    gloo, *ours, store = json.loads(result.stdout)["rows"]
+    assert store["system"] == "by store" and store["bit_equal"]
     assert (gloo["codec"], gloo["rounds"], gloo["bit_equal"]) == ("fp32", 4, True)
     assert [(row["codec"], row["rounds"], row["bit_equal"], row["link"]) for row in ours] == [
         ("q4", 2, True, ""),
