@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from loopback import (
     further_than,
     new_run,  # noqa: F401 - a fixture
 )
+from object_server import serving
 
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.net.zmq_mirror import MirrorClient
@@ -132,6 +134,23 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed_again_and_again(new_r
     assert (run.folder / "a" / "model.safetensors").read_bytes() == (
         run.folder / "b" / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.skipif(find_spec("obstore") is None, reason="needs the extra 'cloud' (obstore)")
+def test_a_standby_follows_records_whose_bytes_are_in_an_object_store(
+    new_run: NewRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(monkeypatch) as server:
+        run = new_run(steps=100_000, **PACED, bulk="store")
+        run.tables["coordinator"]["bulk_url"] = "s3://runs/first"
+        pair = Pair(run)
+        pair.trains()
+        run.until("it has the state in memory", lambda _: "in_memory 1.0" in page_of(pair, "b", "/metrics")[1])
+        before = run.until("windows commit", lambda status: min(status["versions"]) >= 4)
+        assert any("update-" in path for path in server.objects)
+        pair.daemons["a"].kill()
+        pair.goes_on_at("b", before)
 
 
 def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
