@@ -11,13 +11,14 @@ import typer
 
 from farloop.cli.options import Commands
 from farloop.config.exit_codes import CommandError, cannot_write
-from farloop.wire.keys import KeyFileError, check_name, fingerprint, key_files, load_public
+from farloop.wire.keys import KeyFileError, check_name, fingerprint, key_files, load_public, load_publics
 
 keys_app = Commands("Create keys for encrypted links and manage the allow list.")
 
 AllowFolder = Annotated[Path, typer.Option("--allow", metavar="DIR", help="The coordinator's folder of public keys.")]
 
 ALLOWED = Path("allowed")
+NEXT = ".next"  # ends the name of the pair that a rotation makes beside the old one
 
 
 @keys_app.command("new")
@@ -39,6 +40,29 @@ def new_keys(
     )
 
 
+@keys_app.command("rotate")
+def rotate_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The node's name in the run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of its key files.")] = Path("keys"),
+    switch: Annotated[
+        bool, typer.Option("--switch", help="Put the next pair in the place of the old one, which is deleted.")
+    ] = False,
+) -> None:
+    """Make the next key pair beside the old one; once it is authorized, switch to it.
+
+    Example: farloop keys rotate paris keys
+    """
+    if switch:
+        switch_pair(folder, name)
+        typer.echo(f"{folder / name}.key is the new key: restart the daemon that uses it")
+        return typer.echo(f"then, on the coordinator's machine: farloop keys revoke {name} --old")
+    if not (folder / f"{name}.key").exists():
+        raise CommandError(f"{folder} holds no {name}.key to rotate; make a pair with: farloop keys new DIR")
+    _, public = write_pair(folder, f"{name}{NEXT}")
+    typer.echo(f"{public}  public: for the coordinator's machine: farloop keys authorize {public.name}")
+    typer.echo(f"then, here: farloop keys rotate {name} {folder} --switch")
+
+
 @keys_app.command("authorize")
 def authorize_key(
     file: Annotated[
@@ -54,9 +78,11 @@ def authorize_key(
 ) -> None:
     """Admit a node: copy its public key into the allow folder, also while the coordinator runs.
 
+    NAME.next.pub, of farloop keys rotate, is admitted beside the key of NAME that is there.
+
     Example: farloop keys authorize paris.pub --allow allowed
     """
-    name = name or file.stem
+    name = name or file.stem.removesuffix(NEXT)
     if authorize(allow, file, name):
         typer.echo(f"{name} is admitted: {allow / f'{name}.pub'}; a running coordinator knows within 2 s")
     else:
@@ -67,11 +93,15 @@ def authorize_key(
 def revoke_key(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As farloop keys list shows it.")],
     allow: AllowFolder = ALLOWED,
+    old: Annotated[bool, typer.Option("--old", help="Remove the old key alone: the next one stays.")] = False,
 ) -> None:
     """Remove a node's key from the allow folder, and end its session.
 
     Example: farloop keys revoke paris --allow allowed
     """
+    if old:
+        revoke_old(allow, name)
+        return typer.echo(f"{name} is admitted with its next key alone; a running coordinator knows within 2 s")
     if twins := revoke(allow, name):
         raise CommandError(
             f"{name}.pub is removed, but its key is still admitted as {', '.join(twins)}: revoke that too"
@@ -89,7 +119,7 @@ def list_keys(allow: AllowFolder = ALLOWED) -> None:
     found = listed(allow)
     width = max((len(name) for name, _, _ in found), default=0)
     for name, words, good in found:
-        typer.echo(f"{name:<{width}}  {fingerprint(words.encode()) if good else f'unusable: {words}'}")
+        typer.echo(f"{name:<{width}}  {words if good else f'unusable: {words}'}")
     if not found:
         typer.echo(f"no node is admitted: {allow} holds no .pub file")
     if bad := [name for name, _, good in found if not good]:
@@ -106,7 +136,7 @@ def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
         check_name(name)
     except ValueError as error:
         raise CommandError(f"--name: {error}") from error
-    secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
+    secret_path, public_path = _pair(folder, name)
     for path in (secret_path, public_path):
         if path.exists():
             raise CommandError(f"{path} exists, and keys are never overwritten; delete it, or choose another --name")
@@ -124,6 +154,28 @@ def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     return secret_path, public_path
+
+
+def _pair(folder: Path, name: str) -> tuple[Path, Path]:
+    return folder / f"{name}.key", folder / f"{name}.pub"
+
+
+def switch_pair(folder: Path, name: str) -> None:
+    """The next pair takes the place of the old one; one that was switched by half is switched.
+
+    Raises:
+        CommandError: there is no next pair, or it cannot be moved.
+    """
+    moves = [(new, old) for new, old in zip(_pair(folder, f"{name}{NEXT}"), _pair(folder, name), strict=True)]
+    if not any(new.exists() for new, _ in moves):
+        raise CommandError(f"{folder} holds no {name}{NEXT}.key; make it with: farloop keys rotate {name} {folder}")
+    try:
+        for new, old in moves:
+            if new.exists():
+                new.replace(old)
+        _sync(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _write_new(path: Path, key: bytes, mode: int) -> None:
@@ -159,21 +211,33 @@ def authorize(folder: Path, public_path: Path, name: str) -> bool:
             f"authorize {public_path.with_suffix('.pub').name}"
         )
     key = load_public(public_path)
+    old = list[bytes]()
     for path in key_files(folder):
-        there = load_public(path)
-        if path.stem == name and there == key:
+        there = load_publics(path)
+        if path.stem == name and key in there:
             return False
         if path.stem == name:
-            raise CommandError(
-                f"{path} holds another key; to change it: farloop keys revoke {name} --allow {folder}, then authorize"
-            )
-        if there == key:
+            old = there
+            if not public_path.stem.endswith(NEXT):
+                raise CommandError(
+                    f"{path} holds another key; to change it: farloop keys rotate {name}, on its machine; or farloop "
+                    f"keys revoke {name} --allow {folder}, then authorize"
+                )
+            if len(old) > 1:
+                raise CommandError(f"{path} holds two keys; first: farloop keys revoke {name} --old --allow {folder}")
+        elif key in there:
             raise CommandError(
                 f"{path} holds the same key: a node has one name; revoke {path.stem} first, or make a pair"
             )
+    _replace(folder, name, [*old, key])
+    return True
+
+
+def _replace(folder: Path, name: str, keys: list[bytes]) -> None:
+    """Let these keys of a node in, and no others. Raises CommandError."""
     draft = folder / f".{name}.{secrets.token_hex(4)}"
     try:
-        _write_new(draft, key, 0o644)
+        _write_new(draft, b"\n".join(keys), 0o644)
         try:
             draft.replace(folder / f"{name}.pub")
         except OSError:
@@ -182,7 +246,17 @@ def authorize(folder: Path, public_path: Path, name: str) -> bool:
         _sync(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return True
+
+
+def revoke_old(folder: Path, name: str) -> None:
+    """Take all but the newest key of the node `name` out of the folder. Raises CommandError, KeyFileError."""
+    path = folder / f"{name}.pub"
+    keys = load_publics(path) if path in key_files(folder) else []
+    if len(keys) < 2:
+        raise CommandError(
+            f"{folder} holds no next key of {name!r}: farloop keys authorize {name}{NEXT}.pub comes first"
+        )
+    _replace(folder, name, keys[-1:])
 
 
 def revoke(folder: Path, name: str) -> list[str]:
@@ -199,17 +273,17 @@ def revoke(folder: Path, name: str) -> list[str]:
     if name not in files:
         raise CommandError(f"{folder} holds no key of {name!r}; it holds those of: {', '.join(files) or 'no node'}")
     path = files.pop(name)
-    key = _key_or_none(path)
+    keys = _keys_in(path)
     try:
         path.unlink()
         _sync(folder)
     except OSError as error:
         raise CommandError(f"cannot remove {path}: {(error.strerror or str(error)).lower()}") from error
-    return [other for other, file in files.items() if key is not None and _key_or_none(file) == key]
+    return [other for other, file in files.items() if keys & _keys_in(file)]
 
 
 def listed(folder: Path) -> list[tuple[str, str, bool]]:
-    """Name, public key and True of each file in the folder; or name, what is wrong with it, and False.
+    """Name, fingerprint and True of each key in the folder; or name, what is wrong with it, and False.
 
     Raises:
         KeyFileError: the folder cannot be read.
@@ -218,22 +292,22 @@ def listed(folder: Path) -> list[tuple[str, str, bool]]:
     for path in key_files(folder):
         try:
             check_name(path.stem)
-            key = load_public(path).decode()
+            keys = load_publics(path)
         except (KeyFileError, ValueError) as error:
             found.append((path.stem, str(error), False))
             continue
-        twin = next((name for name, other, good in found if good and other == key), None)
-        found.append(
-            (path.stem, f"the same key as {twin}'s: a node has one name", False) if twin else (path.stem, key, True)
-        )
+        for key in map(fingerprint, keys):
+            twin = next((name for name, other, good in found if good and other == key), None)
+            words = f"the same key as {twin}'s: a node has one name" if twin else key
+            found.append((path.stem, words, not twin))
     return found
 
 
-def _key_or_none(path: Path) -> bytes | None:
+def _keys_in(path: Path) -> set[bytes]:
     try:
-        return load_public(path)
+        return set(load_publics(path))
     except KeyFileError:
-        return None
+        return set()
 
 
 def _sync(folder: Path) -> None:

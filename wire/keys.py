@@ -1,7 +1,8 @@
 """CURVE keys as files, and the allow-list. Standard library only; keys are generated elsewhere.
 
 `NAME.key` holds a secret key, mode 0600; `NAME.pub` its public key. Both are one line of 40 characters of Z85 text.
-The allow-list is a directory of `NAME.pub` files: the file's name is the node's name (protocol, Identity).
+The allow-list is a directory of `NAME.pub` files: the file's name is the node's name (protocol, Identity). While a key
+is rotated, such a file has a second line with the next key, and both are accepted.
 """
 
 import errno
@@ -141,14 +142,17 @@ class AllowList:
         """Whether a file that may be half-written still stands for this key."""
         path = self.folder / f"{name}.pub"
         try:
-            return load_public(path) == key
+            return key in load_publics(path)
         except KeyFileError:
             return os.path.lexists(path)
 
     @property
-    def keys(self) -> dict[NodeId, bytes]:
-        """The key of each node that may come in."""
-        return {name: key for key, name in self._names.items()}
+    def keys(self) -> dict[NodeId, tuple[bytes, ...]]:
+        """The keys of each node that may come in, the oldest first."""
+        found: dict[NodeId, tuple[bytes, ...]] = {}
+        for key, name in self._names.items():
+            found[name] = (*found.get(name, ()), key)
+        return found
 
     def owner(self, public_key: bytes) -> NodeId | None:
         """Whose key it is; None for a key that may not come in (any more)."""
@@ -178,10 +182,10 @@ def _owners(paths: Sequence[Path]) -> dict[bytes, NodeId]:
     """Whose keys these are. Raises KeyFileError."""
     files: dict[bytes, Path] = {}
     for path in paths:
-        key = load_public(path)
-        if key in files:
-            raise KeyFileError(f"{path} holds the same key as {files[key].name}: a node has one name; remove one")
-        files[key] = path
+        for key in load_publics(path):
+            if key in files:
+                raise KeyFileError(f"{path} holds the same key as {files[key].name}: a node has one name; remove one")
+            files[key] = path
     try:
         return {key: check_name(path.stem) for key, path in files.items()}
     except ValueError as error:

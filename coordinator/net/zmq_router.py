@@ -122,6 +122,7 @@ class ZmqRouter:
             congestion: congestion control of the connections; the system's if empty.
             turned_away: called with the reason and the key's fingerprint or the address of every peer that is rejected.
 
+
         Raises:
             KeyFileError: a key file cannot be used.
             BindError: the endpoint cannot be bound.
@@ -298,11 +299,14 @@ class ZmqRouter:
                 if trouble != said:
                     _log.warning("allow list unreadable reason=%r", trouble)
             after = allow.keys
-            # A key that was replaced under its name counts as revoked, too.
-            revoked = {name for name in before if after.get(name) != before[name]}
             for name in sorted(before.keys() | after.keys()):
-                if before.get(name) != after.get(name):
-                    _log.info("%s node=%s", "key revoked" if name in revoked else "key authorized", name)
+                old, new = before.get(name, ()), after.get(name, ())
+                for what, keys in (("revoked", set(old) - set(new)), ("authorized", set(new) - set(old))):
+                    for key in sorted(keys):
+                        _log.info("key %s node=%s key=%s", what, name, fingerprint(key))
+            # A key that was replaced under its name is revoked, too. Of two keys of a node, the session that uses the
+            # revoked one ends with its next frame, and that of the other goes on.
+            revoked = {name for name in before if not set(before[name]) & set(after.get(name, ()))}
             if revoked:
                 self._listener.on_revoked(revoked)
 

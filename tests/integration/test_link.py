@@ -566,6 +566,20 @@ def test_a_key_that_is_replaced_under_its_name_ends_the_old_ones_session(endpoin
             wait_for(delivered, msg.Welcome)
 
 
+def test_a_session_goes_on_when_the_nodes_other_key_is_revoked(endpoint: str, tmp_path: Path) -> None:
+    """That of the revoked one ends with its next frame: unit/coordinator/test_router.py."""
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    (_, old_pub), (new, new_pub) = (key_files(tmp_path / name, "a") for name in ("old", "new"))
+    (tmp_path / "allow").mkdir()
+    (tmp_path / "allow" / "a.pub").write_bytes(old_pub.read_bytes() + new_pub.read_bytes())
+    config = LinkConfig(coordinator=endpoint, key=new, server_key=server_pub)
+    with station(endpoint, key=server_key, allow=tmp_path / "allow"), linked(config) as (_, delivered):
+        wait_for(delivered, msg.Welcome)
+        new_pub.replace(tmp_path / "allow" / "a.pub")
+        with pytest.raises(queue.Empty):
+            delivered.get(timeout=2.5)
+
+
 def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_path: Path) -> None:
     """U: ZeroMQ itself is silent about it."""
     server_key, _ = key_files(tmp_path / "server", "coordinator")

@@ -71,7 +71,7 @@ def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(allow: Path, oslo
     listed = dict(line.split() for line in said("list", allow=allow).splitlines())
     assert listed == {"lima-2": fingerprint(load_public(lima)), "oslo": fingerprint(load_public(oslo))}
     allowed.refresh()
-    assert allowed.keys == {"oslo": load_public(oslo), "lima-2": load_public(lima)}
+    assert allowed.keys == {"oslo": (load_public(oslo),), "lima-2": (load_public(lima),)}
     said("revoke", "oslo", allow=allow)
     allowed.refresh()
     assert (allowed.owner(load_public(oslo)), allowed.owner(load_public(lima))) == (None, "lima-2")
@@ -81,7 +81,7 @@ def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(allow: Path, oslo
 def test_a_name_or_a_key_that_is_taken_is_refused_with_the_fix(allow: Path, oslo: Path, lima: Path) -> None:
     said("authorize", oslo, allow=allow)
     taken = refused("authorize", lima, "--name", "oslo", allow=allow)
-    assert "holds another key; to change it: farloop keys revoke oslo --allow " in taken
+    assert "holds another key; to change it: farloop keys rotate oslo, on its machine; or farloop keys revoke" in taken
     twice = refused("authorize", oslo, "--name", "lima", allow=allow)
     assert "holds the same key: " in twice and "; revoke oslo first" in twice
     assert load_public(allow / "oslo.pub") == load_public(oslo) and names_in(allow) == ["oslo.pub"]
@@ -130,3 +130,35 @@ def test_unusable_files_and_keys_that_are_there_twice_are_listed(allow: Path, os
     assert "is not a key file" in broken and good.split() == ["oslo", fingerprint(load_public(oslo))]
     assert "unusable: the same key as oslo's" in twin
     assert "is still admitted as twin" in refused("revoke", "oslo", allow=allow)
+
+
+def test_a_rotated_key_is_admitted_beside_the_old_one_until_that_is_revoked(allow: Path, oslo: Path) -> None:
+    keys, allowed = oslo.parent, AllowList(allow)
+    said("authorize", oslo, allow=allow)
+    old = load_public(oslo)
+    farloop("keys", "rotate", "oslo", str(keys))
+    following = load_public(keys / "oslo.next.pub")
+    assert "holds no next key of 'oslo'" in refused("revoke", "oslo", "--old", allow=allow)
+    assert said("authorize", keys / "oslo.next.pub", allow=allow).startswith("oslo is admitted: ")
+    assert "already" in said("authorize", keys / "oslo.next.pub", allow=allow)
+    allowed.refresh()
+    assert allowed.keys == {"oslo": (old, following)} and len(said("list", allow=allow).splitlines()) == 2
+    assert "never overwritten" in error_line("keys", "rotate", "oslo", str(keys))
+    assert farloop("keys", "rotate", "oslo", str(keys), "--switch").exit_code == 0
+    assert names_in(keys) == ["oslo.key", "oslo.pub"] and load_public(oslo) == following
+    assert (keys / "oslo.key").stat().st_mode & 0o777 == 0o600
+    assert "holds no oslo.next.key" in error_line("keys", "rotate", "oslo", str(keys), "--switch")
+    said("revoke", "oslo", "--old", allow=allow)
+    allowed.refresh()
+    assert allowed.keys == {"oslo": (following,)} and names_in(allow) == ["oslo.pub"]
+
+
+def test_a_third_key_and_the_rotation_of_none_are_refused(allow: Path, oslo: Path, lima: Path) -> None:
+    keys = oslo.parent
+    assert "holds no rome.key to rotate" in error_line("keys", "rotate", "rome", str(keys))
+    said("authorize", oslo, allow=allow)
+    for name in ("oslo", "lima"):
+        farloop("keys", "rotate", name, str(keys))
+    said("authorize", keys / "oslo.next.pub", allow=allow)
+    third = refused("authorize", keys / "lima.next.pub", "--name", "oslo", allow=allow)
+    assert "holds two keys; first: farloop keys revoke oslo --old" in third

@@ -115,7 +115,7 @@ def allowed(tmp_path: Path) -> AllowList:
     found = AllowList(folder)
     assert found.owner(KEY) is None, "nothing is believed before it was read"
     found.refresh()
-    assert found.keys == {"oslo": KEY, "lima": OTHER}
+    assert found.keys == {"oslo": (KEY,), "lima": (OTHER,)}
     return found
 
 
@@ -141,6 +141,15 @@ def test_a_key_that_is_removed_is_revoked_without_a_restart(allowed: AllowList, 
     assert (allowed.owner(KEY), allowed.owner(b"x" * 40)) == (None, "rome")
 
 
+def test_a_file_of_two_lines_admits_both_keys_until_one_is_taken_out(allowed: AllowList, folder: Path) -> None:
+    following = b"x" * 40
+    for lines, keys in (([KEY, following], (KEY, following)), ([following], (following,))):
+        (folder / "oslo.pub").write_bytes(b"\n".join(lines) + b"\n")
+        allowed.refresh()
+        assert allowed.keys["oslo"] == keys
+        assert allowed.owner(KEY) == ("oslo" if KEY in keys else None) and allowed.owner(following) == "oslo"
+
+
 def test_a_replaced_file_counts_though_it_keeps_the_old_time(allowed: AllowList, folder: Path) -> None:
     """As rsync and cp -p write it."""
     times = (folder / "oslo.pub").stat()
@@ -148,7 +157,7 @@ def test_a_replaced_file_counts_though_it_keeps_the_old_time(allowed: AllowList,
     os.utime(draft, ns=(times.st_atime_ns, times.st_mtime_ns))
     draft.replace(folder / "oslo.pub")
     allowed.refresh()
-    assert allowed.keys == {"oslo": b"x" * 40, "lima": OTHER}
+    assert allowed.keys == {"oslo": (b"x" * 40,), "lima": (OTHER,)}
 
 
 def test_files_are_read_again_only_when_something_changed(allowed: AllowList, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +190,7 @@ def test_a_broken_file_stands_in_the_way_of_no_revocation(
     for _ in range(2):
         with pytest.raises(KeyFileError, match=sentence):
             allowed.refresh()
-        assert allowed.keys == {"lima": OTHER}
+        assert allowed.keys == {"lima": (OTHER,)}
 
 
 def test_a_key_that_was_replaced_is_revoked_beside_a_broken_file_and_a_half_written_one_is_not(
@@ -191,7 +200,7 @@ def test_a_key_that_was_replaced_is_revoked_beside_a_broken_file_and_a_half_writ
     written(folder / "lima.pub", OTHER[:20])
     with pytest.raises(KeyFileError, match=r"lima\.pub is not a key file"):
         allowed.refresh()
-    assert allowed.keys == {"lima": OTHER}
+    assert allowed.keys == {"lima": (OTHER,)}
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
