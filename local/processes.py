@@ -28,8 +28,9 @@ FARLOOP = ("-m", "farloop.cli.main")  # the command, in whatever environment thi
 _PORTS = range(15_000, 32_000)
 """Below those that systems give to outgoing connections: one of these could be taken by the very node that dials the
 coordinator, while that is away."""
-_held: deque[socket.socket] = deque(maxlen=64)
-"""Ports given out: the oldest are let go, long after their servers have started."""
+_held = deque[int]()
+"""Descriptors that hold the ports given out. The oldest are let go, long after their servers have started."""
+_MOST_HELD = 64
 
 
 @dataclass(slots=True)
@@ -168,7 +169,9 @@ def _reserved(port: int) -> bool:
     except OSError:
         holder.close()
         return False
-    _held.append(holder)
+    _held.append(holder.detach())
+    if len(_held) > _MOST_HELD:
+        os.close(_held.popleft())
     return True
 
 

@@ -228,7 +228,7 @@ def test_quickstart_by_hand(opened: Open, tmp_path: Path) -> None:
     for name in ("a", "b"):
         reader.start(reader.take(f"farloop node examples/node-{name}.toml"), "here", name)
     reader.wait_for_the_end()
-    verify = "farloop journal verify --state out/example/coordinator"
+    verify = "farloop journal verify out/example/coordinator"
     assert f"`{verify}`" in reader.text
     reader.run(verify, "here")
     for file in ("model.safetensors", "metrics.jsonl"):
