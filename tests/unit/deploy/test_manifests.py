@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,15 @@ def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
     assert level == ("privileged" if overlay == "cluster-rdma" else "restricted")
 
 
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether pods of these labels are meant."""
+    listed = selector.get("matchExpressions", [])
+    assert all(one["operator"] == "In" for one in listed)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(one["key"]) in one["values"] for one in listed
+    )
+
+
 @pytest.mark.parametrize("overlay", RENDERED)
 def test_services_and_policies_select_pods_and_ports_that_are_there_and_no_budget_refuses_a_drain(overlay: str) -> None:
     found = {name: (labels, pod) for name, labels, pod in pods(overlay)}
@@ -167,8 +177,8 @@ def test_services_and_policies_select_pods_and_ports_that_are_there_and_no_budge
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
     assert not of_kind(overlay, "PodDisruptionBudget")
     policies = of_kind(overlay, "NetworkPolicy")
-    for selector in (one["spec"]["podSelector"]["matchLabels"] for one in policies if one["spec"]["podSelector"]):
-        assert any(selector.items() <= labels.items() for labels, _ in found.values())
+    for selector in (one["spec"]["podSelector"] for one in policies if one["spec"]["podSelector"]):
+        assert any(selects(selector, labels) for labels, _ in found.values())
     (deny,) = [one for one in policies if not one["spec"]["podSelector"]]
     assert sorted(deny["spec"]["policyTypes"]) == ["Egress", "Ingress"] and "ingress" not in deny["spec"]
 
@@ -182,7 +192,7 @@ def test_a_daemon_may_dial_what_its_settings_name_and_its_pages_are_for_promethe
         policies = [
             one["spec"]
             for one in of_kind(overlay, "NetworkPolicy")
-            if one["spec"]["podSelector"] and one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+            if one["spec"]["podSelector"] and selects(one["spec"]["podSelector"], labels)
         ]
         if overlay == "cluster-hosts":  # and hosts of nodes one another, by all ports
             (hosts,) = [policy for policy in policies if "ports" not in policy["egress"][0]]
@@ -321,8 +331,7 @@ def test_what_pods_refer_to_is_there_and_policies_select_them(name: str, extra: 
     for one in objects:
         selector = one["spec"]["podSelector"] if one["kind"] == "NetworkPolicy" else {}
         if selector:
-            chosen = selector["matchLabels"].items()
-            assert any(chosen <= template["metadata"]["labels"].items() for template in templates), one["metadata"]
+            assert any(selects(selector, template["metadata"]["labels"]) for template in templates), one["metadata"]
 
 
 @pytest.mark.parametrize("component", ["jobset", "leaderworkerset", "trainjob"])
