@@ -196,6 +196,11 @@ class BlobId:
     incarnation: int = 0
     seq: int = 0  # counts a node's deltas, so that a second one of the same base is another blob
 
+    def __str__(self) -> str:
+        """As logs have it, one word: `delta:f1/v19:a/1/60`, `update:f0/v3`."""
+        sender = f":{self.node}/{self.incarnation}/{self.seq}" if self.node else ""
+        return f"{self.kind.name.lower()}:f{self.fragment}/v{self.version}{sender}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:

@@ -269,10 +269,12 @@ def replay_journal(
 
     folder, versions = None, ":"
     for word in words or ():
-        if folder is None and not _VERSIONS.fullmatch(word) and ("/" in word or Path(word).is_dir()):
+        if _VERSIONS.fullmatch(word):
+            versions = word
+        elif folder is None:
             folder = Path(word)
         else:
-            versions = word
+            raise CommandError(f"{word}: expected FROM:TO, as 800:812, 812 or : for all that can be made again")
     directory = state_folder(_folder(folder, state))
     from farloop.coordinator.storage.state_reader import read_journal, steadily
     from farloop.coordinator.storage.verify import replay, span

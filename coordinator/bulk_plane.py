@@ -83,7 +83,7 @@ class BulkPlane:
         self._paused[node] = self._failed_at + PAUSE_S
         whom = f"node {node}" if node else "the coordinator"
         self._alarms[_WHAT] = f"it fails {whom}: {why}; what it fails goes by the session. farloop doctor checks it"
-        _log.warning("object store failed for=%s why=%r times=%d", whom, why, self.failures)
+        _log.warning("object store failed for=%r why=%r times=%d", whom, why, self.failures)
 
     def close(self) -> None:
         self._objects.close()
@@ -92,7 +92,8 @@ class BulkPlane:
         def done(why: str, moved: Moved) -> None:
             self._counted(0, moved)
             if why:
-                self.failed(f"{method} {key}: {why}")
+                what = "; is there such a bucket?" if (method, why[:3]) == ("PUT", "404") else ""
+                self.failed(f"{method} {key}: {why}{what}")
             over(not why)
 
         try:

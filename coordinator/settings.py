@@ -44,11 +44,13 @@ def check_url(url: str) -> str:
 def check_bulk_url(url: str) -> None:
     """Raises ValueError, one sentence: nodes cannot be given URLs of what is there."""
     parts = urlsplit(url)
-    if parts.scheme in ("http", "https"):
-        if not parts.netloc:
-            raise ValueError(f"the host is missing, as {parts.scheme}://HOST/PREFIX")
-    elif check_url(url) == "file":
-        raise ValueError("no node can be given the URL of a folder: expected s3://, gs://, az://, https:// or http://")
+    known = ("s3", "gs", "az", "https", "http")
+    if parts.scheme not in known:
+        raise ValueError(f"expected {', '.join(f'{scheme}://' for scheme in known)}; a node is given URLs of objects")
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"expected {parts.scheme}://PLACE/PREFIX alone; credentials come from the environment")
+    if not parts.netloc:
+        raise ValueError(f"the host or bucket is missing, as {parts.scheme}://PLACE/PREFIX")
 
 
 def check_leads_by(url: str) -> None:

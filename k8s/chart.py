@@ -3,6 +3,7 @@
 A value takes the place of something in an overlay's objects, and its default is what stood there.
 """
 
+import argparse
 import difflib
 import functools
 import json
@@ -276,6 +277,7 @@ kubeVersion: '>=1.29.0-0'
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Write k8s/chart anew from the overlays.").parse_args()
     for path, text in files().items():
         file = K8S / "chart" / path
         file.parent.mkdir(parents=True, exist_ok=True)

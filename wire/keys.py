@@ -94,8 +94,12 @@ def load_public(path: Path) -> bytes:
 def load_publics(path: Path) -> list[bytes]:
     """The public keys in `path`, one in each line: of several coordinators, or of one before and after its key is
     changed. Raises KeyFileError."""
+    if path.suffix == ".key":
+        raise KeyFileError(f"{path} is a secret key by its name; give the coordinator's .pub")
     try:
         lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise KeyFileError(f"there is no {path}; copy the coordinator's .pub there") from None
     except OSError as error:
         raise _unreadable(path, error) from error
     return [_checked(path, line) for line in lines if line.strip()] or [_checked(path, b"")]

@@ -485,12 +485,12 @@ def quality(
     from farloop.node.settings import DataConfig
 
     check_device(device)
-    make_output_folder(out)
     flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
     asked = asked_for(grid, flags, {"variants": variants, "settings": settings}, preset)
     text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
     console, jobs = progress_console(json=as_json), jobs or os.cpu_count() or 1
     plan = plan_grid(asked, data=text, out=out, device=device)
+    make_output_folder(out)
     try:
         with watched(plan, console) as watch:
             results = run_all(plan, jobs=jobs, watch=watch)

@@ -176,13 +176,13 @@ def _prepare(folder: Path) -> None:
     """Create an empty folder; it may contain a file system mounted at state. Raises CommandError."""
     state = folder / "state"
     try:
+        there = [path for part in (folder, state) if part.is_dir() for path in part.iterdir()]
+        if found := [path for path in there if path != state and path.name != "lost+found"]:
+            raise CommandError(f"--out: {folder} is not empty ({found[0].name}): chaos needs an empty folder")
         state.mkdir(parents=True, exist_ok=True)
-        found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state and path.name != "lost+found"]
+        (folder / "nodes").mkdir()
     except OSError as error:
         raise cannot_write(folder, error) from error
-    if found:
-        raise CommandError(f"--out: {folder} is not empty ({found[0].name}): chaos needs an empty folder")
-    (folder / "nodes").mkdir()
 
 
 def faults_table(outcome: "Outcome") -> Table:

@@ -148,7 +148,18 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         (f"[run]\nname = '{101 * 'x'}'", "run.toml:2: [run] name: expected 1 to 100 printable characters"),
         ("[data]\npath = 'a'\nmixture = [{path = 'a', weight = 1}]", "run.toml:3: [data] mixture: stands in place of"),
         ("[run]\nbulk = 'store'", "run.toml:2: [run] bulk: store needs [coordinator] bulk_url, which is missing"),
-        ("--set coordinator.bulk_url=file:///a", "--set: [coordinator] bulk_url: no node can be given the URL of a"),
+        (
+            "--set coordinator.bulk_url=s3://runs/a?x=1",
+            "--set: [coordinator] bulk_url: expected s3://PLACE/PREFIX alone",
+        ),
+        (
+            "--set coordinator.bulk_url=http://me:pw@host/x",
+            "--set: [coordinator] bulk_url: expected http://PLACE/PREFIX alone",
+        ),
+        (
+            "--set coordinator.bulk_url=file:///a",
+            "--set: [coordinator] bulk_url: expected s3://, gs://",
+        ),
         ("[data]\ndigest = 'mine'", "run.toml:2: [data] digest: goes with samples, which is missing"),
         ("[data]\nsamples = 5", "run.toml:2: [data] samples: goes with digest, which is missing"),
         ("[data]\ndigest = 'mine'\nsamples = 5", "run.toml:2: [data] digest: is for a dataset of your own loops"),

@@ -154,6 +154,13 @@ def test_verify_says_that_all_is_whole_or_where_the_damage_is(folder: Path, copy
     assert f"{copy} is damaged: {path.name} byte " in call(copy, "journal verify").stderr
 
 
+def test_a_folder_that_is_not_there_is_not_taken_for_versions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state folder of where the command runs is another one."""
+    monkeypatch.chdir(folder.parent)
+    for words in (["typo"], ["typo", "1:2"], ["1:2", "typo"]):
+        assert error_line("journal", "replay", *words).startswith("typo: there is no such folder")
+
+
 def test_show_and_replay_go_on_beside_damage_that_no_start_needs(copy: Path) -> None:
     whole, again = rows(copy, "journal show --all"), rows(copy, "journal replay")
     lost = next(row for row in whole if row["kind"] == "delta")  # merged since, and in a snapshot
@@ -197,7 +204,8 @@ def test_replay_makes_the_commits_again_that_can_be(folder: Path, monkeypatch: p
     ("words", "said"),
     [
         ("journal show --kind comit", "one of begin, epoch"),
-        ("journal replay abc", "expected FROM:TO"),
+        ("journal replay abc", "the folder is given twice: abc and --state"),
+        ("journal replay abc def", "def: expected FROM:TO"),
         (f"journal replay 1:{ROUNDS + 9}", "can be made again"),
         (f"journal replay {ROUNDS + 1}", "nothing of it can be made again"),
         ("journal replay : --fragment 7", "the run has fragments 0 to 1"),

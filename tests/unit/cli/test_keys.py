@@ -7,7 +7,7 @@ from command_line import error_line, farloop
 
 from farloop.cli.keys import write_pair
 from farloop.config.exit_codes import ExitCode
-from farloop.wire.keys import AllowList, fingerprint, load_public, load_secret
+from farloop.wire.keys import AllowList, KeyFileError, fingerprint, load_public, load_publics, load_secret
 
 
 @pytest.fixture
@@ -162,3 +162,10 @@ def test_a_third_key_and_the_rotation_of_none_are_refused(allow: Path, oslo: Pat
     said("authorize", keys / "oslo.next.pub", allow=allow)
     third = refused("authorize", keys / "lima.next.pub", "--name", "oslo", allow=allow)
     assert "holds two keys; first: farloop keys revoke oslo --old" in third
+
+
+def test_a_secret_key_and_a_missing_file_are_no_servers_key(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"c.key is a secret key by its name; give the coordinator's .pub"):
+        load_publics(tmp_path / "c.key")
+    with pytest.raises(KeyFileError, match=r"there is no .*c.pub; copy the coordinator's .pub there"):
+        load_publics(tmp_path / "c.pub")
