@@ -99,12 +99,6 @@ LAB = {
 }
 """Those of `farloop lab`, beside the ones that installed packages add."""
 
-MOVED = {
-    **dict.fromkeys(("bench", "chaos", "codecs", "eval", "methods", "schedule", "simulate", "throttle"), "lab"),
-    **dict.fromkeys(("forget", "release", "set"), "run"),
-}
-"""Words that a person may try at the top level, and the group that has them."""
-
 
 class _Commands(UserDict[str, Any]):
     """Commands by name. One from elsewhere is made when it is asked for, and those of other packages, if the group has
@@ -186,8 +180,10 @@ class FrontDoor(_Group):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in MOVED:
-            ctx.fail(f"{args[0]} is in a group: farloop {MOVED[args[0]]} {args[0]}")
+        if args and args[0] not in self.commands:
+            for group in ("lab", "run"):
+                if args[0] in self._table[group].commands:
+                    ctx.fail(f"{args[0]} is in a group: farloop {group} {args[0]}")
         return super().resolve_command(ctx, args)
 
 
