@@ -88,7 +88,14 @@ class Commands(typer.Typer):
     """A group of commands. Every error of a command ends as one line and an exit code (`config.exit_codes`)."""
 
     def __init__(self, help: str, **more: Any) -> None:  # typer's own name for it
-        super().__init__(help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, **more)
+        super().__init__(
+            help=help,
+            no_args_is_help=True,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode="markdown",  # as "rich", `[run]` in a help text would be taken for a style and vanish
+            **more,
+        )
 
     def command(self, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
         """As typer's, with the error edge around the function."""

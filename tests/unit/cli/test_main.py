@@ -3,6 +3,7 @@
 import os
 import re
 import tomllib
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from farloop.config.exit_codes import ExitCode
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-COMMANDS = list(commands(typer.main.get_command(app)))
+ROOT = typer.main.get_command(app)
+COMMANDS = list(commands(ROOT))
 GROUPS = {words[:-1] for words in COMMANDS if len(words) > 1}
 
 
@@ -42,6 +44,11 @@ def test_every_command_has_help_that_fits_and_an_example(words: tuple[str, ...])
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 100
     assert f"Usage: farloop {' '.join(words)}" in result.stdout
     assert words in {*GROUPS, ("lab", "methods")} or f"Example: farloop {' '.join(words)}" in result.stdout
+    text = " ".join(re.sub("[│╭╰─]", " ", result.stdout).split())
+    command: Any = reduce(lambda group, word: group.commands[word], words, ROOT)
+    written = [command.help, *(getattr(one, "help", None) for one in command.params)]
+    for table in re.findall(r"\[[a-z]+\]", " ".join(filter(None, written))):
+        assert table in text, f"{table} of a settings file is taken for a style"
 
 
 def test_wrong_usage_ends_with_2() -> None:
