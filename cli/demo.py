@@ -27,6 +27,7 @@ from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
+from farloop.local.machine import machine, source_commit
 from farloop.local.processes import Children, free_port, page, stop_on_signals, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status, dumps, finished_status
@@ -88,7 +89,8 @@ def run_demo(
         console.print(f"stopped; continue with: farloop demo --resume {plan.out}", soft_wrap=True)
         raise typer.Exit(130)
     summary = _finish(plan, planned, status)
-    report = write_report(plan.out, summary, plan.out / "state" / "metrics.jsonl", f"farloop demo: {plan.run.method}")
+    report, title = plan.out / "report.html", f"farloop demo: {plan.run.method}"
+    write_report(report, summary, plan.out / "state" / "metrics.jsonl", title)
     if as_json:
         typer.echo(dumps(summary))
     else:
@@ -181,7 +183,17 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
     with torch.no_grad():
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)
-    summary = summarise(status, planned.spec, loss_start=start, loss_end=end)
+    summary: Summary = {
+        **summarise(status),
+        "val_loss_start": start,
+        "val_loss_end": end,
+        "scored_at": plan.run.steps,
+        "seed": planned.spec.identity.seed,
+        "command": " ".join(["farloop", *sys.argv[1:]]),
+        "machine": machine(),
+    }
+    if commit := source_commit():
+        summary["commit"] = commit
     if plan.run.method != BASELINE:
         _add_baseline(summary, plan)
     write_output(plan.out / "summary.json", dumps(summary, indent=1))

@@ -494,6 +494,38 @@ def status(
 
 
 @app.command(rich_help_panel=INSPECT)
+def report(
+    state: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default="state", help="The coordinator's state_dir.")
+    ] = STATE,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="report.html beside DIR", help="The page to write.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the report of a run as one HTML page: losses, bytes, nodes and events. --json prints the figures instead.
+
+    Reads a coordinator's state folder, also while it runs.
+
+    Example: farloop report state --out run.html
+    """
+    from farloop.cli.run_results import summarise
+    from farloop.cli.status import saved
+    from farloop.coordinator.storage.state_reader import journal_folder
+
+    status = saved(journal_folder(state))
+    summary = summarise(status)
+    if as_json:
+        return typer.echo(dumps(summary))
+    from farloop.cli.report import write_report
+
+    run, at = status["run"], "" if status["run"]["state"] == "finished" else f" at step {status['position']:,.0f}"
+    out = out or state.resolve().with_name("report.html")
+    write_report(out, summary, state / "metrics.jsonl", f"{run['name']}: {run['state']}{at}")
+    typer.echo(f"report {out}")
+
+
+@app.command(rich_help_panel=INSPECT)
 def top(
     url: PagesUrl = PAGES,
     light: Annotated[

@@ -40,8 +40,8 @@ from farloop.plots.style import beside, log_ticks, style, ticks
 MAX_OCCURRENCES = 200
 
 
-def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> Path:
-    """Write `report.html` into `out_dir` from the run's figures and its `metrics.jsonl`; returns its path.
+def write_report(path: Path, summary: Summary, metrics: Path, title: str) -> None:
+    """Write the page from the run's figures and its `metrics.jsonl`.
 
     Raises CommandError: it cannot be written.
     """
@@ -58,9 +58,7 @@ def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> 
         bytes=bytes_text(summary["bytes_by_kind"]),
         rows=summary_rows(summary),
     )
-    path = out_dir / "report.html"
     write_output(path, page + "\n")
-    return path
 
 
 _NODE_COLUMNS: tuple[tuple[str, Callable[[NodeSummary], str | None]], ...] = (

@@ -1,7 +1,6 @@
-"""Results of a finished run: curves read back from metrics.jsonl, and the final status summed up."""
+"""Results of a run: curves read back from metrics.jsonl, and its status summed up."""
 
 import logging
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -10,9 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from farloop.algo.spec import RunSpec
 from farloop.coordinator.observe.event_log import BYTE_KINDS, Totals, files, parsed
-from farloop.local.machine import machine, source_commit
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import data_parallel_bytes, left_with_the_last, merged_steps, reduction
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
@@ -177,10 +174,11 @@ class Summary(TypedDict):
     parameters: int
     h: int
     steps: int
-    seed: int
-    command: str
+    scored_at: int  # schedule position of `val_loss_end`
+    seed: NotRequired[int]  # these four are the demo's
+    command: NotRequired[str]
     commit: NotRequired[str]
-    machine: str
+    machine: NotRequired[str]
     node_table: list[NodeSummary]
 
 
@@ -190,7 +188,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     length = f"H {summary['h']}, {summary['steps']:,} steps"
     return [
         ("validation loss", f"{loss_text(summary['val_loss_start'])} at step 0 → {loss_text(summary['val_loss_end'])} "
-                            f"at step {summary['steps']:,}"),
+                            f"at step {summary['scored_at']:,}"),
         *([("data parallel's loss", summary["baseline"])] if "baseline" in summary else []),
         ("sent over the links", f"{size_text(summary['bytes_total'])}: {each_way}"),
         ("of these", bytes_text(summary["bytes_by_kind"])),
@@ -202,7 +200,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("trained", f"{count_text(summary['tokens'])} tokens in {plural(summary['inner_steps'], 'inner step')}, "
                     f"{plural(summary['outer_steps'], 'outer step')}, {plural(summary['nodes'], 'node')}"),
         ("method", f"{summary['method']}, {length}, {summary['codec_up']} up, {summary['codec_down']} down"),
-        ("model", f"{count_text(summary['parameters'])} parameters, seed {summary['seed']}"),
+        ("model", f"{count_text(summary['parameters'])} parameters"
+                  f"{f', seed {seed}' if (seed := summary.get('seed')) is not None else ''}"),
     ]  # fmt: skip
 
 
@@ -238,13 +237,15 @@ def _style(label: str, summary: Summary) -> str:
     return "bold" if label in ("validation loss", "reduction", "compute share") else ""
 
 
-def summarise(status: Status, spec: RunSpec, *, loss_start: float, loss_end: float) -> Summary:
-    """The figures of a finished run. Byte counts are sums over nodes and over their starts."""
+def summarise(status: Status) -> Summary:
+    """The figures of a run, as far as it is. Byte counts are sums over nodes and over their starts."""
     run, totals = status["run"], status["totals"]
-    nodes = status["nodes"]
-    summary: Summary = {
-        "val_loss_start": loss_start,
-        "val_loss_end": loss_end,
+    nodes, scores = status["nodes"], status["evaluations"]
+    is_over = run["state"] == "finished" and bool(nodes)
+    return {
+        "val_loss_start": scores[0]["loss"] if scores and scores[0]["position"] == 0 else None,
+        "val_loss_end": scores[-1]["loss"] if scores else None,
+        "scored_at": int(scores[-1]["position"] if scores else status["position"]),
         "tokens": totals["tokens"],
         "inner_steps": sum(steps["inner_steps"] for steps in totals["nodes"].values()),
         "merged_steps": merged_steps(status),
@@ -260,21 +261,15 @@ def summarise(status: Status, spec: RunSpec, *, loss_start: float, loss_end: flo
         "bytes_by_kind": totals["bytes_by_kind"],
         "bytes_state": totals["bytes_by_kind"]["snapshot"] + totals["bytes_by_kind"]["probe"],
         "reduction": reduction(status),
-        "digests_equal": all(left_with_the_last(node, status) for node in nodes),
-        "compute_share": sum(node["compute_share"] for node in nodes) / len(nodes),
+        "digests_equal": all(left_with_the_last(node, status) for node in nodes) if is_over else None,
+        "compute_share": sum(node["compute_share"] for node in nodes) / max(len(nodes), 1),
         "wall_s": run["started_s"],
         "digests": status["digests"],
         "parameters": run["parameters"],
         "h": run["h"],
         "steps": run["steps"],
-        "seed": spec.identity.seed,
-        "command": " ".join(["farloop", *sys.argv[1:]]),
-        "machine": machine(),
         "node_table": [_node_summary(node, run["started_s"]) for node in nodes],
     }
-    if commit := source_commit():
-        summary["commit"] = commit
-    return summary
 
 
 def _node_summary(node: NodeStatus, run_s: float) -> NodeSummary:

@@ -8,16 +8,17 @@ from typing import Any, cast
 
 import pytest
 import statuses
+from command_line import error_line, farloop
 from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_runs import plain_spec
 from rich.console import Console
 
 from farloop.cli.report import MAX_POINTS, SERIES, loss_figure, traffic_figure, write_report
 from farloop.cli.run_results import History, Summary, Traffic, read_history, summarise, summary_table
+from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.observe.event_log import Totals
-from farloop.monitoring.status import Status
+from farloop.monitoring.status import Status, dumps
 from farloop.monitoring.status_summary import view_of
 from farloop.monitoring.units import size_text
 from farloop.quant.blob import blob_bytes
@@ -53,14 +54,13 @@ def summary_of(events: list[dict[str, Any]], *, h: int = 10, second: list[str] =
     ]
     run = {
         "fragments": 3, "method": "diloco", "codec_up": "q4", "codec_down": "q4", "parameters": PARAMETERS,
-        "started_s": 60.0, "h": h, "steps": 1000,
+        "started_s": 60.0, "h": h, "steps": 1000, "state": "finished",
     }  # fmt: skip
     totals = Totals(PARAMETERS)
     for event in events:
         totals.update(event["node"], event)
-    status = {"run": run, "nodes": nodes, "outer_steps": 3, "commits": 9, "digests": DIGESTS}
-    spec = plain_spec(method="diloco", steps=100, h=h, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
-    return summarise(cast(Status, status | {"totals": totals.status({})}), spec, loss_start=5.0, loss_end=2.0)
+    status = {"run": run, "nodes": nodes, "outer_steps": 3, "commits": 9, "digests": DIGESTS, "position": 1000}
+    return summarise(cast(Status, status | {"evaluations": [], "totals": totals.status({})}))
 
 
 def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts() -> None:
@@ -127,7 +127,7 @@ def test_status_and_summary_have_the_same_figures(
         nodes[0]["part"] = {"stages": [0], "fragments": [0], "parameters": part}
     run = {"steps": steps, "fragments": fragments, "parameters": PARAMETERS}
     told = statuses.status(nodes=nodes, commits=commits, run=run)
-    came = summarise(told, plain_spec(method="diloco", steps=100, h=10), loss_start=5.0, loss_end=2.0)
+    came = summarise(told)
     view = view_of(told)
     assert (view.reduction, view.total) == (came["reduction"], size_text(came["bytes_total"]))
     merged = [min(done, steps) for done in inner]
@@ -170,7 +170,8 @@ def summary(**changes: Any) -> Summary:
         "bytes_total": 2_204_000, "bytes_by_kind": {"delta": 700_000, "update": 700_000, "snapshot": 780_000,
         "probe": 20_000, "control": 4_000}, "digests_equal": True,
         "compute_share": 0.947, "wall_s": 82.0, "digests": DIGESTS, "parameters": 100_000, "h": 30, "steps": 195,
-        "seed": 1, "command": "farloop demo --link '50mbit/50ms' && echo", "machine": "2 cores", "node_table": [
+        "seed": 1, "command": "farloop demo --link '50mbit/50ms' && echo", "machine": "2 cores", "scored_at": 195,
+        "node_table": [
             {"name": "paris", "device": "cpu", "inner_steps": 195, "compute_share": 0.95, "digests": DIGESTS},
             {"name": "tokyo", "device": "cpu", "reason": "the <link> was cut", "digests": DIGESTS},
         ],
@@ -178,10 +179,15 @@ def summary(**changes: Any) -> Summary:
     return cast(Summary, known | changes)
 
 
+def page_of(folder: Path, told: Summary) -> str:
+    write_report(folder / "report.html", told, metrics(folder), "three <nodes>")
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
-    return write_report(folder / "out", summary(), metrics(folder), "three <nodes>").read_text(encoding="utf-8")
+    return page_of(folder, summary())
 
 
 def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every_time(
@@ -194,18 +200,17 @@ def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every
                   "the <link> was cut", "delta for window 4 of fragment 1 dropped: the window had closed",
                   "farloop demo --link '50mbit/50ms' && echo", "1m 22s"):  # fmt: skip
         assert words in page.text
-    again = write_report(tmp_path, summary(), metrics(tmp_path), "three <nodes>")
-    assert again == tmp_path / "report.html" and again.read_text(encoding="utf-8") == html
+    assert page_of(tmp_path, summary()) == html
 
 
 def test_a_report_has_the_loss_of_data_parallel_where_it_was_measured_and_one_line_of_bytes(tmp_path: Path) -> None:
     told = {"baseline": "2.412 after the same steps, measured in x", "baseline_loss": 2.412}
-    pages = [write_report(tmp_path, summary(**more), metrics(tmp_path), "x").read_text()
-             for more in (told, {"baseline": "not measured; to compare: farloop demo"}, {})]  # fmt: skip
-    measured, unmeasured, of_data_parallel = (Page(page).text for page in pages)
+    unmeasured = {"baseline": "not measured; to compare: farloop demo"}
+    pages = [page_of(tmp_path, summary(**more)) for more in (told, unmeasured, {})]
+    measured, without, of_data_parallel = (Page(page).text for page in pages)
     assert "5.500 at the start, data parallel 2.412" in measured and told["baseline"] in measured
     assert "data parallel at its end" in pages[0] and "data parallel at its end" not in pages[1]
-    assert "data parallel not measured" in unmeasured and "to compare: farloop demo" in unmeasured
+    assert "data parallel not measured" in without and "to compare: farloop demo" in without
     assert "data parallel's loss" not in of_data_parallel
     assert "up and down" in pages[0] and "702 kB up and 702 kB down" in measured, "drawn apart they covered each other"
 
@@ -228,12 +233,37 @@ def test_the_drawings_take_all_their_colours_from_the_page(html: str) -> None:
 
 def test_a_report_says_which_digest_differs_and_what_was_not_measured(tmp_path: Path) -> None:
     nodes = [{"name": "paris", "digests": [DIGESTS[0], "deadbeefdeadbeef"]}, {"name": "tokyo", "digests": DIGESTS[:1]}]
-    page = write_report(tmp_path, summary(node_table=nodes, digests_equal=False), metrics(tmp_path), "x").read_text()
+    page = page_of(tmp_path, summary(node_table=nodes, digests_equal=False))
     assert page.count("✓ equal") == 2 and "different" in page and "identical" not in page
     assert "✗ <code>deadbeefdeadbeef</code>" in page and "✗ <code>missing</code>" in page
     empty = summary(node_table=[], digests=[], digests_equal=None)
-    text = Page(write_report(tmp_path, empty, tmp_path / "none.jsonl", "x").read_text()).text
+    write_report(tmp_path / "x.html", empty, tmp_path / "none.jsonl", "x")
+    text = Page((tmp_path / "x.html").read_text()).text
     assert text.count("The run left no measurements to draw.") == 2 and "not compared" in text
+
+
+def test_a_report_of_a_state_folder_is_that_of_its_last_status_and_of_a_running_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    assert "there is no such folder" in error_line("report", str(state))
+    state.mkdir()
+    assert "holds no journal" in error_line("report", str(state), code=ExitCode.STORAGE)
+    (state / "journal-000000000001.log").touch()
+    assert "no coordinator runs on" in error_line("report", str(state))
+    metrics(state)
+    nodes = [statuses.node(name, digests=DIGESTS, state="finished") for name in ("paris", "tokyo")]
+    ended = statuses.status(nodes=nodes, digests=DIGESTS, run={"state": "finished", "steps": 1800})
+    (state / "status.json").write_text(dumps(ended))
+    told = json.loads(farloop("report", str(state), "--json").stdout)
+    assert (told["digests_equal"], told["val_loss_end"]) == (True, ended["evaluations"][-1]["loss"])
+    farloop("report", str(state))
+    page = Page((tmp_path / "report.html").read_text())
+    assert "finished" in page.text and "tokyo" in page.text and "machine" not in page.text
+    assert [tag for tag, _ in page.elements].count("svg") == 2
+    monkeypatch.setattr("farloop.cli.status.asked", lambda folder: statuses.status(nodes=[]))
+    farloop("report", str(state), "--out", str(tmp_path / "now.html"))
+    assert "training at step" in Page((tmp_path / "now.html").read_text()).text
 
 
 def test_rotated_metrics_are_read_first_and_in_their_order(tmp_path: Path) -> None:
