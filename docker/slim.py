@@ -9,8 +9,13 @@ from pathlib import Path
 
 UNREAD = re.compile(
     r"(^|.*/)tests?/"  # what packages test themselves with
+    r"|.*\.(c|h|pxd|pyi|pyx)$"  # what they are compiled and type-checked from
     r"|torch/(include|share)/|torch/bin/(?!torch_shm_manager)"  # what extensions of torch are built with
-    r"|transformers/models/.*\.pyc$"  # several hundred models, of which a run imports one
+    r"|transformers/models/.*(\.pyc|/(convert|modular)_\w+\.py)$"  # several hundred models, of which a run imports one
+    r"|fontTools/"  # matplotlib's, for PDF and PostScript
+    r"|zstandard/_cffi\."  # for interpreters other than CPython
+    r"|hf_xet[/-]"  # faster downloads from a hub
+    r"|(torch/(_inductor|testing)|scipy/(stats|signal)|sympy/(physics|stats)|networkx|pygments)/.*\.pyc$"  # seldom imported
     r"|pip(-[\d.]+\.dist-info)?/"
 )
 
