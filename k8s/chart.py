@@ -24,7 +24,7 @@ OPTIONS: Object = {"coordinator.enabled": True, "coordinator.kind": "single", "n
 """Values that have no place."""
 VALUES = {
     # value: (what it is, kind of the object, place in it)
-    "tag": ("Tag of both images.", "", ""),
+    "tag": ("Tag of both images. Digits alone: `--set-string`.", "", ""),
     "coordinator.enabled": ("Whether this cluster has the coordinator.", "", ""),
     "coordinator.kind": ("`single`, or `pair`: a second one stands by on another host.", "", ""),
     "coordinator.image": ("Its image, without the tag.", "StatefulSet", f"{POD}/containers/0/image"),
@@ -49,6 +49,54 @@ VALUES = {
     "nodes.shm": ("Size of /dev/shm.", "Job", f"{POD}/volumes/shm/emptyDir/sizeLimit"),
     "nodes.tolerations": ("Taints of hosts that they may run on.", "Job", f"{POD}/tolerations"),
     "nodes.env": ("More environment variables, as in a pod.", "", ""),
+}
+
+
+def _text(pattern: str) -> Object:
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+def _object(**properties: Object) -> Object:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+SIZE = _text(r"([1-9][0-9]*(\.[0-9]+)?|0?\.[0-9]+)([kMGTPE]|[KMGTPE]i)?")
+AMOUNT: Object = {"anyOf": [{"type": "number", "minimum": 0}, _text(r"[0-9]*\.?[0-9]+(m|[kMGTPE]|[KMGTPE]i|e[0-9]+)?")]}
+AMOUNTS: Object = {"type": "object", "additionalProperties": AMOUNT}
+RESOURCES = _object(requests=AMOUNTS, limits=AMOUNTS, claims={"type": "array"})
+BYTE, PART = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])", r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+IMAGE = _text(rf"([A-Za-z0-9.-]+(:[0-9]+)?/)?{PART}(/{PART})*")
+NETWORK = _text(
+    rf"({BYTE}(\.{BYTE}){{3}}/([12]?[0-9]|3[0-2])|[0-9a-fA-F:]*:[0-9a-fA-F:]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))"
+)
+TEXT: Object = {"type": "string"}
+RULES: dict[str, Object] = {
+    # What Kubernetes would refuse otherwise, or an image that no host could pull.
+    "tag": _text("[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"),
+    "coordinator.kind": {"enum": ["single", "pair"]},
+    "coordinator.image": IMAGE,
+    "coordinator.resources": RESOURCES,
+    "coordinator.storage": SIZE,
+    "coordinator.addresses": {"items": NETWORK, "uniqueItems": True},
+    "nodes.names": {"items": _text("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"), "uniqueItems": True},
+    "nodes.image": IMAGE,
+    "nodes.gpus": {"minimum": 0},
+    "nodes.resources": RESOURCES,
+    "nodes.storage": SIZE,
+    "nodes.shm": SIZE,
+    "nodes.tolerations": {
+        "items": _object(
+            key=TEXT,
+            operator={"enum": ["Exists", "Equal"]},
+            value=TEXT,
+            effect={"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
+            tolerationSeconds={"type": "integer"},
+        )
+    },
+    "nodes.env": {
+        "items": _object(name=_text("[A-Za-z_.-][A-Za-z0-9_.-]*"), value=TEXT, valueFrom={"type": "object"})
+        | {"required": ["name"]}
+    },
 }
 HASHED = "farloop-run-{{ sha256sum $.Values.coordinator.run | trunc 10 }}"
 WITH_GPUS = (
@@ -229,13 +277,9 @@ def templates(chart: Chart) -> dict[str, str]:
 
 
 def schema_of(value: object, path: str = "") -> Object:
-    """Every value and its type; below resources, tolerations and env whatever a pod may have."""
+    """Every value with its type and its rules."""
     types: dict[type, str] = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
-    found: Object = {"type": types[type(value)]}
-    if path == "coordinator.kind":
-        found["enum"] = ["single", "pair"]
-    if path in ("nodes.names", "coordinator.addresses"):
-        found |= {"items": {"type": "string"}, "uniqueItems": True}
+    found: Object = {"type": types[type(value)]} | RULES.get(path, {})
     if isinstance(value, dict) and path not in VALUES:
         inner = {key: schema_of(one, f"{path}.{key}".lstrip(".")) for key, one in value.items()}
         found |= {"properties": inner, "additionalProperties": False}

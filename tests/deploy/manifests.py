@@ -14,7 +14,7 @@ from toolbox import CACHE, ROOT
 K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 ABOVE = {
-    "allow-api-server": "coordinator-region", "allow-hub": "cluster-gpu", "allow-object-store": "coordinator-region",
+    "allow-api-server": "coordinator-region", "allow-https": "coordinator-region",
     "code-from-configmap": "cluster-gpu", "data-from-pvc": "local", "gpu-product": "cluster-gpu",
     "jobset": "cluster-hosts", "kueue": "cluster-gpu", "leaderworkerset": "cluster-hosts", "mig": "cluster-gpu",
     "model-from-image": "coordinator-region", "model-from-pvc": "coordinator-recover", "monitoring": "local",

@@ -46,7 +46,7 @@ LOCAL = {
         },
     },
 }
-RUN, NODE = K8S / "overlays" / "local" / "run.toml", K8S / "base" / "node" / "node.toml"
+RUN, NODE = K8S / "overlays" / "local" / "run.toml", K8S / "overlays" / "local" / "node.toml"
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,57 @@ def test_the_chart_takes_the_files_of_a_run(tmp_path: Any) -> None:
     assert not [one for one in made if one["spec" if "spec" in one else "metadata"].get("type") == "LoadBalancer"]
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [("coordinator.sort=pair", "sort"), ("coordinator.kind=triple", "single"), ("nodes.names=oslo", "array")],
+GOOD = (
+    *(
+        "tag=v0.1.0-rc.1",
+        "coordinator.image=localhost:5000/a/b_c",
+        "nodes.image=farloop-node",
+        "nodes.names={oslo,n-0}",
+    ),
+    *("coordinator.storage=1.5Ti", "nodes.storage=0.5G", "nodes.shm=64000M", "coordinator.resources.requests.cpu=500m"),
+    *("coordinator.resources.limits.memory=2e11", "coordinator.addresses={10.0.0.0/8,2001:db8::/32}", "nodes.gpus=0"),
+    *("nodes.resources.requests.cpu=8", "nodes.env[0].name=NCCL_DEBUG", "nodes.env[0].value=INFO"),
 )
-def test_a_value_that_the_chart_does_not_have_is_refused(value: str, told: str) -> None:
-    assert told in installed("--set", value, code=1)
+BAD = {
+    "coordinator.sort=pair": "sort",
+    "coordinator.kind=triple": "single",
+    "tag=": "/tag",
+    "tag=20260101": "got number, want string",
+    "tag=v1+build": "/tag",
+    "coordinator.image=registry.example/farloop-coordinator:1": "/coordinator/image",
+    "nodes.image=Registry/Node": "/nodes/image",
+    "nodes.names=oslo": "array",
+    "nodes.names={Oslo}": "/nodes/names/0",
+    "nodes.names={oslo,oslo}": "/nodes/names",
+    "nodes.names={n_0}": "/nodes/names/0",
+    "nodes.names={oslo-}": "/nodes/names/0",
+    f"nodes.names={{{'n' * 64}}}": "/nodes/names/0",
+    "coordinator.storage=500GB": "/coordinator/storage",
+    "coordinator.storage=0": "/coordinator/storage",
+    "nodes.storage=-1Gi": "/nodes/storage",
+    "nodes.shm=64 Gi": "/nodes/shm",
+    "coordinator.resources.requests.cpu=8 cores": "/coordinator/resources/requests/cpu",
+    "nodes.resources.limits.memory=64gi": "/nodes/resources/limits/memory",
+    "nodes.resources.limit.memory=64Gi": "limit",
+    "nodes.gpus=-1": "/nodes/gpus",
+    "coordinator.addresses={192.0.2.1}": "/coordinator/addresses/0",
+    "coordinator.addresses={192.0.2.256/24}": "/coordinator/addresses/0",
+    "nodes.tolerations[0].effect=NoRun": "/nodes/tolerations/0/effect",
+    "nodes.env[0].value=x": "name",
+    "nodes.env[0].name=1ST": "/nodes/env/0/name",
+}
+"""Value → what the complaint names."""
+
+
+def test_values_that_kubernetes_takes_are_taken() -> None:
+    made = installed(*(word for value in GOOD for word in ("--set", value)))
+    assert made.count("kind: Job") == 2 and "localhost:5000/a/b_c:v0.1.0-rc.1" in made
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_value_that_the_chart_does_not_have_or_kubernetes_does_not_take_is_refused(value: str) -> None:
+    words = ("--set-string" if "value=" in value or value == "coordinator.storage=0" else "--set", value)
+    assert BAD[value] in installed(*words, code=1)
 
 
 def test_helm_has_nothing_to_say_of_the_chart() -> None:
