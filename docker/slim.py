@@ -15,7 +15,7 @@ UNREAD = re.compile(
     r"|fontTools/"  # matplotlib's, for PDF and PostScript
     r"|zstandard/_cffi\."  # for interpreters other than CPython
     r"|hf_xet[/-]"  # faster downloads from a hub
-    r"|(torch/(_inductor|testing)|scipy/(stats|signal)|sympy/(physics|stats)|networkx|pygments)/.*\.pyc$"  # seldom imported
+    r"|(torch/(_inductor|testing)|scipy/(stats|signal)|sympy/(physics|stats)|networkx|pygments)/.*\.pyc$"  # rarely used
     r"|pip(-[\d.]+\.dist-info)?/"
 )
 
