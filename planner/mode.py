@@ -10,10 +10,10 @@ from farloop.algo.stages import Path, StageLayout
 from farloop.planner.anomalies import UNREACHABLE_S
 from farloop.planner.fabric import Fabric, Island, fabric_of
 from farloop.planner.inventory import Inventory, Mode
-from farloop.planner.paths import IN_ORDER, PUBLISHED, Numbers, Work, path_length
+from farloop.planner.paths import IN_ORDER, PUBLISHED, Work, path_length
 from farloop.planner.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split
 from farloop.planner.routes import Paths, Task, plan_paths, random_paths
-from farloop.planner.simulator import Outcome, Route, simulate
+from farloop.planner.simulator import Route, simulate
 
 # --- Fragments or activations between islands: the cost of both layouts, and the H at which it turns
 #
@@ -298,21 +298,15 @@ def present_step_s(layout: StageLayout, inventory: Inventory) -> float:
     fabric = fabric_of(inventory)
     for path in layout.paths:
         _check(path, place, fabric)
-    outcome = simulated(layout, inventory, fabric.message_s)
-    if outcome.stalled:
-        raise NotPredicted(f"{outcome.stalled} of their microbatches would wait for each other's slots")
-    return outcome.makespan_s
-
-
-def simulated(layout: StageLayout, inventory: Inventory, message_s: Numbers) -> Outcome:
-    """A step along a layout's paths; messages take `message_s` [from][to], by the inventory's nodes."""
-    place = {node.name: number for number, node in enumerate(inventory.nodes)}
     routes = [
         Route(nodes=tuple(place[hop.node] for hop in path.hops), stages=tuple(hop.stage for hop in path.hops))
         for path in layout.paths
     ]
     work = work_of(inventory, range(len(place)), [stage.layers for stage in layout.stages])
-    return simulate(routes, work, message_s)
+    outcome = simulate(routes, work, fabric.message_s)
+    if outcome.stalled:
+        raise NotPredicted(f"{outcome.stalled} of their microbatches would wait for each other's slots")
+    return outcome.makespan_s
 
 
 def _check(path: Path, place: dict[str, int], fabric: Fabric) -> None:

@@ -337,58 +337,6 @@ def recovery(
     _print_result({"starts": found}, text(starts), as_json)
 
 
-@bench_app.command()
-def routing(
-    nodes: Annotated[
-        list[int] | None,
-        typer.Option(min=12, show_default="20, 64, 256, 512", help="A number of nodes to plan for; repeatable."),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(
-        "out/routing"
-    ),
-    run_processes: Annotated[
-        bool, typer.Option("--processes", help="Also run pipelines of real processes, for some minutes.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the planner: its choices, its running time, and its gains in simulation.
-
-    The planning time is measured. All other times are predicted, or simulated with
-    microbatches on their paths and transfers that share links.
-
-    With --processes, the paths of one plan also run as eight processes with emulated
-    distances, to compare step times with the prediction and losses with those of one
-    process. Step times are valid only on an idle machine.
-
-    Example: farloop lab bench routing --nodes 20 --nodes 256
-    """
-    from farloop.cli.progress import progress_console
-    from farloop.lab.bench.pipeline import processes
-    from farloop.lab.bench.routing import measure, text
-    from farloop.lab.plots.routing import plot
-    from farloop.local.machine import source_commit
-
-    make_output_folder(out)
-    console = progress_console(json=as_json)
-
-    def say(line: str) -> None:
-        console.print(f" {line}", style="dim", soft_wrap=True)
-
-    findings = measure(list(dict.fromkeys(nodes or (20, 64, 256, 512))), say)
-    found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
-    made, what, shown = None, "Planning measured", text(findings)
-    if run_processes:
-        say("pipelines of four and eight processes; step times are valid only on an idle machine")
-        made, what = processes(), "Planning, and steps and losses of processes, measured"
-        found["processes"] = {**dataclasses.asdict(made), "parity": made.parity}
-        shown += "".join(f"\n processes {line}" for line in made.lines)
-    write_output(out / "routing.json", dumps(found, indent=1) + "\n")
-    caption = f"farloop lab bench routing, commit {found['commit']}. {what}, all other seconds predicted or simulated."
-    for kind in (".svg", ".png"):
-        plot(out / f"routing{kind}", findings, caption, made)
-    typer.echo(dumps(found, indent=1) if as_json else f"{shown}\n {out}/routing.json, .svg and .png")
-
-
 def _one_of(option: str, name: str, known: Iterable[str]) -> str:
     if name not in known:
         raise CommandError(f"{option} {name!r}: there are {', '.join(known)}")

@@ -264,7 +264,6 @@ def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: 
     [
         "lab bench codecs --out {taken}",
         "lab bench sync --out {taken}",
-        "lab bench routing --out {taken}/new",
         "lab bench quality --out {taken}",
         "lab simulate bandwidth --plot {taken}/x.svg",
         "demo --model nano --out {taken}",
