@@ -21,7 +21,14 @@ from farloop.coordinator.storage.files import File
 from farloop.coordinator.storage.journal import SEGMENT_BYTES
 from farloop.coordinator.storage.recovery import MOST_RECENT_BYTES
 from farloop.coordinator.storage.snapshots import KEEP
-from farloop.coordinator.storage.store import MOST_RESULT_BYTES, SNAPSHOT_EVERY, SNAPSHOT_LEAST, TAIL_RATIO
+from farloop.coordinator.storage.store import (
+    COMMITS_A_SNAPSHOT,
+    MOST_REPEATED,
+    MOST_RESULT_BYTES,
+    SNAPSHOT_EVERY,
+    SNAPSHOT_LEAST,
+    TAIL_RATIO,
+)
 from farloop.coordinator.uploads import MOST_BYTES as MOST_UPLOAD_BYTES
 from farloop.node.model.inner_optimizer import MOST_AT_ONCE
 from farloop.node.settings import SAVE_EVERY_ROUNDS
@@ -105,7 +112,8 @@ def memory_of(spec: RunSpec, *, ranks: int = 1, shard: bool = False) -> Memory:
         JOINS: min(FP32 * parameters, max(MOST_BYTES, FP32 * largest.numel)),
     }
     state, a_round = (2 + outer) * FP32 * parameters, nodes * up + down
-    rounds = max(SNAPSHOT_LEAST, min(SNAPSHOT_EVERY, 1 + TAIL_RATIO * state // a_round))  # between two snapshots
+    most = max(COMMITS_A_SNAPSHOT, 2 * MOST_REPEATED // (parameters + a_round))  # as long as all tails together allow
+    rounds = max(SNAPSHOT_LEAST, min(SNAPSHOT_EVERY, most, 1 + TAIL_RATIO * state // a_round))  # between two snapshots
     # Fragments are saved in different rounds, so a segment may be kept for its last commit alone. It ends when it
     # is full, or when every fragment has a snapshot in it.
     segment = min(SEGMENT_BYTES, rounds * a_round)

@@ -39,7 +39,7 @@ from farloop.quant.digest import canonicalise_, combine, digest, finite_digest
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
-from farloop.quant.kernels.interface import Found, OuterStep
+from farloop.quant.kernels.interface import BlockKernels, Found, OuterStep
 from farloop.quant.norm import norm_sq, tensor_norms, total_of
 from farloop.quant.registry import codec_named
 
@@ -337,6 +337,20 @@ def _with_clip(step: Step, delta: Tensor, gap: float) -> OuterSettings:
     return replace(step.outer, clip=step.outer.clip * (norm_sq(delta) / numel) ** 0.5 / gap)
 
 
+def kernels_of(buffers: Buffers, delta: Tensor | Sum, step: Step, terms: Terms, codec_down: str) -> BlockKernels | None:
+    """Kernels that make this commit in one pass; None if it takes several."""
+    codec = codec_named(codec_down)
+    # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
+    known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
+    known = known and not restarts(step.outer, step.version) and not step.fragment.averaged
+    if not known or not isinstance(codec, BlockCodec):
+        return None
+    fast = fast_path(codec.kernel_key(), buffers.target.device)
+    if isinstance(delta, Sum) and fast is not None and not (fast.sums and delta.codec.name == codec.name):
+        return None
+    return fast
+
+
 @torch.no_grad()
 def commit(
     buffers: Buffers,
@@ -354,24 +368,21 @@ def commit(
     Raises NonFiniteError: the sum or the step left what fp32 holds.
     """
     codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
-    # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
-    known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
-    known = known and not restarts(step.outer, step.version) and not step.fragment.averaged
-    blocks = codec if known and isinstance(codec, BlockCodec) else None
-    fast = None if blocks is None else fast_path(blocks.kernel_key(), buffers.target.device)
-    if isinstance(delta, Sum) and (fast is None or not fast.sums or delta.codec.name != codec.name):
+    fast = kernels_of(buffers, delta, step, terms, codec_down)
+    if isinstance(delta, Sum) and fast is None:
         total = delta.whole(pool)
         result = commit(buffers, total, step, terms, codec_down, pool)
         pool.give([total])
         return result
-    if blocks is None or fast is None:
+    if fast is None:
         assert isinstance(delta, Tensor)
         gap = _gap(buffers, step, terms)
         stepped = _advanced(buffers, delta, step, terms, gap, pool)
         return replace(publish(stepped, step, codec_down, delta, pool), gap=gap)
+    assert isinstance(codec, BlockCodec)
     header, update = _header(codec, step), pool.buffer(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
-    in_place = in_place and isinstance(delta, Sum) and _stays_finite(buffers, delta, step, blocks)
+    in_place = in_place and isinstance(delta, Sum) and _stays_finite(buffers, delta, step, codec)
     if in_place:
         new_target, new_anchor, new_momentum = buffers.target, buffers.anchor, momentum
     else:
@@ -393,7 +404,7 @@ def commit(
             new_momentum=new_momentum,
             new_anchor=new_anchor,
             seed=header.seed,
-            steps=blocks.steps(step.fragment),
+            steps=codec.steps(step.fragment),
         )
     )
     assert not in_place or (isinstance(found, Found) and math.isfinite(found.largest))

@@ -1,6 +1,7 @@
 """What a commit is made of, and how many bits each layer gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,7 @@ from farloop.coordinator.decide.records import WindowCommitted
 from farloop.quant.bit_rates import candidates, joined, measure
 from farloop.quant.blob import Expected, Parsed, pack_anchor, parse_blob, unpack_anchor
 from farloop.quant.digest import digest
-from farloop.quant.errors import BadBlob
+from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named, spelling_of
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import AnchorRef, Share
@@ -264,29 +265,52 @@ def _shares(draft: WindowCommitted, result: Result) -> tuple[Share, ...]:
 
 
 def repeat(
-    ledger: Ledger, buffers: Buffers, record: WindowCommitted, update: bytes, inputs: Inputs | None, codecs: Codecs
+    ledger: Ledger,
+    buffers: Buffers,
+    record: WindowCommitted,
+    update: Callable[[], bytes],
+    inputs: Inputs | None,
+    codecs: Codecs,
+    pool: Pool = NO_POOL,
 ) -> tuple[Buffers, bool]:
     """Repeat one commit after a restart: the anchor from the update, the rest from the inputs.
 
     `codecs` is the result of `codecs_of` before the record entered the ledger, which is far ahead by now. Without
     inputs (gradients are not stored) the target becomes the anchor, and the optimizer's state stays that of the
-    snapshot. Returns the buffers, and whether target and optimizer state match the record. Raises WrongAnchor: the
-    anchor does not match.
+    snapshot. Returns the buffers, and whether target and optimizer state match the record. Where the kernels make the
+    commit in one pass and all of it matches, `update` is not read. Raises WrongAnchor: the anchor does not match.
     """
-    step = step_of(ledger, record, codecs.terms)
-    anchor = buffers.anchor.clone()
-    aggregator.apply_update_(anchor, update, step, codecs.down)
+    step, delta = step_of(ledger, record, codecs.terms), None
+    if record.blobs and inputs is not None:
+        delta = _merged(ledger, inputs, step, record, codecs)
+        if (again := _in_one_pass(buffers, delta, step, record, codecs, pool)) is not None:
+            return again, True
+    anchor = pool.copy(buffers.anchor)
+    aggregator.apply_update_(anchor, update(), step, codecs.down)
     if digest(anchor) != record.anchor_digest:
         raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
     if not record.blobs:
         stepped = buffers
-    elif inputs is None:
+    elif delta is None:
         stepped = replace(buffers, target=anchor.clone())
     else:
-        delta = aggregator.whole(_merged(ledger, inputs, step, record, codecs))
-        stepped = aggregator.advance(buffers, delta, step, codecs.terms)
+        stepped = aggregator.advance(buffers, aggregator.whole(delta), step, codecs.terms)
     again = replace(stepped, version=record.version, anchor=anchor)
     return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)
+
+
+def _in_one_pass(
+    buffers: Buffers, delta: Tensor | Sum, step: Step, record: WindowCommitted, codecs: Codecs, pool: Pool
+) -> Buffers | None:
+    """The buffers after a commit; None if the kernels take several passes, or come to another result."""
+    if aggregator.kernels_of(buffers, delta, step, codecs.terms, codecs.down) is None:
+        return None
+    with suppress(NonFiniteError):
+        result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
+        found = result.anchor_digest, result.target_digest, result.outer_digest
+        if found == (record.anchor_digest, record.target_digest, record.momentum_digest):
+            return result.buffers
+    return None
 
 
 def snapshot_blob(buffers: Buffers, fragment: Fragment, epoch: int) -> tuple[BlobId, bytearray, int]:

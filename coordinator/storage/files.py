@@ -509,10 +509,9 @@ class _Reader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        data = self._file.read(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        count = self._file.read_into(self._at, memoryview(buffer))
+        self._at += count
+        return count
 
 
 def _with_descriptor(path: Path, call: Callable[[], _T]) -> _T:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from farloop.algo.fragments import rows_of, view, whole_shapes
 from farloop.algo.spec import BlobId, Layout
 from farloop.coordinator import commits
-from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.aggregator import Buffers, Pool
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger, more_than_a_snapshot
 from farloop.coordinator.errors import (
@@ -201,6 +202,7 @@ class Attachments:
 _log = logging.getLogger(__name__)
 
 _READERS = 4  # snapshots that are read at a time
+MOST_REUSED_BYTES = 256 << 20  # of buffers before a commit, which a later one is written into
 
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
@@ -238,6 +240,7 @@ class Recovery:
     first: First | None = None
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)
     """Commits that can be repeated, by fragment and version."""
+    pool: Pool = field(default_factory=lambda: Pool(MOST_REUSED_BYTES))
 
     @classmethod
     def begin(cls, directory: Path, items: Items, files: Files = DISK) -> "Recovery":
@@ -376,7 +379,9 @@ class Recovery:
             buffers = buffers_of(snapshot)
         done = self.done.get(index, {})
         while (commit := done.get(buffers.version + 1)) is not None and buffers.version < newest:
-            buffers = self._repeat(buffers, commit, read)
+            before, buffers = buffers, self._repeat(buffers, commit, read)
+            kept = {tensor.data_ptr() for tensor in buffers.tensors}
+            self.pool.give([tensor for tensor in before.tensors if tensor.data_ptr() not in kept])
         if buffers.version != newest:
             if self.fault is not None:
                 raise self.fault
@@ -394,12 +399,12 @@ class Recovery:
     def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
         """Repeat one commit: the anchor from the update, the rest from the inputs."""
         record = commit.record
-        update = read(self.attachments.update(record.fragment, record.version))
+        update = partial(read, self.attachments.update(record.fragment, record.version))
         places = [self.attachments.input(addend.blob) for addend in record.blobs]
         spooled = [(read(place), addend.weight) for place, addend in zip(places, record.blobs, strict=True) if place]
         inputs = spooled if len(spooled) == len(places) else None
         try:
-            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs)
+            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs, self.pool)
         except (commits.WrongAnchor, BadBlob) as error:
             raise Inconsistent(self.directory, str(error)) from error
         if not same:

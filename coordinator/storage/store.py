@@ -1,8 +1,7 @@
 """The store of one run: journal, snapshots and the fragments' buffers, kept consistent, and their recovery.
 
 Every call may touch the disk. The daemon calls from one storage thread, `save` and `update_source` from any. A restart
-finds exactly what was durable: anchors are restored by decoding updates onto a snapshot, which is exact on any machine;
-target and optimizer state by repeating the arithmetic on the stored inputs (protocol, Journal).
+finds exactly what was durable, by repeating the arithmetic of the commits since the snapshots (protocol, Journal).
 """
 
 import logging
@@ -48,12 +47,16 @@ from farloop.runtime.system import trim_heap
 _log = logging.getLogger(__name__)
 
 # A fragment's tail is what a restart repeats: its commits since its last snapshot (protocol, P). A snapshot has as many
-# bytes as several commits, so it waits until the tail is long.
+# bytes as several commits, so it waits until the tail is long, or all tails together are.
 SNAPSHOT_EVERY = 64  # commits of a fragment between two of its snapshots, at most
-SNAPSHOT_LEAST = 8  # and at least where the tail is long for another reason; also before another try
+SNAPSHOT_LEAST = 8  # and at least where the tail is long by its bytes; also before another try
 TAIL_RATIO = 6
 """A tail is long with this many times the bytes of a snapshot: snapshots are a seventh of what is written."""
-TAIL_S = 30.0  # and if repeating it takes this long
+MOST_REPEATED = 2_000_000_000
+"""Of all tails together, parameters that a start computes and bytes that it reads: a few seconds."""
+COMMITS_A_SNAPSHOT = 16
+"""Beyond that there is a snapshot for so many commits: 0.75 bytes a parameter and commit (a third of what is written
+with q4 and two nodes), and the tails have half as many commits on average."""
 
 MOST_RESULT_BYTES = 256 << 20
 """Of new buffers that are computed or made durable at a time, beyond one commit's. As many are kept for later ones."""
@@ -68,7 +71,6 @@ class _Tail:
 
     commits: int = 0
     num_bytes: int = 0  # of their deltas and updates in the journal
-    seconds: float = 0.0  # that computing them took, as far as this process did it
     retry: int = 0  # commits below which no snapshot is tried: there was no room for one
 
 
@@ -111,9 +113,11 @@ class Store:
         self._lent = set(range(len(buffers)))  # fragments whose present buffers others may have, too
         self._seized = set[int]()  # those whose buffers are ahead of the ledger: a commit is written over them
         self._sharing = threading.Lock()  # of what may be read and what may be written over
+        self._sizes = [each.anchor.numel() for each in buffers]
         sizes = [sum(tensor.nbytes for tensor in (each.anchor, *each.tensors)) for each in buffers]
         self.pool = Pool(max(MOST_RESULT_BYTES, *sizes))  # with the sum of the deltas
         self._tails = [_Tail() for _ in buffers]
+        self._allowed = 0  # parameters of commits since, less `COMMITS_A_SNAPSHOT` times those of snapshots
         self._saving: Cut | None = None
         self._saved_in: dict[int, int] = {}  # by fragment, the segment in which its last snapshot was taken
         journal.begin_segments_with(ledger.saved)
@@ -321,7 +325,7 @@ class Store:
         self._attachments.remember(record.fragment, record.version, result.update)
         if record.version == 1 and result.buffers.anchor.nbytes >= _LARGE_BYTES:
             trim_heap()  # of the first buffers, which another thread made
-        self._lengthen(record.fragment, record.version, result.seconds)
+        self._lengthen(record.fragment, record.version)
         return record
 
     # --- Snapshots
@@ -329,14 +333,19 @@ class Store:
     # A cut is taken and noted between other calls; it is saved beside them, in any thread.
 
     def next_snapshot(self) -> Cut | None:
-        """What to save next: of the fragments whose snapshot is due, the one with the longest tail. None while one is
-        being saved. Raises as `require_ours`."""
+        """What to save next: of the fragments whose snapshot is due, the one with the most commits in its tail. None
+        while one is being saved. Raises as `require_ours`."""
         if self._saving is not None:
             return None
-        due = [fragment for fragment in range(len(self.buffers)) if self._is_due(fragment)]
-        for fragment in sorted(due, key=lambda fragment: self._tails[fragment].num_bytes, reverse=True):
-            if (cut := self._cut(fragment)) is not None:
-                return cut
+        together = sum(tail.commits * n + tail.num_bytes for tail, n in zip(self._tails, self._sizes, strict=True))
+        for fragment in sorted(range(len(self._tails)), key=lambda fragment: -self._tails[fragment].commits):
+            spent = COMMITS_A_SNAPSHOT * self._sizes[fragment]
+            if self._is_due(fragment, together > MOST_REPEATED and spent <= self._allowed):
+                if (cut := self._cut(fragment)) is not None:
+                    self._allowed = max(0, self._allowed - spent)
+                    return cut
+            elif spent > self._allowed:
+                together = 0  # else small fragments would spend it all
         return None
 
     def save(self, cut: Cut) -> None:
@@ -355,7 +364,6 @@ class Store:
             behind, tail = cut.tail, self._tails[cut.fragment]
             tail.commits += behind.commits
             tail.num_bytes += behind.num_bytes
-            tail.seconds += behind.seconds
             tail.retry = tail.commits + SNAPSHOT_LEAST
         fragment, version, what = cut.fragment, cut.buffers.version, f"snapshot of fragment {cut.fragment}"
         try:
@@ -507,21 +515,20 @@ class Store:
         else:
             self._lent.discard(fragment)
 
-    def _lengthen(self, fragment: int, version: int, seconds: float = 0.0) -> None:
+    def _lengthen(self, fragment: int, version: int) -> None:
         tail = self._tails[fragment]
         tail.commits += 1
         tail.num_bytes += self._attachments.commit_bytes(fragment, version)
-        tail.seconds += seconds
+        self._allowed = min(self._allowed + self._sizes[fragment], COMMITS_A_SNAPSHOT * sum(self._sizes))
 
-    def _is_due(self, fragment: int) -> bool:
+    def _is_due(self, fragment: int, may_be_early: bool) -> bool:
         tail, buffers = self._tails[fragment], self.buffers[fragment]
         if tail.commits == 0 or tail.commits < tail.retry:
             return False
         if tail.commits >= SNAPSHOT_EVERY or fragment not in self.ledger.windows:  # the last commit
             return True
         snapshot_bytes = (2 + len(buffers.outer)) * buffers.anchor.nbytes
-        long = tail.num_bytes >= TAIL_RATIO * snapshot_bytes or tail.seconds >= TAIL_S
-        return long and tail.commits >= SNAPSHOT_LEAST
+        return may_be_early or (tail.num_bytes >= TAIL_RATIO * snapshot_bytes and tail.commits >= SNAPSHOT_LEAST)
 
     def _cut(self, fragment: int) -> Cut | None:
         """None: a commit is being written over the fragment, and its snapshot can wait for it."""

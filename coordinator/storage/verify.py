@@ -170,7 +170,7 @@ def _again(
         else:
             update = attached(directory, at.attachment)
             codecs = commits.codecs_of(ledger, record)
-            following, _ = commits.repeat(ledger, held, record, update, None, codecs)
+            following, _ = commits.repeat(ledger, held, record, lambda: update, None, codecs)
             compared = (
                 CommitComparison("update", record.update_digest, blob_digest(update)),
                 CommitComparison("anchor", record.anchor_digest, digest(following.anchor)),

@@ -5,6 +5,7 @@ Syncs return at once here: `test_power_loss.py` shows what they are for, with a 
 
 import dataclasses
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal, claim_epoch
-from farloop.coordinator.storage.snapshots import snapshot_path
+from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import as_tensor, blob_bytes
 from farloop.quant.digest import digest
@@ -316,6 +317,33 @@ def test_the_journal_does_not_grow_for_ever(small: Store) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("most_rounds", [0, 12])
+def test_what_a_start_repeats_is_bounded_over_all_fragments(
+    store: Store, monkeypatch: pytest.MonkeyPatch, most_rounds: int
+) -> None:
+    """P: whatever the order of the commits; snapshots stay a small part of what is written."""
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 1000)
+    monkeypatch.setattr("farloop.coordinator.storage.store.COMMITS_A_SNAPSHOT", 6)
+    sizes = [buffers.anchor.numel() for buffers in store.buffers]
+    commit(store, 0)
+    bytes_a_parameter = store.ledger.commits[0, 1].size * 3 / sizes[0]  # two deltas and an update
+    monkeypatch.setattr(
+        "farloop.coordinator.storage.store.MOST_REPEATED", int(most_rounds * (1 + bytes_a_parameter) * sum(sizes))
+    )
+    saved, snapshots_written, dice = [0, 0], 0, random.Random(5)
+    for number in range(150):
+        commit(store, int(dice.random() < (0.5, 0.95, 0.0)[number // 50]))
+        newest = [max(versions_of(store.directory, fragment)) for fragment in (0, 1)]
+        snapshots_written += sum(size for before, now, size in zip(saved, newest, sizes, strict=True) if now > before)
+        saved = newest
+        repeated = [version - at for version, at in zip(store.ledger.versions, saved, strict=True)]
+        total = sum(commits * size for commits, size in zip(repeated, sizes, strict=True))
+        assert total <= (max(most_rounds, 6) + 1) * sum(sizes), repeated
+        done = sum(version * size for version, size in zip(store.ledger.versions, sizes, strict=True))
+        assert 6 * snapshots_written <= done
+    restarted(store).close()
+
+
 def test_all_that_the_ledger_remembers_can_be_read(small: Store) -> None:
     """R: a node that comes back gets these updates; the machine's own ledger may be one commit behind."""
     for _ in range(5 * SNAPSHOT_EVERY):
@@ -419,7 +447,7 @@ def test_a_commit_is_written_over_what_has_no_other_owner_and_is_not_taken_befor
             return make_durable(draft, result, reserved)
         assert store.buffers[draft.fragment].version == draft.version > store.ledger.versions[draft.fragment]
         with monkeypatch.context() as due:
-            due.setattr(store, "_is_due", lambda fragment: fragment == draft.fragment)
+            due.setattr(store, "_is_due", lambda fragment, _: fragment == draft.fragment)
             assert store.next_snapshot() is None
         if draft.version == 4:
             taken.append(store.cut())
