@@ -96,6 +96,9 @@ def chaos(
         console.print(*shown)
     if not outcome.good:
         raise CommandError(f"{'; '.join(outcome.wrong)} (logs: {folder})", ExitCode.UNEXPECTED)
+    if outcome.interrupted:
+        say("stopped: every process is ended")
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _storm(
@@ -108,7 +111,7 @@ def _storm(
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
     kinds = _kinds(wanted)
     from farloop.config.run_spec import plan_run
-    from farloop.lab.chaos.storm import Stopped, Storm
+    from farloop.lab.chaos.storm import Storm
     from farloop.quant.registry import warm_for
 
     _prepare(folder)
@@ -123,12 +126,9 @@ def _storm(
     # Compile the kernels once, before all processes would do it at the same time.
     warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
     with stop_on_signals() as stopped:
-        storm = Storm(out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped)
-        try:
-            outcome = storm.run()
-        except Stopped:
-            say("stopped: every process is ended")
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        outcome = Storm(
+            out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped
+        ).run()
     if outcome.memory:
         draw_memory(folder / "memory.svg", outcome.memory)
     return outcome, {"minutes": minutes, "nodes": nodes, "skipped": skipped}
@@ -207,7 +207,7 @@ def result_table(outcome: "Outcome", folder: Path) -> Table:
     shown.add_row("forks", str(outcome.forks))
     shown.add_row("holds that the operator released", str(outcome.released))
     shown.add_row("other findings", str(len(outcome.problems)))
-    shown.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
+    shown.add_row("digests equal", {None: NOTHING, True: "yes", False: "NO"}[outcome.digests_equal])
     shown.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
     if COORDINATOR in outcome.memory:
         shown.add_row("coordinator's memory", f"at most {size_text(told['rss_bytes'][COORDINATOR]['max'])}")

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from safetensors.torch import save_file
 
-from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import ExitCode
 from farloop.config.sources import dump_toml
 from farloop.lab.chaos.record_server import RecordServer, serving
+from farloop.lab.chaos.storm import Stopped
 from farloop.lab.chaos.wide_node import TENSORS, weights
 from farloop.local.processes import PAGE_TIMEOUT_S, Children, free_port, page
 from farloop.local.relay import Link, Relay, RelayThread
@@ -81,6 +82,7 @@ class PairOutcome:
     lost: int = 0
     forks: int = 0
     problems: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def wrong(self) -> list[str]:
@@ -111,6 +113,7 @@ class PairOutcome:
             "forks": self.forks,
             "problems": self.problems,
             "good": self.good,
+            "interrupted": self.interrupted,
         }
 
 
@@ -150,8 +153,9 @@ class PairStorm:
         return "b" if self._leader == "a" else "a"
 
     def run(self) -> PairOutcome:
-        """Raises CommandError: the run cannot begin, or came to a stop."""
-        with ExitStack() as stack:
+        """What was seen until then, if it is stopped. Raises CommandError: a process cannot be started."""
+        self.outcome.interrupted = True
+        with suppress(Stopped), ExitStack() as stack:
             self._server: RecordServer = stack.enter_context(serving())
             link = Link.parse("1gbit/0ms")
             self._relays = [
@@ -176,6 +180,7 @@ class PairStorm:
                 self._say(f"{number + 1}/{self._count} {kind}: no commit for {self._took:.1f} s, {self._leader} leads")
                 self._bring_back()
             self._until("the two are in sync", self._in_sync)
+            self.outcome.interrupted = False
         self.outcome.versions = len(self._told)
         return self.outcome
 
@@ -339,7 +344,7 @@ class PairStorm:
 
     def _observe(self) -> None:
         if self._stopped:
-            raise CommandError("stopped", ExitCode.INTERRUPTED)
+            raise Stopped
         for name in "ab" if self._either else self._leader:
             self._status(name)
         time.sleep(0.02)
@@ -349,5 +354,5 @@ class PairStorm:
         while not condition():
             self._observe()
             if time.monotonic() > deadline:
-                why = f"not within {self._patience_s:g} s: {what} (logs: {self._out})"
-                raise CommandError(why, ExitCode.UNEXPECTED)
+                self.outcome.problems.append(f"not within {self._patience_s:g} s: {what}")
+                raise Stopped

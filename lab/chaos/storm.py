@@ -217,17 +217,18 @@ class Outcome:
     committed: int
     lost: int
     forks: int
-    digests_equal: bool
+    digests_equal: bool | None  # None: the run did not come to its end
     recovery_s: dict[str, list[float]]
     memory: dict[str, list[tuple[float, int]]]
     released: int = 0  # holds that the operator ended: a liar's word that no node could contradict
     problems: list[str]  # what should not have been, beside the numbers; a sentence each
+    interrupted: bool = False
 
     @property
     def wrong(self) -> list[str]:
         """What is wrong with it: a few sentences."""
         found = [f"{self.lost} versions lost"] * bool(self.lost) + [f"{self.forks} forks"] * bool(self.forks)
-        return found + ["the last digests are not equal everywhere"] * (not self.digests_equal) + self.problems[:3]
+        return found + ["the last digests are not equal everywhere"] * (self.digests_equal is False) + self.problems[:3]
 
     @property
     def good(self) -> bool:
@@ -255,6 +256,7 @@ class Outcome:
             "released": self.released,
             "problems": self.problems,
             "good": self.good,
+            "interrupted": self.interrupted,
         }
 
 
@@ -262,7 +264,7 @@ SETTLED: Final = 15  # samples until the memory of a process has settled
 
 
 class Stopped(Exception):
-    """A person asked to stop."""
+    """A person asked to stop, or the run came to no end."""
 
 
 @dataclass(slots=True)
@@ -306,10 +308,9 @@ class Storm:
     _due_line: float = field(init=False, default=0.0)
 
     def run(self) -> Outcome:
-        """Begin the run, let everything happen to it, and see it to its end.
+        """Begin the run, let everything happen to it, and see it to its end. What was seen until then if it is stopped.
 
-        Raises:
-            Stopped, CommandError: nothing is left behind.
+        Raises CommandError: a process cannot be started. Nothing is left behind.
         """
         self._memory = Memory(self.out / "memory.csv")
         self._ballast = Ballast(self.state_dir)
@@ -318,7 +319,8 @@ class Storm:
             name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in self.nodes
         }
         self._tail = Tail(self.state_dir)
-        with ExitStack() as stack:
+        interrupted = True
+        with suppress(Stopped), ExitStack() as stack:
             (self.out / "guests").mkdir()
             others = stack.enter_context(Children(self.out / "guests", stop_s=5.0))
             self._guests = Guests(
@@ -338,7 +340,8 @@ class Storm:
             self._weather()
             if self._gather():
                 self._end()
-        return self._outcome()
+            interrupted = False
+        return self._outcome(interrupted)
 
     @property
     def state_dir(self) -> Path:
@@ -389,9 +392,9 @@ class Storm:
         while not condition():
             if time.monotonic() > deadline:
                 why = f"not within {timeout_s:g} s: {what} ({in_words(self._status)})"
-                if fatal:
-                    raise CommandError(f"{why}; the logs are in {self.out}", ExitCode.UNEXPECTED)
                 self._problems.append(why)
+                if fatal:
+                    raise Stopped
                 return False
             self._turn()
         return True
@@ -549,7 +552,7 @@ class Storm:
             if not full and not fenced:  # where there is no room to begin, code 6 says to try again
                 self._found(f"{child.name} ended by itself with {code}: {child.last_words()}")
             if len(self._problems) > MAX_SURPRISES:
-                raise CommandError(f"given up: {self._problems[0]} (logs: {self.out})", ExitCode.UNEXPECTED)
+                raise Stopped
             if not self._ending:
                 self._at(self._now + AGAIN_S, partial(self._start_again, child.name))
 
@@ -597,8 +600,9 @@ class Storm:
 
     # --- End
 
-    def _outcome(self) -> Outcome:
-        self._compare_journal()
+    def _outcome(self, interrupted: bool) -> Outcome:
+        if self._status is not None:
+            self._compare_journal()
         self._history.finish()
         final = finished_status(self.state_dir)
         return Outcome(
@@ -607,11 +611,12 @@ class Storm:
             committed=self._history.committed,
             lost=len(self._history.lost),
             forks=len(self._history.forks) + len(self._history.twice),
-            digests_equal=final is not None and self._all_equal(final),
+            digests_equal=None if interrupted else final is not None and self._all_equal(final),
             recovery_s=self._recoveries.seconds,
             memory=self._memory.series,
             released=self._guests.released,
             problems=self._problems,
+            interrupted=interrupted,
         )
 
     def _all_equal(self, final: Status) -> bool:

@@ -60,12 +60,15 @@ def test_a_storm_over_two_coordinators_of_a_model_without_arithmetic(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "last"), [(("--minutes", "5"), "b"), (("--standby", "9"), "m")])
+def test_a_storm_that_is_stopped_leaves_no_process_behind_and_writes_what_it_saw(
+    tmp_path: Path, how: tuple[str, str], last: str
+) -> None:
     out = tmp_path / "storm"
-    words = [*CHAOS, "--minutes", "5", "--out", str(out)]
+    words = [*CHAOS, *how, "--out", str(out)]
     storm = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not (out / "b.log").exists():
+    while not (out / f"{last}.log").exists():
         assert time.monotonic() < deadline and storm.poll() is None
         time.sleep(0.1)
     begun = processes_of(out)
@@ -74,6 +77,8 @@ def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> Non
     assert storm.returncode == ExitCode.INTERRUPTED
     assert told.splitlines()[-1] == "stopped: every process is ended"
     assert begun and not processes_of(out)
+    seen = json.loads((out / "chaos.json").read_text())
+    assert seen["interrupted"] and (seen["lost"], seen["forks"], seen["problems"]) == (0, 0, [])
 
 
 def processes_of(out: Path) -> list[int]:
