@@ -17,6 +17,7 @@ from farloop.algo.terms import Terms
 from farloop.cli.interrupts import end_at_once, on_signals
 from farloop.cli.pages import LoopWatch, Viewers, pages, standby_pages
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.memory import memory_of
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
 from farloop.coordinator.admin import over
@@ -342,6 +343,7 @@ async def _serve(
 ) -> None:
     warm_for(store.ledger.spec.terms)
     coordinator = Coordinator(config, store, adopt, mirror, bulk)
+    coordinator.observer.node_disk_bytes = sum(memory_of(store.ledger.spec).node_disk.values())
     viewers = Viewers()
     with LoopWatch() as watch, pages(config, coordinator, watch, viewers) as url:
         say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))

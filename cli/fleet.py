@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from farloop.cli.findings import Finding, congestion_finding, fail, ok, wall_clock, warn
+from farloop.cli.findings import DRIFT_S, Finding, congestion_finding, fail, ok, wall_clock, warn
 from farloop.cli.options import table
 from farloop.cli.status import DEFAULT_URL, fetch
 from farloop.monitoring.status import LinkStatus, MachineStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import anomaly_lines, cleaned, version_lines
-from farloop.monitoring.units import NOTHING, plural, rate_text, size_text
+from farloop.monitoring.units import NOTHING, duration_text, plural, rate_text, size_text
 from farloop.wire.reasons import Reason
 
 SENT_AGAIN = 0.02  # share of the segments from which on a link loses too much
@@ -39,6 +39,7 @@ def findings(status: Status) -> list[Finding]:
         found += _of_node(node)
         if (machine := machines.get(node["name"])) is not None and node["connected"]:
             found += _of_machine(machine, has_gpu=has_gpu)
+            found += _of_disk(machine, _needed(node, status))
     found += [finding for link in _links(status) for finding in _of_link(link, machines)]
     fix = "look at that node's log, its devices and its link; farloop explain names the windows that waited"
     found += [warn("slow", line, fix) for line in anomaly_lines(status)]
@@ -81,6 +82,24 @@ def _of_machine(machine: MachineStatus, *, has_gpu: bool) -> Iterable[Finding]:
         fix = "run as a user that may read them; training does without"
         yield warn("sysfs", f"{name}: not readable: {'; '.join(machine['unread'])}", fix)
 
+    if (off_s := machine["clock_off_s"]) is not None and abs(off_s) > DRIFT_S:
+        fix = "set its clock by NTP: signed URLs may fail, and logs cannot be compared; training does not depend on it"
+        yield warn("clock", f"{name}: {duration_text(abs(off_s))} {'ahead' if off_s > 0 else 'behind'}", fix)
+
+
+def _needed(node: NodeStatus, status: Status) -> int:
+    """Bytes that a node may keep on disk: for a node that holds a part of the model, its share."""
+    part = node["part"]["parameters"] / status["run"]["parameters"] if "part" in node else 1.0
+    return int(part * status["run"].get("node_disk_bytes", 0))
+
+
+def _of_disk(machine: MachineStatus, needed: int) -> Iterable[Finding]:
+    free, used = machine["disk_free_bytes"], machine["disk_used_bytes"] or 0
+    if free is not None and free + used < needed:
+        detail = f"{machine['name']}: {size_text(free)} free, {size_text(max(0, needed - used))} to come"
+        fix = "make room, choose another [node] state_dir, or keep less: save_optimizer = false"
+        yield fail("disk", detail, fix)
+
 
 def _of_link(link: LinkStatus, machines: dict[str, MachineStatus]) -> Iterable[Finding]:
     ends = f"{link['from']} → {link['to']}"
@@ -96,31 +115,40 @@ def _of_link(link: LinkStatus, machines: dict[str, MachineStatus]) -> Iterable[F
             yield warn("congestion", f"{machine['name']}: {finding.detail}", finding.fix)
 
 
-def fleet_table(status: Status) -> RenderableType:
-    """A row for each node."""
-    rows = table("node", "state", "farloop", "devices", "up", "down", "round trip", "sent again",
-                 left=("state", "devices"), fold=("node",))  # fmt: skip
+def fleet_tables(status: Status) -> RenderableType:
+    """A row for each node: its machine, and its link."""
+    there = table(
+        "node", "state", "farloop", "devices", "disk free", "clock", left=("state", "devices"), fold=("node",)
+    )
+    ways = table("node", "up", "down", "round trip", "sent again", fold=("node",))
     machines, links = _machines(status), {(link["from"], link["to"]): link for link in _links(status)}
     for node in status["nodes"]:
         machine, name = machines.get(node["name"]), node["name"]
-        up, down = links.get((name, COORDINATOR)), links.get((COORDINATOR, name))
-        memory = f", {size_text(machine['memory_bytes'])}" if machine and machine["memory_bytes"] else ""
-        rtt_s, again = (up["rtt_s"], up["retransmit_ratio"]) if up else (None, None)
-        rows.add_row(
+        memory, free, off_s = None, None, None
+        if machine:
+            memory, free, off_s = machine["memory_bytes"], machine["disk_free_bytes"], machine["clock_off_s"]
+        there.add_row(
             name,
             Text(node["state"], "" if node["connected"] else "red"),
             (machine and machine["farloop"]) or NOTHING,
-            (node["device"] or NOTHING) + memory,
+            (node["device"] or NOTHING) + (f", {size_text(memory)}" if memory else ""),
+            size_text(free) if free is not None else NOTHING,
+            f"{off_s:+.1f} s" if off_s is not None else NOTHING,
+        )
+        up, down = links.get((name, COORDINATOR)), links.get((COORDINATOR, name))
+        rtt_s, again = (up["rtt_s"], up["retransmit_ratio"]) if up else (None, None)
+        ways.add_row(
+            name,
             _rate(up),
             _rate(down),
             f"{1000 * rtt_s:.1f} ms" if rtt_s is not None else NOTHING,
             f"{100 * again:.2f} %" if again is not None else NOTHING,
         )
-    return Group(rows) if rows.row_count else Text("no node has come yet", "dim")
+    return Group(there, ways) if there.row_count else Text("no node has come yet", "dim")
 
 
 def print_fleet(status: Status) -> None:
-    Console(highlight=False).print(fleet_table(status))
+    Console(highlight=False).print(fleet_tables(status))
 
 
 def _machines(status: Status) -> dict[str, MachineStatus]:

@@ -592,7 +592,7 @@ def doctor(
 ) -> None:
     """Check this machine before a daemon starts: ports, keys, disk, data, devices.
 
-    With --fleet: versions, devices, links and states of all nodes, as the coordinator at --url knows them.
+    With --fleet: versions, clocks, disks, devices, links and states of all nodes, as the coordinator at --url has them.
 
     Exits with 0 if no check fails (warnings are allowed), else with 2; with 5 if no coordinator answers --fleet.
 

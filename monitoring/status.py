@@ -41,6 +41,7 @@ class RunStatus(TypedDict):
     nodes: int  # nodes that the run needs to begin
     stages: NotRequired[list[int]]  # connected nodes per stage, for a model that is cut in stages
     codec_up_of: NotRequired[dict[str, str]]  # codecs of nodes that have their own, by the newest terms
+    node_disk_bytes: NotRequired[int]  # most that a node keeps on disk, by the run's plan, of the whole model
     h_share_of: NotRequired[dict[str, float]]  # shares of a round's steps, for nodes that do not do all of them
 
 
@@ -199,6 +200,9 @@ class MachineStatus(TypedDict):
     labels: list[list[str]]
     unread: list[str]
     farloop: str  # version that the node runs; empty if it does not say
+    clock_off_s: float | None  # its wall clock minus the coordinator's; the link's delay is in it
+    disk_free_bytes: int | None  # free where its state folder is
+    disk_used_bytes: int | None  # of the files in that folder
 
 
 LinkStatus = TypedDict(

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -314,6 +315,7 @@ class NodeLink:
         self._misunderstood = 0  # sessions in a row that ended because one end did not understand the other
         self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
         self._over = False  # no further session is wanted
+        self.disk: tuple[int, int] | None = None  # bytes free for the state folder, and used by it, once measured
 
     def start(
         self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
@@ -757,7 +759,12 @@ class NodeLink:
                 if now - self._warned_at >= REPEAT_S:
                     self._warned_at = now
                     _log.warning("packets lost coordinator=%s why=%r fix=%r", self._coordinator, LARGE_LOST, MTU_FIX)
-            reports.append(self._probing.connection(session, facts, now))
+            told = self._probing.connection(session, facts, now)
+            if told is not None and self.disk is not None:
+                free, used = self.disk
+                clock_s = datetime.now(UTC).timestamp()
+                told = dataclasses.replace(told, clock_s=clock_s, disk_free=free, disk_used=used)
+            reports.append(told)
             self._choose_lanes(session, facts)
         for report in reports:
             if report is not None:

@@ -150,6 +150,12 @@ def reserve(folder: Path, name: str) -> IO[str] | None:
     return file
 
 
+def disk_of(folder: Path) -> tuple[int, int]:
+    """Bytes that are free for a state folder, and that its files take. Raises OSError."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def _unusable(path: Path, error: Exception) -> StateUnusable:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     mend = "free space there, or choose another state_dir" if full else "choose another state_dir"

@@ -28,6 +28,7 @@ from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, 
 from farloop.node.errors import BadAddress, LinkFailed
 from farloop.node.link import CONTROL, NodeLink, Traffic
 from farloop.node.settings import NodeConfig
+from farloop.node.state_dir import disk_of
 from farloop.runtime import ports
 from farloop.runtime.http_objects import HttpObjects
 from farloop.runtime.ports import Buffer
@@ -109,6 +110,8 @@ class LinkConfig:
 DEAD_TCP_MS = 60_000
 """A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
 for a bulk lane that died alone, behind a firewall that forgot it."""
+
+DISK_S: Final = 60.0  # between two looks at the disk of the state folder
 
 ANSWER_S: Final = 2.0  # how long an address of several is given to take a connection
 
@@ -590,7 +593,11 @@ class LinkThread:
             objects=objects,
         )
         link.start(self._hello, self._deliver)
+        folder = config.kept and config.kept.parent
+        measuring = asyncio.create_task(_measure_disk(link, folder), name="disk") if folder else None
         await self._closing.wait()
+        if measuring is not None:
+            measuring.cancel()
         if not self._failed:
             link.close()
         objects.close()
@@ -605,6 +612,14 @@ class LinkThread:
         if not self._failed:
             self._failed = True
             self._deliver(LinkFailed(error))
+
+
+async def _measure_disk(link: NodeLink, folder: Path) -> None:
+    """Keep what the link tells of the disk, for as long as it lives. A disk that hangs must not hold the link."""
+    while True:
+        with contextlib.suppress(OSError):
+            link.disk = await asyncio.to_thread(disk_of, folder)
+        await asyncio.sleep(DISK_S)
 
 
 def read_known(path: Path, coordinator: str) -> LinkKnown | None:

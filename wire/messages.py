@@ -276,9 +276,12 @@ class Seen:
 @message(33, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(Message):
-    """Node → coordinator, now and then: its links."""
+    """Node → coordinator, now and then: its links, and of its machine what changes."""
 
     links: tuple[Seen, ...]
+    clock_s: float | None = None  # its wall clock as it sends this, in seconds since 1970
+    disk_free: int | None = None  # bytes free where its state folder is
+    disk_used: int | None = None  # bytes of the files in that folder
 
 
 # --- All control messages and their bytes: the only place where msgpack is used

@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.decide.roster import Member
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 ECHO_S = 10.0  # interval of echoes, once the first ten have returned
 DIAL_S = 5.0  # how long a connection to a node's declared address may take
 LOOK_S = 5.0  # interval of reading TCP_INFO of the connections
+MOST_CLOCK_S = 1e11  # a wall clock beyond the year 5000 is none
 LOST_S = 60.0  # an alarm about lost packets lasts so long after the last one
 
 
@@ -62,6 +64,7 @@ class LinkMonitor:
         self._large_lost: dict[NodeId, tuple[float, str]] = {}  # node → when large packets "to" or "from" it were lost
         self._looked_at = now
         self._peer: Peer | None = None  # the session that is being probed
+        self._told: dict[NodeId, tuple[float, Observed]] = {}  # node → its clock minus ours, and what it told
         self.reachable: dict[str, bool] = {}  # node → whether its declared address answered
         self._dialled: dict[str, tuple[str, int]] = {}  # node → (address, incarnation) that was tried last
 
@@ -93,7 +96,9 @@ class LinkMonitor:
     def on_message(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
         """Handle a message. Returns whether it was about links. `known`: all nodes of the run."""
         match message:
-            case Observed(links=links):
+            case Observed(links=links, clock_s=clock_s):
+                if clock_s is not None and 0.0 <= clock_s < MOST_CLOCK_S:
+                    self._told[node] = (clock_s - datetime.now(UTC).timestamp(), message)
                 for seen in links[:MOST_SEEN]:
                     if not seen.peer or (seen.peer != node and seen.peer in known):
                         self._on_observed(node, seen, now)
@@ -150,6 +155,7 @@ class LinkMonitor:
         here = {node: peer for node, peer in sessions.items() if peer.session.state is State.OPEN}
         self.matrix.retain(members.keys())
         self._prober.retain(members.keys())
+        self._told = {node: told for node, told in self._told.items() if node in members}
         self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
         if any(_is_busy(peer.session, self._is_probed(peer), now) for peer in here.values()):
             self._prober.busy(now)
@@ -269,6 +275,7 @@ class LinkMonitor:
 
     def _machine(self, member: Member) -> MachineStatus:
         told = member.inventory
+        off_s, latest = self._told.get(member.name, (None, Observed(links=())))
         return {
             "name": member.name,
             "site": told.site,
@@ -287,6 +294,9 @@ class LinkMonitor:
             "labels": [[key, value] for key, value in told.labels],
             "unread": list(told.unread),
             "farloop": told.farloop,
+            "clock_off_s": off_s,
+            "disk_free_bytes": latest.disk_free,
+            "disk_used_bytes": latest.disk_used,
         }
 
 

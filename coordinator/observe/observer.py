@@ -69,6 +69,7 @@ class Observer:
         self.link_alarms: Callable[[float], Mapping[str, str]] = lambda now: {}
         self.uplink: Uplink | None = None  # the limit on what is sent, if there is one
         self.watch: Callable[[], WatchStatus] | None = None  # status of slow nodes and links
+        self.node_disk_bytes: int | None = None  # most that a node keeps on disk, by the run's plan
         self.joined = False  # whether the run can make progress: at least one node is connected
         self._store, self._metrics, self._hold = store, metrics, hold
         self._happenings, self._refusals = EventLog(metrics), RejectionCounter(metrics)
@@ -324,6 +325,8 @@ class Observer:
             "recent": self._happenings.recent(now),
             "samples": ledger.leases.fates(),
         }
+        if self.node_disk_bytes is not None:
+            told["run"]["node_disk_bytes"] = self.node_disk_bytes
         if terms.codecs.up_of:
             told["run"]["codec_up_of"] = {str(node): codec for node, codec in terms.codecs.up_of}
         if terms.schedule.h_share_of:

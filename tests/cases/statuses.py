@@ -189,7 +189,7 @@ MACHINE: MachineStatus = {
     "name": "oslo", "site": "north", "site_from": "operator", "address": "", "reachable": None, "connected": True,
     "nics": [NIC, {**NIC, "name": "eth9", "active": False}], "devices": 8, "memory_bytes": 640_000_000_000, "cpus": 96,
     "memlock_bytes": None, "nofile": 65536, "congestion": "bbr", "seconds_per_step": 0.4312, "labels": [],
-    "unread": [], "farloop": "0.2.0",
+    "unread": [], "farloop": "0.2.0", "clock_off_s": -0.02, "disk_free_bytes": 900_000_000_000, "disk_used_bytes": 0,
 }  # fmt: skip
 LINK: LinkStatus = {
     "from": "oslo", "to": "coordinator", "rtt_s": 0.0613, "rtt_median_s": 0.07, "bytes_per_s": 5e6,

@@ -41,7 +41,11 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine.port("mlx5_0", layer="InfiniBand")
             declared = f"tcp://127.0.0.1:{passes.port}"  # there is an answer
             told = read_inventory({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
-            link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told))
+            link = LinkThread(
+                LinkConfig(
+                    coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told, kept=machine.root / "link.json"
+                )
+            )
             link.start(partial(plain_hello, node=NodeId(name)), lambda event: None)
             stack.callback(link.close)
         yield
@@ -66,6 +70,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
                     or sys.platform != "linux"
                 )
             )
+            tiny_run.until(lambda: all(node["disk_free_bytes"] for node in seen(coordinator)["nodes"]))
             found = seen(coordinator)
             metrics = coordinator.metrics.exposition().decode()
     finally:
@@ -77,6 +82,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
         ("oslo", "oslo", "operator"),
     ]
     assert [node["reachable"] for node in found["nodes"]] == [True, True]
+    assert all(abs(node["clock_off_s"]) < 60 for node in found["nodes"]), "one clock, and a machine that may be busy"
     card, plain = found["nodes"][0]["nics"]
     assert (card["kind"], card["bytes_per_s"], card["provenance"]) == ("infiniband", 12.5e9, "sysfs")
     assert (plain["bytes_per_s"], plain["provenance"]) == (1.25e9, "operator")

@@ -40,6 +40,9 @@ def test_a_fleet_without_fault_is_said_to_be() -> None:
         ({"machine": {"nics": [{**NIC, "usable": False, "why": "memlock; raise it"}]}}, "warn", "card", "memlock"),
         ({"machine": {"address": "tcp://a:1", "reachable": False}}, "fail", "reachable", "does not reach tcp://a:1"),
         ({"machine": {"unread": ["/sys/class"]}}, "warn", "sysfs", "/sys/class"),
+        ({"machine": {"clock_off_s": -3.0}}, "warn", "clock", "oslo: 3"),
+        ({"machine": {"disk_free_bytes": 10**9}, "run": {"nodes": 1, "node_disk_bytes": 2 * 10**9}}, "fail", "disk",
+         "oslo: 1.00 GB free, 2.00 GB to come"),
         ({"link": {"suspect": True}}, "warn", "link", "much slower than a way around it"),
         ({"link": {"retransmit_ratio": 0.05}}, "warn", "link", "5.0 % of the segments"),
         ({"machine": {"congestion": "cubic"}}, "warn", "congestion", "oslo: cubic over 61 ms"),
@@ -48,6 +51,15 @@ def test_a_fleet_without_fault_is_said_to_be() -> None:
 def test_each_fault_has_a_level_and_a_fix(changes: dict[str, Any], level: str, what: str, detail: str) -> None:
     (finding,) = findings(told(**changes))
     assert (finding.level, finding.what) == (level, what) and detail in finding.detail and finding.fix
+
+
+def test_what_a_node_keeps_already_needs_no_room_and_a_part_of_the_model_less() -> None:
+    machine = {"disk_free_bytes": 10**9, "disk_used_bytes": 10**9}
+    run = {"nodes": 1, "node_disk_bytes": 2 * 10**9, "parameters": 100}
+    assert [finding.what for finding in findings(told(machine=machine, run=run))] == ["fleet"]
+    half = statuses.node("oslo", part={"stages": [0], "fragments": [0], "parameters": 50})
+    alone = told(machine={"disk_free_bytes": 10**9}, run=run, nodes=[half])
+    assert [finding.what for finding in findings(alone)] == ["fleet"]
 
 
 def test_a_node_on_a_cpu_among_gpus_is_named() -> None:
@@ -68,7 +80,12 @@ def test_the_table_and_the_exit_code_follow_the_worst_finding(monkeypatch: pytes
         monkeypatch.setattr(fleet, "fetch", lambda url, status=status: status)
         shown, as_json = farloop("doctor", "--fleet"), farloop("doctor", "--fleet", "--json")
         assert shown.exit_code == as_json.exit_code == code
-        assert "oslo" in shown.stdout and "40 Mbit/s" in shown.stdout and "61.3 ms" in shown.stdout
+        assert (
+            "oslo" in shown.stdout
+            and "40 Mbit/s" in shown.stdout
+            and "61.3 ms" in shown.stdout
+            and "900 GB" in shown.stdout
+        )
         assert json.loads(as_json.stdout)[0]["what"] == "wall clock"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 
 import pytest
 from plain_runs import plain_hello, plain_spec
@@ -185,9 +186,14 @@ def test_the_status_tells_machines_and_who_left_is_not_among_them() -> None:
     star = Star(OSLO, BERGEN)
     star.members[OSLO].inventory = Inventory(site="north", nics=(Nic(name="eth0", kind="ethernet", bits_per_s=1e10),))
     star.members[BERGEN].stage = "left"
+    ahead = datetime.now(UTC).timestamp() + 100.0
+    told_of = Observed(links=(), clock_s=ahead, disk_free=10**9, disk_used=10**6)
+    star.sight.on_message(star.peers[OSLO], OSLO, told_of, star.members, 0.0)
     (told,) = star.sight.status(star.members.values(), 0.0)["nodes"]
     assert (told["name"], told["site"], told["reachable"]) == ("oslo", "north", None)
     assert told["nics"][0]["bytes_per_s"] == 1.25e9
+    assert (told["disk_free_bytes"], told["disk_used_bytes"]) == (10**9, 10**6)
+    assert told["clock_off_s"] == pytest.approx(100.0, abs=30.0)
 
 
 def test_a_session_that_turns_out_to_be_broken_as_it_is_asked_is_not_probed() -> None:
