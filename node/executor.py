@@ -25,11 +25,12 @@ from farloop.node.model.anchor_files import AnchorFiles, Head
 from farloop.node.model.control_variates import ControlVariates
 from farloop.node.model.encoder import Encoded, encode_anchor, encode_delta, finish, pack_at_once
 from farloop.node.model.replica import OwnDelta, Replica, replica_of
+from farloop.node.model.residuals import Residuals, run_of
 from farloop.node.model.shards import Weights
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor, OverlapChooser
 from farloop.node.settings import NodeConfig
-from farloop.node.state_dir import NodeState, Residuals, run_of
+from farloop.node.state_dir import NodeState
 from farloop.runtime.ports import Worker
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg

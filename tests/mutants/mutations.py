@@ -129,28 +129,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of(
         "a residual outlives its dropped delta",
-        "algo/error_feedback.py",
-        """        self.state = Empty()
-        return [Zero()]
-""",
-        """        self.state = Settled(version=blob.version)
-        return []
-""",
-        "unit/algo/test_residual.py",
+        "node/model/residuals.py",
+        "            self._tentative = self._buffer = None\n",
+        "            self._tentative, self._version = None, blob.version\n",
+        "unit/node/test_residuals.py",
     ),
     _of(
         "a restart adds a residual that is part of a sent delta",
-        "algo/error_feedback.py",
-        "return [Forget()] if may_be_on_disk else []",
-        "return []",
-        "unit/algo/test_residual.py",
+        "node/model/residuals.py",
+        "            self._forget_copy()  # it is part of this blob now: a restart must not send it again",
+        "            pass",
+        "unit/node/test_residuals.py",
     ),
     _of(
         "a stale residual is taken up",
-        "algo/error_feedback.py",
-        "0 <= tag.version <= version <= tag.version + R_STALE",
-        "0 <= tag.version <= version",
-        "unit/algo/test_residual.py",
+        "node/model/residuals.py",
+        "0 <= of <= version <= of + R_STALE",
+        "0 <= of <= version",
+        "unit/node/test_residuals.py",
     ),
     # --- quant
     _of(
@@ -493,10 +489,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of(
         "a dropped delta is told as merged",
-        "node/state_dir.py",
-        "machine.dropped(blob) if merged_in is None else machine.merged(blob, version=merged_in)",
-        "machine.merged(blob, version=blob.version + 1)",
-        "unit/node/test_state_dir.py",
+        "node/model/residuals.py",
+        "residual.dropped(blob) if merged_in is None else residual.merged(blob, merged_in)",
+        "residual.merged(blob, blob.version + 1)",
+        "unit/node/test_residuals.py",
     ),
     _of(
         "an anchor that changed while it was written counts",

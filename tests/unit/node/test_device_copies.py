@@ -20,8 +20,8 @@ from farloop.node.model.anchor_files import AnchorFiles
 from farloop.node.model.encoder import encode_delta
 from farloop.node.model.inner_optimizer import InnerStep, default_optimizer
 from farloop.node.model.replica import Replica, matched_parameters
+from farloop.node.model.residuals import Residuals
 from farloop.node.model.shards import Shards, Weights
-from farloop.node.state_dir import Residuals
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 
