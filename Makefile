@@ -40,9 +40,10 @@ test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
 # Every test that `make test` leaves out, but those of `make test-deploy`: every crash point of the daemons, thousands of
-# simulated runs, more seeds, codecs and methods, benches and pages with more processes: an hour or two on two cores.
+# simulated runs, more examples of every law, more seeds, codecs and methods, benches and pages with more processes: an
+# hour or two on two cores.
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/unit -m slow $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit -m "slow or hypothesis" --hypothesis-profile=thorough $(TEST_ARGS)
 	$(BIN)/python -m pytest $(WAITING) tests/integration tests/cluster tests/chaos -m slow $(TEST_ARGS)
 
 # Ten minutes of fault injection.

@@ -4,6 +4,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+DEFAULT_EXAMPLES = 50
+
+
+def examples(count: int) -> int:
+    """For `settings` of a law with costly examples: this many, and in `make test-slow` four times as many."""
+    return max(1, count * settings.default.max_examples // DEFAULT_EXAMPLES)
 
 
 def slow(*cases: Any) -> list[Any]:

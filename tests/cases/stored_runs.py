@@ -38,7 +38,7 @@ SUMMARY = cast(rec.LedgerSaved, rec.decode(_KIND, bytes.fromhex(_BODY)))
 """A record that a segment begins with."""
 
 
-SNAPSHOT_EVERY = 8
+SNAPSHOT_EVERY = 4
 """For the tests that count with it."""
 
 

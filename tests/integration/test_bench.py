@@ -36,19 +36,8 @@ def test_methods_are_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> N
         h = 2
         """
     )
-    words = (
-        "lab",
-        "bench",
-        "quality",
-        "--grid",
-        str(grid),
-        "--data",
-        str(text),
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    )
-    result = CliRunner().invoke(app, words, env={"NO_COLOR": "1"}, prog_name="farloop")
+    words = f"lab bench quality --grid {grid} --data {text} --out {tmp_path / 'out'}".split()
+    result = CliRunner().invoke(app, [*words, "--json"], env={"NO_COLOR": "1"}, prog_name="farloop")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [one["label"] for one in found["variants"]] == ["data-parallel nodes=2", "single h=2", "diloco h=2"]
@@ -63,7 +52,7 @@ def test_methods_are_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> N
     assert all(one["label"] in drawn for one in found["variants"]) and "times fewer bytes" in drawn
     assert "--variant 'single h=2'" in found["command"]
 
-    again = CliRunner().invoke(app, words[:-1], env={"COLUMNS": "140", "NO_COLOR": "1"}, prog_name="farloop")
+    again = CliRunner().invoke(app, words, env={"COLUMNS": "140", "NO_COLOR": "1"}, prog_name="farloop")
     assert again.exit_code == 0 and again.stdout.count("kept from earlier") == 6, again.output
     for line in ("diloco h=2, seed 1: loss", "baseline", "in ±1 %"):
         assert line in again.stdout
@@ -92,22 +81,8 @@ def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: 
 
 @pytest.mark.slow
 def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
-    words = [
-        "lab",
-        "bench",
-        "sync",
-        "--parameters",
-        "204800",
-        "--rounds",
-        "2",
-        "--link",
-        "1gbit/1ms",
-        "--trace",
-        "--bulk",
-        "store",
-        "--json",
-    ]
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)], prog_name="farloop")
+    words = "lab bench sync --parameters 204800 --rounds 2 --link 1gbit/1ms --trace --bulk store --json"
+    result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path)], prog_name="farloop")
     assert result.exit_code == 0, result.output
     gloo, *ours, store = json.loads(result.stdout)["rows"]
     assert store["system"] == "by store" and store["bit_equal"]
@@ -130,6 +105,7 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
     assert ours[1]["s_per_round_min"] > ours[1]["s_floor"] > payload / 2 / 125e6, "no faster than its link"
 
 
+@pytest.mark.slow
 def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> None:
     words = ["lab", "bench", "loop", "--model", "nano", "--h", "12", "--turns", "2", "--link", "100mbit/10ms"]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
@@ -195,19 +171,8 @@ def test_without_a_gpu_nothing_is_measured_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_path: Path) -> None:
-    words = [
-        "lab",
-        "bench",
-        "recovery",
-        "--parameters",
-        "50000",
-        "--rounds",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    ]
-    result = CliRunner().invoke(app, words, prog_name="farloop")
+    words = "lab bench recovery --parameters 50000 --rounds 2 --json"
+    result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "out")], prog_name="farloop")
     assert result.exit_code == 0, result.output
     cold, warm = json.loads(result.stdout)["starts"]
     assert (cold["cold"], warm["cold"]) == (True, False)

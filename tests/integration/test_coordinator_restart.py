@@ -38,6 +38,7 @@ def test_nodes_ride_through_a_coordinator_that_dies_again_and_again(new_run: New
     assert not status["alarms"], "target and momentum came out of every recovery as they were"
 
 
+@pytest.mark.slow
 def test_totals_do_not_fall_when_node_and_coordinator_are_killed(new_run: NewRun) -> None:
     """J: the earlier start of the node that was killed stays counted by a coordinator that saved no status."""
     run = new_run(steps=100_000, **PACED)
@@ -74,6 +75,7 @@ def test_nodes_lose_no_work_to_a_coordinator_that_is_stopped_and_started_again(n
     assert [(node["inner_steps"], node["lost_steps"]) for node in status["nodes"]] == [(120, 0), (120, 0)]
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_forgotten_by_name_and_known_again_when_it_comes_back(new_run: NewRun) -> None:
     run = new_run(steps=100_000, nodes=1, **PACED)
     coordinator, a = run.start_coordinator(), run.start_node("a")
@@ -182,13 +184,3 @@ def test_a_second_start_after_the_lock_was_deleted_ends_the_first_and_nothing_is
     run.hurry()
     status = run.until_done(again, a, b)
     assert_all_agree(run, status, "a", "b")
-
-
-def test_a_coordinator_that_waits_for_nodes_notices_a_second_start_without_a_lock(new_run: NewRun) -> None:
-    """It writes nothing meanwhile, so that no write can tell."""
-    run = new_run(steps=120, **PACED)
-    first = run.start_coordinator()
-    run.until("it is up", lambda status: True)
-    (run.state_dir / "lock").unlink()
-    assert run.until_ended(first) == ExitCode.STORAGE
-    assert "the lock was removed or replaced" in first.last_line

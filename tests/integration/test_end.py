@@ -75,6 +75,7 @@ def test_a_node_gives_up_at_its_start_and_later_and_ends_as_told_after_a_signal(
     assert_one_line(a, "for 5 s, after which this node gives up")
 
 
+@pytest.mark.slow
 def test_signals_while_a_command_is_loaded_or_waits_end_it_at_once_with_130(new_run: NewRun) -> None:
     run = small(new_run)
     words = {

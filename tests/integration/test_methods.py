@@ -35,7 +35,7 @@ STEPS, H = 48, 12
 """Four rounds on the samples of each node's first grant: later ones would depend on who reports first."""
 
 
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "streaming", "decoupled"))
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "streaming"))
 def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_run: NewRun, method: str) -> None:
     """Y. One run for all of it: to look at a run takes less time than to play it."""
     rounds = {"evaluate_every_rounds": H} if "h" in METHODS[method].fixed else {"h": H, "evaluate_every_rounds": 1}
@@ -55,7 +55,8 @@ def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_
         assert_its_simulation_is_the_same(journal)
 
 
-@pytest.mark.parametrize("method", mostly_slow([name for name in METHODS if name != "data-parallel"], "streaming"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "data-parallel"])
 def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_its_share_of_the_rounds(
     new_run: NewRun, method: str
 ) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from loopback import PACED, NewRun, Run, assert_all_agree
 from object_server import ObjectServer, serving
+from slow_cases import mostly_slow
 
 from farloop.cli.doctor import object_store, store_from_here
 from farloop.coordinator.decide import records as rec
@@ -138,7 +139,7 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, moto: str) -> None:
     assert not verify(run.state_dir).faults
 
 
-@pytest.mark.parametrize("fault", ["500", "403", "cut", "spoil"])
+@pytest.mark.parametrize("fault", mostly_slow(["500", "403", "cut", "spoil"], "spoil"))
 def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: ObjectServer, fault: str) -> None:
     """Every third request; no window is lost, it is counted, and an alarm is raised."""
     asked = itertools.count()

@@ -184,6 +184,7 @@ def test_readme_two_machines(opened: Open) -> None:
     assert [*(reader.machine("coordinator") / "out/model").iterdir()]
 
 
+@pytest.mark.slow
 def test_readme_a_loop_of_ones_own(opened: Open) -> None:
     smaller = two_machines(http := free_port(), 'init = "first.safetensors"')
     reader = opened("README.md", smaller | {"--nproc-per-node 8": "--nproc-per-node 2"})

@@ -54,6 +54,7 @@ def test_the_run_s_model_has_the_mean_by_tokens_and_computes_as_the_nodes(new_ru
     assert_is_the_mean(run, run.until_done(), a=8, b=24)
 
 
+@pytest.mark.slow
 def test_a_late_node_takes_part_and_the_coordinator_may_start_again(new_run: NewRun) -> None:
     run = normed_run(new_run, steps=120, h=5, nodes=1, method="diloco")
     coordinator = run.start_coordinator()

@@ -362,6 +362,13 @@ def test_the_nearest_word_is_offered_or_all_of_them() -> None:
     assert nearest("zzz", ["steps", "h"]) == "there are steps, h"
 
 
+PAIR = """name = 'a'
+mirror = 'tcp://127.0.0.1:7701'
+leads_by = 'file:///record'
+peers = 'tcp://127.0.0.1:7701, tcp://127.0.0.1:7702'"""
+"""One of two coordinators."""
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
@@ -376,6 +383,11 @@ def test_the_nearest_word_is_offered_or_all_of_them() -> None:
         ("copy_to = 'backup'", "begins with s3://"),
         ("copy_to = 'file://backup'", "written with three slashes, as file:///backup"),
         ("copy_to = 's3:///backup'", "the name of the bucket is missing, as s3://BUCKET/PREFIX"),
+        (PAIR.replace("leads_by", "#"), r"needs \[coordinator\] leads_by"),
+        (f"{PAIR}\nrecover = 'auto'", r"needs \[coordinator\] copy_to"),
+        (PAIR.replace("127.0.0.1:7701'\n", "0.0.0.0:7701'\n"), "goes beyond this machine, so key is required"),
+        (PAIR.replace("'tcp://127.0.0.1:7701, tcp", "'http://x:1, tcp"), "farloop speaks tcp:// only"),
+        (PAIR.replace("file:///record", "ftp://x"), "expected a URL that begins with one of s3://"),
     ],
 )
 def test_a_coordinator_that_cannot_be_is_one_line(tmp_path: Path, setting: str, line: str) -> None:

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from slow_cases import mostly_slow, slow
 from torch import Tensor
 
 from farloop.algo.fragments import partition, zero_padding_
@@ -36,6 +37,8 @@ FRAGMENT = Fragment(
     tensors=(TensorSlot(name="blocks.0.w", shape=(20, 50), offset=0), TensorSlot(name="b", shape=(7,), offset=1024)),
 )
 WEIGHTS = [0.2, 0.3, 0.5]
+OF_EACH_KIND = ("fp32", "q4", "q4r", "topk")
+"""Plain numbers, blocks with and without chance, and few numbers with their places."""
 
 
 def step(version: int = 1, *, lr: float = 0.6, momentum: float = 0.9) -> Step:
@@ -117,7 +120,7 @@ def test_the_digest_of_the_optimizer_tells_its_buffers_apart() -> None:
 # --- Merging
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", mostly_slow(CODECS, *OF_EACH_KIND))
 def test_the_merged_delta_is_the_sum_of_weighted_decoded_deltas_with_two_roundings_each(codec: str) -> None:
     """M: t = k·s, u = fl(w·t), acc = fl(acc + u), in the order given."""
     blobs = [delta(noise(i), codec, salt=i) for i in range(3)]
@@ -164,7 +167,7 @@ def test_a_blob_that_is_not_the_windows_is_refused(blob: bytearray, what: str) -
         merge([blob], [1.0], "q4")
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", mostly_slow(CODECS, *OF_EACH_KIND))
 def test_the_radial_average_is_that_of_the_decoded_deltas(codec: str) -> None:
     blobs = [delta(noise(i), codec, salt=i) for i in range(3)]
     numbers, expected = [decoded(blob, codec) for blob in blobs], torch.empty(1280)
@@ -286,7 +289,9 @@ def test_every_kind_of_optimizer_steps_as_its_rule_says_and_keeps_its_state(
 # --- The update
 
 
-@pytest.mark.parametrize("codec_down", [name for name, codec in CODECS.items() if codec.traits.exact_decode])
+@pytest.mark.parametrize(
+    "codec_down", mostly_slow([name for name, codec in CODECS.items() if codec.traits.exact_decode], *OF_EACH_KIND)
+)
 def test_the_anchor_moves_by_the_decoded_update_and_by_nothing_else(spec: RunSpec, codec_down: str) -> None:
     """B17: whoever decodes the same bytes holds the same anchor, bit for bit."""
     buffers = begun(spec.terms)
@@ -336,7 +341,9 @@ def test_a_commit_changes_nothing_that_it_was_given(spec: RunSpec) -> None:
     assert bits(commit(buffers, [(blob, 0.5), (delta(noise(2), "q4"), 0.5)], spec.terms)) == bits(result)
 
 
-@pytest.mark.parametrize(("codec", "written_over"), [("q4", True), ("q8", True), ("e3m0", True), ("fp32", False)])
+@pytest.mark.parametrize(
+    ("codec", "written_over"), [("q4", True), ("q8", True), *slow(("e3m0", True)), ("fp32", False)]
+)
 def test_a_commit_in_place_has_the_same_bits_and_is_one_only_where_nothing_can_go_wrong(
     spec: RunSpec, codec: str, written_over: bool
 ) -> None:
@@ -375,7 +382,9 @@ def test_the_norm_of_the_merged_delta_is_reported_and_infinity_makes_no_update(s
         commit(begun(terms), [(delta(huge, "fp32"), 1.0)] * 2, terms)
 
 
-@pytest.mark.parametrize("codec_down", ["fp32", "bf16", "q8", "q4", "q4r:rounding=nearest", "q4r:step=0.7/1.3", "e3m0"])
+@pytest.mark.parametrize(
+    "codec_down", ["fp32", "bf16", "q8", "q4", "q4r:rounding=nearest", "q4r:step=0.7/1.3", *slow("e3m0")]
+)
 @pytest.mark.parametrize(("lr", "momentum", "buffer"), [(0.6, 0.9, True), (1.0, 0.0, True), (0.7, 0.0, False)])
 def test_one_pass_gives_the_bits_of_step_encoding_and_application_one_after_the_other(
     spec: RunSpec, codec_down: str, lr: float, momentum: float, buffer: bool

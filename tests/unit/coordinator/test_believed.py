@@ -10,6 +10,7 @@ from fuzz_machine import HONEST, HOSTILE, METHODS, Fuzzed, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_runs import plain_hello, plain_offer, plain_progress
+from slow_cases import examples
 
 from farloop.algo.spec import Lease, NodeId
 from farloop.coordinator.decide import records as rec
@@ -152,7 +153,7 @@ MESSAGES: st.SearchStrategy[msg.Message] = st.one_of(
 STEPS = st.lists(MESSAGES | st.sampled_from(["gone", "back", "later", "settled", "failed"]), max_size=25)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(method=st.sampled_from(METHODS), steps=STEPS)
 def test_any_sequence_of_well_typed_messages_leaves_a_state_that_recovers(
     method: str, steps: list[msg.Message | str]

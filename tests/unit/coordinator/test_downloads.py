@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator.downloads import MOST_UPDATES, EncodedSnapshot, SnapshotRequest, SnapshotService
@@ -128,7 +129,7 @@ def test_a_session_that_ends_while_its_copy_is_made_leaves_nothing(serving: Serv
     assert serving.copy_for(1) is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st.DataObject) -> None:
     serving, versions = Serving(most_bytes=2 * SIZE), [0, 0]

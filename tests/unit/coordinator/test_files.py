@@ -84,8 +84,11 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert path.read_bytes() == b"\0\0abcdefghi"
 
 
-@pytest.mark.parametrize("how", ["direct", "no flag", "no write", "half a write", "odd write"])
-@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12_345])
+@pytest.mark.parametrize(
+    ("offset", "how"),
+    [(0, "direct"), (1, "direct"), (4095, "half a write"), (4096, "odd write"), (12_345, "odd write"), (1, "no flag"),
+     (12_345, "no write")],
+)  # fmt: skip
 def test_large_parts_are_written_past_the_page_cache_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, how: str
 ) -> None:

@@ -17,6 +17,7 @@ from disk_faults import Disk, refuse
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 from stored_runs import STORED, SUMMARY, segment_paths
 
 from farloop.coordinator.decide.records import EpochClaimed, LedgerSaved, Record
@@ -216,7 +217,7 @@ def test_a_summary_larger_than_a_segment_is_followed_by_a_record_all_the_same(tm
         assert [journal.append(ONE).attachment.segment for _ in range(3)] == [0, 1, 2]
 
 
-@settings(max_examples=60, stateful_step_count=30)
+@settings(max_examples=examples(20), stateful_step_count=30)
 class Model(RuleBasedStateMachine):
     """Any sequence of calls, clean ends and kills leaves what was appended and not pruned, in order and whole."""
 

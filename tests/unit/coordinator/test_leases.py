@@ -5,6 +5,7 @@ from coordinator_run import A, B
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from farloop.algo.spec import Lease, NodeId
 from farloop.coordinator.decide.leases import ENDED_KEPT, Account, Leases
@@ -141,7 +142,7 @@ def test_what_must_not_be_is_noticed(odd: Leases) -> None:
 nodes = st.sampled_from([A, B])
 
 
-@settings(max_examples=50, stateful_step_count=40)
+@settings(max_examples=examples(20), stateful_step_count=40)
 class Grants(RuleBasedStateMachine):
     """Any sequence of grants, reports and ends, beside a model that knows the owner of every single sample."""
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_runs import plain_offer, plain_terms
+from slow_cases import examples
 
 from farloop.algo import schedule
 from farloop.algo.outer_settings import PLAIN_AVERAGE, settings_of
@@ -326,7 +327,7 @@ def small_run(fragments: int, slots: int, **terms: Any) -> RunSpec:
 nodes = st.sampled_from([A, B])
 
 
-@settings(max_examples=40, stateful_step_count=40)
+@settings(max_examples=examples(20), stateful_step_count=40)
 class Fold(RuleBasedStateMachine):
     """Any journal: at any place, its records so far and one summary of them lead to the same state ever after. A copy
     goes its own way."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import stored_runs
 from power_cuts import extremes, image_of
+from slow_cases import mostly_slow
 from virtual_files import Drawn, VirtualFiles
 
 from farloop.algo.spec import RunSpec
@@ -238,10 +239,12 @@ def states(spec: RunSpec) -> list[State]:
     return [*states, run.in_doubt]
 
 
-def test_a_power_cut_at_any_call_leaves_what_was_told(spec: RunSpec, states: list[State]) -> None:
-    """With nothing of what was not synced, all of it, writes without names, names without writes, and parts."""
+@pytest.mark.parametrize("fates", mostly_slow([2, 6], 2))
+def test_a_power_cut_at_any_call_leaves_what_was_told(spec: RunSpec, states: list[State], fates: int) -> None:
+    """With nothing of what was not synced, all of it, writes without names, names without writes, and parts: of these
+    six two that are drawn for each call, and in `make test-slow` all."""
     draw = random.Random(1)
-    cutter = Cutter(spec, states, lambda: [*extremes(), Drawn(draw.randrange)])
+    cutter = Cutter(spec, states, lambda: draw.sample([*extremes(), Drawn(draw.randrange)], fates))
     cutter.play()
     assert cutter.cuts > 200
 

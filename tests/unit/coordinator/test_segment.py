@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from stored_runs import GOLDEN, STORED, SUMMARY
 
 from farloop.coordinator.decide import records
@@ -253,7 +254,7 @@ def test_a_mutated_segment_gives_a_prefix_or_journal_corrupt(at: int, replaced: 
     assert [entry.record for entry in found.entries] == [item.record for item in THREE][: len(found.entries)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_power_cut_loses_nothing_that_was_synced(data: st.DataObject) -> None:
     """Unsynced parts of the file may be old (zeros) or missing; what is found is a prefix with all durable records."""

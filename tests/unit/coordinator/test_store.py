@@ -124,7 +124,7 @@ def test_a_rewind_claims_an_epoch_above_all_that_nodes_have_met(store: Store) ->
 # --- Recovery
 
 
-@pytest.mark.parametrize("rounds", [0, SNAPSHOT_EVERY - 1, SNAPSHOT_EVERY, 19])
+@pytest.mark.parametrize("rounds", [0, SNAPSHOT_EVERY - 1, SNAPSHOT_EVERY, 2 * SNAPSHOT_EVERY + 3])
 def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, spec: RunSpec, rounds: int) -> None:
     """B21, P: anchors by decoding updates, targets and momenta by repeating the arithmetic; and they go on alike."""
     run_rounds(store, rounds)
@@ -189,9 +189,11 @@ def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm(tmp_path: Path
     store = recovered(tmp_path)
     assert image(store.buffers[0])["anchor"] == anchor
     assert torch.equal(store.buffers[0].target, store.buffers[0].anchor)
-    assert store.alarms == {"optimizer of fragment 0": "its state of version 9 differed when the restart recomputed it"}
+    assert store.alarms == {
+        "optimizer of fragment 0": f"its state of version {SNAPSHOT_EVERY + 1} differed when the restart recomputed it"
+    }
     commit(store, 0)
-    assert store.ledger.versions == [10]
+    assert store.ledger.versions == [SNAPSHOT_EVERY + 2]
     store.close()
 
 
@@ -242,7 +244,7 @@ def another_anchor(place: Path) -> None:
     [
         (only_an_epoch, "does not begin with a run's start"),
         (lambda place: snapshot_path(place, 1, 0).unlink(), "no snapshot of fragment 1"),
-        (an_older_journal, "lead to version 8 of fragment 0, the last commit is 0"),
+        (an_older_journal, f"lead to version {SNAPSHOT_EVERY} of fragment 0, the last commit is 0"),
         (another_anchor, "fragment 0 does not come out as version 1 said"),
     ],
 )

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,27 @@ from farloop.coordinator.storage.verify import replay, span, verify
 ROUNDS = SNAPSHOT_EVERY + 3
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", SNAPSHOT_EVERY)
-    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        patch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", SNAPSHOT_EVERY)
+        patch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
+        yield
 
 
-@pytest.fixture
-def folder(tmp_path: Path, spec: RunSpec) -> Path:
-    """A run of a while, whose coordinator has stopped."""
-    store = stored_runs.begun(tmp_path / "state", spec, segment_bytes=24 << 10)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, spec: RunSpec, quick: None) -> Path:
+    store = stored_runs.begun(tmp_path_factory.mktemp("run") / "state", spec, segment_bytes=24 << 10)
     stored_runs.run_rounds(store, ROUNDS)
     store.close()
     return store.directory
+
+
+@pytest.fixture
+def folder(tmp_path: Path, written: Path) -> Path:
+    """A run of a while, whose coordinator has stopped."""
+    return Path(shutil.copytree(written, tmp_path / "state"))
 
 
 def image(folder: Path) -> dict[str, tuple[bytes, int]]:
