@@ -85,9 +85,8 @@ class Coordinator:
         self._bulk: BulkPlane | None = None
         limits = config.limits
         if bulk is not None:
-            self._bulk = BulkPlane(
-                HttpObjects(clock.post), bulk, clock, self.machine.alarms, self.metrics.count_objects
-            )
+            objects = HttpObjects(clock.post, lambda: config.uplink.rate(clock.minute_of_day()))
+            self._bulk = BulkPlane(objects, bulk, clock, self.machine.alarms, self.metrics.count_objects)
             limits = dataclasses.replace(limits, early_pool_bytes=0)  # nodes send no byte before they are asked to
         self._socket = ZmqRouter(
             endpoint=config.bind,

@@ -7,7 +7,7 @@ import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -18,10 +18,10 @@ from farloop.runtime.ports import Action, Buffer, Moved
 THREADS: Final = 4  # requests at a time; so many ranges of one object are read at once
 RANGE_BYTES: Final = 4 << 20  # the least that is worth a request of its own
 PIECE_BYTES: Final = 1 << 18  # of a body that is sent
-TIMEOUT_S: Final = 20.0  # for a connection, for an answer to begin, and for each piece of a body
+TIMEOUT_S: Final = 10.0  # for a connection, an answer to begin, and each piece of a body: as the liveness of a session
 LONGEST_S: Final = 600.0  # of one object: as long as its URL lives
 LEAST_BYTES_PER_S: Final = 16 << 10  # a transfer that is slower than this, beyond its first 30 s, has failed
-PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0)  # before a request is tried again
+PAUSES_S: Final = (0.1, 0.4)  # before a request that moved nothing is tried again: the blob has another way
 _T = TypeVar("_T")
 _Job = Callable[[Any], None]  # of a client
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -29,6 +29,8 @@ _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 class Failed(Exception):
     """The store did not do it. One line, without the URL: that is a key to the object."""
+
+    away = False  # whether it gave no answer, as it will give none to others
 
 
 class _Connection(http.client.HTTPConnection):
@@ -114,7 +116,7 @@ class Client:
                 if end == len(view):
                     raise Failed("it has more bytes than were announced")
 
-        self._patiently(receive)
+        self._patiently(receive, lambda: at)
 
     def fetch(self, url: str) -> bytearray:
         """An object of unknown size."""
@@ -173,8 +175,10 @@ class Client:
     ) -> None:
         self.received += len(self.ask(method, url, headers, body, wanted).read())
 
-    def _patiently(self, call: Callable[[], _T]) -> _T:
-        for pause_s in (*PAUSES_S, 0.0):
+    def _patiently(self, call: Callable[[], _T], progress: Callable[[], int] = lambda: 0) -> _T:
+        """Until it succeeds, or fails twice more at the same place; what got no answer in time is not tried again."""
+        tries, before = 0, progress()
+        while True:
             try:
                 return call()
             except Failed:
@@ -182,11 +186,13 @@ class Client:
                 raise
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                why = str(error) or type(error).__name__
-                if isinstance(error, ssl.SSLCertVerificationError):
-                    break
-            time.sleep(pause_s)
-        raise Failed(why)
+                tries, before = (tries if progress() == before else 0), progress()
+                if tries == len(PAUSES_S) or isinstance(error, (TimeoutError, ssl.SSLCertVerificationError)):
+                    failed = Failed(str(error) or type(error).__name__)
+                    failed.away = isinstance(error, (TimeoutError, ConnectionError))
+                    raise failed from error
+            time.sleep(PAUSES_S[tries])
+            tries += 1
 
 
 def _patience_s(num_bytes: int) -> float:
@@ -205,7 +211,7 @@ class HttpObjects:
         self._lock, self._free_at = threading.Lock(), 0.0
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._threads = 0
-        self._closed = False
+        self._closed, self._away_at = False, float("-inf")
 
     def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
         view = memoryview(data).cast("B")
@@ -227,6 +233,8 @@ class HttpObjects:
 
     def close(self) -> None:
         self._closed = True
+        for _ in range(self._threads):
+            self._jobs.put(lambda client: None)
 
     def _pace(self, num_bytes: int) -> None:
         with self._lock:
@@ -237,16 +245,22 @@ class HttpObjects:
 
     def _submit(self, jobs: Sequence[_Job], right: Callable[[], bool], over: Callable[[str, Moved], None]) -> None:
         """Do the jobs; `over` once all have ended."""
-        left, whys, moved = len(jobs), list[str](), [0, 0]
+        left, whys, moved, begun = len(jobs), list[str](), [0, 0], time.monotonic()
 
         def run(job: _Job, client: Client) -> None:
             nonlocal left
             before = client.sent, client.received
+            why = ""
             try:
-                job(client)
-                why = ""
+                if self._away_at > begun:  # nor waits each of many for a store that is gone
+                    why = "no answer to another request"
+                else:
+                    job(client)
+            except Failed as error:
+                why = str(error)
+                self._away_at = time.monotonic() if error.away else self._away_at
             except Exception as error:  # noqa: BLE001 - the edge of the thread; the blob goes another way
-                why = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {error}"
             with self._lock:
                 moved[0] += client.sent - before[0]
                 moved[1] += client.received - before[1]
@@ -266,6 +280,6 @@ class HttpObjects:
             threading.Thread(target=self._work, name="objects", daemon=True).start()
 
     def _work(self) -> None:
-        client = Client(self._pace)
-        while not self._closed:
-            self._jobs.get()(client)
+        with closing(Client(self._pace)) as client:
+            while not self._closed:
+                self._jobs.get()(client)

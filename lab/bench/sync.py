@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from farloop.config.exit_codes import write_output
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.http_store import serving
+from farloop.lab.bench.http_store import ObjectServer
 from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
@@ -81,8 +81,10 @@ def measure(
         for codec in codecs:
             rows.append(_farloop(what, codec, out / f"farloop-{len(rows)}", link, trace=trace))
     if by_store:
-        with serving() as url:
-            rows += [_farloop(what, codec, out / f"store-{codec}", "", trace=False, store=url) for codec in codecs]
+        with ObjectServer().serving() as server:
+            rows += [
+                _farloop(what, codec, out / f"store-{codec}", "", trace=False, store=server.url) for codec in codecs
+            ]
     again = _gloo(what, out / "gloo-after")
     both = _Ran(seconds=[*first.seconds, *again.seconds], ends=[*first.ends, *again.ends])
     sent = 2 * (what.nodes - 1) * 4 * what.parameters  # each node sends 2·(n − 1)/n of the model

@@ -1,25 +1,35 @@
 """Deltas and updates by an object store: real processes, a real signature, and stores that fail."""
 
-import http.client
 import itertools
-import logging
 import os
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
+import select
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
-from urllib.parse import urlsplit
+from pathlib import Path
+from queue import Queue
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 from loopback import PACED, NewRun, Run, assert_all_agree
 from object_server import ObjectServer, serving
-from slow_cases import mostly_slow
 
 from farloop.cli.doctor import object_store, store_from_here
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.objects import signer
 from farloop.coordinator.storage.verify import verify
-from farloop.runtime.http_objects import Client, Failed
+from farloop.lab.bench.http_store import ObjectServer as ObjectStore
+from farloop.local.processes import free_port
+from farloop.runtime import http_objects
+from farloop.runtime.http_objects import Client, Failed, HttpObjects
+from farloop.runtime.ports import Moved
 
 pytestmark = [
     pytest.mark.integration,
@@ -28,29 +38,12 @@ pytestmark = [
 ]
 
 
+STORE = "s3://runs/first"
+
+
 @pytest.fixture(autouse=True)
 def another_store() -> None:
     signer.cache_clear()  # of the last test, at the same URL
-
-
-@pytest.fixture
-def moto(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An S3 server that checks signatures; the URL of a bucket."""
-    pytest.importorskip("moto", reason="needs moto, an S3 server")
-    from moto.server import ThreadedMotoServer  # type: ignore[import-not-found]
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    logging.getLogger("werkzeug").disabled = True
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")).close()
-    yield "s3://runs/first"
-    server.stop()
 
 
 @pytest.fixture
@@ -60,12 +53,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 @pytest.fixture
+def plain() -> Iterator[ObjectStore]:
+    """Without signatures."""
+    with ObjectStore().serving() as server:
+        yield server
+
+
+@pytest.fixture
 def client() -> Iterator[Client]:
     with closing(Client()) as client:
         yield client
 
 
-def by_store(new_run: NewRun, url: str, **settings: object) -> Run:
+def by_store(new_run: NewRun, url: str = STORE, **settings: object) -> Run:
     run = new_run(**{"steps": 24, **PACED, "bulk": "store", **settings})
     run.tables["coordinator"]["bulk_url"] = url
     return run
@@ -82,8 +82,10 @@ def play(run: Run) -> dict[str, dict[str, int]]:
     return {node["name"]: dict(node["bytes_by_kind"]) for node in status["nodes"]}
 
 
-def test_a_signed_url_is_for_one_object_which_is_written_once_and_read_in_ranges(moto: str, client: Client) -> None:
-    sign, data = signer(moto), os.urandom(9 << 20)
+def test_a_signed_url_is_for_one_object_which_is_written_once_and_read_in_ranges(
+    server: ObjectServer, client: Client
+) -> None:
+    sign, data = signer(STORE), os.urandom(9 << 20)
     client.put(sign("PUT", "f0/a"), memoryview(data))
     client.put(sign("PUT", "f0/a"), memoryview(b"other"))  # 412: it is there, and stays
     assert client.fetch(sign("GET", "f0/a")) == data
@@ -94,26 +96,28 @@ def test_a_signed_url_is_for_one_object_which_is_written_once_and_read_in_ranges
         client.get(sign("GET", "f0/b"), memoryview(part), 0, 1)
 
 
-def test_doctor_tries_the_store_from_both_ends(moto: str) -> None:
-    (found,) = object_store(moto)
+def test_doctor_tries_the_store_from_both_ends(server: ObjectServer) -> None:
+    (found,) = object_store(STORE)
     assert found.level == "ok" and "PUT, GET and DELETE" in found.detail, found
     assert store_from_here(found.detail.split("'")[1]).level == "ok"
 
 
 def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer) -> None:
     server.fault = lambda method, path: "403" if method == "GET" else ""
-    (found,) = object_store("s3://runs/first")
+    (found,) = object_store(STORE)
     assert found.level == "fail" and "GET: 403" in found.detail
     server.fault = lambda method, path: "403"
-    assert "403" in store_from_here(signer("s3://runs/first")("PUT", "a")).detail
-    server.fault, server.date = lambda method, path: "", "Fri, 27 Nov 2020 06:45:41 GMT"
-    (found,) = object_store("s3://runs/first")
+    assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail
+    server.fault, server.life_s = lambda method, path: "", 0.0
+    assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail, "expired"
+    server.life_s, server.date = 600.0, "Fri, 27 Nov 2020 06:45:41 GMT"
+    (found,) = object_store(STORE)
     assert "set this machine's by NTP" in found.detail, "clocks are compared"
 
 
-def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, moto: str) -> None:
+def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, server: ObjectServer) -> None:
     """Neither its sockets nor its journal: what nodes moved by HTTP is counted, and each node ends with its anchors."""
-    run = by_store(new_run, moto)
+    run = by_store(new_run)
     moved = play(run)
     crossed = sum(relay.bytes_up + relay.bytes_down for relay in run.relays.values())
     bulk = sum(kinds["delta"] + kinds["update"] for kinds in moved.values())
@@ -126,8 +130,8 @@ def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, mo
     assert not report.faults and report.deltas > 0
 
 
-def test_a_start_reads_what_the_store_has(new_run: NewRun, moto: str) -> None:
-    run = by_store(new_run, moto, steps=40)
+def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer) -> None:
+    run = by_store(new_run, steps=40)
     coordinator = run.start_coordinator()
     for name in "ab":
         run.start_metronome(name, pace_s=0.1)
@@ -139,49 +143,219 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, moto: str) -> None:
     assert not verify(run.state_dir).faults
 
 
-@pytest.mark.parametrize("fault", mostly_slow(["500", "403", "cut", "spoil"], "spoil"))
-def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: ObjectServer, fault: str) -> None:
-    """Every third request; no window is lost, it is counted, and an alarm is raised."""
-    asked = itertools.count()
-    server.fault = lambda method, path: fault if next(asked) % 3 == 2 else ""
-    run = by_store(new_run, "s3://runs/first")
+def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: ObjectServer) -> None:
+    """Each way in turn; no window is lost, it is counted, and an alarm is raised."""
+    faults, asked = ["403", "", "500", "cut", "", "spoil", "lost", "", "away", "expired"], itertools.count()
+
+    def fault(method: str, path: str) -> str:
+        chosen = faults[next(asked) % len(faults)]
+        server.life_s = 0.0 if chosen == "expired" else 600.0
+        return chosen.removeprefix("expired")
+
+    server.fault = fault
+    run = by_store(new_run)
     moved = play(run)
     assert all(kinds["delta"] and kinds["update"] for kinds in moved.values())
-    if fault in ("403", "spoil"):  # the others are tried again, and succeed
-        assert any(alarm.startswith("object store: it fails ") for alarm in run.final()["alarms"])
+    assert any(alarm.startswith("object store: it fails ") for alarm in run.final()["alarms"])
 
 
 def test_a_store_that_is_away_costs_no_window(new_run: NewRun, server: ObjectServer) -> None:
-    server.fault = lambda method, path: "503"
-    play(by_store(new_run, "s3://runs/first", steps=12))
+    server.fault = lambda method, path: "away"
+    play(by_store(new_run, steps=12))
     assert server.objects == {}
 
 
-def test_a_cut_transfer_goes_on_where_it_was(server: ObjectServer, client: Client) -> None:
-    data = os.urandom(1 << 20)
-    server.objects["/runs/first/a"] = data
-    faults = iter(["cut", "cut", ""])
-    server.fault = lambda method, path: next(faults)
+def test_an_independent_count_of_the_bytes_by_http_agrees(new_run: NewRun, server: ObjectServer) -> None:
+    """The server's sockets have received and sent what the nodes count as deltas and updates, to the byte."""
+    moved = play(by_store(new_run))
+    for kind, method, way in (("delta", "PUT", "received"), ("update", "GET", "sent")):
+        told = sum(kinds[kind] for kinds in moved.values())
+        seen = [
+            n
+            for (m, path, w), n in server.moved.items()
+            if (m, w) == (method, way) and ("update-" in path) == (kind == "update")
+        ]
+        assert told == sum(seen) > 1 << 19
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_cut_transfer_goes_on_where_it_was(plain: ObjectStore, client: Client, share: float) -> None:
+    plain.objects["/a"] = data = os.urandom(1 << 20)
+    plain.cut_at = share
+    faults = iter(["cut", "cut", "", "cut", "cut", ""])
+    plain.fault = lambda method, path: next(faults)
     into = bytearray(len(data))
-    client.get(signer("s3://runs/first")("GET", "a"), memoryview(into), 0, len(data))
+    client.get(f"{plain.url}/a", memoryview(into), 0, len(data))
     assert into == data
     assert client.received < 1.01 * len(data), "no byte came twice"
+    client.put(f"{plain.url}/b", memoryview(data))
+    assert plain.objects["/b"] == data
 
 
-def test_bytes_by_http_are_counted_as_they_are_at_the_socket(server: ObjectServer, client: Client) -> None:
-    """An independent count: what a bare socket sends and receives for the same request."""
-    server.objects["/runs/first/a"] = data = os.urandom(3 << 20)
-    into = bytearray(len(data))
-    url = signer("s3://runs/first")("GET", "a")
-    client.get(url, memoryview(into), 0, len(data))
-    parts = urlsplit(url)
-    text = f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\nRange: bytes=0-{len(data) - 1}\r\n\r\n"
-    bare = http.client.HTTPConnection(parts.netloc)
-    bare.connect()
-    bare.sock.sendall(text.encode())
-    received = 0
-    while received < len(data):
-        received += len(bare.sock.recv(1 << 20))
-    bare.close()
-    assert client.sent == len(text)
-    assert client.received == pytest.approx(received, abs=200)
+def test_a_write_whose_answer_was_lost_is_done(plain: ObjectStore, client: Client) -> None:
+    faults = iter(["lost", ""])
+    plain.fault = lambda method, path: next(faults)
+    client.put(f"{plain.url}/a", memoryview(b"data"))  # 412 the second time
+    assert plain.objects == {"/a": b"data"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "why"),
+    [
+        ("403", 1, "403"),
+        ("404", 1, "404"),
+        ("503", 3, "503"),
+        ("away", 3, "closed"),
+        ("spoil", 1, "announced"),
+        ("cut", 3, ""),
+    ],
+)
+def test_a_failure_says_why_and_is_tried_again_only_where_that_may_help(
+    plain: ObjectStore, fault: str, asked: int, why: str
+) -> None:
+    plain.objects["/a"] = b"data"
+    requests: list[str] = []
+    plain.cut_at = 0.0
+    plain.fault = lambda method, path: requests.append(method) or fault  # type: ignore[func-returns-value]
+    into = bytearray(4)
+    url = f"{plain.url}/a"
+    failed, (sent, _) = by_port(lambda objects, over: objects.get(url, into, lambda data: data == b"data", over))
+    assert why in failed and len(requests) == asked and sent > 0
+
+
+def test_a_store_that_stands_still_is_given_up_once_for_all_that_wait(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each of them: twelve reads by four threads wait one time-out."""
+    monkeypatch.setattr(http_objects, "TIMEOUT_S", 0.5)
+    server.objects["/runs/first/a"] = os.urandom(1 << 20)
+    server.stands_still = "GET"
+    url, answers = signer(STORE)("GET", "a"), Queue[tuple[str, Moved]]()
+    objects = HttpObjects(lambda action: action())
+    for _ in range(12):
+        objects.get(url, bytearray(1 << 20), right, lambda why, moved: answers.put((why, moved)))
+    whys = [answers.get(timeout=60)[0] for _ in range(12)]
+    assert all(whys) and sum(method == "GET" and size > 1000 for method, size in server.bodies) <= http_objects.THREADS
+    objects.close()
+
+
+def test_a_slow_store_has_failed(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.objects["/runs/first/a"] = bytes(4 << 20)
+    monkeypatch.setattr(http_objects, "_patience_s", lambda num_bytes: 0.5)
+    server.bytes_per_s = 1e6
+    url, into = signer(STORE)("GET", "a"), bytearray(4 << 20)
+    why, _ = by_port(lambda objects, over: objects.get(url, into, right, over))
+    assert "too slow" in why
+    why, _ = by_port(lambda objects, over: objects.put(signer(STORE)("PUT", "b"), into, over))
+    assert "too slow" in why
+
+
+def test_what_is_sent_to_the_store_is_within_max_uplink(plain: ObjectStore) -> None:
+    data, began = bytes(2 << 20), time.monotonic()
+    why, (sent, _) = by_port(lambda objects, over: objects.put(f"{plain.url}/a", data, over), bytes_per_s=4e6)
+    assert not why and sent / (time.monotonic() - began) < 4e6 + http_objects.PIECE_BYTES / 0.5
+
+
+def test_https_goes_through_the_proxy_of_the_environment(
+    tmp_path: Path, plain: ObjectStore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CONNECT and with its password; not past it, except to the hosts of NO_PROXY."""
+    made = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(made[0]), "-keyout", str(made[1])]
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    subprocess.run(words, check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(made[0]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*made)
+    plain.socket = context.wrap_socket(plain.socket, server_side=True)
+    url, asked = plain.url.replace("http:", "https:"), list[bytes]()
+    with proxy(asked) as port:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:p%40ss@127.0.0.1:{port}")
+        client.put(f"{url}/a", memoryview(b"data"))
+        assert client.fetch(f"{url}/a") == b"data"
+        assert asked and all(request.startswith(b"CONNECT 127.0.0.1:") for request in asked)
+        assert all(b"Basic " + b64encode(b"user:p@ss") in request for request in asked)
+        before = len(asked)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        client.close()
+        assert client.fetch(f"{url}/a") == b"data" and len(asked) == before
+    monkeypatch.delenv("NO_PROXY")
+    client.close()
+    with pytest.raises(Failed, match="refused"):
+        client.fetch(f"{url}/a")
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx, a web server that takes PUT")
+def test_nginx_is_an_object_store(tmp_path: Path, new_run: NewRun, client: Client) -> None:
+    """Without signatures and If-None-Match, with ranges: a run's bytes go by it, and doctor says what it lacks."""
+    port = free_port()
+    (tmp_path / "nginx.conf").write_text(
+        f"""daemon off; master_process off; pid {tmp_path}/pid; error_log stderr;
+        events {{}}
+        http {{ access_log off; client_max_body_size 0; client_body_temp_path {tmp_path}/body;
+        proxy_temp_path {tmp_path}/t; fastcgi_temp_path {tmp_path}/t; uwsgi_temp_path {tmp_path}/t;
+        scgi_temp_path {tmp_path}/t;
+        server {{ listen 127.0.0.1:{port}; root {tmp_path}/objects;
+        location / {{ dav_methods PUT DELETE; create_full_put_path on; }} }} }}"""
+    )
+    (tmp_path / "objects").mkdir()
+    with subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]) as nginx:
+        try:
+            url, data = f"http://127.0.0.1:{port}/runs", os.urandom(9 << 20)
+            while nginx.poll() is None:
+                with suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                time.sleep(0.05)
+            client.put(f"{url}/a", memoryview(data))
+            into = bytearray(len(data))
+            why, _ = by_port(lambda objects, over: objects.get(f"{url}/a", into, right, over))
+            assert not why and into == data
+            (found,) = object_store(url)
+            assert found.level == "warn" and "it has no If-None-Match" in found.detail
+            moved = play(by_store(new_run, url, steps=12))
+            assert sum(path.stat().st_size for path in (tmp_path / "objects").rglob("update-*")) > 1 << 16
+            assert all(kinds["delta"] for kinds in moved.values())
+        finally:
+            nginx.terminate()
+
+
+def right(data: bytearray) -> bool:
+    return True
+
+
+def by_port(
+    call: Callable[[HttpObjects, Callable[[str, Moved], None]], None], bytes_per_s: float = float("inf")
+) -> tuple[str, Moved]:
+    """What one request of the port ends with."""
+    answers = Queue[tuple[str, Moved]]()
+    objects = HttpObjects(lambda action: action(), lambda: bytes_per_s)
+    call(objects, lambda why, moved: answers.put((why, moved)))
+    objects.close()
+    return answers.get(timeout=60)
+
+
+@contextmanager
+def proxy(asked: list[bytes]) -> Iterator[int]:
+    """One that knows CONNECT alone; its port. `asked` gets the requests."""
+
+    class Tunnel(StreamRequestHandler):
+        def handle(self) -> None:
+            request = b"".join(iter(lambda: self.rfile.readline(), b"\r\n"))
+            asked.append(request)
+            host, port = request.split()[1].decode().split(":")
+            with socket.create_connection((host, int(port))) as far:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                while ready := select.select([self.connection, far], [], [], 60)[0]:
+                    for one in ready:
+                        if not (data := one.recv(1 << 16)):
+                            return
+                        (far if one is self.connection else self.connection).sendall(data)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Tunnel) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()

@@ -48,8 +48,9 @@ def test_no_byte_of_a_delta_or_update_passes_the_sessions(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("method", ["diloco", "streaming", "async"])
 def test_no_window_is_lost_whatever_the_store_does(monkeypatch: pytest.MonkeyPatch, method: str, seed: int) -> None:
-    """Requests fail, bytes are wrong or missing: such a blob goes by the session."""
-    played(monkeypatch, method, store=FAULTY, seed=seed)
+    """Requests fail, bytes are wrong or missing: such a blob goes by the session, with an alarm."""
+    _, world = played(monkeypatch, method, store=FAULTY, seed=seed)
+    assert "goes by the session" in world.coordinator.machine.alarms["object store"]
 
 
 @pytest.mark.parametrize("seed", range(4))
