@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,7 @@ def show_journal(
 
     console = Console(highlight=False)
     state = _folder(folder, state)
-    found = read_journal(state)
+    found = _with_earlier_keys(read_journal(state))
     entries, damage = [at for at in found if isinstance(at, Entry)], [at for at in found if isinstance(at, Gap)]
     following = entries[-1].sequence + 1 if entries else 0
     chosen = [at for at in found if wanted(at)]
@@ -91,6 +92,17 @@ def show_journal(
         _print_records([at for at in new if wanted(at)], console, as_json=as_json)
     if damage:
         raise CommandError(f"{damage[0].fault}; farloop journal verify says whether a start goes on", ExitCode.STORAGE)
+
+
+def _with_earlier_keys(items: "Items") -> "Items":
+    """The journal forgets old records, but no change of the keys: its first summary has them."""
+    from farloop.coordinator.decide.records import LedgerSaved
+    from farloop.coordinator.storage.segment import Gap
+
+    first = items[0] if items else None
+    if first is None or isinstance(first, Gap) or not isinstance(first.record, LedgerSaved):
+        return items
+    return [*(replace(first, record=change) for change in first.record.keys), *items]
 
 
 def _newer(directory: Path, following: int) -> "Iterator[Entry]":

@@ -9,14 +9,18 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
+from farloop.algo.spec import NodeId
 from farloop.coordinator import admin
 from farloop.coordinator.bulk_plane import BulkPlane
 from farloop.coordinator.change_terms import handlers
+from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.records import AllowedKey
 from farloop.coordinator.executor import STATUS_S, CoordinatorExecutor
 from farloop.coordinator.net.link_monitor import LinkMonitor
 from farloop.coordinator.net.router import SessionRouter
@@ -32,6 +36,7 @@ from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import STATUS_FILE
 from farloop.runtime.http_objects import HttpObjects
 from farloop.runtime.system import LoopClock, ThreadWorker
+from farloop.wire.keys import fingerprint
 from farloop.wire.limits import LAST_CALL_S
 from farloop.wire.reasons import Reason
 
@@ -95,6 +100,7 @@ class Coordinator:
             max_frame_bytes=config.limits.max_frame_bytes,
             congestion=config.congestion,
             turned_away=self.observer.turned_away,
+            allowed=self._keys_allowed,
         )
         self.link = SessionRouter(
             self._socket,
@@ -133,6 +139,10 @@ class Coordinator:
         self.observer.watch = self.executor.stragglers.status
         answers = handlers(self.machine, store.ledger, self.executor.happened, config.state_dir)
         self._door = admin.AdminSocket(config.state_dir, {**answers, "status": self._status})
+
+    def _keys_allowed(self, keys: Mapping[NodeId, Sequence[bytes]]) -> None:
+        held = (AllowedKey(node=node, fingerprint=fingerprint(key)) for node, owned in keys.items() for key in owned)
+        self.executor.happened(ev.KeysAllowed(keys=frozenset(held), time_s=datetime.now(UTC).timestamp()))
 
     def _nodes_silent_s(self, now: float) -> float:
         """Since any node was heard of; 0 while none is connected. Any thread."""

@@ -7,7 +7,7 @@ Commands run in order, on the loop. `Receive` is answered by `InputStored` or `I
 from dataclasses import dataclass
 
 from farloop.algo.spec import BlobId, NodeId, Revision
-from farloop.coordinator.decide.records import AnchorFetched, WindowCommitted
+from farloop.coordinator.decide.records import AllowedKey, AnchorFetched, WindowCommitted
 from farloop.coordinator.decide.records import Record as JournalRecord
 from farloop.wire.messages import AnchorRef, Committed, Hello, Message, Offer, Refused, Welcome
 from farloop.wire.reasons import Reason
@@ -104,6 +104,14 @@ class TermsGiven:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeysAllowed:
+    """These keys may come in, and no others: at a start, and whenever the allow list has changed."""
+
+    keys: frozenset[AllowedKey]
+    time_s: float  # on the wall clock, in seconds since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
     """Open windows must not wait for this node (`straggler_monitor.py`); later ones do."""
 
@@ -148,6 +156,7 @@ Event = (
     | CommitFailed
     | SumOverflow
     | TermsGiven
+    | KeysAllowed
     | LeftOut
     | HoldReleased
     | NodeForgotten

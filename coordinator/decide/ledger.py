@@ -4,7 +4,7 @@ The running machine and a restart build it by the same `apply`, so that what was
 known after it. Sessions, expectations and deadlines are not durable: they live in `machine.py` and `membership.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from farloop.algo import schedule
@@ -24,6 +24,7 @@ ROUNDS_KEPT = 1024
 """Rounds before those of the open windows that are remembered: a restart repeats the commits of a few of them."""
 
 EVALUATIONS_KEPT = 1024
+KEY_CHANGES_KEPT = 256  # whole; of older ones what is still allowed
 
 _BLOB_HEADER_BYTES = 64
 
@@ -55,6 +56,7 @@ class Ledger:
     leases: Leases = field(default_factory=Leases)
     evaluations: list[rec.EvaluationTaken] = field(default_factory=list)
     finished: bool = False
+    keys: list[rec.KeysChanged] = field(default_factory=list)
     screening: Screening = field(init=False)
     revisions: Revisions = field(init=False)
     _spooled: set[tuple[int, NodeId]] = field(default_factory=set, compare=False)  # (fragment, node) of `inputs`
@@ -90,6 +92,7 @@ class Ledger:
         ledger._set_inputs({stored.blob: stored.offer() for stored in saved.inputs})
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
+        ledger.keys = list(saved.keys)
         ledger.screening.resume(saved)
         ledger.leases = Leases(
             frontier=saved.frontier,
@@ -129,6 +132,7 @@ class Ledger:
             epoch_seen=self.epoch_seen,
             revisions=self.revisions_needed(),
             frozen=tuple(self.frozen.values()),
+            keys=tuple(self.keys),
         )
 
     def copy(self) -> "Ledger":
@@ -178,10 +182,37 @@ class Ledger:
                     del self.evaluations[1 : EVALUATIONS_KEPT // 2 : 2]
             case rec.TermsChanged(revision=revision):
                 self._revise(revision)
+            case rec.KeysChanged():
+                self._change_keys(record)
             case rec.RunFinished():
                 self.finished = True
             case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken() | rec.AnchorFetched():
                 pass  # the first two open a journal, and say nothing new in it; the others matter to the store alone
+
+    def _change_keys(self, record: rec.KeysChanged) -> None:
+        self.keys.append(record)
+        since, old = self.allowed, self.keys[:-KEY_CHANGES_KEPT]
+        still = (
+            replace(change, added=tuple(key for key in change.added if since.get(key) == change.time_s), removed=())
+            for change in old
+        )
+        self.keys = [change for change in still if change.added] + self.keys[-KEY_CHANGES_KEPT:]
+
+    @property
+    def allowed(self) -> dict[rec.AllowedKey, float]:
+        """The keys that may come in, as far as was recorded, with when each was allowed."""
+        since: dict[rec.AllowedKey, float] = {}
+        for change in self.keys:
+            for key in change.removed:
+                since.pop(key, None)
+            since |= dict.fromkeys(change.added, change.time_s)
+        return since
+
+    def keys_changed(self, keys: Set[rec.AllowedKey], time_s: float) -> rec.KeysChanged | None:
+        """The record that these keys may come in from now on; None if they could already, and no others."""
+        known = self.allowed.keys()
+        added, removed = tuple(sorted(keys - known)), tuple(sorted(known - keys))
+        return rec.KeysChanged(time_s=time_s, added=added, removed=removed) if added or removed else None
 
     def _store(self, stored: rec.InputStored) -> None:
         """Count a spooled delta if it came in time and none of its nodes has contributed yet.

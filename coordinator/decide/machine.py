@@ -192,6 +192,10 @@ class CoordinatorMachine:
         self._run.now = now
         if isinstance(event, ev.NodeHello):
             event = dataclasses.replace(event, hello=of_this_run(event.hello, self.ledger))
+        if isinstance(event, ev.KeysAllowed):
+            if (changed := self.ledger.keys_changed(event.keys, event.time_s)) is not None:
+                self._decisions.record(changed)
+            return self._decisions.pop_commands()
         if self._adoption is not None:
             return self._adopting(self._adoption, event, now)
         held = self.holding

@@ -261,6 +261,23 @@ class TermsChanged:
     revision: Revision
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class AllowedKey:
+    """A public key that may come in as a node, by its fingerprint."""
+
+    node: NodeId
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysChanged:
+    """The keys that may come in are others than this state knew: since the last start, or while it ran."""
+
+    time_s: float  # on the coordinator's wall clock, in seconds since 1970
+    added: tuple[AllowedKey, ...]
+    removed: tuple[AllowedKey, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished:
     """Every fragment is final."""
@@ -331,6 +348,8 @@ class LedgerSaved:
     """Revisions that are still needed, the last that of `spec`; none if the terms never changed."""
     frozen: tuple[NodeStarted, ...] = ()
     """For each part of the model: the start of the first node that had frozen weights."""
+    keys: tuple[KeysChanged, ...] = ()
+    """Changes of the keys that may come in, of which the journal may have lost the older."""
 
 
 Record = (
@@ -352,6 +371,7 @@ Record = (
     | TermsChanged
     | AnchorFetched
     | Adopted
+    | KeysChanged
 )
 
 KINDS: dict[type[Record], int] = {
@@ -373,6 +393,7 @@ KINDS: dict[type[Record], int] = {
     TermsChanged: 20,
     AnchorFetched: 21,
     Adopted: 22,
+    KeysChanged: 23,
 }
 """Numbers on disk: never reused, never 0."""
 

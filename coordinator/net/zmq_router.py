@@ -113,6 +113,7 @@ class ZmqRouter:
         max_frame_bytes: int,
         congestion: str = "",
         turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
+        allowed: Callable[[Mapping[NodeId, tuple[bytes, ...]]], None] = lambda keys: None,
     ) -> None:
         """Bind the endpoint.
 
@@ -121,12 +122,14 @@ class ZmqRouter:
                 without them frames travel in the clear.
             congestion: congestion control of the connections; the system's if empty.
             turned_away: called with the reason and the key's fingerprint or the address of every peer that is rejected.
+            allowed: called with the keys that may come in, once it runs and whenever they have changed.
 
 
         Raises:
             KeyFileError: a key file cannot be used.
             BindError: the endpoint cannot be bound.
         """
+        self._allowed = allowed
         self._turned_away, self._congestion = turned_away, congestion
         self._allow = AllowList(allow) if allow else None
         self.authenticates = self._allow is not None
@@ -289,6 +292,7 @@ class ZmqRouter:
     async def _watch_keys(self, allow: AllowList) -> None:
         """Follow the allow-list folder: keys are revoked without a restart."""
         trouble = ""
+        self._allowed(allow.keys)
         while True:
             await asyncio.sleep(WATCH_KEYS_S)
             before, said, trouble = allow.keys, trouble, ""
@@ -304,6 +308,8 @@ class ZmqRouter:
                 for what, keys in (("revoked", set(old) - set(new)), ("authorized", set(new) - set(old))):
                     for key in sorted(keys):
                         _log.info("key %s node=%s key=%s", what, name, fingerprint(key))
+            if after != before:
+                self._allowed(after)
             # A key that was replaced under its name is revoked, too. Of two keys of a node, the session that uses the
             # revoked one ends with its next frame, and that of the other goes on.
             revoked = {name for name in before if not set(before[name]) & set(after.get(name, ()))}

@@ -1,6 +1,6 @@
 """The coordinator's Prometheus metrics, link traffic included."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.algo.terms import Terms
+from farloop.coordinator.decide.records import AllowedKey
 from farloop.coordinator.net.sessions import Peer
 from farloop.monitoring.status import (
     DecisionEvent,
@@ -185,6 +186,8 @@ class Metrics:
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
+        self._key_age = gauge("farloop_key_age_seconds", "Since the oldest key of the node was allowed here.", ["node"])
+        self._keys_shown: set[str] = set()
         self._shown: set[str] = set()  # nodes that are connected, or missed
         labels = ["node"]
         self.node_loss = gauge("farloop_node_loss_nats", "Training loss.", labels)
@@ -319,6 +322,17 @@ class Metrics:
         for node in self._versions_shown - shown:
             self._node_info.remove(*node)
         self._versions_shown = shown
+
+    def set_keys(self, allowed: Iterable[tuple[AllowedKey, float]], now_s: float) -> None:
+        """How long the oldest key of each node has been allowed. `allowed`: since when each was."""
+        ages_s: dict[str, float] = {}
+        for key, since_s in allowed:
+            ages_s[key.node] = max(ages_s.get(key.node, 0.0), now_s - since_s)
+        for node, age_s in ages_s.items():
+            self._key_age.labels(node).set(age_s)
+        for node in self._keys_shown - ages_s.keys():
+            self._key_age.remove(node)
+        self._keys_shown = set(ages_s)
 
     def count_objects(self, failures: int, moved: tuple[int, int]) -> None:
         """What the object store did."""

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -251,6 +252,7 @@ class Observer:
             self._metrics.set_uplink(status["uplink"])
         if self.watch is not None:
             status["watch"] = self.watch()
+        self._metrics.set_keys(machine.ledger.allowed.items(), datetime.now(UTC).timestamp())
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.rollback_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))

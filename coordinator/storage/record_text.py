@@ -1,5 +1,6 @@
 """Journal records as text: a short sentence for people, plain fields for programs."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from farloop.algo.spec import BlobId, to_plain
@@ -28,6 +29,7 @@ KINDS: dict[type[rec.Record], str] = {
     rec.TermsChanged: "terms",
     rec.AnchorFetched: "fetch",
     rec.Adopted: "adopt",
+    rec.KeysChanged: "keys",
 }
 """Names of record kinds on the command line."""
 
@@ -60,6 +62,8 @@ def nodes_of(record: rec.Record) -> set[str]:
             | rec.AnchorFetched(node=node)
         ):
             return {node}
+        case rec.KeysChanged(added=added, removed=removed):
+            return {key.node for key in (*added, *removed)}
         case rec.Adopted(anchors=anchors):
             return {anchor.node for anchor in anchors}
         case rec.InputStored(blob=blob) | rec.InputDropped(blob=blob):
@@ -109,6 +113,9 @@ def words(at: Entry) -> str:
             return f"loss {loss:.4f} at position {position:g}, versions {_list(versions)}"
         case rec.RunFinished():
             return "every fragment is final"
+        case rec.KeysChanged(time_s=time_s, added=added, removed=removed):
+            when = datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+            return f"{when}: {_keys('allowed', added)}{'; ' * bool(added and removed)}{_keys('removed', removed)}"
         case rec.TermsChanged(revision=revision):
             windows = " ".join(f"f{fragment}:{window}" for fragment, window in enumerate(revision.windows[:8]))
             more = f" … ({len(revision.windows)})" if len(revision.windows) > 8 else ""
@@ -158,6 +165,10 @@ def _adopted(adopted: rec.Adopted) -> str:
     notes += [f"; nothing was heard of {', '.join(adopted.missing)}"] * bool(adopted.missing)
     what = ", ".join(told[:8]) + more or "nothing that was not here"
     return f"epoch {adopted.epoch}: the run goes on from what nodes held: {what}{''.join(notes)}"
+
+
+def _keys(what: str, keys: tuple[rec.AllowedKey, ...]) -> str:
+    return f"{what} {', '.join(f'{key.node} {key.fingerprint}' for key in keys)}" if keys else ""
 
 
 def _list(numbers: tuple[int, ...]) -> str:

@@ -12,6 +12,9 @@ from loopback import PACED, NewRun, Run, assert_all_agree, assert_one_line, merg
 from strangers import strangers_at
 
 from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.decide.records import KeysChanged
+from farloop.coordinator.storage.segment import Entry
+from farloop.coordinator.storage.state_reader import read_journal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -63,6 +66,11 @@ def test_an_encrypted_run_admits_only_known_keys_and_drops_revoked_ones(new_run:
     run.hurry()
     status = run.until_done(coordinator, a, stranger)
     assert_all_agree(run, status, "a", "stranger")
+    changes = [
+        at.record for at in read_journal(run.state_dir) if isinstance(at, Entry) and isinstance(at.record, KeysChanged)
+    ]
+    told = [[sorted(key.node for key in keys) for keys in (change.added, change.removed)] for change in changes]
+    assert told == [[["a", "b"], []], [["stranger"], []], [[], ["b"]]], "the audit log"
 
 
 def test_garbage_on_the_port_harms_no_node(new_run: NewRun) -> None:

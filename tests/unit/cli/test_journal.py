@@ -12,7 +12,7 @@ from command_line import error_line, farloop, found
 from plain_runs import plain_terms
 from typer.testing import Result
 
-from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
+from farloop.algo.spec import Fragment, Identity, Layout, NodeId, RunSpec, TensorSlot
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
@@ -127,6 +127,26 @@ def test_show_can_go_on_with_what_comes(copy: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_show_can_be_narrowed_down(folder: Path, words: str, count: int) -> None:
     assert len(rows(folder, f"journal show --all {words}")) == count
+
+
+def test_changes_of_the_keys_are_shown_after_the_journal_has_forgotten_their_records(copy: Path) -> None:
+    key = rec.AllowedKey(node=NodeId("oslo"), fingerprint="sha256:0123456789abcdef")
+    changes = (((key,), ()), ((), (key,)))
+    for added, removed in changes:
+        store = Store.recover(copy)
+        assert store is not None
+        store.append(rec.KeysChanged(time_s=1.75e9, added=added, removed=removed))
+        store.sync()
+        store.close()
+    before = rows(copy, "journal show --kind keys --node oslo")
+    assert [row["words"].partition("Z: ")[2] for row in before] == [
+        f"{what} oslo {key.fingerprint}" for what in ("allowed", "removed")
+    ]
+    assert before[0]["words"].startswith("2025-06-15 15:06:40Z")
+    first, second, *_ = sorted(copy.glob("journal-*.log"))
+    first.unlink()
+    second.unlink()
+    assert rows(copy, "journal show --kind keys --node oslo")[:1] != []
 
 
 def test_every_kind_of_record_has_a_name_of_its_own() -> None:

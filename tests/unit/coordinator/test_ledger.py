@@ -17,7 +17,7 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE, settings_of
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, Fragment, Identity, Layout, Lease, NodeId, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, KEY_CHANGES_KEPT, ROUNDS_KEPT, Ledger
 from farloop.wire.messages import AnchorRef, Drop, Share
 from farloop.wire.reasons import Reason
 
@@ -401,6 +401,13 @@ class Fold(RuleBasedStateMachine):
         self.apply(rec.EpochSeen(epoch=epoch))
         assert self.whole.epoch_seen == highest
 
+    @rule(names=st.sets(st.sampled_from("abc")), time_s=st.floats(0, 1e9))
+    def allow(self, names: set[str], time_s: float) -> None:
+        keys = {rec.AllowedKey(node=NodeId(name), fingerprint=name) for name in names}
+        if (changed := self.whole.keys_changed(keys, time_s)) is not None:
+            self.apply(changed)
+        assert self.whole.allowed.keys() == keys
+
     @invariant()
     def both_know_the_same(self) -> None:
         self.whole.check()
@@ -411,6 +418,17 @@ class Fold(RuleBasedStateMachine):
 
 
 TestFold = Fold.TestCase
+
+
+def test_of_many_changes_of_the_keys_the_newest_stay_whole_and_of_older_ones_what_is_allowed(spec: RunSpec) -> None:
+    ledger, first = begun(spec), rec.AllowedKey(node=A, fingerprint="first")
+    for number in range(3 * KEY_CHANGES_KEPT):
+        keys = {first, rec.AllowedKey(node=B, fingerprint=str(number))}
+        changed = ledger.keys_changed(keys, float(number))
+        assert changed is not None and ledger.keys_changed(ledger.allowed.keys(), 0.0) is None
+        ledger.apply(changed)
+    assert ledger.allowed[first] == 0.0 and len(ledger.keys) == KEY_CHANGES_KEPT + 1
+    assert ledger.keys[0] == rec.KeysChanged(time_s=0.0, added=(first,), removed=())
 
 
 def test_what_is_remembered_does_not_grow_with_the_run() -> None:

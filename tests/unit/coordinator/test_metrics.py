@@ -10,6 +10,7 @@ import statuses
 from prometheus_client.parser import text_string_to_metric_families
 
 from farloop.algo.spec import BlobKind, NodeId, RunSpec
+from farloop.coordinator.decide.records import AllowedKey
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.observe.metrics import Metrics, TrafficMetrics
 from farloop.monitoring.status import DecisionEvent
@@ -60,6 +61,13 @@ def test_a_closed_window_tells_its_phases_and_each_nodes_part(metrics: Metrics) 
     ):  # fmt: skip
         assert [value(metrics, f"node_{name}", node=node) for node in "ab"] == [of_a, of_b]
     assert value(metrics, "payload_bytes_total", kind="update", codec="q8") == 77
+
+
+def test_a_key_is_as_old_as_the_oldest_of_its_node_and_gone_with_it(metrics: Metrics) -> None:
+    old, new = (AllowedKey(node=NodeId("a"), fingerprint=name) for name in ("old", "new"))
+    for allowed, age_s in (({old: 100.0, new: 300.0}, 300.0), ({new: 300.0}, 100.0), ({}, None)):
+        metrics.set_keys(allowed.items(), 400.0)
+        assert value(metrics, "key_age_seconds", node="a") == age_s
 
 
 def test_a_node_that_is_lost_is_missed_and_one_that_left_on_purpose_is_not(metrics: Metrics) -> None:

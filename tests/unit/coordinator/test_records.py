@@ -102,6 +102,7 @@ SAMPLES: tuple[rec.Record, ...] = (
         lost=(AnchorRef(fragment=1, version=10, digest=5),), missing=(B,),
     ),
     rec.TermsChanged(revision=REVISION),
+    rec.KeysChanged(time_s=1.75e9, added=(rec.AllowedKey(node=A, fingerprint="sha256:0123456789abcdef"),), removed=()),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, Commands, Run, accepted, merged, tell
+from coordinator_run import A, B, Commands, Run, accepted, merged, recorded, tell
 from plain_runs import plain_progress
 
 from farloop.algo.schedule import window_after
@@ -55,6 +55,14 @@ class Changing(Run):
 @pytest.fixture
 def run(spec: RunSpec) -> Changing:
     return Changing(spec)
+
+
+def test_a_change_of_the_keys_that_may_come_in_is_recorded_once(run: Changing) -> None:
+    keys = [rec.AllowedKey(node=node, fingerprint=f"sha256:{node}") for node in (A, B)]
+    for allowed, at, added, removed in ((keys, 5.0, keys, []), (keys, 6.0, [], []), (keys[:1], 7.0, [], keys[1:])):
+        commands = run.handle(ev.KeysAllowed(keys=frozenset(allowed), time_s=at))
+        record = rec.KeysChanged(time_s=at, added=tuple(added), removed=tuple(removed))
+        assert recorded(commands) == ([record] if added or removed else [])
 
 
 def test_terms_hold_from_the_next_window_and_the_next_round_that_no_node_knows_of(run: Changing) -> None:

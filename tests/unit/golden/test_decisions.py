@@ -166,9 +166,9 @@ def test_every_run_has_a_line() -> None:
 
 
 def test_the_runs_write_every_kind_of_record_that_a_simulated_coordinator_writes() -> None:
-    """All but a ledger's summary, which begins a segment, and the epoch that only a restored copy is told of."""
+    """All but a ledger's summary, which begins a segment, the epoch that only a restored copy is told of, and keys."""
     kinds = {DIGITS.index(digit) for parts in golden().values() for digit in parts["kinds"]}
-    unwritten = {rec.KINDS[kind] for kind in (rec.LedgerSaved, rec.EpochSeen, rec.SnapshotTaken)}
+    unwritten = {rec.KINDS[kind] for kind in (rec.LedgerSaved, rec.EpochSeen, rec.SnapshotTaken, rec.KeysChanged)}
     assert kinds | unwritten == set(rec.KINDS.values())
 
 
