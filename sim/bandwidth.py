@@ -37,13 +37,9 @@ from farloop.algo.validation import require
 
 
 MethodName = Literal["data-parallel", "diloco", "streaming"]
-
 ModelName = Literal["farloop", "published"]
-
 Floats = NDArray[np.float64]
-
 METHOD_NAMES: Final[tuple[MethodName, ...]] = get_args(MethodName)
-
 MODEL_NAMES: Final[tuple[ModelName, ...]] = get_args(ModelName)
 
 TARGETS: Final = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -95,7 +91,11 @@ class Training:
             0 <= self.overlap <= most,
             f"overlap is {_plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {most}",
         )
-        self._check_lag()
+        require(self.lag in (0, 1), f"lag is {self.lag}; it takes 0 or 1")
+        if self.lag:
+            require(self.model == "farloop", f"the model {self.model} knows no lag: lag is 0, not 1")
+            require(self.method != "data-parallel", "data-parallel waits for its gradients: lag is 0, not 1")
+            require(self.overlap == 0, f"overlap is {self.overlap}; with lag = 1 it is 0, for a whole round overlaps")
         require(
             self.layers_per_fragment <= self.layers,
             f"layers_per_fragment is {self.layers_per_fragment}, but the model has {_plural(self.layers, 'layer')}",
@@ -105,13 +105,6 @@ class Training:
                 self.fragments <= self.h,
                 f"h is {self.h}, too short for {self.fragments} fragments, each sent after a step of its own",
             )
-
-    def _check_lag(self) -> None:
-        require(self.lag in (0, 1), f"lag is {self.lag}; it takes 0 or 1")
-        if self.lag:
-            require(self.model == "farloop", f"the model {self.model} knows no lag: lag is 0, not 1")
-            require(self.method != "data-parallel", "data-parallel waits for its gradients: lag is 0, not 1")
-            require(self.overlap == 0, f"overlap is {self.overlap}; with lag = 1 it is 0, for a whole round overlaps")
 
     @property
     def fragments(self) -> int:

@@ -3,12 +3,14 @@
 import dataclasses
 from functools import partial
 
+import pipeline_world
 import pytest
 import simulated_faults as sc
 from faulty_world import World, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_layouts import example, example_delay, layout_of
+from pipeline_world import Costs
 from simulated_outcome import Outcome
 from simulated_runs import scenario_of
 
@@ -18,8 +20,6 @@ from farloop.coordinator.decide import records as rec
 from farloop.pipeline import events as ev
 from farloop.pipeline.layout import Settings
 from farloop.pipeline.messages import Kind
-from farloop.sim import pipeline
-from farloop.sim.pipeline import Costs
 
 A0, B0, A1, B1 = map(NodeId, ("a0", "b0", "a1", "b1"))
 PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,)}
@@ -128,7 +128,7 @@ FAR = 3_000.0
 """Virtual seconds, far beyond what any of these runs takes."""
 
 
-class PipelineWorld(pipeline.World):
+class PipelineWorld(pipeline_world.World):
     """Nodes die, and come back."""
 
     notice_s = 1.0  # until the others notice a death
