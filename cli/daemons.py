@@ -21,7 +21,7 @@ from farloop.config.memory import memory_of
 from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
 from farloop.coordinator.admin import over
-from farloop.coordinator.change_terms import adoption_of
+from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S
@@ -127,7 +127,11 @@ def run_coordinator(
         ending.callback(store.close)
         if mirror is not None:
             mark(config.state_dir)
-        adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
+        adopt = None
+        if adopt_patience_s is not None:
+            adopt = AdoptionSettings(
+                untrue=untrue, patience_s=adopt_patience_s, fetched=store.fetched, newest=adopt_newest
+            )
         gc.collect()
         gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
         _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror, bulk)))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -13,14 +13,11 @@ from rich.text import Text
 
 from farloop.cli.options import facts as facts_grid
 from farloop.config.exit_codes import CommandError
-from farloop.coordinator.observe.decision_log import FILE, missing
+from farloop.coordinator.observe.decision_log import FILE
 from farloop.coordinator.observe.event_log import files, parsed
 from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, duration_text, size_text
-
-if TYPE_CHECKING:
-    from farloop.coordinator.observe.window_inspection import ClosedWindow
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 
@@ -81,65 +78,17 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
                 continue  # damaged
 
 
-def _explained(told: dict[str, Any] | None, past: "ClosedWindow | None") -> dict[str, Any]:
+def _explained(told: dict[str, Any] | None, past: dict[str, Any] | None) -> dict[str, Any]:
     """Both sources combined; unknown values are None."""
-    facts = {**(_from_journal(past) if past else {}), **(told or {})}
+    facts = {"record": None, "measured": {}, **(past or {}), **(told or {})}
     facts.pop("event", None)
     for name in ("t", "open_s", "quorum", "quorum_s", "grace_s", "floor", "expected", "norm", "merge_s", "journal_s"):
         facts.setdefault(name, None)
-    facts.setdefault("revision", None)  # missing in old lines
-    facts["record"] = past.at.where if past else None
-    facts["deltas_stored"] = bool(past and past.measured)
-    measured = {}
-    if past is not None:
-        measured = {blob.node: found for blob, found in past.measured.items()}
+    measured = facts.pop("measured")
+    facts["deltas_stored"] = bool(measured)
     for row in facts["arrived"]:
-        found = measured.get(row["node"])
-        row["measured_norm"], row["cosine"] = (found.norm, found.cosine) if found else (None, None)
+        row["measured_norm"], row["cosine"] = measured.get(row["node"], (None, None))
     return facts
-
-
-def _from_journal(past: "ClosedWindow") -> dict[str, Any]:
-    record = past.record
-    return {
-        "epoch": past.epoch,
-        "fragment": record.fragment,
-        "version": record.version,
-        "round": record.round,
-        "final": record.flush,
-        "why": record.why,
-        "arrived": [
-            {
-                "node": addend.blob.node,
-                "after_s": None,
-                "base": addend.blob.version,
-                "window": None,
-                "weight": addend.weight,
-                "steps": sum(share.steps for share in shares) if shares else None,
-                "tokens": sum(share.tokens for share in shares) if shares else None,
-                "norm": max(sum(share.norm_sq for share in shares), 0.0) ** 0.5 if shares else None,
-                **past.own[addend.blob],
-            }
-            for addend in record.blobs
-            for shares in [past.contributors.get(addend.blob)]
-        ],
-        "missing": missing(record),
-        "refused": [
-            {"node": drop.blob.node, "after_s": None, "code": drop.reason.code, "detail": drop.detail}
-            for drop in past.drops
-        ],
-        "revision": past.revision,
-        "quorum": past.quorum,
-        "floor": past.floor,
-        "h": past.h,
-        "outer_lr": record.outer_lr,
-        "outer_momentum": record.outer_momentum,
-        "delta_scale": record.delta_scale,
-        "codec_up": past.codec_up,
-        "codec_down": past.codec_down,
-        "update_bytes": record.update_size,
-        "anchor_digest": f"{record.anchor_digest:016x}",
-    }
 
 
 def _picture(facts: dict[str, Any]) -> RenderableType:

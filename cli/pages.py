@@ -16,7 +16,7 @@ from typing import Self
 
 from farloop.config.exit_codes import ExitCode, say_error
 from farloop.coordinator.daemon import Coordinator
-from farloop.coordinator.observe.metrics import StandbyMetrics
+from farloop.coordinator.observe.metrics import Metrics, standby_metrics
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender
 from farloop.monitoring import page
@@ -126,7 +126,6 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
     if not config.http:
         yield ""
         return
-    metrics = StandbyMetrics()
 
     def has_state() -> bool:
         return contender.following is not None and contender.following.in_memory
@@ -144,15 +143,14 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
         return Response(status=status, body=f"{text()}\n".encode())
 
     def figures() -> Response:
-        client, now = contender.client, time.monotonic()
-        if client is None:
-            body = metrics.exposition(in_sync=False, in_memory=False, silence_s=0.0, taken=0)
+        if (client := contender.client) is None:
+            body = standby_metrics()
         else:
-            silence_s = now - client.heard_at
-            body = metrics.exposition(
+            silence_s = time.monotonic() - client.heard_at
+            body = standby_metrics(
                 in_sync=client.is_in_sync, in_memory=has_state(), silence_s=silence_s, taken=client.taken
             )
-        return Response(content_type=metrics.content_type, body=body)
+        return Response(content_type=Metrics.content_type, body=body)
 
     routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), METRICS: figures}
     with _served(config, routes) as url:

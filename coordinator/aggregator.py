@@ -201,44 +201,20 @@ class Sum:
         return total
 
 
-@torch.no_grad()
-def merge(
-    inputs: Sequence[tuple[Bytes | Parsed, float]],
-    step: Step,
-    codecs_up: Sequence[str],
-    named: Sequence[tuple[int, int]],
-    rule: str = "mean",
-) -> Tensor:
-    """As `to_merge`, in memory."""
-    return whole(to_merge(inputs, step, codecs_up, named, rule))
-
-
 def whole(delta: Tensor | Sum) -> Tensor:
     return delta.whole(NO_POOL) if isinstance(delta, Sum) else delta
 
 
 @torch.no_grad()
 def to_merge(
-    inputs: Sequence[tuple[Bytes | Parsed, float]],
-    step: Step,
-    codecs_up: Sequence[str],
-    named: Sequence[tuple[int, int]],
-    rule: str = "mean",
+    inputs: Sequence[tuple[Bytes | Parsed, float]], fragment: Fragment, expected: Sequence[Expected], rule: str = "mean"
 ) -> Tensor | Sum:
     """One delta of many, fp32 [numel], summed in the given order.
 
     By the mean it is Σ weight · decoded, and is left as a `Sum` where it can be. Another rule reads every payload more
-    than once, decoding it a tile at a time where the codec can.
-
-    Args:
-        codecs_up: of each delta; a late one has that of its own window.
-        named: the base and the window that each names.
+    than once, decoding it a tile at a time where the codec can. `expected` has one codec of each delta.
     """
-    codecs, fragment = [codec_named(spelling) for spelling in codecs_up], step.fragment
-    expected = [
-        Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=step.epoch)
-        for codec, (base, window) in zip(codecs, named, strict=True)
-    ]
+    codecs = [codec for expect in expected for codec in expect.codecs]
     if rule in ROBUST_RULES:
         total = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         counted = [k for k, (_, weight) in enumerate(inputs) if weight > 0.0]

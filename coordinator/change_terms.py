@@ -16,8 +16,7 @@ from farloop.algo.revisions import LEARNING_RATE_STAYS, STAY, changes
 from farloop.algo.spec import Revision, RoundPlan, WindowTerms
 from farloop.coordinator.admin import Handler, over
 from farloop.coordinator.decide import events as ev
-from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.adoption import MOST, AdoptionSettings
+from farloop.coordinator.decide.adoption import MOST
 from farloop.coordinator.decide.closing import ROUNDS
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
@@ -63,22 +62,15 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
     return revision_asked_for(machine, given)
 
 
-def handlers(
-    machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None], state: Path
-) -> dict[str, Handler]:
-    """Handlers of the admin socket. `durable` is what the journal says, `state` the state folder; `happened` hands an
-    event to the machine."""
-    requests = Requests(machine, durable, happened, state)
-    return {"set": requests.set, "release": requests.release, "forget": requests.forget}
-
-
 class Requests:
-    """The handlers; the arguments are those of `handlers`."""
+    """Answers requests to the admin socket."""
 
     def __init__(
         self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None], state: Path
     ) -> None:
+        """`durable` is what the journal says, `state` the state folder; `happened` hands an event to the machine."""
         self._machine, self._durable, self._happened, self._state = machine, durable, happened, state
+        self.handlers: dict[str, Handler] = {"set": self.set, "release": self.release, "forget": self.forget}
 
     async def release(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Release a hold by nodes that report newer versions, or by too few merged ones. Returns what held the run,
@@ -148,11 +140,6 @@ class Requests:
 #
 # Anchors are compared with a digest. Terms, rounds and revisions have none: impossible ones would end the coordinator
 # windows later, or every later start.
-
-
-def adoption_of(patience_s: float, fetched: Mapping[int, rec.AnchorFetched], *, newest: bool) -> AdoptionSettings:
-    """Adoption settings for a coordinator's start, with the anchors that an earlier start fetched."""
-    return AdoptionSettings(untrue=untrue, patience_s=patience_s, fetched=fetched, newest=newest)
 
 
 def untrue(held: Held, ledger: Ledger) -> str | None:

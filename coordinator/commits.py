@@ -91,7 +91,7 @@ class WrongAnchor(Exception):
 class Codecs:
     """Codecs of one commit, by the terms of its windows; the run may have others by now."""
 
-    up: tuple[str, ...]  # codecs of the deltas, in the order of the sum, each of the window that it names
+    deltas: tuple[Expected, ...]  # in the order of the sum; each has the codec of the window that it names
     down: str  # of the update
     terms: Terms  # of the window itself
 
@@ -100,19 +100,28 @@ def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
     """Call it while the record's window is the fragment's open one."""
     terms = ledger.windows[record.fragment]
     assert terms.window == record.version
-    blobs = [addend.blob for addend in record.blobs]
-    up = tuple(
-        ledger.codec_of_deltas(record.fragment, window, blob.node)
-        for blob, (_, window) in zip(blobs, _named(ledger, record, blobs), strict=True)
+    return Codecs(
+        deltas=_expected(ledger, record, [addend.blob for addend in record.blobs]),
+        down=terms.codec_down,
+        terms=ledger.terms_of(record.fragment, record.version, record.round),
     )
-    return Codecs(up=up, down=terms.codec_down, terms=ledger.terms_of(record.fragment, record.version, record.round))
 
 
-def _named(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId] | None = None) -> list[tuple[int, int]]:
-    """Base and window of each delta, by default the record's. A late delta names the window after its base; with a lag
-    bases are older, and none is late."""
-    bases = [blob.version for blob in (blobs or [addend.blob for addend in record.blobs])]
-    return [(base, record.version if ledger.spec.terms.schedule.lag else base + 1) for base in bases]
+def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) -> tuple[Expected, ...]:
+    """A late delta names the window after its base; with a lag bases are older, and none is late."""
+    lag = ledger.spec.terms.schedule.lag
+    return tuple(expected(ledger, blob, record.version if lag else blob.version + 1) for blob in blobs)
+
+
+def expected(ledger: Ledger, blob: BlobId, window: int) -> Expected:
+    """What a delta for this window must be."""
+    return Expected(
+        codecs=(codec_named(ledger.codec_of_deltas(blob.fragment, window, blob.node)),),
+        fragment=ledger.fragment(blob.fragment),
+        version=window,
+        base=blob.version,
+        newest_epoch=ledger.epoch,
+    )
 
 
 def spools_inputs(terms: Terms) -> bool:
@@ -146,11 +155,11 @@ def _rule(record: WindowCommitted, terms: Terms) -> str:
     return "mean" if record.flush else method_named(terms.method).merge
 
 
-def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs) -> Tensor | Sum:
+def _merged(inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs) -> Tensor | Sum:
     rule = _rule(record, codecs.terms)
     if rule in ROBUST_RULES and ROBUST_RULES[rule].weighted:
         rule = "mean"  # the weights are another's to find, or are in the record
-    return aggregator.to_merge(inputs, step, codecs.up, _named(ledger, record), rule)
+    return aggregator.to_merge(inputs, step.fragment, codecs.deltas, rule)
 
 
 def apart(record: WindowCommitted) -> list[BlobId]:
@@ -173,20 +182,6 @@ def _measured(
     return weights, tuple(cosines(products, range(len(inputs)))) if full else ()
 
 
-def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) -> list[Expected]:
-    fragment = ledger.spec.identity.layout.fragments[record.fragment]
-    return [
-        Expected(
-            codecs=(codec_named(ledger.codec_of_deltas(fragment.index, window, blob.node)),),
-            fragment=fragment,
-            version=window,
-            base=base,
-            newest_epoch=ledger.epoch,
-        )
-        for blob, (base, window) in zip(blobs, _named(ledger, record, blobs), strict=True)
-    ]
-
-
 def compute(
     ledger: Ledger,
     buffers: Buffers,
@@ -207,7 +202,7 @@ def compute(
     weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
-    delta = _merged(ledger, inputs, step, draft, codecs)
+    delta = _merged(inputs, step, draft, codecs)
     # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
     following = ledger.terms_of(draft.fragment, draft.version + 1)
     if isinstance(delta, Sum) and leaves_a_choice(following):
@@ -282,7 +277,7 @@ def repeat(
     """
     step, delta = step_of(ledger, record, codecs.terms), None
     if record.blobs and inputs is not None:
-        delta = _merged(ledger, inputs, step, record, codecs)
+        delta = _merged(inputs, step, record, codecs)
         if (again := _in_one_pass(buffers, delta, step, record, codecs, pool)) is not None:
             return again, True
     anchor = pool.copy(buffers.anchor)
@@ -339,10 +334,10 @@ def parts(
 ) -> tuple[list[Tensor], Tensor]:
     """Each decoded delta of a commit and their merge, fp32 [numel] each, for inspection. Call it when `codecs_of` may
     be called."""
-    step, named = step_of(ledger, record, codecs.terms), _named(ledger, record)
+    step = step_of(ledger, record, codecs.terms)
     alone = [
-        aggregator.merge([(data, 1.0)], step, [codec], [name])
-        for data, codec, name in zip(inputs, codecs.up, named, strict=True)
+        aggregator.whole(aggregator.to_merge([(data, 1.0)], step.fragment, [expect]))
+        for data, expect in zip(inputs, codecs.deltas, strict=True)
     ]
     weighted = [(data, addend.weight) for data, addend in zip(inputs, record.blobs, strict=True)]
-    return alone, aggregator.whole(_merged(ledger, weighted, step, record, codecs))
+    return alone, aggregator.whole(_merged(weighted, step, record, codecs))

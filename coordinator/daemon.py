@@ -16,7 +16,7 @@ from typing import Any
 from farloop.algo.spec import NodeId
 from farloop.coordinator import admin
 from farloop.coordinator.bulk_plane import BulkPlane
-from farloop.coordinator.change_terms import handlers
+from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.machine import CoordinatorMachine
@@ -137,8 +137,8 @@ class Coordinator:
         self.observer.inventory, self.observer.link_alarms = self._links.status, self._links.alarms
         self.observer.uplink = self.link.uplink
         self.observer.watch = self.executor.stragglers.status
-        answers = handlers(self.machine, store.ledger, self.executor.happened, config.state_dir)
-        self._door = admin.AdminSocket(config.state_dir, {**answers, "status": self._status})
+        requests = Requests(self.machine, store.ledger, self.executor.happened, config.state_dir)
+        self._door = admin.AdminSocket(config.state_dir, {**requests.handlers, "status": self._status})
 
     def _keys_allowed(self, keys: Mapping[NodeId, Sequence[bytes]]) -> None:
         held = (AllowedKey(node=node, fingerprint=fingerprint(key)) for node, owned in keys.items() for key in owned)

@@ -257,12 +257,9 @@ class Downloads:
         while not self._encoding and (turn := self._serving.next(self._ledger.versions, self._num_bytes)):
             if turn.copy is None:
                 self._encoding = True
-                self._compute.submit(partial(self._encode, turn.fragment), partial(self._made, turn), self._fatal)
+                self._compute.submit(partial(self._encode, turn.fragment), partial(self._encoded, turn), self._fatal)
             else:
                 self._run([ev.OfferSnapshot(session=turn.session)])
-
-    def _made(self, turn: SnapshotRequest, made: tuple[BlobId, bytearray, int]) -> None:
-        self._encoded(turn, EncodedSnapshot(*made))
 
     def _encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
         if self._ledger.versions[turn.fragment] < copy.blob.version:
@@ -276,8 +273,8 @@ class Downloads:
     def _num_bytes(self, fragment: int) -> int:
         return blob_bytes(codec_named("fp32"), self._store.ledger.spec.identity.layout.fragments[fragment])
 
-    def _encode(self, fragment: int) -> tuple[BlobId, bytearray, int]:
-        layout = self._store.ledger.spec.identity.layout
-        return commits.snapshot_blob(
-            self._store.buffers[fragment], layout.fragments[fragment], self._store.ledger.epoch
+    def _encode(self, fragment: int) -> EncodedSnapshot:
+        ledger = self._store.ledger
+        return EncodedSnapshot(
+            *commits.snapshot_blob(self._store.buffers[fragment], ledger.fragment(fragment), ledger.epoch)
         )

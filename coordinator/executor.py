@@ -83,9 +83,7 @@ class CoordinatorExecutor:
         self.machine, self.storage = machine, storage
         self.finished = False  # whether the run is over and its model exported
         self.sessions: dict[NodeId, Peer] = {}  # open sessions of accepted nodes
-        self.stragglers = StragglerMonitor(
-            adapt, machine, self.happened, links=links, metrics=metrics, on_event=on_event
-        )
+        self.stragglers = StragglerMonitor(adapt, machine, self.happened, links=links, metrics=metrics, report=on_event)
         self._clock, self._compute, self._store, self._router = clock, compute, store, router
         self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
         self._changed, self._on_event, self._check = changed, on_event, check
@@ -126,10 +124,9 @@ class CoordinatorExecutor:
 
     def say_goodbye(self, reason: Reason) -> None:
         """Tell every node that this coordinator ends."""
-        for peer in list(self.sessions.values()):
-            if peer.session.state is State.OPEN:
-                with self._router.working_for(peer) as session:
-                    session.send(msg.Leave(reason=reason), self._clock.now())
+        for node in list(self.sessions):
+            if peer := self._open_session_of(node):
+                self._send(peer, msg.Leave(reason=reason))
 
     # --- Events
 
@@ -146,7 +143,7 @@ class CoordinatorExecutor:
         try:
             if self._observer is not None:
                 self._observer.on_event(event, self.machine)
-            self.stragglers.watch.on_event(event, self.machine, now)
+            self.stragglers.on_event(event, now)
         except Exception:
             if self._check:
                 raise
@@ -181,15 +178,16 @@ class CoordinatorExecutor:
                 if failed := self._anchors.on_failed(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
                     self.happened(failed)
             case wire_ev.BlobReceived(blob=blob, data=data):
-                self.stragglers.whole(blob, self._clock.now())
+                self.stragglers.pacing.whole(blob, self._clock.now())
                 if offer := self._deltas.arrived(blob):
                     self._store_delta(offer, data)
             case wire_ev.BlobCorrupt(blob=blob):
                 if offer := self._deltas.arrived(blob):
-                    self.happened(self._deltas.corrupt(offer))
+                    why = "the bytes do not have the announced digest"
+                    self.happened(self._deltas.rejected(offer, Reason.CORRUPT, why))
             case wire_ev.BlobIdle(blob=blob):
                 if offer := self._deltas.arrived(blob):
-                    self.happened(self._deltas.idle(offer))
+                    self.happened(self._deltas.rejected(offer, Reason.IDLE, Reason.IDLE.sentence))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 self._on_session_end(peer, reason, detail)
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
@@ -370,7 +368,8 @@ class CoordinatorExecutor:
             failed = self._deltas.receive(session, offer, window, by_store=by_store)
             if failed is not None:
                 return self.happened(failed)
-            self.stragglers.asked(blob, self._deltas.to_come(blob), self._clock.now())
+            if (to_come := self._deltas.to_come(blob)) is not None:  # else it waits for room
+                self.stragglers.pacing.asked(blob, to_come, self._clock.now())
             if by_store and blob not in self._fetching and self._deltas.memory(blob) is not None:
                 self._place(session, offer)
 
@@ -424,7 +423,7 @@ class CoordinatorExecutor:
                 return
             if not there:
                 return self._receive(offer, by_store=False)
-            self.stragglers.whole(blob, self._clock.now())
+            self.stragglers.pacing.whole(blob, self._clock.now())
             if self._deltas.arrived(blob):
                 self._store_delta(offer, into, in_store=True)
             self._receive_waiting()
@@ -436,7 +435,8 @@ class CoordinatorExecutor:
         peer = self.sessions.get(offer.blob.node)
 
         def failed(error: Exception) -> None:
-            self._fail(peer, error, self._deltas.broken(offer, error))
+            outcome = self._deltas.rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
+            self._fail(peer, error, outcome)
 
         try:
             self._deltas.store(offer, data, partial(self._happened_to, peer), failed, in_store=in_store)
@@ -567,7 +567,7 @@ class CoordinatorExecutor:
         now = self._clock.now()
         if now - self._looked_at > JUMP_S:  # this process stood still
             self.machine.clock_jumped(now - self._looked_at)
-            self.stragglers.watch.pacing.stood_still()
+            self.stragglers.pacing.stood_still()
         self._looked_at = now
         due = self.machine.next_timer()
         commands = self.machine.handle_timer(now) if due is not None and due <= now else []

@@ -176,7 +176,6 @@ class DeltaIntake:
         self._keeping.discard(blob)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self._partial.keys() == self._offers.keys() >= self._asleep
         assert {(b.node, b.fragment): b for b in self._partial} == {
             (node, fragment): blob for node, begun in self._begun.items() for fragment, blob in begun.items()
@@ -237,16 +236,13 @@ class DeltaUploads(DeltaIntake):
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         wrong = self.admit(session, offer, window, fragment, codec_up, self._clock.now(), by_store=by_store)
-        return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
+        return None if wrong is None else self.rejected(offer, Reason.TOO_LARGE, wrong)
 
     def store(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed, *, in_store: bool = False) -> None:
         """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors. `in_store`: its
         bytes are in the object store."""
         ledger = self._store.ledger
-        fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
-        codec = codec_named(ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node))
-        base, window, epoch = offer.blob.version, offer.window, ledger.epoch
-        expect = Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=epoch)
+        expect = commits.expected(ledger, offer.blob, offer.window)
 
         def verified(found: Verified) -> None:
             def stored() -> None:
@@ -262,20 +258,11 @@ class DeltaUploads(DeltaIntake):
 
         def refused(error: Exception) -> None:
             if isinstance(error, BadBlob):
-                done(self._rejected(offer, Reason.CORRUPT, str(error)))
+                done(self.rejected(offer, Reason.CORRUPT, str(error)))
             else:
                 failed(error)
 
         self._compute.submit(partial(verify, data, offer, expect, is_measured(offer, ledger)), verified, refused)
-
-    def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
-        return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
-
-    def idle(self, offer: msg.Offer) -> ev.InputFailed:
-        return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
-
-    def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
-        return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
 
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[Delta, float]]:
         """The deltas of a commit with their weights, in the order of the sum."""
@@ -289,7 +276,8 @@ class DeltaUploads(DeltaIntake):
         for blob in blobs:
             self._held.pop(blob, None)
 
-    def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
+    def rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
+        """The event that ends this upload without the delta."""
         self.on_outcome(offer.blob)
         return ev.InputFailed(offer=offer, reason=reason, detail=detail)
 

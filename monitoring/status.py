@@ -424,28 +424,20 @@ class MissingNode(TypedDict):
     sentence: str
 
 
-class DecisionEvent(TypedDict):
-    """One closed window."""
+class ClosedWindow(TypedDict):
+    """What the journal says of one closed window."""
 
-    event: Literal["decision"]
-    t: float  # seconds since the run's start at which its commit was durable
     epoch: int
     fragment: int
     version: int  # also the window's number
     round: int
     final: bool
     why: str
-    open_s: float  # seconds from the opening until it closed
     quorum: int | None  # contributions that suffice; None if all expected ones are needed
-    quorum_s: float | None  # seconds from the opening to the quorum; None without one
-    grace_s: float | None  # straggler grace in seconds; None if the method has none
     floor: int
     revision: int  # revision of the window's terms
     stage: NotRequired[int]  # stage of the fragment, for a model cut in stages: its holders were expected
-    expected: list[str]
-    arrived: list[ArrivedDelta]
     missing: list[MissingNode]
-    refused: list[RefusedDelta]
     h: int  # inner steps of the window's round
     outer_lr: float
     outer_momentum: float
@@ -454,6 +446,19 @@ class DecisionEvent(TypedDict):
     codec_down: str
     update_bytes: int
     anchor_digest: str
+
+
+class DecisionEvent(ClosedWindow):
+    """One closed window."""
+
+    event: Literal["decision"]
+    t: float  # seconds since the run's start at which its commit was durable
+    open_s: float  # seconds from the opening until it closed
+    quorum_s: float | None  # seconds from the opening to the quorum; None without one
+    grace_s: float | None  # straggler grace in seconds; None if the method has none
+    expected: list[str]
+    arrived: list[ArrivedDelta]
+    refused: list[RefusedDelta]
     norm: NotRequired[float]  # of the merged delta
     merge_s: NotRequired[float]
     journal_s: NotRequired[float]

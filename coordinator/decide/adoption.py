@@ -268,7 +268,9 @@ class Adoption:
                 self._on_failed(event)
             case _:
                 pass  # nothing else is under way
-        return self._advance(now)
+        done = self._advance(now)
+        self.wakes_at = min((at for at in self._moments() if at > now), default=None)
+        return done
 
     def clock_jumped(self, seconds: float) -> None:
         self.began_at += seconds
@@ -361,11 +363,6 @@ class Adoption:
 
     def _advance(self, now: float) -> bool:
         """Do what is possible now. Returns whether adoption is complete."""
-        done = self._step(now)
-        self.wakes_at = min((at for at in self._moments() if at > now), default=None)
-        return done
-
-    def _step(self, now: float) -> bool:
         for claim in self._claims.values():
             if claim.asked is not None and claim.offers_until is not None and now >= claim.offers_until:
                 claim.asked, claim.failed = None, claim.failed + 1

@@ -18,7 +18,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.run_state import ALARM as STORAGE
-from farloop.coordinator.decide.run_state import Decisions, RunState, speeds_of
+from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.reasons import Reason
 
@@ -281,7 +281,8 @@ class Closing:
         Stages of a pipelined model all do the same number."""
         layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
         by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
-        rates = speeds_of(self._run.members.values()) if by_speed else {}
+        members = self._run.members.values() if by_speed else ()
+        rates = {member.name: member.steps_per_s for member in members if member.counts}
         return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.schedule.h_share_of)
 
     def _held(self, window: Window) -> bool:

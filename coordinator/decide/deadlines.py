@@ -7,8 +7,9 @@ restart measures again.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from statistics import median, median_low
 from typing import Final
 
@@ -59,8 +60,6 @@ class _Pace:
 
 
 class Deadlines:
-    """Of one coordinator."""
-
     def __init__(self, run: RunState, *, drops: bool) -> None:
         """`drops`: drop a node that misses its deadline from the window; else only report it."""
         self._ledger, self._run, self._drops = run.ledger, run, drops
@@ -125,6 +124,10 @@ class Deadlines:
 
     # --- what follows
 
+    def has_offered(self, node: NodeId, window: Window) -> bool:
+        """Whether the node offered a delta for this window, or a later one."""
+        return self._offered.get((node, window.terms.fragment), 0) >= window.terms.window
+
     def expects(self, node: NodeId, now: float) -> bool:
         pace = self._paces.get(node)
         return pace is None or pace.rests_until <= now
@@ -149,7 +152,7 @@ class Deadlines:
     def on_missed(self, window: Window, node: NodeId, now: float) -> None:
         """Count a missed deadline, and suspend a node that misses several."""
         pace = self._paces.setdefault(node, _Pace())
-        since, allowed = self._since(window, node), self.allowed_s(window, node)
+        since, allowed = self._since(window, node), self._allowed_s(window, node, partial(self._first_s, window))
         if since < pace.missed_at:
             return  # of windows that it missed at once, one counts
         pace.missed_at = now
@@ -201,20 +204,14 @@ class Deadlines:
         more = f"; and {len(names) - 4} more" if len(names) > 4 else ""
         return f"nothing was committed for {duration_text(quiet_s)}{than}: {said}{more}"
 
-    def allowed_s(self, window: Window, node: NodeId) -> float:
-        """Seconds that a node has for its delta of this window."""
-        return self._allowed_s(window, node, {})
-
     # --- how
 
-    def _allowed_s(self, window: Window, node: NodeId, first: dict[int, float]) -> float:
-        """As `allowed_s`; `first` keeps what `_first_s` said of so many steps."""
+    def _allowed_s(self, window: Window, node: NodeId, first_s: Callable[[int], float]) -> float:
+        """Seconds that a node has for its delta of this window. `first_s` is `_first_s` of the window, by steps."""
         steps = self._steps(window.terms.round, node)
         pace = self._paces.get(node)
         if pace is None or pace.usual_s is None:
-            if steps not in first:
-                first[steps] = self._first_s(window, steps)
-            allowed = first[steps]
+            allowed = first_s(steps)
         else:
             usual = min(pace.usual_s, _MOST * self._middle_s)
             allowed = max(FLOOR_S, MULTIPLE * usual * _longer(steps, pace.steps))
@@ -246,9 +243,9 @@ class Deadlines:
         """(node, since when, seconds allowed) of the nodes that the window waits for; none before `_looked_at`."""
         if now < self._looked_at(window):
             return []
-        first = dict[int, float]()  # by steps: it is the same for all nodes without measurements
+        first_s = cache(partial(self._first_s, window))  # it is the same for all nodes without measurements
         return [
-            (node, self._since(window, node), self._allowed_s(window, node, first)) for node in sorted(window.missing)
+            (node, self._since(window, node), self._allowed_s(window, node, first_s)) for node in sorted(window.missing)
         ]
 
     def _since(self, window: Window, node: NodeId) -> float:
@@ -301,7 +298,7 @@ class Deadlines:
         window = min(windows, key=lambda one: (one.terms.fragment, one.terms.window))
         more = f" (and of {len(windows) - 1} more fragments)" if len(windows) > 1 else ""
         what = f"{node} owes its delta for window {window.terms.window} of fragment {window.terms.fragment}{more}"
-        offered = self._offered.get((node, window.terms.fragment), 0) >= window.terms.window
+        offered = self.has_offered(node, window)
         member = self._run.members.get(node)
         if member is None or member.session is None:
             state = "it is not connected"

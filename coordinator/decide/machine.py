@@ -111,7 +111,7 @@ class CoordinatorMachine:
         self._decisions = Decisions(ledger)
         self._rollback = RollbackGuard(run, self._decisions)
         self._closing = Closing(run, self._decisions, floor_share=floor_share, drops_silent=drops_silent)
-        self.grace, self.guard = self._closing.grace, self._closing.guard
+        self.grace, self.guard, self.deadlines = self._closing.grace, self._closing.guard, self._closing.node_deadlines
         gone_at = now + liveness_s
         self._membership = Membership(
             run, self._decisions, self._closing, self._rollback, gone_at=gone_at, expire_s=expire_s

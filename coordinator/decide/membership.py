@@ -377,16 +377,12 @@ class Membership:
                     incarnation=member.incarnation,
                     lease=lease,
                     consumed=since or book.account(*owner).consumed,
-                    stored=since or self._stored(member),
+                    stored=since or book.account(*owner).stored,
                     since=since,
                 )
             )
             since = None
         return leases
-
-    def _stored(self, member: Member) -> int:
-        """Samples in its stored deltas."""
-        return self._ledger.leases.account(member.name, member.incarnation).stored
 
     def _send_grants(self, member: Member, leases: Iterable[Lease]) -> None:
         for lease in leases:

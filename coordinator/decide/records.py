@@ -1,20 +1,37 @@
 """The records of the journal: every input and every decision, and their bytes. No files.
 
-A record is the msgpack map of its fields; its kind, a number below, is in the journal's record header. Bulk bytes (an
-encoded delta or update) are attached to a record. A record of an unknown kind is refused: a skipped decision is a lost
-decision.
+A record is the msgpack map of its fields; its kind, the number of its class, is in the journal's record header. Bulk
+bytes (an encoded delta or update) are attached to a record. A record of an unknown kind is refused: a skipped decision
+is a lost decision.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.messages import AnchorRef, Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
+_T = TypeVar("_T")
+KINDS: dict[type[Any], int] = {}
+"""Numbers of record classes on disk: never reused, never 0."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _record(kind: int) -> Callable[[type[_T]], type[_T]]:
+    """Declare a record class."""
+
+    def declare(cls: type[_T]) -> type[_T]:
+        made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        KINDS[made] = kind
+        return made
+
+    return declare
+
+
+@_record(1)
 class RunStarted:
     """The run began: version 0 of every fragment, with window 1 open."""
 
@@ -24,21 +41,21 @@ class RunStarted:
     """The first two: planned once, for another machine's cosine may differ in the last bit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(2)
 class EpochClaimed:
     """A later start of the coordinator took over; lower epochs are fenced."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(14)
 class EpochSeen:
     """A node has met this epoch, which this state does not know: a rewind claims a higher one."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(15)
 class Rewound:
     """A start of the coordinator accepted this state, whatever nodes had seen since.
 
@@ -48,7 +65,7 @@ class Rewound:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(21)
 class AnchorFetched:
     """A node sent an anchor that this state lacks. It counts once an `Adopted` names it. Attached: its bytes, as a
     snapshot."""
@@ -69,7 +86,7 @@ class AdoptedAnchor:
     before: int  # version of this state, which may be much older
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(22)
 class Adopted:
     """A start over an old copy of the state accepted what nodes held.
 
@@ -89,7 +106,7 @@ class Adopted:
     missing: tuple[NodeId, ...] = ()  # nodes of this state that did not come
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(3)
 class NodeStarted:
     """A node takes part from this round on."""
 
@@ -102,7 +119,7 @@ class NodeStarted:
     process: int = 0  # see `Hello`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(4)
 class NodeLeft:
     """A node is no longer expected."""
 
@@ -112,7 +129,7 @@ class NodeLeft:
     stored: int = 0  # those in its stored deltas; the rest is free again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(5)
 class LeaseGranted:
     """Samples were granted to one start of a node."""
 
@@ -125,14 +142,14 @@ class LeaseGranted:
     since: int | None = None  # samples that it had used when it came back after it had returned everything
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(6)
 class RoundFixed:
     """A round's place in the schedule and its steps per node."""
 
     round: RoundPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(7)
 class InputStored:
     """A delta was verified and accepted. Attached: its bytes, so that a restart can re-open the window."""
 
@@ -167,7 +184,7 @@ class InputStored:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(8)
 class InputDropped:
     """A stored delta's outcome, decided before its window closed."""
 
@@ -197,7 +214,7 @@ class Refusal:
     cosine: float | None = None  # as that of an addend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(9)
 class WindowCommitted:
     """A window's decision, and all that its arithmetic needs. Attached: the encoded update."""
 
@@ -232,7 +249,7 @@ def object_key(record: InputStored | WindowCommitted) -> str:
     return f"f{blob.fragment}/v{record.window}/{blob.node}-{blob.incarnation}-{blob.seq}-{record.digest:016x}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(10)
 class SnapshotTaken:
     """The fragment's full state at this version is durable outside the journal."""
 
@@ -240,7 +257,7 @@ class SnapshotTaken:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(11)
 class EvaluationTaken:
     """The loss of the anchors of these versions on the evaluation set; infinite where it was NaN."""
 
@@ -254,7 +271,7 @@ class EvaluationTaken:
             object.__setattr__(self, "loss", math.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(20)
 class TermsChanged:
     """The terms change from these windows and this round on."""
 
@@ -269,7 +286,7 @@ class AllowedKey:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(23)
 class KeysChanged:
     """The keys that may come in are others than this state knew: since the last start, or while it ran."""
 
@@ -278,7 +295,7 @@ class KeysChanged:
     removed: tuple[AllowedKey, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(12)
 class RunFinished:
     """Every fragment is final."""
 
@@ -319,7 +336,7 @@ class Standing:
     why: str = ""  # why it is in quarantine; empty while it is not
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_record(13)
 class LedgerSaved:
     """All that the records before this one say. A segment begins with it, so earlier ones can be deleted."""
 
@@ -374,31 +391,6 @@ Record = (
     | KeysChanged
 )
 
-KINDS: dict[type[Record], int] = {
-    RunStarted: 1,
-    EpochClaimed: 2,
-    NodeStarted: 3,
-    NodeLeft: 4,
-    LeaseGranted: 5,
-    RoundFixed: 6,
-    InputStored: 7,
-    InputDropped: 8,
-    WindowCommitted: 9,
-    SnapshotTaken: 10,
-    EvaluationTaken: 11,
-    RunFinished: 12,
-    LedgerSaved: 13,
-    EpochSeen: 14,
-    Rewound: 15,
-    TermsChanged: 20,
-    AnchorFetched: 21,
-    Adopted: 22,
-    KeysChanged: 23,
-}
-"""Numbers on disk: never reused, never 0."""
-
-_CLASSES: dict[int, type[Record]] = {kind: cls for cls, kind in KINDS.items()}
-
 
 def encode(record: Record) -> tuple[int, bytes]:
     """A record's kind and bytes."""
@@ -408,7 +400,7 @@ def encode(record: Record) -> tuple[int, bytes]:
 def decode(kind: int, data: bytes | memoryview) -> Record:
     """The record of these bytes.
     Raises ValueError: the kind is unknown, or the bytes are not a record of it; one sentence."""
-    cls: type[Any] | None = _CLASSES.get(kind)
+    cls = next((cls for cls, number in KINDS.items() if number == kind), None)
     if cls is None:
         raise ValueError(f"a record of kind {kind} is unknown here")
     try:

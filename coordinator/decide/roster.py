@@ -32,8 +32,6 @@ Stage = Literal["joining", "ready", "training", "left"]
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One node."""
-
     name: NodeId
     incarnation: int
     process: int = 0  # of this start, see `Hello`

@@ -1,7 +1,7 @@
 """What the parts of the coordinator machine share: the run's state, the decisions of a call, and the storage hold."""
 
 import logging
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from farloop.algo.spec import NodeId
@@ -38,11 +38,6 @@ class RunState:
     def stands_still(self) -> bool:
         """Whether no window closes and no deadline passes."""
         return self.stopping or self.held is not None
-
-
-def speeds_of(members: Iterable[Member]) -> dict[NodeId, float]:
-    """Inner steps per second of the members that train; 0 where not known yet. Their batches may differ."""
-    return {member.name: member.steps_per_s for member in members if member.counts}
 
 
 class Decisions:

@@ -91,7 +91,6 @@ class Window:
         return quorum is not None and len(self.contributors) >= quorum and self.toward_quorum >= quorum
 
     def add(self, offer: Offer) -> None:
-        """Add a durable delta."""
         self.inputs[offer.blob] = offer
         self.contributors.update(contribution.node for contribution in offer.contributors)
 

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from typing import cast
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.algo.spec import BlobId, BlobKind, NodeId, to_plain
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.net.link_table import COORDINATOR, BandwidthProbe, Candidate, Ends, LinkTable, Running
 from farloop.coordinator.net.sessions import Peer
@@ -274,30 +275,19 @@ class LinkMonitor:
         return {"nodes": nodes, "links": self.matrix.rows(now)}
 
     def _machine(self, member: Member) -> MachineStatus:
-        told = member.inventory
         off_s, latest = self._told.get(member.name, (None, Observed(links=())))
-        return {
+        told = {
+            **to_plain(member.inventory),
             "name": member.name,
-            "site": told.site,
-            "site_from": told.site_from,
-            "address": told.address,
             "reachable": self.reachable.get(member.name),
             "connected": member.session is not None,
-            "nics": [_nic(nic) for nic in told.nics],
-            "devices": told.devices,
-            "memory_bytes": told.memory_bytes,
-            "cpus": told.cpus,
-            "memlock_bytes": told.memlock_bytes,
-            "nofile": told.nofile,
-            "congestion": told.congestion,
+            "nics": [_nic(nic) for nic in member.inventory.nics],
             "seconds_per_step": member.seconds_per_step,
-            "labels": [[key, value] for key, value in told.labels],
-            "unread": list(told.unread),
-            "farloop": told.farloop,
             "clock_off_s": off_s,
             "disk_free_bytes": latest.disk_free,
             "disk_used_bytes": latest.disk_used,
         }
+        return cast(MachineStatus, told)
 
 
 async def reaches(address: str, only: str | None) -> bool | None:

@@ -5,9 +5,10 @@ accepts count: a probe replaces the rate, a transfer moves it. A direction that 
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from statistics import median
 from typing import Final, Literal
 
@@ -42,6 +43,11 @@ class _Direction:
     changed: bool = False  # the last measurements differ from earlier ones: a probe is due
     connection: Connection | None = None
 
+    def on_transfer(self, bytes_per_s: float, now: float) -> None:
+        """A transfer of the run measured the rate."""
+        self.changed = self.rate.add(bytes_per_s) or self.changed
+        self.measured_by, self.measured_at, self.why = "transfer", now, ""
+
 
 class LinkTable:
     """All links of a run."""
@@ -70,22 +76,19 @@ class LinkTable:
         if isinstance(found, Insufficient):
             direction.why = found.why
             return found
-        direction.why, direction.measured_at = "", now
         if probe:
             direction.rate.set(found.bytes_per_s)
-            direction.measured_by, direction.changed = "probe", False
+            direction.measured_by, direction.measured_at, direction.why = "probe", now, ""
+            direction.changed = False
         else:
-            direction.changed = direction.rate.add(found.bytes_per_s) or direction.changed
-            direction.measured_by = "transfer"
+            direction.on_transfer(found.bytes_per_s, now)
         return found
 
     def transfer(self, ends: Ends, transfer: Transfer, now: float) -> None:
         """A node reported how long a message took. Impossible reports are ignored."""
         rate = transfer.num_bytes / transfer.seconds if transfer.seconds > 0.0 else 0.0
         if 0.0 < rate < math.inf:
-            direction = self._direction(ends)
-            direction.changed = direction.rate.add(rate) or direction.changed
-            direction.measured_by, direction.measured_at, direction.why = "transfer", now, ""
+            self._direction(ends).on_transfer(rate, now)
 
     def connection(self, ends: Ends, connection: Connection) -> None:
         numbers = (connection.rtt_s, connection.least_rtt_s, connection.delivered_bytes_per_s)
@@ -119,7 +122,7 @@ class LinkTable:
     def rows(self, now: float) -> list[LinkStatus]:
         """All links for the status, sorted by ends."""
         doubted = suspects({ends: rate for ends in self.measured() if (rate := self.rate(ends)) is not None})
-        named = {ends for pair in self._round_trips for ends in _both(pair)}
+        named = {ends for pair in self._round_trips for ends in permutations(pair, 2)}
         return [self._row(ends, now, ends in doubted) for ends in sorted(self._directions.keys() | named)]
 
     def _row(self, ends: Ends, now: float, suspect: bool) -> LinkStatus:
@@ -166,21 +169,15 @@ def suspects(rates: Mapping[Ends, float]) -> set[Ends]:
     return {(places[u], places[v]) for u, v in slow_links(byte_s)}
 
 
-def _both(pair: frozenset[str]) -> list[Ends]:
-    one, other = sorted(pair)
-    return [(one, other), (other, one)]
-
+# --- Probes
 
 FRESH_S: Final = 1800.0  # a rate this old is probed again, unless transfers measured it
-
 
 AGAIN_S: Final = (30.0, 3600.0)
 """First and longest pause after a probe of a node without a result; it doubles each time."""
 
 HOUR_S: Final = 3600.0
-
 PROBES_AN_HOUR: Final = 6  # bytes that probes of one node may take in an hour, as a multiple of the budget of one probe
-
 
 FIRST_BYTES: Final = 64 << 10
 """Size of the first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""
@@ -219,6 +216,19 @@ class Running:
         return self.began_at + PROBE_PATIENCE * max(PROBE_LEAST_S, PROBE_ROUND_TRIPS * self.rtt_s) + SLOW_S
 
 
+@dataclass(slots=True)
+class _Probed:
+    """Of one node."""
+
+    run_bytes: int = 0  # that its link has moved for the run, both ways together
+    probe_bytes: int = 0  # ... and for probes
+    spent: deque[tuple[float, int]] = field(default_factory=deque)  # when its probes of the last hour began; bytes
+    sizes: dict[bool, tuple[int, bool]] = field(default_factory=dict)
+    """upward → bytes of the last probe, and whether it measured the rate."""
+    waits_until: float = -math.inf  # no probe before
+    pause_s: float = AGAIN_S[0]  # after the next probe without a result
+
+
 class BandwidthProbe:
     """Decides which link is probed next, and when.
 
@@ -228,29 +238,12 @@ class BandwidthProbe:
     of each direction.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        now: float,
-        *,
-        quiet_s: float = QUIET_S,
-        share: float = PROBE_SHARE,
-    ) -> None:
-        """
-        Args:
-            budget_bytes: most bytes of one probe; 0 disables probes.
-            share: share of a link's traffic that probes may take.
-        """
+    def __init__(self, budget_bytes: int, now: float, *, quiet_s: float = QUIET_S, share: float = PROBE_SHARE) -> None:
+        """`budget_bytes`: most bytes of one probe; 0: there are none. `share`: of a link's traffic for them."""
         self._budget_bytes, self._quiet_s, self._share = budget_bytes, quiet_s, share
-        self._moved: dict[str, tuple[int, int]] = {}
-        """Node → bytes of the run and bytes of probes that its link has moved."""
-        self._sizes: dict[tuple[str, bool], tuple[int, bool]] = {}
-        """(node, upward) → bytes of the last probe, and whether it measured the rate."""
+        self._nodes = defaultdict[str, _Probed](_Probed)
         self._busy_at = now
         self._number = 0
-        self._pause: dict[str, tuple[float, float]] = {}
-        """Node → (no probe before, next pause) after probes without a result."""
-        self._spent: dict[str, deque[tuple[float, int]]] = {}
         self.running: Running | None = None
         self.asked: set[tuple[str, bool]] = set()
         """(node, upward) of directions to probe next, however fresh their rate is."""
@@ -268,14 +261,14 @@ class BandwidthProbe:
         """Begin a probe if one is due and allowed; it becomes `running`."""
         if self.running is not None or not self._budget_bytes or now - self._busy_at < self._quiet_s:
             return None
-        due = [c for c in candidates if (self._is_asked(c) or c.changed or c.age_s > FRESH_S)]
+        due = [c for c in candidates if self._is_asked(c) or c.changed or c.age_s > FRESH_S]
         due = [c for c in due if self._may_begin(c.node, now) and self._size(c)]
         if not due:
             return None
         chosen = max(due, key=lambda c: (self._is_asked(c), c.age_s, c.changed, c.node))
         num_bytes = self._size(chosen)
         self._number += 1
-        self._spent.setdefault(chosen.node, deque()).append((now, num_bytes))
+        self._nodes[chosen.node].spent.append((now, num_bytes))
         self.running = Running(
             number=self._number,
             node=chosen.node,
@@ -291,38 +284,33 @@ class BandwidthProbe:
         running, self.running = self.running, None
         if running is None:
             return
+        node, (first_s, longest_s) = self._nodes[running.node], AGAIN_S
         if running.quiet or learned:
-            self._sizes[running.node, running.upward] = (running.num_bytes, learned)
+            node.sizes[running.upward] = (running.num_bytes, learned)
         else:  # it was cancelled, which says nothing about its size
-            self._sizes.setdefault((running.node, running.upward), (0, True))
+            node.sizes.setdefault(running.upward, (0, True))
         if learned:
-            self._pause.pop(running.node, None)
+            node.waits_until, node.pause_s = -math.inf, first_s
             self.asked.discard((running.node, running.upward))
-            return
-        first, longest = AGAIN_S
-        _, wait_s = self._pause.get(running.node, (0.0, first))
-        self._pause[running.node] = (now + wait_s, min(2 * wait_s, longest))
+        else:
+            node.waits_until, node.pause_s = now + node.pause_s, min(2 * node.pause_s, longest_s)
 
-    def retain(self, nodes: Iterable[str]) -> None:
-        known = set(nodes)
-        self._pause = {node: pause for node, pause in self._pause.items() if node in known}
-        self._spent = {node: spent for node, spent in self._spent.items() if node in known}
-        self._moved = {node: moved for node, moved in self._moved.items() if node in known}
-        self._sizes = {ends: size for ends, size in self._sizes.items() if ends[0] in known}
-        self.asked = {(node, upward) for node, upward in self.asked if node in known}
+    def retain(self, nodes: Collection[str]) -> None:
+        self._nodes = defaultdict(_Probed, {node: probed for node, probed in self._nodes.items() if node in nodes})
+        self.asked = {(node, upward) for node, upward in self.asked if node in nodes}
 
     def has_moved(self, node: str, run_bytes: int, probe_bytes: int) -> None:
         """A node's link moved this many more bytes, both ways together."""
-        before = self._moved.get(node, (0, 0))
-        self._moved[node] = (before[0] + run_bytes, before[1] + probe_bytes)
+        self._nodes[node].run_bytes += run_bytes
+        self._nodes[node].probe_bytes += probe_bytes
 
     def _size(self, candidate: Candidate) -> int:
         """Bytes that a probe may take now; 0 if that is too few to measure anything."""
-        run_bytes, probe_bytes = self._moved.get(candidate.node, (0, 0))
-        allowed = int(min(self._budget_bytes, max(0.0, self._share * run_bytes - probe_bytes) / _FRAMED))
-        last, learned = self._sizes.get((candidate.node, candidate.upward), (0, True))
-        if (candidate.node, candidate.upward) not in self._sizes:
+        node = self._nodes[candidate.node]
+        allowed = int(min(self._budget_bytes, max(0.0, self._share * node.run_bytes - node.probe_bytes) / _FRAMED))
+        if candidate.upward not in node.sizes:
             return max(allowed, min(FIRST_BYTES, self._budget_bytes))
+        last, learned = node.sizes[candidate.upward]
         least = min(self._budget_bytes, max(FIRST_BYTES, last if learned else GROWTH * last))
         return allowed if allowed >= least else 0
 
@@ -330,9 +318,8 @@ class BandwidthProbe:
         return (candidate.node, candidate.upward) in self.asked
 
     def _may_begin(self, node: str, now: float) -> bool:
-        if now < self._pause.get(node, (now, 0.0))[0]:
-            return False
-        spent = self._spent.get(node, deque())
+        spent = self._nodes[node].spent
         while spent and now - spent[0][0] > HOUR_S:
             spent.popleft()
-        return sum(num_bytes for _, num_bytes in spent) < PROBES_AN_HOUR * self._budget_bytes
+        spent_bytes = sum(num_bytes for _, num_bytes in spent)
+        return now >= self._nodes[node].waits_until and spent_bytes < PROBES_AN_HOUR * self._budget_bytes

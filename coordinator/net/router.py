@@ -16,10 +16,12 @@ from typing import Final
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.errors import MachineBroken, NoRoom, StorageError
-from farloop.coordinator.net.sessions import Answer, Lane, Peer, Peers, RateLimits
+from farloop.coordinator.net.sessions import Lane, Peer, Peers, RateLimits
 from farloop.runtime.ports import Buffer, Clock, Route, RouterSocket, Sender, Sent, Timer
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
+from farloop.wire.frames import ControlFrame
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
+from farloop.wire.messages import encode
 from farloop.wire.reasons import LimitReached, LocalProtocolError, OutOfBounds, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
 from farloop.wire.uplink import Uplink, UplinkLimit
@@ -342,8 +344,9 @@ class SessionRouter:
         )
         if met is None:
             return None
-        if isinstance(met, Answer):
-            if self._socket.send(route, met.parts()) is not Sent.TAKEN:
+        if not isinstance(met, Lane):
+            frame = ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(met))
+            if self._socket.send(route, frame.parts()) is not Sent.TAKEN:
                 _log.debug("first frame not answered address=%s", address)
             return None
         peer, descriptor = met.peer, sender.descriptor
@@ -499,7 +502,8 @@ class SessionRouter:
             self._paced.pop(peer.number, None)
         elif (
             peer.number in self._paced
-            and self._may_leave(peer, now, bool(background))
+            and (self.uplink is None or self.uplink.allows(now))
+            and (not background or self._egress.allows(peer.number, now))
             and not self._is_held_up(peer, full)
         ):
             self._paced.move_to_end(peer.number)
@@ -511,11 +515,6 @@ class SessionRouter:
             self._arm_for(peer)
             return True
         return False
-
-    def _may_leave(self, peer: Peer, now: float, background: bool) -> bool:
-        if self.uplink is not None and not self.uplink.allows(now):
-            return False
-        return not background or self._egress.allows(peer.number, now)
 
     # Timers: one is armed, for the earliest session that is due.
 

@@ -12,9 +12,9 @@ from farloop.algo.spec import NodeId
 from farloop.monitoring.addresses import network_of
 from farloop.runtime.ports import Route
 from farloop.wire import messages as msg
-from farloop.wire.frames import Buffer, ControlFrame, parse_control
+from farloop.wire.frames import Buffer, parse_control
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Hello, LaneHello, Refused, Role, Trial, decode, encode
+from farloop.wire.messages import Hello, LaneHello, Refused, Role, Trial, decode
 from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason, RemoteProtocolError
 from farloop.wire.session import Session
@@ -159,17 +159,6 @@ class RateLimiter:
         return bucket.acquire(now)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the sender of a first frame is told that begins no session: a trial; or its message cannot be decoded, for
-    its sender may run another version."""
-
-    message: Refused | Trial
-
-    def parts(self) -> list[Buffer]:
-        return ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(self.message)).parts()
-
-
 @dataclass(slots=True)
 class Lane:
     """One route of the socket that belongs to a session."""
@@ -262,21 +251,22 @@ class Peers:
 
     def on_first_frame(
         self, route: Route, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
-    ) -> Lane | Answer | None:
+    ) -> Lane | Refused | Trial | None:
         """The first frame of a route.
 
         Returns:
             The control lane of a new session, which must yet receive the frame; the bulk lane of a session that the
-            route became; an `Answer` for its sender; or None: the frame is rejected, and the route
-            forgotten.
+            route became; what its sender is told of a frame that begins no session: a trial, or that its message
+            cannot be decoded, for it may run another version; or None: the frame is rejected, and the route forgotten.
         """
-        message, answer = None, None
+        message: msg.Message | None = None
+        answer: Refused | Trial | None = None
         try:
             frame = parse_control(parts, self._limits)
             try:
                 message = decode(frame.body)
             except RemoteProtocolError as error:
-                answer = Answer(Refused(reason=Reason.MALFORMED, detail=str(error), retriable=True))
+                answer = Refused(reason=Reason.MALFORMED, detail=str(error), retriable=True)
         except RemoteProtocolError:
             pass
         match message:
@@ -295,7 +285,7 @@ class Peers:
                     return self._begin(route, owner, who if where is None else f"{who} at {where}", where, now)
                 self._turned_away(refused, owner or f"{name} at {address}")
             case Trial():
-                answer = Answer(message)
+                answer = message
             case _ if self._is_late(route):
                 return None
             case _:

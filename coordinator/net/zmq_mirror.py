@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -49,16 +48,6 @@ _OPTIONS: Final = (
 )
 
 
-class _OneKey:
-    """Accepts one public key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
 class MirrorServer:
     """The leader's socket, in a thread of its own, and the thread that lets standbys in."""
 
@@ -94,8 +83,9 @@ class MirrorServer:
             self._router.setsockopt(option, value)
         if key is not None:
             secret = load_secret(key)
+            public = zmq.curve_public(secret)
             self._authenticator = ThreadAuthenticator(self._context)
-            require_keys(self._router, secret, self._authenticator, _OneKey(zmq.curve_public(secret)))
+            require_keys(self._router, secret, self._authenticator, lambda key: key == public)
         here = resolved(parse_tcp(endpoint, listens=True))
         self._router.setsockopt(zmq.IPV6, here.is_ipv6)
         self._router.bind(f"tcp://{here}")
@@ -287,12 +277,10 @@ class MirrorClient:
                     return False
         return True
 
-    def _acknowledge(self, dial: int, number: int) -> None:
-        self._acks.put((dial, number))
-
     def _apply(self, head: list[Any], parts: Sequence[Bytes]) -> bool:
+        dial = self._dials
         try:
-            self._replica.apply(head, parts, partial(self._acknowledge, self._dials))
+            self._replica.apply(head, parts, lambda number: self._acks.put((dial, number)))
         except (OSError, StorageError) as error:
             if not self.failed:
                 _log.error("standby cannot write why=%r note='it is not in sync; trying again'", str(error))

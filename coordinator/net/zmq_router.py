@@ -11,11 +11,12 @@ import contextlib
 import errno
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from types import SimpleNamespace
+from typing import Any, Final
 
 import zmq
 import zmq.asyncio
@@ -84,18 +85,14 @@ def check_bind(endpoint: str) -> None:
         raise BindError(endpoint, error) from error
 
 
-class _Accepts(Protocol):
-    """Decides which keys may connect."""
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP: whether a connection with this Z85 key is accepted."""
-
-
-def require_keys(socket: "zmq.Socket[bytes]", secret: bytes, authenticator: Authenticator, accepts: _Accepts) -> None:
-    """Encrypt a socket's connections under the coordinator's secret key, and take only those that `accepts` takes.
-    Starts the authenticator."""
+def require_keys(
+    socket: "zmq.Socket[bytes]", secret: bytes, authenticator: Authenticator, accepts: Callable[[bytes], bool]
+) -> None:
+    """Encrypt a socket's connections under the coordinator's secret key, and take only those with a Z85 key that
+    `accepts` takes. Starts the authenticator."""
     authenticator.start()
-    authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=accepts)
+    provider = SimpleNamespace(callback=lambda domain, key: accepts(key))
+    authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=provider)
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
     socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
     socket.curve_server = True
@@ -180,10 +177,9 @@ class ZmqRouter:
         assert self._allow is not None
         self._allow.refresh()
         self._authenticator = AsyncioAuthenticator(self._context)
-        require_keys(self._socket, load_secret(key), self._authenticator, self)
+        require_keys(self._socket, load_secret(key), self._authenticator, self._accepts)
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP: whether a connection with this Z85 key is accepted."""
+    def _accepts(self, key: bytes) -> bool:
         assert self._allow is not None
         owner = self._allow.owner(key)
         if owner is None:
@@ -327,24 +323,22 @@ class _Sender:
 
     @property
     def owner(self) -> NodeId | None:
-        if self._allow is None:
-            return None
-        try:
-            return self._allow.owner(str(self._frame.get("User-Id")).encode())
-        except zmq.ZMQError:
-            return None
+        key = self._get("User-Id")
+        return None if self._allow is None or key is None else self._allow.owner(str(key).encode())
 
     @property
     def address(self) -> str:
-        try:
-            return plain_host(str(self._frame.get("Peer-Address")))
-        except zmq.ZMQError:
-            return "?"
+        host = self._get("Peer-Address")
+        return "?" if host is None else plain_host(str(host))
 
     @property
     def descriptor(self) -> int | None:
+        descriptor = self._get(zmq.SRCFD)
+        return None if descriptor is None else int(descriptor)
+
+    def _get(self, fact: int | str) -> int | str | None:
         try:
-            return int(self._frame.get(zmq.SRCFD))
+            return self._frame.get(fact)
         except zmq.ZMQError:
             return None
 
@@ -362,21 +356,17 @@ class Connection:
     host: str  # address of the peer; with `port` it tells this connection from a later one with the same descriptor
     port: int
     used_at: float  # when it was accepted, or last seen in use by a session
-    network: str = field(init=False)  # what it is counted by: the host, or the network of an IPv6 host
-
-    def __post_init__(self) -> None:
-        self.network = network_of(self.host)
+    network: str  # what it is counted by: the host, or the network of an IPv6 host
 
 
 class Connections:
-    """All TCP connections of the port, and which of them must be closed."""
+    """All TCP connections of the port, and which of them must be closed. A stranger is one that no session uses."""
 
     def __init__(self, most: int, is_used: Callable[[int], bool]) -> None:
         """`is_used`: whether an open session uses the connection with this descriptor."""
         self.most, self._is_used = most, is_used
         self._open: dict[int, Connection] = {}  # by descriptor
-        self._strangers: dict[str, OrderedDict[int, Connection]] = {}
-        """Network → those of `_open` that no session used when last checked, the oldest first."""
+        self._of_network = Counter[str]()  # how many of them each network has
         self._closing: set[int] = set()  # told to go; ZeroMQ has yet to report their end
 
     def __len__(self) -> int:
@@ -385,13 +375,15 @@ class Connections:
     def accepted(self, descriptor: int, host: str, port: int, now: float) -> Connection | None:
         """ZeroMQ accepted a connection. Returns the connection to close for it, if any."""
         self.on_closed(descriptor)
-        self._open[descriptor] = new = Connection(descriptor, host, port, now)
-        self._add_stranger(new)
-        going = None
-        if len(self._strangers[new.network]) > STRANGERS_OF_AN_ADDRESS:
-            going = self._oldest_stranger(new.network)
-        if going is None and len(self._open) - len(self._closing) > self.most:
-            going = self._oldest_stranger(self._network_with_most_strangers())
+        self._open[descriptor] = new = Connection(descriptor, host, port, now, network_of(host))
+        self._of_network[new.network] += 1
+        crowd: list[Connection] = []
+        if self._of_network[new.network] > STRANGERS_OF_AN_ADDRESS:
+            strangers = self._strangers()[new.network]
+            crowd = strangers if len(strangers) > STRANGERS_OF_AN_ADDRESS else []
+        if not crowd and len(self._open) - len(self._closing) > self.most:
+            crowd = max(self._strangers().values(), key=len, default=[])
+        going = min(crowd, key=lambda connection: connection.used_at, default=None)
         if going is not None:
             self._closing.add(going.descriptor)
         return going
@@ -399,62 +391,29 @@ class Connections:
     def on_closed(self, descriptor: int) -> None:
         """ZeroMQ closed a connection."""
         if connection := self._open.pop(descriptor, None):
-            self._remove_stranger(connection)
+            self._of_network[connection.network] -= 1
+            if not self._of_network[connection.network]:
+                del self._of_network[connection.network]
         self._closing.discard(descriptor)
 
     def find_idle(self, now: float) -> list[Connection]:
         """Connections that no session has used for too long, each once. Call it every few seconds."""
-        going = []
         for connection in self._open.values():
-            if connection.descriptor in self._closing:
-                continue
             if self._is_used(connection.descriptor):
                 connection.used_at = now
-                self._remove_stranger(connection)
-            elif now - connection.used_at > STRANGER_S:
-                self._remove_stranger(connection)
-                going.append(connection)
-            else:
-                self._add_stranger(connection)
+        strangers = [one for of_network in self._strangers().values() for one in of_network]
+        going = [connection for connection in strangers if now - connection.used_at > STRANGER_S]
         self._closing |= {connection.descriptor for connection in going}
         return going
 
     def check(self) -> None:
-        strangers = [descriptor for those in self._strangers.values() for descriptor in those]
-        assert len(strangers) == len(set(strangers))
-        assert set(strangers) <= self._open.keys() - self._closing
         assert self._closing <= self._open.keys()
-        assert all(self._strangers.values()), "no empty entry is kept"
+        assert self._of_network == Counter(connection.network for connection in self._open.values())
 
-    def _add_stranger(self, connection: Connection) -> None:
-        self._strangers.setdefault(connection.network, OrderedDict())[connection.descriptor] = connection
-
-    def _remove_stranger(self, connection: Connection) -> None:
-        those = self._strangers.get(connection.network, OrderedDict())
-        those.pop(connection.descriptor, None)
-        if not those:
-            self._strangers.pop(connection.network, None)
-
-    def _oldest_stranger(self, network: str) -> Connection | None:
-        """Removed from the strangers; None if sessions use all connections of this network by now."""
-        self._remove_used(network)
-        if network not in self._strangers:
-            return None
-        connection = next(iter(self._strangers[network].values()))
-        self._remove_stranger(connection)
-        return connection
-
-    def _network_with_most_strangers(self) -> str:
-        """Empty if there are no strangers."""
-        while self._strangers:
-            network = max(self._strangers, key=lambda network: len(self._strangers[network]))
-            num_strangers = len(self._strangers[network])
-            self._remove_used(network)
-            if len(self._strangers.get(network, ())) == num_strangers:
-                return network
-        return ""
-
-    def _remove_used(self, network: str) -> None:
-        for connection in list(self._strangers.get(network, OrderedDict()).values()):
-            if self._is_used(connection.descriptor):
-                self._remove_stranger(connection)
+    def _strangers(self) -> dict[str, list[Connection]]:
+        """By network; without those that were told to go."""
+        found = defaultdict[str, list[Connection]](list)
+        for descriptor, connection in self._open.items():
+            if descriptor not in self._closing and not self._is_used(descriptor):
+                found[connection.network].append(connection)
+        return found

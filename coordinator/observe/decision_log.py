@@ -6,6 +6,7 @@ have identical records.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, WindowTerms
@@ -15,7 +16,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.observe.event_log import MetricsLog
-from farloop.monitoring.status import ArrivedDelta, DecisionEvent, MissingNode, OwnOfDelta, RefusedDelta
+from farloop.monitoring.status import ArrivedDelta, ClosedWindow, DecisionEvent, OwnOfDelta, RefusedDelta
 from farloop.wire import messages as msg
 
 FILE = "decisions.jsonl"  # in the state folder; `event_log.py` names the older parts
@@ -78,47 +79,52 @@ class DecisionLog:
         self, record: rec.WindowCommitted, window: Window, machine: CoordinatorMachine, t: float, now: float
     ) -> DecisionEvent:
         ledger, opened = machine.ledger, window.opened_at
-        terms = ledger.terms_of(record.fragment, record.version, record.round)
         closed = self._closed.pop(record.fragment, now)
-        quorum = None if window.max_staleness and window.terms.final else terms.admission.quorum
-        line: DecisionEvent = {
+        waits = method_named(ledger.spec.terms.method).grace and window.quorum_at is not None
+        facts = {
             "event": "decision",
             "t": t,
-            "epoch": ledger.epoch,
-            "fragment": record.fragment,
-            "version": record.version,
-            "round": record.round,
-            "final": record.flush,
-            "why": record.why,
+            **facts_of(record, ledger),
             "open_s": closed - opened,
-            "quorum": quorum,
             "quorum_s": None if window.quorum_at is None else window.quorum_at - opened,
-            "grace_s": _given(machine, window),
-            "floor": terms.admission.floor,
-            "revision": ledger.revisions.number_of(record.fragment, record.version),
+            "grace_s": machine.grace.seconds if waits else None,
             "expected": sorted(window.expected),
             "arrived": _arrived(record, window, ledger, {blob: at - opened for blob, at in self._came.items()}),
-            "missing": missing(record),
             "refused": [{**told, "after_s": at - opened} for at, told in self._refused.get(record.fragment, [])],
-            "h": _length(ledger, record.round),
-            "outer_lr": record.outer_lr,
-            "outer_momentum": record.outer_momentum,
-            "delta_scale": record.delta_scale,
-            "codec_up": window.terms.codec_up,
-            "codec_down": window.terms.codec_down,
-            "update_bytes": record.update_size,
-            "anchor_digest": f"{record.anchor_digest:016x}",
         }
-        if (layout := ledger.spec.identity.layout).num_stages > 1:
-            line["stage"] = layout.fragments[record.fragment].stage
+        line = cast(DecisionEvent, facts)
         if computed := self._computed.pop(record.fragment, None):
             line["norm"], line["merge_s"], line["journal_s"] = computed
         return line
 
 
-def missing(record: rec.WindowCommitted) -> list[MissingNode]:
-    """Nodes that were expected and not merged, with the reason."""
-    return [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops]
+def facts_of(record: rec.WindowCommitted, ledger: Ledger) -> ClosedWindow:
+    """What the journal says of a window. Call it while the window is the fragment's open one."""
+    opened, plan, layout = ledger.windows[record.fragment], ledger.rounds.get(record.round), ledger.spec.identity.layout
+    terms = ledger.terms_of(record.fragment, record.version, record.round)
+    facts: ClosedWindow = {
+        "epoch": ledger.epoch,
+        "fragment": record.fragment,
+        "version": record.version,
+        "round": record.round,
+        "final": record.flush,
+        "why": record.why,
+        "quorum": None if terms.admission.max_staleness and opened.final else terms.admission.quorum,
+        "floor": terms.admission.floor,
+        "revision": ledger.revisions.number_of(record.fragment, record.version),
+        "missing": [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops],
+        "h": plan.length if plan else terms.schedule.h,
+        "outer_lr": record.outer_lr,
+        "outer_momentum": record.outer_momentum,
+        "delta_scale": record.delta_scale,
+        "codec_up": opened.codec_up,
+        "codec_down": opened.codec_down,
+        "update_bytes": record.update_size,
+        "anchor_digest": f"{record.anchor_digest:016x}",
+    }
+    if layout.num_stages > 1:
+        facts["stage"] = layout.fragments[record.fragment].stage
+    return facts
 
 
 def _arrived(
@@ -147,13 +153,3 @@ def own_of(node: NodeId, codec: str, terms: WindowTerms, plan: RoundPlan | None)
     """Settings of a node that differ from the window's."""
     own: OwnOfDelta = {} if codec == terms.codec_up else {"codec": codec}
     return own if plan is None or plan.steps_of(node) == plan.length else {**own, "h": plan.steps_of(node)}
-
-
-def _given(machine: CoordinatorMachine, window: Window) -> float | None:
-    waits = method_named(machine.ledger.spec.terms.method).grace and window.quorum_at is not None
-    return machine.grace.seconds if waits else None
-
-
-def _length(ledger: Ledger, round_index: int) -> int:
-    plan = ledger.rounds.get(round_index)
-    return plan.length if plan else ledger.terms_in(round_index).schedule.h

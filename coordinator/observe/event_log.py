@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -40,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 KEEP = 64  # most events that the status shows
 _LONGEST = 300  # characters of a detail that are kept: nodes write some of it
+TOLD_EVERY_S = 60.0  # interval of log lines for one reason and origin of rejected peers, with a count
+_ORIGINS = 16  # most origins logged per reason and interval: a stranger can change its key
 
 Kind = Literal["refused", "delta", "dropped", "session", "left", "stalled", "anchor", "alarm", "over", "farewell"]
 """A greeting or a delta was refused; a window closed without a node; a session ended; a node left or stalled; its
@@ -59,6 +60,8 @@ class EventLog:
         self._metrics = metrics
         self._recent: OrderedDict[tuple[Kind, str, str], tuple[float, EventStatus]] = OrderedDict()
         """Repeated events are one, counted, at the time of the last: they must not displace others."""
+        self._told: OrderedDict[tuple[Reason, str], tuple[float, int]] = OrderedDict()
+        """Rejections of peers: time of the last log line, and count since."""
         self._alarms: dict[str, str] = {}
         self._greeted: dict[ev.SessionId, str] = {}  # nodes whose sessions are neither accepted nor refused yet
         self._details: dict[str, str] = {}  # of Leaves that the journal has yet to say
@@ -68,8 +71,20 @@ class EventLog:
         self._log_event(kind, node, reason.code, reason.sentence, detail, now)
 
     def turned_away(self, reason: Reason, who: str, now: float) -> None:
-        """A peer was rejected. `RejectionCounter` limits its log lines."""
+        """A peer was rejected. Log lines of one reason and origin have a limited rate."""
+        self._metrics.rejected_peers.labels(reason.code).inc()
         self._note("refused", "", reason.code, reason.sentence, who, now)
+        key = (reason, who)
+        told_at, since = self._told.get(key, (float("-inf"), 0))
+        while self._told and next(iter(self._told.values()))[0] < now - TOLD_EVERY_S:
+            self._told.popitem(last=False)
+        if now - told_at < TOLD_EVERY_S:
+            self._told[key] = (told_at, since + 1)
+        elif sum(known is reason for known, _ in self._told) < _ORIGINS:
+            self._told.pop(key, None)
+            self._told[key] = (now, 0)
+            again = f" again={since}" if since else ""
+            _log.warning("rejected peer who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
 
     def on_event(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         """An event on its way to the machine."""
@@ -171,35 +186,6 @@ def shown(text: str) -> str:
 def kind_of_alarm(what: str) -> str:
     """The alarm's first word, a bounded label: 'anchor of oslo' → 'anchor'."""
     return what.partition(" ")[0]
-
-
-# --- Rejected peers: counted by reason, and logged at a bounded rate
-
-TOLD_EVERY_S = 60.0  # interval of log lines for one reason and origin, with a count
-_ORIGINS = 16  # most origins logged per reason and interval: a stranger can change its key
-
-
-class RejectionCounter:
-    """Counts rejections, and logs them at a limited rate."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._told: OrderedDict[tuple[Reason, str], tuple[float, int]] = OrderedDict()
-        """time of the last log line, and count since"""
-
-    def __call__(self, reason: Reason, who: str) -> None:
-        self._metrics.rejected_peers.labels(reason.code).inc()
-        now, key = time.monotonic(), (reason, who)
-        told_at, since = self._told.get(key, (float("-inf"), 0))
-        while self._told and next(iter(self._told.values()))[0] < now - TOLD_EVERY_S:
-            self._told.popitem(last=False)
-        if now - told_at < TOLD_EVERY_S:
-            self._told[key] = (told_at, since + 1)
-        elif sum(known is reason for known, _ in self._told) < _ORIGINS:
-            self._told.pop(key, None)
-            self._told[key] = (now, 0)
-            again = f" again={since}" if since else ""
-            _log.warning("rejected peer who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
 
 
 # --- `metrics.jsonl`: a line per event, for reports. The run never stops or waits for it.

@@ -1,6 +1,7 @@
 """The coordinator's Prometheus metrics, link traffic included."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -63,7 +64,6 @@ class Metrics:
         self._node_info = gauge(
             "farloop_node_info", "Version of farloop that a connected node runs; always 1.", ["node", "version"]
         )
-        self._versions_shown = set[tuple[str, str]]()
         self.position = gauge("farloop_position_steps", "Highest schedule position of the live nodes.")
         self.round = gauge("farloop_round", "The run's current round.")
         self.steps = gauge("farloop_run_steps", "Schedule positions of the whole run.")
@@ -104,7 +104,6 @@ class Metrics:
             "1 while a node, or its link, is slower than its own rounds before, or hangs.",
             ["kind", "node"],
         )
-        self._anomalies_shown: set[tuple[str, str]] = set()
         self.anomaly_actions = counter(
             "farloop_anomaly_actions", "Actions against anomalies: done, or only advised.", ["action", "how"]
         )
@@ -162,14 +161,12 @@ class Metrics:
             "farloop_uplink_limit_bytes_per_second", "Most that the coordinator sends now; 0: no limit."
         )
         self._uplink_held = counter("farloop_uplink_held_seconds", "Time in which blobs waited for that limit.")
-        self._uplink_held_s = 0.0
         self.storage_free = gauge("farloop_storage_free_bytes", "Free on the file system of the state folder.")
         self.storage_size = gauge("farloop_storage_size_bytes", "Size of the file system of the state folder.")
         self.storage_held = gauge(
             "farloop_storage_held", "1 while nothing is committed: the state folder cannot be written."
         )
         self.samples = counter("farloop_samples", "Samples of the leases by outcome.", ["outcome"])
-        self._samples: SamplesStatus = {"granted": 0, "trained": 0, "returned": 0, "uncertain": 0}
         self.rollback_held = gauge(
             "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
@@ -180,15 +177,12 @@ class Metrics:
         self.term = gauge("farloop_leader_term", "How often the record of the leader was replaced.")
         self.status_age = gauge("farloop_status_age_seconds", "Age of the status page: it is made every second.")
         self._dropped_lines = counter("farloop_log_dropped_lines", "Lines that could not be written.", ["file"])
-        self._dropped = {"metrics.jsonl": 0, "stderr": 0}
-        for file in self._dropped:
-            self._dropped_lines.labels(file)
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
         self._key_age = gauge("farloop_key_age_seconds", "Since the oldest key of the node was allowed here.", ["node"])
-        self._keys_shown: set[str] = set()
-        self._shown: set[str] = set()  # nodes that are connected, or missed
+        self._shown: dict[Gauge, AbstractSet[tuple[str, ...]]] = {}  # labels of the series that a gauge has now
+        self._counted: dict[Counter, float] = {}
         labels = ["node"]
         self.node_loss = gauge("farloop_node_loss_nats", "Training loss.", labels)
         self.node_tokens = gauge("farloop_node_tokens", "Tokens trained on since its start.", labels)
@@ -218,7 +212,6 @@ class Metrics:
                 "farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again.", ends
             ),
         }
-        self._links_shown: set[tuple[str, str, str]] = set()
         self.node_bytes = gauge(
             "farloop_node_bytes", "All bytes since its start, up from it and down to it.", ["node", "direction", "kind"]
         )
@@ -226,10 +219,8 @@ class Metrics:
 
     def count_samples(self, samples: SamplesStatus) -> None:
         """What became of the samples so far, from the ledger's numbers."""
-        before, self._samples = self._samples, samples
         for outcome in ("granted", "trained", "returned", "uncertain"):
-            grown = samples[outcome] - before[outcome]
-            self.samples.labels(outcome).inc(max(0, grown))
+            self._count_to(self.samples.labels(outcome), samples[outcome])
 
     def scored(self, loss: float) -> None:
         """The anchors' loss. Before the first there is no series: a zero would look like a perfect model."""
@@ -257,8 +248,7 @@ class Metrics:
     def set_logs(self, dropped: int) -> None:
         """How many lines of metrics.jsonl were dropped so far; and look at logs and disk."""
         for file, count in (("metrics.jsonl", dropped), ("stderr", dropped_lines())):
-            self._dropped_lines.labels(file).inc(count - self._dropped[file])
-            self._dropped[file] = count
+            self._count_to(self._dropped_lines.labels(file), count)
         self._disk.put(self._folder)
 
     def window_closed(self, line: DecisionEvent) -> None:
@@ -283,19 +273,22 @@ class Metrics:
                 self.late_seconds.labels(node).set(max(0.0, after_s))
 
     def set_nodes(self, nodes: Sequence[NodeStatus]) -> None:
-        """How every node is now, as the coordinator last heard of it."""
-        for name in self._shown - {node["name"] for node in nodes}:  # it was forgotten
-            self._forget(name)
-        for node in nodes:
+        """How every node is now, as the coordinator last heard of it.
+
+        One that left on purpose, or was forgotten, is not missed: no alarm is to wait for its return.
+        """
+        missed = [node for node in nodes if node["connected"] or node["reason"] not in _ON_PURPOSE]
+        self._show(self.node_connected, {(node["name"],): node["connected"] for node in missed})
+        self._show(self.node_last_message, {(node["name"],): node["last_heard_s"] for node in missed})
+        rates: dict[tuple[str, ...], float] = {
+            (node["name"],): node["tokens_per_s"] if node["connected"] else 0.0 for node in missed
+        }
+        for labels in self._show(self.node_rate, rates):
+            with suppress(KeyError):
+                self.late_seconds.remove(*labels)
+        for node in missed:
             name = node["name"]
-            if not node["connected"] and node["reason"] in _ON_PURPOSE:
-                self._forget(name)
-                continue
-            self._shown.add(name)
-            self.node_connected.labels(name).set(node["connected"])
-            self.node_last_message.labels(name).set(node["last_heard_s"])
             self.node_position.labels(name).set(node["position"])
-            self.node_rate.labels(name).set(node["tokens_per_s"] if node["connected"] else 0.0)
             self.node_incarnation.labels(name).set(node["incarnation"])
             self.node_lost.labels(name).set(node["lost_steps"])
             self.node_skipped.labels(name).set(node["skipped_turns"])
@@ -303,36 +296,21 @@ class Metrics:
     def set_links(self, inventory: InventoryStatus) -> None:
         """The links as they are known now: series by both ends, as many as there are measured directions, and at most
         `MOST_SERIES`."""
-        shown = set()
-        for link in inventory["links"][:MOST_SERIES]:
-            for name, gauge in self._links.items():
-                value = link[name]  # type: ignore[literal-required]  # the gauges are named as the fields
-                if value is not None:
-                    gauge.labels(link["from"], link["to"]).set(value)
-                    shown.add((name, link["from"], link["to"]))
-        for name, source, target in self._links_shown - shown:
-            self._links[name].remove(source, target)
-        self._links_shown = shown
+        links = inventory["links"][:MOST_SERIES]
+        for name, gauge in self._links.items():
+            values = {(link["from"], link["to"]): link[name] for link in links}  # type: ignore[literal-required]
+            self._show(gauge, {ends: value for ends, value in values.items() if value is not None})
 
     def set_versions(self, machines: Sequence[MachineStatus]) -> None:
         """Which version of farloop each connected node runs."""
-        shown = {(machine["name"], machine["farloop"]) for machine in machines if machine["connected"]}
-        for node in shown:
-            self._node_info.labels(*node).set(1)
-        for node in self._versions_shown - shown:
-            self._node_info.remove(*node)
-        self._versions_shown = shown
+        self._show(self._node_info, {(told["name"], told["farloop"]): 1 for told in machines if told["connected"]})
 
     def set_keys(self, allowed: Iterable[tuple[AllowedKey, float]], now_s: float) -> None:
         """How long the oldest key of each node has been allowed. `allowed`: since when each was."""
-        ages_s: dict[str, float] = {}
+        ages_s: dict[tuple[str, ...], float] = {}
         for key, since_s in allowed:
-            ages_s[key.node] = max(ages_s.get(key.node, 0.0), now_s - since_s)
-        for node, age_s in ages_s.items():
-            self._key_age.labels(node).set(age_s)
-        for node in self._keys_shown - ages_s.keys():
-            self._key_age.remove(node)
-        self._keys_shown = set(ages_s)
+            ages_s[key.node,] = max(ages_s.get((key.node,), 0.0), now_s - since_s)
+        self._show(self._key_age, ages_s)
 
     def count_objects(self, failures: int, moved: tuple[int, int]) -> None:
         """What the object store did."""
@@ -343,29 +321,31 @@ class Metrics:
     def set_uplink(self, uplink: UplinkStatus) -> None:
         """The limit on what is sent, and how long blobs have waited for it."""
         self._uplink_limit.set(uplink["bytes_per_s"] or 0.0)
-        self._uplink_held.inc(uplink["held_s"] - self._uplink_held_s)
-        self._uplink_held_s = uplink["held_s"]
+        self._count_to(self._uplink_held, uplink["held_s"])
 
     def set_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
         """Who is slow or hangs now, as (kind, node)."""
-        for kind, node in found:
-            self._anomalies.labels(kind, node).set(1)
-        for kind, node in self._anomalies_shown - set(found):
-            self._anomalies.remove(kind, node)
-        self._anomalies_shown = set(found)
-
-    def _forget(self, name: str) -> None:
-        """Who left on purpose is not missed: no alarm is to wait for its return."""
-        if name in self._shown:
-            self._shown.remove(name)
-            for gauge in (self.node_connected, self.node_last_message, self.node_rate, self.late_seconds):
-                with suppress(KeyError):
-                    gauge.remove(name)
+        self._show(self._anomalies, dict.fromkeys(found, 1))
 
     def set_standbys(self, status: StandbyStatus) -> None:
         self.standbys.set(len(status["in_sync"]))
         self.standby_lag.set(status["lag_bytes"])
         self.term.set(status["term"])
+
+    def _show(self, gauge: Gauge, values: Mapping[tuple[str, ...], float]) -> AbstractSet[tuple[str, ...]]:
+        """Have series of these labels alone. Returns the labels of those that went. Scrapes are in another thread."""
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        gone = self._shown.get(gauge, frozenset()) - values.keys()
+        for labels in gone:
+            gauge.remove(*labels)
+        self._shown[gauge] = values.keys()
+        return gone
+
+    def _count_to(self, counter: Counter, total: float) -> None:
+        """Count up to what was counted elsewhere."""
+        counter.inc(max(0.0, total - self._counted.get(counter, 0.0)))
+        self._counted[counter] = total
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -373,30 +353,18 @@ class Metrics:
         return text
 
 
-class StandbyMetrics:
-    """What a coordinator serves while it stands by."""
-
-    content_type = CONTENT_TYPE_LATEST
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._in_sync = Gauge("farloop_standby_in_sync", "1: has all that the leader told.", registry=self._registry)
-        self._in_memory = Gauge(
-            "farloop_standby_in_memory", "1: repeats each commit, and leads without reading.", registry=self._registry
-        )
-        self._silence = Gauge(
-            "farloop_standby_silence_seconds", "Since the leader was heard of.", registry=self._registry
-        )
-        self._taken = Gauge("farloop_standby_taken_bytes", "Written since it joined.", registry=self._registry)
-
-    def exposition(self, *, in_sync: bool, in_memory: bool, silence_s: float, taken: int) -> bytes:
-        """The text that Prometheus scrapes."""
-        self._in_sync.set(in_sync)
-        self._in_memory.set(in_memory)
-        self._silence.set(silence_s)
-        self._taken.set(taken)
-        text: bytes = generate_latest(self._registry)
-        return text
+def standby_metrics(*, in_sync: bool = False, in_memory: bool = False, silence_s: float = 0.0, taken: int = 0) -> bytes:
+    """The text that Prometheus scrapes while a coordinator stands by."""
+    registry = CollectorRegistry()
+    for name, text, value in (
+        ("in_sync", "1: has all that the leader told.", in_sync),
+        ("in_memory", "1: repeats each commit, and leads without reading.", in_memory),
+        ("silence_seconds", "Since the leader was heard of.", silence_s),
+        ("taken_bytes", "Written since it joined.", taken),
+    ):
+        Gauge(f"farloop_standby_{name}", text, registry=registry).set(value)
+    exposed: bytes = generate_latest(registry)
+    return exposed
 
 
 # --- Traffic of the sessions
@@ -409,8 +377,6 @@ _KINDS = [(kind, kind.name.lower()) for kind in BlobKind]
 
 
 class TrafficMetrics:
-    """Of one coordinator."""
-
     def __init__(self, metrics: Metrics, price: float, currency: str) -> None:
         """`price`: of 10⁹ bytes that leave a site."""
         self._metrics, self._price, self._currency = metrics, price, currency

@@ -24,7 +24,7 @@ from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
-from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, Totals, last_time, shown
+from farloop.coordinator.observe.event_log import EventLog, MetricsLog, Totals, last_time, shown
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.store import Store
@@ -73,7 +73,7 @@ class Observer:
         self.node_disk_bytes: int | None = None  # most that a node keeps on disk, by the run's plan
         self.joined = False  # whether the run can make progress: at least one node is connected
         self._store, self._metrics, self._hold = store, metrics, hold
-        self._happenings, self._refusals = EventLog(metrics), RejectionCounter(metrics)
+        self._happenings = EventLog(metrics)
         self._diary = DecisionLog(metrics_file.with_name(DIARY_FILE), metrics.window_closed)
         self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
@@ -147,7 +147,6 @@ class Observer:
 
     def turned_away(self, reason: Reason, who: str) -> None:
         """A greeting, a frame or a key was rejected."""
-        self._refusals(reason, who)
         self._happenings.turned_away(reason, who, time.monotonic())
 
     def says_good_bye(self, reason: Reason) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, assert_never
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.algo.spec import BlobId, NodeId
 from farloop.algo.stages import fragments_of
 from farloop.coordinator.change_terms import lightened
 from farloop.coordinator.decide import events as ev
@@ -236,11 +236,10 @@ class SlowLinks:
         return None if usual is None else usual / rate
 
 
-# --- The detector and its mitigations, one at a time
+# --- The monitor: anomalies and their mitigations, one at a time
 #
-# `routing/anomalies.py` has the rules. This class gives them the measurements, tracks anomalies, and proposes the next
-# mitigation, no sooner than `REST_ROUNDS` judged rounds after the last one. It changes nothing itself, and keeps
-# everything in memory.
+# `planner/anomalies.py` has the rules. This class gives them the measurements, tracks and reports anomalies, and takes
+# or advises the next mitigation, no sooner than `REST_ROUNDS` judged rounds after the last one. All is in memory.
 
 
 LEAST_S: Final = 2.0  # shorter rounds are judged together: nodes report once a second
@@ -249,6 +248,8 @@ REMEMBERED: Final = 20  # judged rounds for which past mitigations of a fault ar
 LEAST_WINDOWS: Final = 5  # timed windows needed before one can be past its deadline
 SLACK_S: Final = 5.0  # added to the time that windows take
 _KEPT_WINDOWS: Final = 64
+
+Happened = Callable[[ev.Event], None]  # gives an event to the machine
 
 
 @dataclass(slots=True, kw_only=True)
@@ -261,253 +262,10 @@ class Anomaly:
     rested: float = 0.0  # since the last mitigation: judged rounds if slow, seconds if hanging
     taken: list[Action] = field(default_factory=list)  # mitigations taken
     action: Action | None = None  # the last mitigation, taken or only advised
+    carry_out: bool = False  # whether to take it
     done: bool = False  # whether it was taken
     why: str = ""  # reason of the mitigation, a sentence
     advice: Advice | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mitigation:
-    """A mitigation that is due; only advised unless `carry_out`."""
-
-    action: Action
-    anomaly: Anomaly
-    carry_out: bool
-
-
-class StragglerDetector:
-    """Detects stragglers of one coordinator. `on_event` gets events before the machine does; call `poll` a few times a
-    second."""
-
-    def __init__(self, adapt: str = "drop") -> None:
-        assert adapt in ADAPTS, adapt
-        self.adapt = adapt
-        self.pacing, self._places = RoundTimes(), SlowLinks()
-        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}  # current anomalies
-        self.over: list[Anomaly] = []  # anomalies that ended since the last `poll`
-        self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
-        """Mitigations of past faults, and the judged round in which they ended."""
-        self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
-        self._judged = 0
-        self.round = 0  # the run's round at the last `poll`
-        self._closed_at: float | None = None
-        self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
-        self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with a stored delta
-        self._offered: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with an offer
-        self._bits: dict[str, float] = {}  # bits per parameter of each node's newest delta
-        self._timed_from = 0.0  # time before this does not count: nothing could close
-        self._looked_at = 0.0
-        self.why_not = "no round is over yet"  # why no node is judged; empty if nodes are
-
-    def on_event(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
-        if self.adapt == "off":
-            return
-        match event:
-            case ev.NodeMessage(node=node, message=msg.Progress() as progress):
-                member = machine.members.get(node)
-                if member is not None and machine.believes(node, progress):
-                    trains = member.counts and not member.evaluates
-                    self.pacing.reported(node, progress.blocked_s, progress.inner_steps, now, trains=trains)
-            case ev.NodeMessage(node=node, message=msg.Offer(blob=blob, window=window)) if (
-                blob.fragment in machine.windows
-            ):
-                self._offered[node, blob.fragment] = max(window, self._offered.get((node, blob.fragment), 0))
-            case ev.InputStored(offer=offer):
-                key = (offer.blob.node, offer.blob.fragment)
-                self._done[key] = max(offer.window, self._done.get(key, 0))
-                self._bits[offer.blob.node] = 8 * offer.size / machine.ledger.fragment(offer.blob.fragment).numel
-            case ev.InputFailed(offer=offer):
-                self.pacing.broken(offer.blob.node)
-            case ev.NodeDisconnected(node=node):
-                self.pacing.broken(node)
-            case ev.CommitDone(record=record):
-                closed = machine.windows[record.fragment]
-                if not closed.terms.final:
-                    self._window_s.append(now - closed.opened_at)
-            case _:
-                pass
-
-    def poll(
-        self, machine: CoordinatorMachine, matrix: LinkTable, now: float, *, held: bool = False
-    ) -> list[Mitigation]:
-        """Mitigations that are due. `held`: nothing can be committed."""
-        if self.adapt == "off":
-            return []
-        self.over.clear()
-        self.pacing.retain({m.name: m.incarnation for m in machine.members.values() if m.stage == "training"})
-        if held or machine.holding is not None or machine.guard.holds:
-            self._timed_from = now
-        rungs = self._find_hangs(machine, now)
-        if self._begins_round(machine, now):
-            rungs += self._judge(machine, matrix)
-        self._looked_at = now
-        return rungs
-
-    def _begins_round(self, machine: CoordinatorMachine, now: float) -> bool:
-        current = machine.ledger.current_round
-        if self._closed_at is None:
-            self.round, self._closed_at = current, now
-        if current <= self.round or now - self._closed_at < LEAST_S:
-            return False
-        self.round, self._closed_at = current, now
-        return True
-
-    def _judge(self, machine: CoordinatorMachine, matrix: LinkTable) -> list[Mitigation]:
-        self._judged += 1
-        self._rounds.append(self.pacing.close(self.anomalies.keys()))
-        self._places.on_round_end(matrix, [m.name for m in machine.members.values() if m.counts])
-        judged = sum(one.expected_compute_s > 0.0 for one in self._rounds[-1].values())
-        counts = sum(member.counts for member in machine.members.values())
-        self.why_not = ""
-        if counts < LEAST_NODES:
-            self.why_not = f"{counts} nodes train; slow nodes are reported from {LEAST_NODES} nodes on"
-        elif judged < LEAST_NODES:
-            self.why_not = f"{judged} nodes have done enough rounds for a comparison; it takes {LEAST_NODES}"
-        self._forget_who_is_gone(machine)
-        found = {(one.kind, one.node): one for one in slow(list(self._rounds)) if one.factor >= CHANGED}
-        for key in [key for key in self.anomalies if key[0] in JUDGED and key not in found]:
-            self._end(key)
-        rungs = []
-        for key, finding in found.items():
-            anomaly = self._note(key, finding)
-            anomaly.judged, anomaly.rested = anomaly.judged + 1, anomaly.rested + 1.0
-            if anomaly.judged > USUAL_AFTER:
-                self._plan_for(*key)
-                self._end(key)
-            elif not anomaly.action or anomaly.rested > REST_ROUNDS:
-                rungs += self._climb(anomaly, machine)
-        return rungs
-
-    def _find_hangs(self, machine: CoordinatorMachine, now: float) -> list[Mitigation]:
-        """Find one hang at a time: other nodes may merely wait for it."""
-        late = self._past_deadline(machine, now)
-        finding = None if late is None else hung(self._progress(late, machine))  # None where all merely evaluate
-        for key in [key for key in self.anomalies if key[0] not in JUDGED]:
-            if finding is None or key != (finding.kind, finding.node):
-                self._end(key)
-        if finding is None:
-            return []
-        anomaly = self._note((finding.kind, finding.node), finding)
-        anomaly.rested += now - self._looked_at if anomaly.action else 0.0
-        if anomaly.action and anomaly.rested < self._deadline_s:
-            return []
-        return self._climb(anomaly, machine)
-
-    @property
-    def _deadline_s(self) -> float:
-        return deadline_s(self._window_s, SLACK_S)
-
-    def _past_deadline(self, machine: CoordinatorMachine, now: float) -> Window | None:
-        if len(self._window_s) < LEAST_WINDOWS:
-            return None
-        least = now - self._deadline_s
-        late = [
-            window
-            for window in machine.windows.values()
-            if window.state == "open" and window.missing and max(window.opened_at, self._timed_from) < least
-        ]
-        return min(late, key=lambda window: (window.opened_at, window.terms.fragment), default=None)
-
-    def _progress(self, window: Window, machine: CoordinatorMachine) -> dict[str, Progress]:
-        fragment, number = window.terms.fragment, window.terms.window
-        found: dict[str, Progress] = {}
-        for node in sorted(window.missing):
-            member = machine.members.get(node)
-            if member is not None and member.evaluates:
-                continue
-            found[node] = Progress(
-                last_done=self._done.get((node, fragment), number - 1),
-                entered=self._offered.get((node, fragment), 0) >= number,
-                heard=member is not None and member.session is not None,
-            )
-        return found
-
-    def _note(self, key: tuple[Kind, str], finding: Finding) -> Anomaly:
-        if key not in self.anomalies:
-            judged, taken = self._before.pop(key, (0, []))
-            known = list(taken) if self._judged - judged <= REMEMBERED else []
-            self.anomalies[key] = Anomaly(finding=finding, round=self.round, taken=known)
-        self.anomalies[key].finding = finding
-        return self.anomalies[key]
-
-    def _end(self, key: tuple[Kind, str]) -> None:
-        anomaly = self.anomalies.pop(key)
-        self._before[key] = (self._judged, anomaly.taken)
-        self._before = {k: known for k, known in self._before.items() if self._judged - known[0] <= REMEMBERED}
-        self.over.append(anomaly)
-
-    def _climb(self, anomaly: Anomaly, machine: CoordinatorMachine) -> list[Mitigation]:
-        """The next mitigation. One that is only advised is not followed by another: nothing was tried that could have
-        failed."""
-        finding, few = anomaly.finding, sum(member.counts for member in machine.members.values()) < LEAST_NODES
-        acts = self.adapt == "act" and not few
-        stays = anomaly.action is not None and anomaly.action not in anomaly.taken and not acts
-        if stays or anomaly.action is Action.EVICT:
-            return []
-        another_way = machine.ledger.spec.identity.layout.num_stages > 1
-        step = next_step(finding, anomaly.taken, another_way=another_way)
-        advice = None
-        if step.action is Action.LIGHTEN:
-            advice = self._advice(finding.node, machine)
-            if advice is None:
-                anomaly.taken.append(Action.LIGHTEN)
-                step = next_step(finding, anomaly.taken, another_way=another_way)
-        if step.action is Action.REROUTE and acts:
-            anomaly.taken.append(step.action)  # a layout is a person's to change
-        can = step.action is Action.REPROBE or (acts and step.action in (Action.LIGHTEN, Action.DROP))
-        anomaly.action, anomaly.advice, anomaly.done, anomaly.rested = step.action, advice, False, 0.0
-        anomaly.why = step.reason if advice is None else f"{step.reason}; {advice.reason}"
-        return [Mitigation(action=step.action, anomaly=anomaly, carry_out=can)]
-
-    def carried_out(self, rung: Mitigation, failed: str = "") -> None:
-        """The mitigation was taken, or not: `failed` says why, in a sentence."""
-        anomaly = rung.anomaly
-        anomaly.taken.append(rung.action)
-        anomaly.done = not failed
-        anomaly.why += f"; not done: {failed}" if failed else ""
-        if rung.action is Action.LIGHTEN and not failed:
-            for kind in JUDGED:
-                self._plan_for(kind, anomaly.finding.node)
-
-    def _plan_for(self, kind: Kind, node: str) -> None:
-        """Accept the node's current times: forget what was usual, and its unusual rounds."""
-        self.pacing.forget(kind, node)
-        unjudged = {"expected_compute_s": 0.0} if kind is Kind.NODE_SLOW else {"expected_transfer_s": 0.0}
-        for index, samples in enumerate(self._rounds):
-            if node in samples:
-                self._rounds[index] = {**samples, node: replace(samples[node], **unjudged)}
-
-    def _forget_who_is_gone(self, machine: CoordinatorMachine) -> None:
-        here = {str(name) for name in machine.members}
-        self._done = {key: window for key, window in self._done.items() if key[0] in here}
-        self._offered = {key: window for key, window in self._offered.items() if key[0] in here}
-        self._bits = {node: bits for node, bits in self._bits.items() if node in here}
-
-    def _advice(self, node: str, machine: CoordinatorMachine) -> Advice | None:
-        """Fewer bits or other steps for a node; None if rounds gain too little."""
-        member, ledger = next((m for m in machine.members.values() if m.name == node), None), machine.ledger
-        if member is None or node not in self._bits:
-            return None
-        layout = ledger.spec.identity.layout
-        return lighter(
-            node,
-            self.pacing.paces(),
-            h=ledger.h,
-            parameters=sum(fragment.numel for fragment in fragments_of(member.holds, layout)),
-            bits=self._bits[node],
-            least_h=layout.slots,
-            overlap=ledger.spec.terms.schedule.tau > 0,
-        )
-
-    def place(self, of: str) -> str:
-        """Location of a node's fault by the link table, empty if unknown; the coordinator's slow side, if all links
-        became slow together."""
-        return self._places.of(of)
-
-
-# --- Running the detector, reporting what it finds, and carrying its mitigations out
-
-Happened = Callable[[ev.Event], None]  # gives an event to the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -528,7 +286,8 @@ class MitigationTaken:
 
 
 class StragglerMonitor:
-    """Runs the detector of one coordinator."""
+    """Detects the stragglers of one coordinator, and mitigates them. `on_event` gets events before the machine does;
+    call `poll` a few times a second."""
 
     def __init__(
         self,
@@ -538,88 +297,265 @@ class StragglerMonitor:
         *,
         links: LinkMonitor | None,
         metrics: Metrics | None,
-        on_event: Callable[[object], None],
+        report: Callable[[object], None],
     ) -> None:
-        """Without `links` no link is measured. `on_event` is called with every AnomalySeen and MitigationTaken."""
-        self.watch = StragglerDetector(adapt)
-        self._machine, self._happened = machine, happened
-        self._links, self._metrics, self._on_event = links, metrics, on_event
+        """Without `links` no link is measured. `report` is called with every AnomalySeen and MitigationTaken."""
+        assert adapt in ADAPTS, adapt
+        self._adapt, self._machine, self._happened = adapt, machine, happened
+        self._links, self._metrics, self._report = links, metrics, report
         self._table = LinkTable() if links is None else links.matrix
+        self.pacing, self._places = RoundTimes(), SlowLinks()
+        self._anomalies: dict[tuple[Kind, str], Anomaly] = {}  # current anomalies
+        self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
+        """Mitigations of past faults, and the judged round in which they ended."""
+        self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
+        self._judged = 0
+        self._round = 0  # the run's round at the last `poll`
+        self._closed_at: float | None = None
+        self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
+        self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with a stored delta
+        self._bits: dict[str, float] = {}  # bits per parameter of each node's newest delta
+        self._timed_from = 0.0  # time before this does not count: nothing could close
+        self._looked_at = 0.0
+        self._why_not = "no round is over yet"  # why no node is judged; empty if nodes are
 
-    def asked(self, blob: BlobId, num_bytes: int | None, now: float) -> None:
-        """A delta was accepted with this many bytes to come; None if it has to wait."""
-        if num_bytes is not None:
-            self.watch.pacing.asked(blob, num_bytes, now)
+    def on_event(self, event: ev.Event, now: float) -> None:
+        if self._adapt == "off":
+            return
+        machine = self._machine
+        match event:
+            case ev.NodeMessage(node=node, message=msg.Progress() as progress):
+                member = machine.members.get(node)
+                if member is not None and machine.believes(node, progress):
+                    trains = member.counts and not member.evaluates
+                    self.pacing.reported(node, progress.blocked_s, progress.inner_steps, now, trains=trains)
+            case ev.InputStored(offer=offer):
+                key = (offer.blob.node, offer.blob.fragment)
+                self._done[key] = max(offer.window, self._done.get(key, 0))
+                self._bits[offer.blob.node] = 8 * offer.size / machine.ledger.fragment(offer.blob.fragment).numel
+            case ev.InputFailed(offer=offer):
+                self.pacing.broken(offer.blob.node)
+            case ev.NodeDisconnected(node=node):
+                self.pacing.broken(node)
+            case ev.CommitDone(record=record):
+                closed = machine.windows[record.fragment]
+                if not closed.terms.final:
+                    self._window_s.append(now - closed.opened_at)
+            case _:
+                pass
 
-    def whole(self, blob: BlobId, now: float) -> None:
-        if blob.kind is BlobKind.DELTA:
-            self.watch.pacing.whole(blob, now)
-
-    def poll(self, now: float, *, held: bool) -> None:
-        before = set(self.watch.anomalies)
-        rungs = self.watch.poll(self._machine, self._table, now, held=held)
-        for anomaly in self.watch.over:
-            kind, node = anomaly.finding.kind, anomaly.finding.node
-            _log.info("anomaly end kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
-            self._on_event(AnomalySeen(finding=anomaly.finding, round=self.watch.round, over=True))
-        for key in self.watch.anomalies.keys() - before:
-            self._log_anomaly(self.watch.anomalies[key])
-        for rung in rungs:
-            self._climb(rung)
+    def poll(self, now: float, *, held: bool = False) -> None:
+        """Look for anomalies, and take the mitigations that are due. `held`: nothing can be committed."""
+        if self._adapt == "off":
+            return
+        machine = self._machine
+        self.pacing.retain({m.name: m.incarnation for m in machine.members.values() if m.stage == "training"})
+        if held or machine.holding is not None or machine.guard.holds:
+            self._timed_from = now
+        due = self._find_hangs(now)
+        if self._begins_round(now):
+            due += self._judge()
+        self._looked_at = now
+        for anomaly in due:
+            self._mitigate(anomaly)
         if self._metrics is not None:
-            self._metrics.set_anomalies([(_word(kind), node) for kind, node in self.watch.anomalies])
+            self._metrics.set_anomalies([(_word(kind), node) for kind, node in self._anomalies])
 
-    def _log_anomaly(self, anomaly: Anomaly) -> None:
-        finding = anomaly.finding
+    # --- detecting
+
+    def _begins_round(self, now: float) -> bool:
+        current = self._machine.ledger.current_round
+        if self._closed_at is None:
+            self._round, self._closed_at = current, now
+        if current <= self._round or now - self._closed_at < LEAST_S:
+            return False
+        self._round, self._closed_at = current, now
+        return True
+
+    def _judge(self) -> list[Anomaly]:
+        """Judge the last rounds. Returns the anomalies with a mitigation that is due."""
+        self._judged += 1
+        self._rounds.append(self.pacing.close(self._anomalies.keys()))
+        counting = [member.name for member in self._machine.members.values() if member.counts]
+        self._places.on_round_end(self._table, counting)
+        judged = sum(one.expected_compute_s > 0.0 for one in self._rounds[-1].values())
+        self._why_not = ""
+        if len(counting) < LEAST_NODES:
+            self._why_not = f"{len(counting)} nodes train; slow nodes are reported from {LEAST_NODES} nodes on"
+        elif judged < LEAST_NODES:
+            self._why_not = f"{judged} nodes have done enough rounds for a comparison; it takes {LEAST_NODES}"
+        here = self._machine.members.keys()  # the others are gone
+        self._done = {key: window for key, window in self._done.items() if key[0] in here}
+        self._bits = {node: bits for node, bits in self._bits.items() if node in here}
+        found = {(one.kind, one.node): one for one in slow(list(self._rounds)) if one.factor >= CHANGED}
+        for key in [key for key in self._anomalies if key[0] in JUDGED and key not in found]:
+            self._end(key)
+        due = []
+        for key, finding in found.items():
+            anomaly = self._note(key, finding)
+            anomaly.judged, anomaly.rested = anomaly.judged + 1, anomaly.rested + 1.0
+            if anomaly.judged > USUAL_AFTER:
+                self._plan_for(*key)
+                self._end(key)
+            elif (not anomaly.action or anomaly.rested > REST_ROUNDS) and self._climb(anomaly):
+                due.append(anomaly)
+        return due
+
+    def _find_hangs(self, now: float) -> list[Anomaly]:
+        """Find one hang at a time: other nodes may merely wait for it. Returns it if a mitigation is due."""
+        late = self._past_deadline(now)
+        finding = None if late is None else hung(self._progress(late))  # None where all merely evaluate
+        for key in [key for key in self._anomalies if key[0] not in JUDGED]:
+            if finding is None or key != (finding.kind, finding.node):
+                self._end(key)
+        if finding is None:
+            return []
+        anomaly = self._note((finding.kind, finding.node), finding)
+        anomaly.rested += now - self._looked_at if anomaly.action else 0.0
+        rests = anomaly.action and anomaly.rested < deadline_s(self._window_s, SLACK_S)
+        return [anomaly] if not rests and self._climb(anomaly) else []
+
+    def _past_deadline(self, now: float) -> Window | None:
+        if len(self._window_s) < LEAST_WINDOWS:
+            return None
+        least = now - deadline_s(self._window_s, SLACK_S)
+        late = [
+            window
+            for window in self._machine.windows.values()
+            if window.state == "open" and window.missing and max(window.opened_at, self._timed_from) < least
+        ]
+        return min(late, key=lambda window: (window.opened_at, window.terms.fragment), default=None)
+
+    def _progress(self, window: Window) -> dict[str, Progress]:
+        found: dict[str, Progress] = {}
+        for node in sorted(window.missing):
+            member = self._machine.members.get(node)
+            if member is not None and member.evaluates:
+                continue
+            found[node] = Progress(
+                last_done=self._done.get((node, window.terms.fragment), window.terms.window - 1),
+                entered=self._machine.deadlines.has_offered(node, window),
+                heard=member is not None and member.session is not None,
+            )
+        return found
+
+    def _note(self, key: tuple[Kind, str], finding: Finding) -> Anomaly:
+        if (anomaly := self._anomalies.get(key)) is not None:
+            anomaly.finding = finding
+            return anomaly
+        judged, taken = self._before.pop(key, (0, []))
+        known = list(taken) if self._judged - judged <= REMEMBERED else []
+        anomaly = self._anomalies[key] = Anomaly(finding=finding, round=self._round, taken=known)
         _log.warning(
             "anomaly kind=%s node=%s factor=%.2g round=%d why=%r place=%r",
             _word(finding.kind), named(finding.node), finding.factor, anomaly.round, finding.reason,
-            self.watch.place(finding.node),
+            self._places.of(finding.node),
         )  # fmt: skip
-        self._on_event(AnomalySeen(finding=finding, round=self.watch.round))
+        self._report(AnomalySeen(finding=finding, round=self._round))
+        return anomaly
 
-    def _climb(self, rung: Mitigation) -> None:
-        if rung.carry_out:
-            self.watch.carried_out(rung, self._carry_out(rung))
-        anomaly, word = rung.anomaly, rung.action.name.lower()
-        how, node = "done" if anomaly.done else "advised", anomaly.finding.node
+    def _end(self, key: tuple[Kind, str]) -> None:
+        anomaly, (kind, node) = self._anomalies.pop(key), key
+        self._before[key] = (self._judged, anomaly.taken)
+        self._before = {k: known for k, known in self._before.items() if self._judged - known[0] <= REMEMBERED}
+        _log.info("anomaly end kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
+        self._report(AnomalySeen(finding=anomaly.finding, round=self._round, over=True))
+
+    # --- mitigating
+
+    def _climb(self, anomaly: Anomaly) -> bool:
+        """Choose the next mitigation; False: there is none now. One that is only advised is not followed by another:
+        nothing was tried that could have failed."""
+        finding, few = anomaly.finding, sum(member.counts for member in self._machine.members.values()) < LEAST_NODES
+        acts = self._adapt == "act" and not few
+        stays = anomaly.action is not None and anomaly.action not in anomaly.taken and not acts
+        if stays or anomaly.action is Action.EVICT:
+            return False
+        another_way = self._machine.ledger.spec.identity.layout.num_stages > 1
+        step = next_step(finding, anomaly.taken, another_way=another_way)
+        advice = None
+        if step.action is Action.LIGHTEN:
+            advice = self._advice(finding.node)
+            if advice is None:
+                anomaly.taken.append(Action.LIGHTEN)
+                step = next_step(finding, anomaly.taken, another_way=another_way)
+        if step.action is Action.REROUTE and acts:
+            anomaly.taken.append(step.action)  # a layout is a person's to change
+        anomaly.carry_out = step.action is Action.REPROBE or (acts and step.action in (Action.LIGHTEN, Action.DROP))
+        anomaly.action, anomaly.advice, anomaly.done, anomaly.rested = step.action, advice, False, 0.0
+        anomaly.why = step.reason if advice is None else f"{step.reason}; {advice.reason}"
+        return True
+
+    def _mitigate(self, anomaly: Anomaly) -> None:
+        """Take the mitigation that was chosen, or advise it."""
+        action, node = anomaly.action, anomaly.finding.node
+        assert action is not None
+        if anomaly.carry_out:
+            failed = self._carry_out(action, node, anomaly.advice)
+            anomaly.taken.append(action)
+            anomaly.done = not failed
+            anomaly.why += f"; not done: {failed}" if failed else ""
+            if action is Action.LIGHTEN and not failed:
+                for kind in JUDGED:
+                    self._plan_for(kind, node)
+        word, how = action.name.lower(), "done" if anomaly.done else "advised"
         if self._metrics is not None:
             self._metrics.anomaly_actions.labels(word, how).inc()
         _log.warning("anomaly action=%s node=%s how=%s why=%r", word, named(node), how, anomaly.why)
-        self._on_event(MitigationTaken(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
+        self._report(MitigationTaken(action=action, node=node, carry_out=anomaly.carry_out, why=anomaly.why))
 
-    def _carry_out(self, rung: Mitigation) -> str:
+    def _carry_out(self, action: Action, node: str, advice: Advice | None) -> str:
         """Carry a mitigation out. Returns why not, as a sentence; empty if done."""
-        node, advice = rung.anomaly.finding.node, rung.anomaly.advice
-        match rung.action:
+        match action:
             case Action.REPROBE:
                 return "" if self._links is None else self._links.probe_next(node)
-            case Action.LIGHTEN:
-                return self._lighten(advice) if advice else "no gain is expected"
+            case Action.LIGHTEN:  # bits and H of its own, until other terms are set
+                assert advice is not None
+                try:
+                    revision = lightened(self._machine, advice)
+                except ValueError as error:
+                    return str(error)
+                self._happened(ev.TermsGiven(revision=revision))
             case Action.DROP:
                 self._happened(ev.LeftOut(node=NodeId(node)))
-                return ""
             case Action.REROUTE | Action.EVICT:
                 return "a person decides that"
             case _:
-                assert_never(rung.action)
-
-    def _lighten(self, advice: Advice) -> str:
-        """Give a node bits and H of its own, until other terms are set."""
-        try:
-            revision = lightened(self._machine, advice)
-        except ValueError as error:
-            return str(error)
-        self._happened(ev.TermsGiven(revision=revision))
+                assert_never(action)
         return ""
 
+    def _plan_for(self, kind: Kind, node: str) -> None:
+        """Accept the node's current times: forget what was usual, and its unusual rounds."""
+        self.pacing.forget(kind, node)
+        unjudged = {"expected_compute_s": 0.0} if kind is Kind.NODE_SLOW else {"expected_transfer_s": 0.0}
+        for index, samples in enumerate(self._rounds):
+            if node in samples:
+                self._rounds[index] = {**samples, node: replace(samples[node], **unjudged)}
+
+    def _advice(self, node: str) -> Advice | None:
+        """Fewer bits or other steps for a node; None if rounds gain too little."""
+        member, ledger = self._machine.members.get(NodeId(node)), self._machine.ledger
+        if member is None or node not in self._bits:
+            return None
+        layout = ledger.spec.identity.layout
+        return lighter(
+            node,
+            self.pacing.paces(),
+            h=ledger.h,
+            parameters=sum(fragment.numel for fragment in fragments_of(member.holds, layout)),
+            bits=self._bits[node],
+            least_h=layout.slots,
+            overlap=ledger.spec.terms.schedule.tau > 0,
+        )
+
+    # --- the status
+
     def status(self) -> WatchStatus:
-        watch = self.watch
         return {
-            "adapt": watch.adapt,
-            "why_not": watch.why_not,
-            "coordinator": watch.place(COORDINATOR),
-            "anomalies": [self._row(anomaly) for anomaly in watch.anomalies.values()],
+            "adapt": self._adapt,
+            "why_not": self._why_not,
+            "coordinator": self._places.of(COORDINATOR),
+            "anomalies": [self._row(anomaly) for anomaly in self._anomalies.values()],
         }
 
     def _row(self, anomaly: Anomaly) -> AnomalyStatus:
@@ -630,7 +566,7 @@ class StragglerMonitor:
             "factor": finding.factor if math.isfinite(finding.factor) else None,
             "since_round": anomaly.round,
             "reason": finding.reason,
-            "place": self.watch.place(finding.node),
+            "place": self._places.of(finding.node),
             "action": anomaly.action.value if anomaly.action else "",
             "done": anomaly.done,
             "why": anomaly.why,

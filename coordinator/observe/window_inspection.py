@@ -1,52 +1,29 @@
 """Inspection of a closed window: what the journal still holds of it, and figures of its deltas. Read-only."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from farloop.algo.spec import BlobId, Contribution
+from farloop.algo.spec import BlobId
 from farloop.coordinator import commits
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.observe.decision_log import own_of
+from farloop.coordinator.observe.decision_log import facts_of, own_of
 from farloop.coordinator.storage.segment import Entry, Items
 from farloop.coordinator.storage.state_reader import attached, with_ledger
-from farloop.monitoring.status import OwnOfDelta
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import norm_sq
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredDelta:
-    """One delta against what it was merged into."""
-
-    norm: float
-    cosine: float | None  # None where either is zero
+Facts = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedWindow:
-    """One commit of the journal, with what was known as it was made."""
-
-    at: Entry
-    record: rec.WindowCommitted
-    contributors: dict[BlobId, tuple[Contribution, ...]]  # of the deltas that are stored
-    drops: tuple[rec.InputDropped, ...]  # of this fragment, since its commit before
-    revision: int  # of the terms that the window ran under
-    quorum: int | None  # None where all that were expected were waited for
-    floor: int
-    h: int
-    codec_up: str
-    codec_down: str
-    own: dict[BlobId, OwnOfDelta]  # what the nodes of the merged deltas had of their own
-    epoch: int
-    measured: dict[BlobId, MeasuredDelta]  # empty where the deltas are not stored
-
-
-def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], ClosedWindow]:
-    """The commits of these fragments and versions, as far as the journal has them. Raises StorageError."""
-    found: dict[tuple[int, int], ClosedWindow] = {}
+def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], Facts]:
+    """The commits of these fragments and versions, as far as the journal has them, in the form of a line of
+    `decisions.jsonl`; besides, `record` says where the journal has it, and `measured` has by node the norm of each
+    delta and its cosine with their merge, None where either is zero; it is empty if the deltas are not stored.
+    Raises StorageError."""
+    found: dict[tuple[int, int], Facts] = {}
     stored: dict[BlobId, Entry] = {}
     drops: dict[int, list[rec.InputDropped]] = {}
     for at, ledger in with_ledger(directory, items):
@@ -56,9 +33,17 @@ def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) 
             case rec.InputDropped(blob=blob):
                 drops.setdefault(blob.fragment, []).append(at.record)
             case rec.WindowCommitted(fragment=fragment, version=version) as record:
-                since = tuple(drops.pop(fragment, ()))
+                since = drops.pop(fragment, [])
                 if (fragment, version) in wanted and ledger is not None:
-                    found[fragment, version] = _past(directory, ledger, at, record, stored, since)
+                    found[fragment, version] = {
+                        "record": at.where,
+                        **facts_of(record, ledger),
+                        **_facts_of_deltas(directory, ledger, record, stored),
+                        "refused": [
+                            {"node": drop.blob.node, "after_s": None, "code": drop.reason.code, "detail": drop.detail}
+                            for drop in since
+                        ],
+                    }
             case _:
                 pass
     return found
@@ -74,52 +59,44 @@ def newest_versions(directory: Path, items: Items) -> tuple[list[int], set[int]]
     return list(ledger.versions), set(range(len(ledger.versions))) - ledger.windows.keys()
 
 
-def _past(
-    directory: Path,
-    ledger: Ledger,
-    at: Entry,
-    record: rec.WindowCommitted,
-    stored: dict[BlobId, Entry],
-    drops: tuple[rec.InputDropped, ...],
-) -> ClosedWindow:
-    places = {addend.blob: stored[addend.blob] for addend in record.blobs if addend.blob in stored}
-    terms = ledger.windows[record.fragment]
-    of_window = ledger.terms_of(record.fragment, record.version, record.round)
-    return ClosedWindow(
-        at=at,
-        record=record,
-        contributors={
-            blob: place.record.contributors
-            for blob, place in places.items()
-            if isinstance(place.record, rec.InputStored)
-        },
-        drops=drops,
-        revision=ledger.revisions.number_of(record.fragment, record.version),
-        quorum=None if of_window.admission.max_staleness and terms.final else of_window.admission.quorum,
-        floor=of_window.admission.floor,
-        h=ledger.rounds[record.round].length,
-        codec_up=terms.codec_up,
-        codec_down=terms.codec_down,
-        own={
-            addend.blob: own_of(addend.blob.node, codec, terms, ledger.rounds[record.round])
-            for addend, codec in zip(record.blobs, commits.codecs_of(ledger, record).up, strict=True)
-        },
-        epoch=ledger.epoch,
-        measured=_measured(directory, ledger, record, places) if len(places) == len(record.blobs) else {},
-    )
+def _facts_of_deltas(
+    directory: Path, ledger: Ledger, record: rec.WindowCommitted, stored: dict[BlobId, Entry]
+) -> Facts:
+    codecs, terms = commits.codecs_of(ledger, record), ledger.windows[record.fragment]
+    places = [stored.get(addend.blob) for addend in record.blobs]
+    rows = []
+    for addend, expect, place in zip(record.blobs, codecs.deltas, places, strict=True):
+        node, delta = addend.blob.node, None if place is None else place.record
+        shares = delta.contributors if isinstance(delta, rec.InputStored) else ()
+        row = {
+            "node": node,
+            "after_s": None,
+            "base": addend.blob.version,
+            "window": None,
+            "weight": addend.weight,
+            "steps": sum(share.steps for share in shares) if shares else None,
+            "tokens": sum(share.tokens for share in shares) if shares else None,
+            "norm": max(sum(share.norm_sq for share in shares), 0.0) ** 0.5 if shares else None,
+        }
+        codec = ledger.codec_of_deltas(record.fragment, expect.version, node)
+        rows.append({**row, **own_of(node, codec, terms, ledger.rounds[record.round])})
+    known = [place for place in places if place is not None]
+    measured = _measured(directory, ledger, record, known, codecs) if len(known) == len(places) else {}
+    return {"arrived": rows, "measured": measured}
 
 
 def _measured(
-    directory: Path, ledger: Ledger, record: rec.WindowCommitted, places: dict[BlobId, Entry]
-) -> dict[BlobId, MeasuredDelta]:
-    inputs = [attached(directory, places[addend.blob].attachment) for addend in record.blobs]
+    directory: Path, ledger: Ledger, record: rec.WindowCommitted, places: list[Entry], codecs: commits.Codecs
+) -> dict[str, tuple[float, float | None]]:
     try:
-        alone, merged = commits.parts(ledger, record, inputs, commits.codecs_of(ledger, record))
+        alone, merged = commits.parts(
+            ledger, record, [attached(directory, place.attachment) for place in places], codecs
+        )
     except BadBlob:
         return {}  # `farloop journal verify` says what is wrong with it
     whole = norm_sq(merged)
     return {
-        addend.blob: MeasuredDelta(norm=norm_sq(delta) ** 0.5, cosine=_cosine(delta, norm_sq(delta), merged, whole))
+        addend.blob.node: (norm_sq(delta) ** 0.5, _cosine(delta, norm_sq(delta), merged, whole))
         for addend, delta in zip(record.blobs, alone, strict=True)
     }
 

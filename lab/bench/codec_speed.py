@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farloop.algo.outer_settings import PLAIN_AVERAGE
-from farloop.algo.spec import Fragment, RoundPlan, TensorSlot
-from farloop.coordinator.aggregator import Step, merge
+from farloop.algo.spec import Fragment, TensorSlot
+from farloop.coordinator.aggregator import to_merge, whole
 from farloop.lab.bench.codec_quality import SIZE
 from farloop.lab.bench.memory import forget_peak
 from farloop.lab.bench.processes import status_bytes
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec, flat
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
@@ -71,10 +70,10 @@ def measure_memory(codec: Codec, elements: int) -> list[MemoryRow]:
     blob = encode()  # compiled, and one of what a window is made of
     rows = [MemoryRow(codec=name, op="encode", elements=elements, extra_bytes=_peak_of(encode), bound_bytes=bound)]
     inputs = [(bytearray(blob), 1 / CONTRIBUTORS) for _ in range(CONTRIBUTORS)]
-    step = Step(fragment=fragment, version=1, round=RoundPlan(index=0, start=0, length=1), outer=PLAIN_AVERAGE, epoch=0)
+    expect = Expected(codecs=(codec,), fragment=fragment, version=1, base=0, newest_epoch=0)
 
     def window() -> torch.Tensor:
-        return merge(inputs, step, [name] * len(inputs), [(0, 1)] * len(inputs))
+        return whole(to_merge(inputs, fragment, [expect] * len(inputs)))
 
     window()
     extra = _peak_of(window)

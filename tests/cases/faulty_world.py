@@ -16,10 +16,11 @@ from simulated_outcome import NodeOutcome, Outcome, commit_of
 from state_disk import FOLDER, MortalCoordinator, StateDisk
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator.change_terms import adoption_of
+from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.decide import adoption, rollback
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom, StateLocked
 from farloop.coordinator.storage.journal import claimed_epoch
@@ -104,7 +105,9 @@ class World(world.World):
         again = partial(self._start_coordinator, rewind=rewind, adopt_after_s=adopt_after_s)
         try:
             store = self.disk.open(rewind=rewind)
-            adopt = None if adopt_after_s is None else adoption_of(adopt_after_s, store.fetched, newest=True)
+            adopt = None
+            if adopt_after_s is not None:
+                adopt = AdoptionSettings(untrue=untrue, patience_s=adopt_after_s, fetched=store.fetched, newest=True)
             self.coordinator = MortalCoordinator(process, store, self.scenario, rng, self._on_coordinator_event, adopt)
         except PowerCut:  # in the middle of its recovery
             self.agenda.after(self._down_s, again)

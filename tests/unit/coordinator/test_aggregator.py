@@ -66,11 +66,12 @@ def delta(x: Tensor, codec: str, *, version: int = 1, fragment: int = 3, salt: i
     return pack_blob(header, codec_named(codec).encode(x, of, seed=header.seed))
 
 
+def expected(codec: str, version: int = 1, fragment: Fragment = FRAGMENT) -> Expected:
+    return Expected(codecs=(codec_named(codec),), fragment=fragment, version=version, base=version - 1, newest_epoch=2)
+
+
 def decoded(blob: bytes | bytearray, codec: str, version: int = 1) -> Tensor:
-    expect = Expected(
-        codecs=(codec_named(codec),), fragment=FRAGMENT, version=version, base=version - 1, newest_epoch=2
-    )
-    header, payload, _ = parse_blob(blob, expect)
+    header, payload, _ = parse_blob(blob, expected(codec, version))
     return codec_named(codec).decode(payload, FRAGMENT, seed=header.seed)
 
 
@@ -80,7 +81,7 @@ def merge(
     """Deltas of one window."""
     inputs = list(zip(blobs, weights, strict=True))
     named = [codecs] * len(inputs) if isinstance(codecs, str) else codecs
-    return aggregator.merge(inputs, step(), named, [(0, 1)] * len(inputs), rule)
+    return aggregator.whole(aggregator.to_merge(inputs, FRAGMENT, list(map(expected, named)), rule))
 
 
 def begun(terms: Terms) -> Buffers:
@@ -90,8 +91,7 @@ def begun(terms: Terms) -> Buffers:
 def commit(buffers: Buffers, inputs: list[tuple[bytearray, float]], terms: Terms, *, codec_down: str = "q4") -> Result:
     """One whole commit, as the daemon does it."""
     this = step(buffers.version + 1, lr=terms.outer.lr, momentum=terms.outer.momentum)
-    windows = [(buffers.version, buffers.version + 1)] * len(inputs)
-    merged = aggregator.to_merge(inputs, this, [terms.codecs.up] * len(inputs), windows)
+    merged = aggregator.to_merge(inputs, FRAGMENT, [expected(terms.codecs.up, this.version)] * len(inputs))
     return aggregator.commit(buffers, merged, this, terms, codec_down)
 
 
@@ -191,10 +191,10 @@ def test_over_many_tiles_the_radial_average_is_the_same_tensor_by_tensor(codec: 
         zero_padding_(large, x)
 
     def merged(fragment: Fragment, parts: list[Tensor]) -> Tensor:
-        this = dataclasses.replace(step(), fragment=fragment)
         header = BlobHeader(codec=codec_named(codec), fragment=fragment, version=1, base=0, epoch=1)
         blobs = [pack_blob(header, codec_named(codec).encode(x, fragment, seed=header.seed)) for x in parts]
-        return aggregator.merge([(blob, 0.5) for blob in blobs], this, [codec] * 2, [(0, 1)] * 2, "radial")
+        expect = [expected(codec, fragment=fragment)] * 2
+        return aggregator.whole(aggregator.to_merge([(blob, 0.5) for blob in blobs], fragment, expect, "radial"))
 
     whole = merged(large, deltas)
     for tensor in large.tensors:
@@ -352,7 +352,7 @@ def test_a_commit_in_place_has_the_same_bits_and_is_one_only_where_nothing_can_g
     for version in (1, 2, 3, 4):
         deltas = [(delta(noise(version + 10 * k), codec, version=version), 0.5) for k in (0, 1)]
         this = step(version)
-        merged = aggregator.to_merge(deltas, this, [codec] * 2, [(version - 1, version)] * 2)
+        merged = aggregator.to_merge(deltas, FRAGMENT, [expected(codec, version)] * 2)
         one = aggregator.commit(apart, merged, this, terms, codec)
         before = here
         other = aggregator.commit(here, merged, this, terms, codec, in_place=True)
@@ -366,9 +366,8 @@ def test_a_commit_in_place_has_the_same_bits_and_is_one_only_where_nothing_can_g
         huge = [(delta(torch.full((1280,), scale), codec, version=5), 1.0)] * 2
         this = dataclasses.replace(step(5), outer=OuterSettings(lr=2.0, momentum=0.9, delta_scale=3.0))
         with error:
-            result = aggregator.commit(
-                here, aggregator.to_merge(huge, this, [codec] * 2, [(4, 5)] * 2), this, terms, codec, in_place=True
-            )
+            merged = aggregator.to_merge(huge, FRAGMENT, [expected(codec, 5)] * 2)
+            result = aggregator.commit(here, merged, this, terms, codec, in_place=True)
             assert result.buffers.anchor is not here.anchor
         assert all(torch.equal(tensor, was) for tensor, was in zip(here.tensors, old, strict=True))
 
@@ -395,7 +394,7 @@ def test_one_pass_gives_the_bits_of_step_encoding_and_application_one_after_the_
     for version in (1, 2, 3):
         this = step(version, lr=lr, momentum=momentum)
         inputs = [(delta(noise(k), codec_down, version=version), 0.5) for k in (version, version + 10)]
-        unsummed = aggregator.to_merge(inputs, this, [codec_down] * 2, [(version - 1, version)] * 2)
+        unsummed = aggregator.to_merge(inputs, FRAGMENT, [expected(codec_down, version)] * 2)
         assert isinstance(unsummed, aggregator.Sum) != codec_named(codec_down).traits.entropy_coded
         merged = aggregator.whole(unsummed)
         one = aggregator.commit(at_once, merged, this, terms, codec_down)
@@ -425,8 +424,7 @@ def averaged(before: Buffers, of_nodes: Sequence[Tensor], weights: Sequence[floa
     for local, weight in zip(of_nodes, weights, strict=True):
         header = BlobHeader(codec=codec, fragment=STATISTICS, version=before.version + 1, base=before.version, epoch=1)
         inputs.append((pack_blob(header, codec.encode(before.anchor - local, STATISTICS)), weight))
-    named = [(before.version, before.version + 1)] * len(inputs)
-    merged = aggregator.to_merge(inputs, this, ["fp32"] * len(inputs), named)
+    merged = aggregator.to_merge(inputs, STATISTICS, [expected("fp32", this.version, STATISTICS)] * len(inputs))
     result = aggregator.commit(before, merged, this, terms, "fp32")
     again = aggregator.advance(before, aggregator.whole(merged), this, terms)
     assert digest(again.target) == result.target_digest

@@ -6,6 +6,7 @@ delta so many seconds after the last commit, liars say and do what they like.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ class World(Run):
 
     def allowed_s(self, node: NodeId) -> float:
         """How long the first window may wait for it."""
-        return self.machine._closing.node_deadlines.allowed_s(self.machine.windows[self.head], node)
+        window, deadlines = self.machine.windows[self.head], self.machine.deadlines
+        return deadlines._allowed_s(window, node, partial(deadlines._first_s, window))
 
 
 def honest(world: World) -> None:

@@ -26,7 +26,7 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import DiskFull
-from farloop.coordinator.observe.event_log import KEEP, EventLog, MetricsLog, RejectionCounter, files, last_time
+from farloop.coordinator.observe.event_log import KEEP, EventLog, MetricsLog, files, last_time
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.monitoring.status import EventStatus, NodeEvent
 from farloop.monitoring.status_summary import view_of
@@ -221,18 +221,18 @@ def test_every_alarm_has_a_metric_and_its_end_is_told(scene: Scene) -> None:
 
 def test_peers_that_are_turned_away_are_counted_and_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
-    refusals = RejectionCounter(metrics)
+    log = EventLog(metrics)
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
-            refusals(Reason.MALFORMED, "10.6.6.6")
-        refusals(Reason.TOO_OFTEN, "a")
+            log.turned_away(Reason.MALFORMED, "10.6.6.6", 0.0)
+        log.turned_away(Reason.TOO_OFTEN, "a", 0.0)
         assert [record.getMessage().split(" why=")[0] for record in caplog.records] == [
             "rejected peer who='10.6.6.6' reason=MALFORMED",
             "rejected peer who='a' reason=TOO_OFTEN",
         ]
         for i in range(10_000):
-            refusals(Reason.WRONG_KEY, f"key-{i}")
-        refusals(Reason.TOO_OFTEN, "b")
+            log.turned_away(Reason.WRONG_KEY, f"key-{i}", 0.0)
+        log.turned_away(Reason.TOO_OFTEN, "b", 0.0)
     assert 0 < len(caplog.records) <= 19
     assert "who='b'" in caplog.messages[-1], "nor drown what is said of others"
     text = metrics.exposition().decode()

@@ -180,7 +180,7 @@ def test_after_a_probe_without_a_result_the_pause_doubles() -> None:
         waits.append(at - begun)
         probe.finish(at, learned=False)
         probe.has_moved("oslo", 1 << 60, 0)
-        probe._spent.clear()
+        probe._nodes["oslo"].spent.clear()
         assert running.ends_by > at
     assert waits[1:4] == [AGAIN_S[0], 2 * AGAIN_S[0], 4 * AGAIN_S[0]] and waits[-1] == AGAIN_S[1]
 

@@ -265,6 +265,7 @@ def test_a_loss_that_is_no_number_is_a_word_and_the_status_stays_json(scene: Sce
     scene.deliver(A)
     scene.evaluate(loss)
     status = scene.refresh()
+    assert [line["loss"] for line in scene.lines() if line["event"] in ("progress", "evaluation")] == [None, None]
 
     def no_json(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -274,7 +275,6 @@ def test_a_loss_that_is_no_number_is_a_word_and_the_status_stays_json(scene: Sce
     assert (status["nodes"][0]["loss"], status["nodes"][0]["loss_is"]) == (None, word)
     assert status["evaluations"][0]["loss"] is None
     assert str(scene.value("farloop_node_loss_nats", node="a")) == word, "by which an alert knows it"
-    assert [line["loss"] for line in scene.lines() if line["event"] in ("progress", "evaluation")] == [None, None]
 
 
 def test_every_state_of_a_node_is_told_once_with_the_reason(scene: Scene, log: Callable[[str], list[str]]) -> None:

@@ -9,7 +9,7 @@ from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.net import sessions
-from farloop.coordinator.net.sessions import Answer, Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits
+from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Fetch, Leave, Message, Ready, Refused, Role, Trial, encode
@@ -37,7 +37,7 @@ class Door:
         self.routes = 0
         self.where = "there"
 
-    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Answer | None:
+    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Refused | Trial | None:
         self.routes += 1
         return self.peers.on_first_frame(self.routes.to_bytes(5), parts, owner, self.where, now)
 
@@ -125,7 +125,7 @@ def test_who_sends_an_unreadable_greeting_hears_why_as_often_as_it_may_greet(doo
     unreadable, burst = frame(plain_hello(incarnation=1 << 63)), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(unreadable, owner) for _ in range(2 * burst)]
     why = f"Hello.incarnation is {1 << 63}: expected a number from 0 to {(1 << 63) - 1}"
-    assert met[0] == Answer(Refused(reason=Reason.MALFORMED, detail=why, retriable=True))
+    assert met[0] == Refused(reason=Reason.MALFORMED, detail=why, retriable=True)
     assert sum(answer is not None for answer in met) == burst
     assert len(door.peers) == 0 and set(door.away) == {(Reason.MALFORMED, owner or "there")}
 
@@ -136,7 +136,7 @@ def test_a_trial_comes_back_as_often_as_its_sender_may_greet_and_begins_nothing(
 ) -> None:
     trial, burst = Trial(padding=b"x" * 16_000), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(frame(trial), owner) for _ in range(2 * burst)]
-    assert met == [Answer(trial)] * burst + [None] * burst
+    assert met == [trial] * burst + [None] * burst
     assert len(door.peers) == 0 and door.away == []
 
 

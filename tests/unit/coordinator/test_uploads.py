@@ -324,8 +324,8 @@ def test_a_norm_that_a_node_leaves_to_the_coordinator_is_measured(run: RunSpec, 
 def test_wrong_bytes_are_dropped_with_a_reason_and_leave_no_trace(run: RunSpec) -> None:
     desk, (offer, data) = Desk(run), delta(run, run.terms.codecs.up)
     data[-1] ^= 1
-    for event in (*desk.keep(offer, data), desk.uploads.corrupt(offer)):
-        assert isinstance(event, ev.InputFailed) and event.reason is Reason.CORRUPT
+    (event,) = desk.keep(offer, data)
+    assert isinstance(event, ev.InputFailed) and event.reason is Reason.CORRUPT
     large = desk.let_in(dataclasses.replace(offer, size=offer.size + 1))
     assert large is not None and large.reason is Reason.TOO_LARGE
     assert desk.store.ledger.inputs == {}

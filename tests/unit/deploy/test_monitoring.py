@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from farloop.algo.spec import NodeId
 from farloop.cli.main import app
-from farloop.coordinator.observe.metrics import Metrics, StandbyMetrics
+from farloop.coordinator.observe.metrics import Metrics, standby_metrics
 from farloop.monitoring.endpoint import METRICS
 from farloop.node.metrics import Metrics as NodeMetrics
 
@@ -40,7 +40,7 @@ def shown_by_the_daemons() -> set[str]:
     coordinator = Metrics()
     coordinator.scored(1.0)
     names: set[str] = set()
-    standby = StandbyMetrics().exposition(in_sync=True, in_memory=True, silence_s=0.0, taken=0)
+    standby = standby_metrics(in_sync=True, in_memory=True)
     for text in (node.exposition(), coordinator.exposition(), standby):
         for family in text_string_to_metric_families(text.decode()):
             match family.type:
