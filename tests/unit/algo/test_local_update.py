@@ -247,6 +247,7 @@ def distance(
     return sum(seen[-20:]) / len(seen[-20:])
 
 
+@pytest.mark.slow
 def test_local_steps_on_different_data_lead_plain_averaging_astray_and_variates_to_the_minimum_of_all() -> None:
     """The bias is of the method, not of too few rounds; of a lossy codec the rounding remains, not the drift."""
     biased = distance(300, variates=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.fragments import partition
@@ -73,7 +74,7 @@ def indices(slot: TensorSlot, offset: Sequence[int], shape: Sequence[int]) -> Te
 
 
 @given(sharded())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_ranges_cover_a_fragment_once_in_whole_blocks(case: tuple[Layout, Boxes, int]) -> None:
     """I1."""
     layout, boxes, _ = case
@@ -89,7 +90,7 @@ def test_ranges_cover_a_fragment_once_in_whole_blocks(case: tuple[Layout, Boxes,
 
 
 @given(sharded())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_every_element_moves_once_to_its_keeper_and_back_to_every_holder(case: tuple[Layout, Boxes, int]) -> None:
     """I2, and I3: padding is in a range and moves nowhere."""
     layout, boxes, size = case
@@ -117,7 +118,7 @@ def test_every_element_moves_once_to_its_keeper_and_back_to_every_holder(case: t
 
 
 @given(sharded())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_the_parts_of_all_ranks_are_the_fragment(case: tuple[Layout, Boxes, int]) -> None:
     """Padding is where it was (I3)."""
     layout, boxes, size = case
@@ -138,7 +139,7 @@ def test_the_parts_of_all_ranks_are_the_fragment(case: tuple[Layout, Boxes, int]
 
 
 @given(sharded())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_one_rank_keeps_all_and_nothing_moves(case: tuple[Layout, Boxes, int]) -> None:
     """I4."""
     layout, _, _ = case

@@ -8,6 +8,7 @@ import pytest
 from command_line import error_line, farloop
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from farloop.config import layout_file
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -280,7 +281,7 @@ def inventories(draw: st.DrawFn) -> dict[str, Any]:
     return {"plan": plan, "model": model, "nodes": nodes, "links": links}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 @given(inventories())
 def test_whatever_is_planned_is_read_back_and_can_be_followed_by_another(
     tmp_path_factory: pytest.TempPathFactory, tables: dict[str, Any]

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from farloop.node.data import builder
 from farloop.node.data.builder import ByteTokenizer, FileTokenizer, Progress, Tokenizer, build, train_tokenizer
@@ -230,7 +231,7 @@ def test_no_source_fills_the_text_that_a_tokenizer_is_trained_on(
 # --- what a file depends on
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60), min_size=1),
     batch=st.integers(1, 200),

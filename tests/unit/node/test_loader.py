@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_story import identity
 from plain_runs import plain_terms
+from slow_cases import examples
 from torch import Tensor, nn
 
 from farloop.algo.sample_order import sample_index
@@ -147,7 +148,7 @@ def test_a_run_of_token_files_gives_what_the_daemon_would_train_on(tmp_path: Pat
     assert any(index >= num_samples(first, 16) for index in indices), "some of the new data"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 @given(weights=st.lists(st.floats(0.1, 9), min_size=2, max_size=2), steps=st.lists(st.integers(1, 50), max_size=8))
 def test_a_position_is_the_same_tokens_however_positions_are_grouped(
     tmp_path_factory: pytest.TempPathFactory, weights: Sequence[float], steps: Sequence[int]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from node_story import delta
 from safetensors.torch import load_file, save_file
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import BlobId, BlobKind
@@ -246,7 +247,7 @@ class Sent:
     dropped: bool = False
 
 
-@settings(max_examples=60, stateful_step_count=30)
+@settings(max_examples=examples(20), stateful_step_count=30)
 class Feedback(RuleBasedStateMachine):
     """A node and its disk, a coordinator, and a network that delays, repeats and loses outcomes; β = 1."""
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_layouts import layout_of
 from pipeline_nodes import SMALL, microbatches, model
+from slow_cases import examples
 
 from farloop.algo.fragments import partition
 from farloop.algo.stages import Hop, Stage
@@ -123,7 +124,7 @@ def test_a_frame_that_cannot_be_meant_is_refused(parts: list[Buffer], said: str)
         messages.parse(parts, RUN, MOST)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([*MESSAGES, None]), st.integers(0, 10_000), st.integers(1, 255))
 def test_no_damaged_frame_is_believed(message: messages.Message | None, place: int, flip: int) -> None:
     """One byte is another one: header, body or tensor."""
@@ -135,7 +136,7 @@ def test_no_damaged_frame_is_believed(message: messages.Message | None, place: i
         messages.parse(broken, RUN, MOST)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(st.lists(st.binary(max_size=200), max_size=3))
 def test_noise_is_refused_in_one_way(parts: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import two_islands
+from slow_cases import examples
 
 from farloop.planner.fabric import Fabric, fabric_of, islands_of
 from farloop.planner.mode import Crossover, across_groups, inside_groups
@@ -114,7 +115,7 @@ def test_the_worked_example() -> None:
     assert (across.step_s(8), inside.step_s(8)) == pytest.approx((1.74, 0.894), abs=0.001)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10_000))
 def test_the_matching_is_that_of_brute_force(left: int, right: int, seed: int) -> None:
     seconds = fabric(left + right, seed).message_s
@@ -127,7 +128,7 @@ def test_the_matching_is_that_of_brute_force(left: int, right: int, seed: int) -
     assert matching_s(a, b, seconds) == pytest.approx(best)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(12))
 @given(st.integers(1, 6), st.integers(0, 10_000))
 def test_the_order_is_that_of_brute_force(count: int, seed: int) -> None:
     edges = fabric(count, seed).message_s
@@ -136,7 +137,7 @@ def test_the_order_is_that_of_brute_force(count: int, seed: int) -> None:
     assert length == pytest.approx(best) and sorted(order) == list(range(count))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(12))
 @given(st.integers(0, 10_000), st.randoms(use_true_random=False))
 def test_the_order_of_replicas_does_not_matter(seed: int, rand: random.Random) -> None:
     own = fabric(9, seed)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
+from slow_cases import examples
 
 from farloop.planner.chain_search import Annealing, Chains, step_s, visits
 from farloop.planner.exact_chains import lower_bound_s
@@ -156,7 +157,7 @@ def steps(draw: st.DrawFn) -> Step:
     return routes, work, [list(several(st.floats(0.0, 5.0), nodes)) for _ in range(nodes)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(steps())
 def test_a_simulated_step_is_possible_whole_not_below_its_bounds_and_always_the_same(step: Step) -> None:
     """P3, P4: nodes do one thing at a time and keep to their slots; P forwards, one loss, P backwards of each."""
@@ -260,7 +261,7 @@ def test_more_moves_end_no_worse_than_they_began(seed: int) -> None:
         assert step_s(found, task.work, task.message_s) <= step_s(start, task.work, task.message_s)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(steps())
 def test_no_simulated_step_of_one_source_is_below_the_lower_bound_of_its_chain(step: Step) -> None:
     routes, work, message_s = step
@@ -359,7 +360,7 @@ def exists(task: Task) -> bool:
     return False
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_a_path_of_measured_links_is_found_where_one_exists(data: st.DataObject) -> None:
     """On small graphs. The annealing, and the choice of the nearest free replicas, missed some."""

@@ -10,6 +10,7 @@ import xxhash
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
@@ -224,7 +225,7 @@ def test_every_flipped_bit_is_found(codec: Codec) -> None:
     cut=st.integers(0, 3),
     honest_checksum=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 def test_a_mutated_blob_is_refused_or_decodes_to_finite_numbers(
     codec: Codec, edits: list[tuple[int, int]], cut: int, honest_checksum: bool
 ) -> None:
@@ -247,7 +248,7 @@ def test_a_mutated_blob_is_refused_or_decodes_to_finite_numbers(
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(BadBlob):
         parse_blob(data, expected(*CODECS.values()))

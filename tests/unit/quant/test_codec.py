@@ -11,6 +11,7 @@ import torch
 from codec_cases import LARGE, MATRICES, MIXED, every_codec, every_spelling, gaussian, of_shapes, on, padded, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
@@ -155,7 +156,7 @@ def test_the_decoded_tiles_are_what_is_decoded(codec: Codec) -> None:
     bad=st.sampled_from([0x7FC00000, -1, 0x7F800001, -0x7FFFFF, 0x7F800000, -0x800000]),
     places=st.sets(st.integers(0, 10**6), min_size=1, max_size=3),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 def test_what_is_not_finite_is_refused_and_the_first_of_it_named(
     codec: Codec, fragment: Fragment, bad: int, places: set[int]
 ) -> None:
@@ -218,7 +219,7 @@ def test_tensors_of_another_form_are_refused(codec: Codec, fragment: Fragment) -
     random=st.booleans(),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(
     codec: Codec, fragment: Fragment, seed: int, random: bool, edits: list[tuple[int, int]]
 ) -> None:

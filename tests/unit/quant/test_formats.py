@@ -19,6 +19,7 @@ from codec_cases import gaussian, lost, mix, of_shapes, padded, same_bits, unifo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo import spec
@@ -396,7 +397,7 @@ def test_every_format_has_a_second_implementation() -> None:
 
 @pytest.mark.parametrize("spelling", ORACLES)
 @given(data=st.data(), fragment=fragments, seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 def test_bytes_and_numbers_are_those_of_the_second_implementation(
     spelling: str, data: st.DataObject, fragment: spec.Fragment, seed: int
 ) -> None:
@@ -661,7 +662,7 @@ small_vectors = hnp.arrays(np.float32, st.integers(1, 140), elements=st.one_of(s
 
 
 @given(small_vectors)
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_values_of_e3m0_are_zero_or_a_power_of_two_times_the_scale(x: np.ndarray) -> None:
     """Stable and odd, too; inside the range the error is at most a third."""
     codec, fragment, tensor = CODECS["e3m0"], flat(x.size), torch.from_numpy(x)
@@ -686,7 +687,7 @@ def test_the_shift_of_the_lattice_is_at_most_half_a_step_and_all_occur_equally_o
 
 
 @given(st.floats(2.0**-90, 7 * 1.875 * 2.0**124, width=32))
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 def test_seven_scales_of_the_lattice_reach_the_largest_element(largest: float) -> None:
     """And no further than the rounding of a bf16."""
     near_ties = [float(F(7 * m / 64) * F(1 + e * 2.0**-23)) for m in (65, 127) for e in (0, 1)]

@@ -12,6 +12,7 @@ from codec_cases import of_shapes as cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
@@ -134,7 +135,7 @@ matrices = hnp.arrays(
 
 
 @given(matrices, st.integers(0, 100), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=examples(25))
 def test_never_more_is_lost_than_there_is(matrix: np.ndarray, seed: int, warm: bool) -> None:
     matrix = np.where(np.abs(matrix) < 2.0**-60, 0, matrix)
     matrix[0, 0] = 1.0

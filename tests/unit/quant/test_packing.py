@@ -10,6 +10,7 @@ import torch
 from codec_cases import mix, uniform, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from farloop.quant import packing
 from farloop.quant.packing import (
@@ -37,7 +38,7 @@ def rounded(x: float, largest: int = BF16_LARGEST) -> int:
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_rounding_is_to_nearest_and_ties_go_to_even(x: float) -> None:
     got = rounded(x)
     assert got >> 15 == int(np.signbit(np.float32(x)))
@@ -88,7 +89,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @given(seed=seeds, first=st.integers(0, 2**28).map(lambda half: 2 * half), count=st.integers(0, 41))
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_random_bits_are_those_of_the_second_implementation(seed: int, first: int, count: int) -> None:
     """Even elements have the low half of their word, odd ones the high half."""
     assert mix32(seed) == mix(seed)

@@ -13,6 +13,7 @@ from codec_cases import lost, mix, of_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
@@ -112,7 +113,7 @@ def peeled_by_oracle(counters: list[float], elements: list[int], width: int) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_bytes_equal_the_oracle(data: st.DataObject) -> None:
     codec = dataclasses.replace(SMALL, density=data.draw(st.sampled_from([0.01, 0.1, 0.5])))
     fragment = of_shapes(*data.draw(st.lists(st.sampled_from([(), (63,), (64,), (9, 12)]), min_size=1, max_size=3)))
@@ -134,7 +135,7 @@ def test_bytes_of_a_whole_sketch_equal_the_oracle(power: int) -> None:
 
 
 @given(seed=st.integers(0, 10_000), density=st.sampled_from([0.05, 0.3, 0.8]))
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 def test_what_is_in_a_payload_is_read_as_the_oracle_reads_it(seed: int, density: float) -> None:
     """Made-up counters and bitmaps, from those that come apart to those that do not."""
     generator = np.random.default_rng(seed)
@@ -256,7 +257,7 @@ def test_counters_whose_differences_overflow_are_refused() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(data: st.DataObject) -> None:
     fragment = of_shapes((3,), (data.draw(st.integers(64, 200)),))
     payload = SMALL.encode(gaussian(fragment.numel), fragment)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from farloop.sim.bandwidth import MODEL_NAMES, ModelName, Training, required_gbit_s, utilization
 from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
@@ -103,7 +104,7 @@ def published_utilization(training: Training, gbit_s: float, *, periods: int = 6
     return (periods - periods // 2) * training.h * training.step_s / (now - half)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(trainings(), st.floats(0.1, 0.9) | st.floats(1.1, 10))
 def test_it_agrees_with_a_walk_over_every_step(training: Training, factor: float) -> None:
     """Not where the link can just carry it: there the walk takes hundreds of periods to use its overlap up."""
@@ -138,7 +139,7 @@ def flow_utilization(training: Training, gbit_s: Sequence[float], *, rounds: int
     return (max(at) - warm) * training.h * training.step_s / (at[max(at)] - at[warm])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 6), st.integers(1, 24), st.integers(0, 1), st.data(), st.floats(0.1, 10))
 def test_it_agrees_with_the_flow_simulator_where_one_payload_is_under_way_at_a_time(
     fragments: int, steps: int, lag: int, data: st.DataObject, factor: float

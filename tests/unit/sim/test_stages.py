@@ -13,6 +13,7 @@ from pipeline_layouts import example, example_delay, layout_of
 from pipeline_world import Costs
 from simulated_outcome import Outcome
 from simulated_runs import scenario_of
+from slow_cases import examples
 
 from farloop.algo.spec import NodeId
 from farloop.algo.stages import StageLayout
@@ -356,7 +357,7 @@ def layouts(draw: st.DrawFn) -> StageLayout:
     return layout_of(replicas, paths)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(6))
 @given(data=st.data(), layout=layouts())
 def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: StageLayout) -> None:
     """Machines check their own invariants after every event; at the end nothing of what is settled is kept anywhere."""
@@ -399,7 +400,7 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
                 assert source.flights.is_flying(trip) or news(world, trip.source), f"{name} keeps {trip}"
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(layout=layouts(), microbatches=st.integers(1, 5), credit=st.integers(1, 4), data=st.data())
 def test_where_nothing_dies_nothing_is_lost(
     layout: StageLayout, microbatches: int, credit: int, data: st.DataObject

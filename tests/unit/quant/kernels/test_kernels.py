@@ -8,13 +8,16 @@ written shows.
 
 import math
 import os
-from typing import overload
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, overload
 
 import pytest
 import torch
 from codec_cases import MIXED, TOP, gaussian, hard_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples, mostly_slow
 from torch import Tensor
 
 from farloop.algo.outer_optimizers import OuterSettings, outer_step_
@@ -78,6 +81,12 @@ def pair(request: pytest.FixtureRequest) -> tuple[BlockCodec, BlockKernels]:
 @pytest.fixture(params=(*SPELLINGS, *ONLY_ENCODED))
 def encoder(request: pytest.FixtureRequest) -> tuple[BlockCodec, BlockKernels]:
     return both(request.param)
+
+
+def each_with(spellings: Sequence[str], values: Sequence[Any]) -> list[Any]:
+    """The first of `values` with all spellings, and two spellings with all of them; a kernel is compiled for each."""
+    cases = list(product(spellings, values))
+    return mostly_slow(cases, *(case for case in cases if case[1] == values[0] or case[0] in ("fp32", "q4")))
 
 
 def normal(numel: int, seed: int = 0, deviation: float = 1e-3) -> Tensor:
@@ -175,7 +184,7 @@ def test_payloads_residuals_and_numbers_of_hard_numbers(pair: tuple[BlockCodec, 
 
 
 @pytest.mark.parametrize("spelling", (*SPELLINGS, *ONLY_ENCODED))
-@settings(max_examples=3 if TRITON else 20)
+@settings(max_examples=3 if TRITON else examples(10))
 @given(
     words=st.lists(
         st.integers(0, 0xFF7FFFFF).filter(lambda word: word & 0x7F800000 != 0x7F800000), min_size=1, max_size=8
@@ -190,7 +199,7 @@ def test_payloads_of_any_bit_patterns(spelling: str, words: list[int], numel: in
     assert same_bits(encoded(codec, kernels, x, seed=seed), reference(codec, x, seed=seed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("pair", "dtype"), each_with(SPELLINGS, DTYPES), indirect=["pair"])
 def test_deltas_and_what_they_lose(pair: tuple[BlockCodec, BlockKernels], dtype: torch.dtype) -> None:
     codec, kernels = pair
     for numel in (2500,) if TRITON else (1, 257, 2500):
@@ -207,7 +216,9 @@ def test_deltas_and_what_they_lose(pair: tuple[BlockCodec, BlockKernels], dtype:
         assert same_bits(residual, v - decoded(codec, payload, numel))
 
 
-@pytest.mark.parametrize("dtype", [None, *DTYPES])
+@pytest.mark.parametrize(
+    ("encoder", "dtype"), each_with((*SPELLINGS, *ONLY_ENCODED), [None, *DTYPES]), indirect=["encoder"]
+)
 def test_the_first_number_that_is_not_finite_is_found(
     encoder: tuple[BlockCodec, BlockKernels], dtype: torch.dtype | None
 ) -> None:
@@ -234,7 +245,6 @@ def test_a_difference_may_overflow(encoder: tuple[BlockCodec, BlockKernels]) -> 
 
 
 @numba_only
-@settings(max_examples=100)
 @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=64, max_size=64))
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_anchors_are_cast_as_torch_casts(dtype: torch.dtype, words: list[int]) -> None:
@@ -333,9 +343,11 @@ def test_every_byte_of_codes_decodes(pair: tuple[BlockCodec, BlockKernels]) -> N
     assert same_bits(acc, expected)
 
 
-@pytest.mark.parametrize(("momentum", "in_place"), [(True, True), (True, False), (False, True)])
-def test_the_outer_step_is_that_of_algo(pair: tuple[BlockCodec, BlockKernels], momentum: bool, in_place: bool) -> None:
-    codec, kernels = pair
+@pytest.mark.parametrize(
+    ("pair", "how"), each_with(SPELLINGS, [(True, True), (True, False), (False, True)]), indirect=["pair"]
+)
+def test_the_outer_step_is_that_of_algo(pair: tuple[BlockCodec, BlockKernels], how: tuple[bool, bool]) -> None:
+    (codec, kernels), (momentum, in_place) = pair, how
     mu = 0.9 if momentum else 0.0
     for numel in (1, 2500) if TRITON else (1, 257, 2500, 4096, 9000):
         target, anchor = normal(numel, 1, 0.1), normal(numel, 2, 0.1)

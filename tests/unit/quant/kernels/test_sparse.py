@@ -10,6 +10,7 @@ import torch
 from codec_cases import LARGE, MATRICES, MIXED, gaussian, hard_numbers, of_shapes, padded, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
@@ -65,7 +66,7 @@ def test_payloads_of_hard_numbers(spelling: str) -> None:
 
 
 @every_spelling
-@settings(max_examples=30)
+@settings(max_examples=examples(10))
 @given(
     words=st.lists(
         st.integers(0, 0xFF7FFFFF).filter(lambda word: word & 0x7F800000 != 0x7F800000), min_size=1, max_size=8

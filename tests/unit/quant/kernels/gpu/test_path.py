@@ -20,8 +20,8 @@ from farloop.quant.registry import codec_named
 LAWS = Path(__file__).parents[1] / "test_kernels.py"
 
 
-def run_laws(which: str, **environment: str) -> None:
-    options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", which)
+def run_laws(which: str, marks: str = "", **environment: str) -> None:
+    options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", which, "-m", marks)
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, LAWS],
         env={**os.environ, "KERNELS": "triton", **environment},
@@ -33,11 +33,10 @@ def run_laws(which: str, **environment: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "which",
-    ["q8 or (absolute and nearest)", *slow("q4r", "not q4r")],
+    ("which", "marks"), [("q8 or (absolute and nearest)", "not slow"), *slow(("q4r", ""), ("not q4r", ""))]
 )
-def test_interpreted_kernels_give_the_bytes_of_the_reference(which: str) -> None:
-    run_laws(which, TRITON_INTERPRET="1")
+def test_interpreted_kernels_give_the_bytes_of_the_reference(which: str, marks: str) -> None:
+    run_laws(which, marks, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
