@@ -130,6 +130,7 @@ def test_stages_of_a_pipeline_reach_each_other_by_ipv6_and_by_the_second_address
 
 
 @needs_ipv6
+@pytest.mark.slow
 def test_a_run_over_ipv6_from_its_settings_to_its_end(new_run: NewRun) -> None:
     run = new_run(steps=8, h=4, tau=1, nodes=1)
     run.tables["coordinator"] |= {"bind": f"tcp://[::]:{run.port}", "http": f"[::1]:{run.http}", "insecure": True}

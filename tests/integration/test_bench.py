@@ -15,6 +15,7 @@ from farloop.lab.bench.sync_trace import STAGES
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_methods_are_trained_on_equal_tokens_drawn_and_kept(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(2000)))

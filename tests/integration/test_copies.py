@@ -117,6 +117,7 @@ def test_a_run_goes_on_from_a_copy_in_s3_after_all_processes_died_and_the_disk_w
     assert_all_agree(run, run.until_done(coordinator, node), "a")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_and_an_orderly_stop_leave_a_copy(new_run: NewRun, tmp_path: Path) -> None:
     """Whatever `copy_every_s` is: a finished run left an empty bucket. The run goes on from that of the stop."""
     run, bucket = new_run(steps=60, nodes=1, **PACED), Bucket((tmp_path / "store").as_uri())

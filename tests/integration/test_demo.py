@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,13 +28,36 @@ PROMISED = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(900)  # several runs, one after the other
-def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> None:
-    out = tmp_path / "demo"
+def farloop(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *FARLOOP, *words]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a demo left, and what it printed."""
+
+    out: Path
+    done: subprocess.CompletedProcess[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(self.done.stdout))
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command where the demo ran."""
+        return farloop(self.out.parent, *words)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    out = tmp_path_factory.mktemp("shown") / "demo"
     options = ["--model", "nano", "--steps", "60", "--data", str(TEXT), "--json", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, *DEMO, *options], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    return Shown(out, farloop(out.parent, "demo", *options))
+
+
+def test_the_demo_prints_one_json_object_and_leaves_a_report(shown: Shown) -> None:
+    out, done = shown.out, shown.done
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
@@ -53,18 +77,30 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert summary["reduction"] == pytest.approx(summary["bytes_data_parallel_fp32"] / total)
     assert (out / "model.safetensors").exists()
     assert_stands_alone((out / "report.html").read_text())
-    assert_resuming_changes_nothing(out, summary, tmp_path)
-    assert_the_baseline_is_what_was_measured(out, summary, tmp_path)
+    assert_resuming_changes_nothing(shown)
 
 
-def assert_the_baseline_is_what_was_measured(out: Path, summary: dict[str, Any], folder: Path) -> None:
-    """The command that the report names, and then the report, which takes no run of other settings."""
-    said, _, commands = summary["baseline"].partition("; to compare: ")
-    assert said == "not measured" and "baseline_loss" not in summary
+def assert_resuming_changes_nothing(shown: Shown) -> None:
+    """A finished run is told again; an option that would say otherwise than its begin is refused."""
+    again, other = (shown.run("demo", "--resume", str(shown.out), *more) for more in (["--json"], ["--steps", "90"]))
+    assert again.returncode == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert {key: told[key] for key in PROMISED} == {key: shown.summary[key] for key in PROMISED}
+    assert other.returncode == ExitCode.USAGE
+    assert other.stderr.strip().splitlines() == [
+        "farloop: error: --resume keeps the options of the run; leave out --steps"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # several runs, one after the other
+def test_the_baseline_is_what_was_measured(shown: Shown) -> None:
+    """By the command that the report names; and then the report, which takes no run of other settings."""
+    said, _, commands = shown.summary["baseline"].partition("; to compare: ")
+    assert said == "not measured" and "baseline_loss" not in shown.summary
 
     def run(command: str) -> dict[str, Any]:
-        words = [sys.executable, *FARLOOP, *shlex.split(command)[1:], "--json"]
-        done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+        done = shown.run(*shlex.split(command)[1:], "--json")
         assert done.returncode == 0, done.stderr
         return cast(dict[str, Any], json.loads(done.stdout))
 
@@ -72,26 +108,10 @@ def assert_the_baseline_is_what_was_measured(out: Path, summary: dict[str, Any],
     baseline, told = run(measure), run(again)
     assert baseline["method"] == "data-parallel" and "baseline" not in baseline
     assert told["baseline_loss"] == baseline["val_loss_end"]
-    other = out.with_name(f"{out.name}-data-parallel") / "demo.json"
+    other = shown.out.with_name(f"{shown.out.name}-data-parallel") / "demo.json"
     other.write_text(other.read_text().replace('"seed": 0', '"seed": 1'))
     told = run(again)
     assert "holds a run of other settings" in told["baseline"] and "baseline_loss" not in told
-
-
-def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folder: Path) -> None:
-    """A finished run is told again; an option that would say otherwise than its begin is refused."""
-    resume = [sys.executable, *DEMO, "--resume", str(out)]
-    again, other = (
-        subprocess.run([*resume, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
-        for more in (["--json"], ["--steps", "90"])
-    )
-    assert again.returncode == 0, again.stderr
-    told = json.loads(again.stdout)
-    assert {key: told[key] for key in PROMISED} == {key: summary[key] for key in PROMISED}
-    assert other.returncode == ExitCode.USAGE
-    assert other.stderr.strip().splitlines() == [
-        "farloop: error: --resume keeps the options of the run; leave out --steps"
-    ]
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_a_trainer_saves_resumes_and_loads_its_best_model(trainer_run: TrainerRu
     assert all(torch.equal(tensor, best[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_trainer_that_begins_again_with_a_smaller_batch_is_one_node(trainer_run: TrainerRun) -> None:
     trainer = trainer_run.trainer(Doubling(most=2), max_steps=12, auto_find_batch_size=True)
     for _ in range(2):

@@ -88,6 +88,7 @@ def test_a_link_that_becomes_eight_times_slower_is_named_in_the_status(new_run: 
     assert "anomaly kind=link_slow node=c" in run.logs(lines=200)
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_or_hangs_costs_the_others_seconds_and_comes_back(new_run: NewRun) -> None:
     run = new_run(steps=320, **PACED)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")

@@ -43,6 +43,7 @@ def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new
     assert not status["alarms"]
 
 
+@pytest.mark.slow
 def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
     run = new_run(steps=120, **PACED)
     a, b, later = with_an_old_copy(run)

@@ -207,6 +207,7 @@ def test_readme_a_loop_of_ones_own(opened: Open) -> None:
     assert (reader.machine("coordinator") / "state/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_quickstart_by_hand(opened: Open, tmp_path: Path) -> None:
     reader = opened("docs/quickstart.md", {})
     examples = shutil.copytree(ROOT / "examples", reader.machine("here") / "examples")

@@ -64,6 +64,7 @@ def test_a_pipeline_without_skips_is_the_whole_model() -> None:
     assert SMALL.layers == len(layout.stages)
 
 
+@pytest.mark.slow
 def test_sources_that_share_a_stage_train_it_on_both() -> None:
     """Two sources, one second stage: it takes one step for the mean of both."""
     nodes = Nodes(layout_of(["ab", "c"], ["ac", "bc"], layers=4))
@@ -97,6 +98,7 @@ def test_a_skipped_stage_is_the_identity() -> None:
     torch.testing.assert_close(grad, whole.blocks[2].mlp.down.weight.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_with_a_quarter_of_the_stages_left_out_a_model_still_learns() -> None:
     """x = 25 %: two sources with disjoint paths through three of four stages each."""
     nodes = Nodes(layout_of(["ab", "cd", "ef", "gh"], ["ace", "bdh"]))

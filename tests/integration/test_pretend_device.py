@@ -42,6 +42,7 @@ def trained(loop: Loop, node: Node, steps: int, cuda: Device) -> list[int]:
     return waits
 
 
+@pytest.mark.slow
 def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

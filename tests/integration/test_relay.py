@@ -67,9 +67,7 @@ async def upload(port: int, num_bytes: int) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize(
-    ("link", "num_bytes"), [("20mbit/0ms", 2_000_000), ("50mbit/20ms", 5_000_000), ("2mbit/1ms", 150_000)]
-)
+@pytest.mark.parametrize(("link", "num_bytes"), [("50mbit/20ms", 5_000_000), ("2mbit/1ms", 150_000)])
 def test_a_transfer_takes_as_long_as_the_rate_says(link: str, num_bytes: int) -> None:
     async def run() -> float:
         async with serving(count, link) as relay:
@@ -146,7 +144,7 @@ def test_a_reader_that_stops_stops_the_sender_and_no_other_connection() -> None:
     async def run() -> int:
         async with serving(first_byte_decides, "1gbit/10ms") as relay:
             _, writer = await asyncio.open_connection("127.0.0.1", relay.port)
-            writer.write(b"s" + bytes(64 << 20))
+            writer.write(b"s" + bytes(32 << 20))
             await stalled.wait()
             await asyncio.sleep(0.5)
             reader, other = await asyncio.open_connection("127.0.0.1", relay.port)

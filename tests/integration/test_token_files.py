@@ -45,6 +45,7 @@ def test_two_nodes_train_on_a_mixture_of_token_files_with_a_tokenizer_of_their_o
     assert load_file(run.state_dir / "model.safetensors")["embed.weight"].shape == (400, 64)
 
 
+@pytest.mark.slow
 def test_loops_of_one_s_own_get_granted_samples_of_a_token_file(new_run: NewRun) -> None:
     run = new_run()
     shutil.copytree(EXAMPLES, run.folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
