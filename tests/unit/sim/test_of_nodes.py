@@ -59,6 +59,7 @@ def rounds_s(outcome: Outcome) -> list[float]:
     return [after - before for before, after in itertools.pairwise(at)]
 
 
+@pytest.mark.slow
 def test_behind_a_thin_link_rounds_become_as_much_shorter_as_the_planner_says() -> None:
     """And the run survives a crash of its coordinator between the change and the end."""
     first = {"h": H, "codec_up": "q8", "outer_momentum": 0.0, "thin": THIN, "blocks": 60}

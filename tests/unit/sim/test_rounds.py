@@ -121,7 +121,10 @@ BATCH = BATCH_SEQUENCES * SEQUENCE_TOKENS
 STEPS = 48
 
 
-@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.weights != "equal"])
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow([name for name, method in METHODS.items() if method.weights != "equal"], "streaming", "decoupled"),
+)
 def test_the_size_of_the_batch_decides_the_weight_of_a_delta_and_not_the_steps_of_a_node(method: str) -> None:
     """A, H: three nodes at one pace, one of them with a quarter of the batch."""
     choices = {} if "h" in METHODS[method].fixed else {"h": 12}

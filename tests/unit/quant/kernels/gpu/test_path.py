@@ -33,7 +33,7 @@ def run_laws(which: str, marks: str = "", **environment: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("which", "marks"), [("q8 or (absolute and nearest)", "not slow"), *slow(("q4r", ""), ("not q4r", ""))]
+    ("which", "marks"), [("absolute and nearest", "not slow"), *slow(("q4r", ""), ("not q4r", ""))]
 )
 def test_interpreted_kernels_give_the_bytes_of_the_reference(which: str, marks: str) -> None:
     run_laws(which, marks, TRITON_INTERPRET="1")
