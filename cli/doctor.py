@@ -42,9 +42,10 @@ from farloop.monitoring.units import count_text, duration_text, rate_text, size_
 from farloop.node.data.corpus import load_corpus
 from farloop.node.data.token_file import BYTES
 from farloop.node.errors import CorpusError, NodeError, StateUnusable
-from farloop.node.machine_info import Limits, OperatorLabels, SysfsReader, limits, read_inventory
+from farloop.node.link import LinkConfig
+from farloop.node.machine_info import Limits, SysfsReader, limits, read_inventory
 from farloop.node.state_dir import NodeState
-from farloop.node.zmq_dealer import LinkConfig, try_link
+from farloop.node.zmq_dealer import try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
@@ -227,7 +228,7 @@ def examine(
 ) -> list[Finding]:
     """Check this machine and a settings file. `store`: a signed URL. `root`: where /sys and /proc are."""
     tree = SysfsReader(root)
-    told, allowed = read_inventory(environ, OperatorLabels(), root=root), limits(tree)
+    told, allowed = read_inventory(environ, root=root), limits(tree)
     findings = [*versions(), *devices(), monotonic_clock(), *limit_findings(allowed, told)]
     if store:
         findings.append(store_from_here(store))
@@ -241,7 +242,7 @@ def examine(
     if isinstance(file, RunFile):
         return [*findings, *machine(told), *_run_findings(file)]
     config = file.node
-    told = read_inventory(environ, OperatorLabels.of(config.site, config.address, config.nics), root=root)
+    told = read_inventory(environ, config.site, config.address, config.nics, root=root)
     return [*findings, *machine(told), *_node_findings(file, url), *_network_findings(file, url, told, allowed)]
 
 

@@ -27,11 +27,11 @@ from farloop.monitoring.addresses import check_source
 from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
+from farloop.node.link import LinkConfig
 from farloop.node.model.inner_optimizer import Whose
 from farloop.node.model.merges import OnMerge
 from farloop.node.model.shards import ModelParts, is_dtensor
 from farloop.node.settings import Buffers, NodeConfig, Where, check_fingerprint
-from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.keys import check_name
 from farloop.wire.limits import check_lanes
 from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate

@@ -24,7 +24,7 @@ from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
 from farloop.node.devices import device_number
 from farloop.node.errors import Unreachable
-from farloop.node.machine_info import OperatorLabels, read_inventory
+from farloop.node.machine_info import read_inventory
 from farloop.node.parent import end_with_torchrun
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import pack, unpack, validate
@@ -133,7 +133,7 @@ class Cluster:
 
     def described(self, inventory: Inventory) -> Inventory:
         """The machine's inventory, looked up unless given, with the node's devices."""
-        found = read_inventory({}, OperatorLabels()) if inventory == NOTHING else inventory
+        found = read_inventory({}) if inventory == NOTHING else inventory
         found = replace(found, cpus=found.cpus or os.cpu_count() or 0)
         if self.device.type != "cuda":
             return found
@@ -152,21 +152,7 @@ class Cluster:
         """Send rank 0's decisions on the next steps, at least one, to all ranks."""
         if self.alone:
             return list(decisions)
-        plain = [
-            [one.running, one.lr, one.position, list(one.merged), list(one.samples), list(one.ahead)]
-            for one in decisions
-        ]
-        return [
-            Decision(
-                running=running,
-                lr=lr,
-                merged=tuple(merged),
-                samples=tuple(samples),
-                ahead=tuple(ahead),
-                position=position,
-            )
-            for running, lr, position, merged, samples, ahead in unpack(self._share_bytes(pack(plain)))
-        ]
+        return [validate(Decision, plain) for plain in unpack(self._share_bytes(pack(list(decisions))))]
 
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank agrees; the same answer on all ranks."""

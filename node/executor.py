@@ -18,7 +18,7 @@ from farloop.algo.stages import Part
 from farloop.node import events as ev
 from farloop.node.cluster import Decision
 from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused
-from farloop.node.link import REPEAT_S, Traffic
+from farloop.node.link import REPEAT_S, Deliver, Greeting, Traffic
 from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
 from farloop.node.model.anchor_files import AnchorFiles, Head
@@ -51,10 +51,8 @@ _IN_PLACE = bytearray()
 class Link(Protocol):
     """The node's link to the coordinator. Nothing here waits."""
 
-    def start(
-        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
-    ) -> None:
-        """Begin to dial. `hello` returns the first message of a session; both are called in the link's thread."""
+    def start(self, hello: Greeting, deliver: Deliver) -> None:
+        """Begin to dial. Both are called in the link's thread."""
 
     @property
     def moved(self) -> Traffic:
@@ -158,7 +156,7 @@ class NodeExecutor:
         """Set the model; the run's spec must be known. `frozen`, `unsaved`: as `Ready`. Raises as `replica_of`."""
         spec = self.machine.spec
         assert spec is not None
-        self.machine.set_digests(frozen, unsaved)
+        self.machine.frozen, self.machine.unsaved = frozen, unsaved
         self.replica = replica_of(module, spec, self.machine.holds, weights)
         self._reports.layout = spec.identity.layout.digest()
         if self.replica.gradients:  # anchors change at every step

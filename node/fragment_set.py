@@ -322,7 +322,9 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
         works_on = bool(terms.schedule.lag) and (last is not None or inner_steps > state.counted_from)
         if not versions or (training and works_on and not state.is_behind(terms)):
             return None
-        return DueMerge(versions=versions, mix=_mix_unsent(state, versions[-1], inner_steps), loses_steps=True)
+        window = state.terms_of.get(versions[-1])
+        mix = window.mix if window and inner_steps > state.joined_at else 0.0  # of unsent work, what survives
+        return DueMerge(versions=versions, mix=mix, loses_steps=True)
     wanted = last.terms.window - terms.schedule.lag
     if (versions[-1] if versions else state.version) < wanted or (terms.schedule.eager and last.offer is None):
         return None
@@ -334,12 +336,6 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
     if state.undecided_is_in(last) == last.terms.window:
         return DueMerge(versions=versions, mix=last.terms.mix)
     return DueMerge(versions=versions, mix=0.0, loses_steps=True)
-
-
-def _mix_unsent(state: FragmentState, version: int, inner_steps: int) -> float:
-    """Share of unsent local work that survives a merge."""
-    terms = state.terms_of.get(version)
-    return terms.mix if terms and inner_steps > state.joined_at else 0.0
 
 
 def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:

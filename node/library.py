@@ -58,6 +58,7 @@ from farloop.node.driver import Driver
 from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.executor import NodeExecutor
 from farloop.node.hang_watch import EVALUATING, EXCHANGING, WAITING, HangWatch
+from farloop.node.link import LinkConfig
 from farloop.node.metrics import Metrics, serve
 from farloop.node.model.anchor_files import AnchorFiles
 from farloop.node.model.frozen import Frozen
@@ -79,7 +80,7 @@ from farloop.node.model.shards import (
 from farloop.node.settings import SAVE_EVERY_ROUNDS, Buffers, NodeConfig, Where, check_fingerprint
 from farloop.node.signals import Handlers
 from farloop.node.state_dir import NodeState, reserve
-from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.node.zmq_dealer import LinkThread
 from farloop.quant.registry import warm_for
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name

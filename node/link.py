@@ -2,22 +2,28 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Final, Self
 
 from farloop.algo.spec import BlobId, BlobKind
+from farloop.monitoring.addresses import check_source, parse_each_tcp
+from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.errors import Unreachable
+from farloop.node.settings import NodeConfig
 from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Moved, Objects, Timer
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.lanes import lanes_needed
-from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing
+from farloop.wire.limits import BACKOFF_S, BAD_FRAMES, Limits, Timing, check_lanes
 from farloop.wire.link_measurement import DIGEST, LARGE_LOST, MTU_FIX, Noise, Sink, lacks_large, large_lost, parse
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import MOST_SEEN, BytesByKind, Observed, Probe, Role, Seen
@@ -27,6 +33,68 @@ from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Session, State
 from farloop.wire.uplink import Uplink, UplinkLimit
+
+_log = logging.getLogger(__name__)
+
+# --- Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """Settings of a link. Raises ValueError for half a pair of keys, too many lanes, and for a congestion control or an
+    address out of reach."""
+
+    coordinator: str
+    """ZeroMQ address, as tcp://host:port; several with commas between them."""
+    key: Path | None = None
+    """This node's secret key file; CURVE is on with it."""
+    server_key: Path | None = None
+    """File of the coordinator's public keys; goes with `key`."""
+    congestion: str = ""
+    """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
+    lanes: int = 0
+    """Connections that carry blobs; 0: as many as the link is measured to need."""
+    bulk_source: str = ""
+    """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
+    uplink: UplinkLimit = field(default_factory=UplinkLimit)
+    """What it may send."""
+    inventory: Inventory = NOTHING
+    """What it tells of its machine."""
+    give_up_s: float = 0.0
+    """Seconds without a session after which the link delivers Unreachable; 0: never."""
+    kept: Path | None = None
+    """File for what is known of the link, so that the first blobs of the next start fill it."""
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Self:
+        """By a node's settings. Raises ValueError."""
+        return cls(
+            coordinator=config.coordinator,
+            key=config.key,
+            server_key=config.server_key,
+            congestion=config.congestion,
+            lanes=config.lanes,
+            bulk_source=config.bulk_source,
+            uplink=config.uplink,
+            give_up_s=config.give_up,
+        )
+
+    def __post_init__(self) -> None:
+        if (self.key is None) != (self.server_key is None):
+            raise ValueError("key and server_key go together: with one alone nothing would be encrypted")
+        try:
+            check_lanes(self.lanes)
+        except ValueError as error:
+            raise ValueError(f"lanes: {error}") from None
+        if self.bulk_source:
+            try:
+                for address in parse_each_tcp(self.coordinator):
+                    check_source(self.bulk_source, address.host)
+            except ValueError as error:
+                raise ValueError(f"bulk_source: {error}") from None
+        if self.congestion and (refused := congestion_refused(self.congestion)):
+            raise ValueError(refused)
+
 
 # --- Traffic
 
@@ -131,8 +199,6 @@ def _blob(probe: Probe) -> BlobId:
 # A transfer that broke off is resumed if the next session announces it again. A snapshot may replace updates, or an
 # older snapshot, so not every blob is announced again. What a session did not ask for is dropped at its end.
 
-_log = logging.getLogger(__name__)
-
 
 class Downloads:
     """Blobs that have partly arrived, over all sessions."""
@@ -235,6 +301,10 @@ def patience_text(give_up_s: float) -> str:
     return f"{give_up_s:g}s" if give_up_s else "never"
 
 
+Greeting = Callable[[], msg.Hello]  # the first message of a session
+Deliver = Callable[[wire_ev.SessionEvent | Exception], None]
+
+
 class NodeLink:
     """Keeps a session with the coordinator open: dials, backs off, downloads, uploads, and measures the link.
 
@@ -244,48 +314,26 @@ class NodeLink:
 
     def __init__(
         self,
+        config: LinkConfig,
         dialer: Dialer,
         clock: Clock,
         uniform: Callable[[float, float], float],
         *,
-        coordinator: str,
-        limits: Limits,
-        timing: Timing,
-        inventory: Inventory = NOTHING,
-        encrypted: bool = False,
-        lanes: int = 1,
-        uplink: UplinkLimit | None = None,
-        known: LinkKnown | None = None,
-        keep: Callable[[LinkKnown], None] = lambda known: None,
-        give_up_s: float = 0.0,
+        limits: Limits | None = None,
+        timing: Timing | None = None,
         objects: Objects | None = None,
         check: bool = False,
     ) -> None:
-        """
-        Args:
-            dialer: makes connections.
-            clock: monotonic time and timers.
-            uniform: a random number between two.
-            coordinator: the address, for log lines.
-            limits: of a session.
-            timing: of a session.
-            inventory: what the node tells of its machine.
-            encrypted: whether connections are, for the count of bytes.
-            lanes: connections that carry blobs; 0: as many as the link is measured to need.
-            uplink: what the node may send.
-            known: what is known of the link from earlier.
-            keep: called with what is known when it has changed.
-            give_up_s: seconds without a session after which Unreachable is delivered and no other is wanted; 0: never.
-            objects: what reaches an object store, if the coordinator names one.
-            check: assert the session's invariants after every change.
-        """
-        self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
-        self._limits, self._timing, self._inventory = limits, timing, inventory
-        self.uplink = Uplink(uplink, clock.minute_of_day, clock.now()) if uplink else None
-        self._encrypted, self._known, self._store_known, self._check = encrypted, known, keep, check
-        self._give_up_s = give_up_s
-        self._hello: Callable[[], msg.Hello]
-        self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+        """`uniform`: a random number between two. `objects`: what reaches an object store, if the coordinator names
+        one. `check`: assert the session's invariants after every change."""
+        self._config, self._dialer, self._clock, self._uniform = config, dialer, clock, uniform
+        self._coordinator, self._give_up_s = config.coordinator.replace(" ", ""), config.give_up_s
+        self._limits, self._timing = limits or Limits(), timing
+        self.uplink = Uplink(config.uplink, clock.minute_of_day, clock.now()) if config.uplink else None
+        self._known = None if config.kept is None else read_known(config.kept, config.coordinator)
+        self._check = check
+        self._hello: Greeting
+        self._deliver: Deliver
         self._session: Session | None = None
         self._connection: Connection | None = None
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
@@ -296,7 +344,7 @@ class NodeLink:
         self._places: dict[BlobId, str] = {}  # URLs of what is to be announced
         self._reading: dict[BlobId, bytearray] = {}  # what is on its way from the store
         self._to_read: dict[BlobId, Callable[[], None]] = {}  # what waits for those to end
-        self._fixed_lanes, self._wanted_lanes = lanes, max(1, lanes)
+        self._fixed_lanes, self._wanted_lanes = config.lanes, max(1, config.lanes)
         self._revised_at = float("-inf")  # when the number of lanes last changed
         self._bulk = False  # whether bulk lanes were asked for, as they are once the session is open
         self._greeting: set[int] = set()  # bulk lanes that are being opened
@@ -317,10 +365,8 @@ class NodeLink:
         self._over = False  # no further session is wanted
         self.disk: tuple[int, int] | None = None  # bytes free for the state folder, and used by it, once measured
 
-    def start(
-        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
-    ) -> None:
-        """Begin to dial. `hello` returns the first message of a session."""
+    def start(self, hello: Greeting, deliver: Deliver) -> None:
+        """Begin to dial."""
         self._hello, self._deliver = hello, deliver
         self._away()
         self._dial()
@@ -384,8 +430,8 @@ class NodeLink:
         session = Session(
             Role.NODE, now, limits=self._limits, timing=self._timing, known=self._known, uplink=self.uplink
         )
-        session.traffic.curve = self._encrypted
-        session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
+        session.traffic.curve = self._config.key is not None
+        session.send(dataclasses.replace(self._hello(), inventory=self._config.inventory), now)
         self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)
         self._bulk, self._bad_frames, self._failed, self._info = False, {}, False, b""
         connection.listen(self)
@@ -721,7 +767,8 @@ class NodeLink:
         pairs = zip(dataclasses.astuple(old), dataclasses.astuple(new), strict=True)
         if any(not 0.7 * before <= after <= 1.4 * before for before, after in pairs):
             self._known = new
-            self._store_known(new)
+            if self._config.kept is not None:
+                write_known(self._config.kept, self._config.coordinator, new)
 
     def _on_session_end(self, session: Session, reason: Reason, detail: str) -> None:
         self._ended_by = detail or reason.sentence
@@ -769,3 +816,29 @@ class NodeLink:
         for report in reports:
             if report is not None:
                 self._send(report)
+
+
+def read_known(path: Path, coordinator: str) -> LinkKnown | None:
+    """What the file tells of the link to this coordinator; None for nothing."""
+    try:
+        kept = json.loads(path.read_text())
+        if kept.pop("coordinator") == coordinator:
+            known = LinkKnown(**kept)
+            if all(isinstance(number, float) and 0.0 <= number < math.inf for number in kept.values()):
+                return known
+            raise ValueError(f"{known}")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("link not known path=%s reason=%r: it is measured anew", path, str(error))
+    return None
+
+
+def write_known(path: Path, coordinator: str, known: LinkKnown) -> None:
+    """Keep it for the next start. A file that cannot be written costs no more than that."""
+    try:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"coordinator": coordinator, **dataclasses.asdict(known)}, allow_nan=False))
+        new.replace(path)
+    except OSError as error:
+        _log.warning("link not kept path=%s reason=%r", path, str(error))

@@ -13,7 +13,7 @@ from typing import Literal, assert_never
 
 from farloop.algo.methods import screens_deltas
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.algo.stages import Part, fault_of, is_source
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
@@ -64,7 +64,7 @@ class NodeMachine:
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
-        self.frozen = self.unsaved = 0
+        self.frozen = self.unsaved = 0  # digests of what of the model is not exchanged, as `Ready` tells them
         self._current: tuple[int, ...] = ()
         """Versions as the last Welcome told them: a node that joins is ready once it has them."""
         self.samples_from = 0  # inner step from which samples of the leases are counted
@@ -184,10 +184,6 @@ class NodeMachine:
 
     # --- events
 
-    def set_digests(self, frozen: int, unsaved: int) -> None:
-        """Of what of the model is not exchanged, as `Ready` tells them. Before the first snapshot arrives."""
-        self.frozen, self.unsaved = frozen, unsaved
-
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Take one event; return what is to be done, in order."""
         if isinstance(event, ev.StepDone) and self._quiet_steps > 1:
@@ -256,8 +252,10 @@ class NodeMachine:
                     undecided.dropped = reason
                     state.overlapped |= reason is Reason.OVERLAP
                     self._decide(state)
-            case msg.Revised(revision=revision):
-                self._revised(revision)
+            case msg.Revised(revision=revision) if self.spec is not None and self.revisions is not None:
+                if revision.number > self.spec.revision:
+                    self.spec = dataclasses.replace(self.spec, terms=revision.terms, revision=revision.number)
+                    self.revisions = self.revisions.and_then(revision)
             case msg.Recall(fragment=fragment):
                 if self.stands_by and fragment in self.fragments and self.fragments[fragment].version >= 0:
                     self._do(ev.SendAnchor(fragment=fragment))
@@ -318,12 +316,6 @@ class NodeMachine:
                 self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
             self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen, unsaved=self.unsaved)))
-
-    def _revised(self, revision: Revision) -> None:
-        assert self.spec is not None and self.revisions is not None
-        if revision.number > self.spec.revision:
-            self.spec = dataclasses.replace(self.spec, terms=revision.terms, revision=revision.number)
-            self.revisions = self.revisions.and_then(revision)
 
     def _encoded(self, offer: msg.Offer, *, offered: bool) -> None:
         if undecided := self.fragments[offer.blob.fragment].named(offer.blob):
@@ -451,27 +443,21 @@ class NodeMachine:
 
     def _settle(self) -> None:
         self._flush()
-        self._catch_up()
+        if self.spec is not None and self.stage == "training" and self.schedule.plan is None:
+            self.schedule.catch_up(self.fragments.newest_round(self.spec.identity.layout.slots))
         for state in self.fragments:
             self._merge(state)
         if self._send_overdue():
             for state in self.fragments:
                 self._merge(state)
-        if self.stage == "joining" and self.spec and self.connected and self._is_current:
+        is_current = all(state.version >= self._current[state.fragment.index] for state in self.fragments)
+        if self.stage == "joining" and self.spec and self.connected and is_current:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen, unsaved=self.unsaved)))
         self._flush()
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end
             self._do(ev.Tell(message=msg.Leave(reason=reason)))
-
-    @property
-    def _is_current(self) -> bool:
-        return all(state.version >= self._current[state.fragment.index] for state in self.fragments)
-
-    def _catch_up(self) -> None:
-        if self.spec is not None and self.stage == "training" and self.schedule.plan is None:
-            self.schedule.catch_up(self.fragments.newest_round(self.spec.identity.layout.slots))
 
     def _merge(self, state: FragmentState) -> None:
         if self.stands_by:
@@ -486,7 +472,8 @@ class NodeMachine:
             return
         if merging.loses_steps and merging.mix == 0.0:
             self.lost_steps += self.inner_steps - state.merged_at
-        evaluate = self._apply(state, merging.versions)
+        self._do(*(self._application(state, version) for version in merging.versions))
+        evaluate = any(state.pending[version].evaluator == self.name for version in merging.versions)
         version = merging.versions[-1] if merging.versions else state.version
         self._settle_sent(state, version)
         if state.last is not None:
@@ -514,12 +501,6 @@ class NodeMachine:
         digest = state.pending[version].anchor_digest
         codec = state.terms_for(version, self.terms_at(state, version - 1)).codec_down
         return ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec)
-
-    def _apply(self, state: FragmentState, versions: list[int]) -> bool:
-        """Bring the anchor to the last of the versions. Returns whether this node is to evaluate one of them."""
-        assert self.spec is not None
-        self._do(*(self._application(state, version) for version in versions))
-        return any(state.pending[version].evaluator == self.name for version in versions)
 
     def _decide(self, state: FragmentState) -> None:
         if self._goes_on:

@@ -465,20 +465,6 @@ class Limits:
     allowed: tuple[str, ...]  # congestion controls that need no privileges
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorLabels:
-    """Claims of the settings, which take precedence."""
-
-    site: str = ""
-    address: str = ""
-    nics: Mapping[str, LabelSource] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, site: str, address: str, nics: str) -> "OperatorLabels":
-        """Raises ValueError for cards that cannot be read; one sentence."""
-        return cls(site=site, address=address, nics=parse_nics(nics))
-
-
 def limits(tree: SysfsReader) -> Limits:
     congestion = tree.text(f"{_SYSTEM}/ipv4/tcp_congestion_control")
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -495,27 +481,25 @@ def limits(tree: SysfsReader) -> Limits:
 
 
 def read_inventory(
-    environ: Mapping[str, str],
-    operator: OperatorLabels,
-    *,
-    root: Path = Path("/"),
+    environ: Mapping[str, str], site: str = "", address: str = "", nics: str = "", *, root: Path = Path("/")
 ) -> Inventory:
-    """All of it, within the bounds of the wire. Never raises.
+    """All of it, within the bounds of the wire. Raises ValueError for `nics` that cannot be read; one sentence.
 
     Args:
         environ: the process' environment, for the labels of containers.
-        operator: what the settings say.
+        site, address, nics: as the settings have them, which are believed before all others.
         root: where the machine's files are.
     """
     tree = SysfsReader(root)
     labels, allowed = read_labels(tree, environ), limits(tree)
-    nics = read_nics(tree, labels=labels.nics, operator=operator.nics, memlock_bytes=allowed.memlock_bytes)
+    operator = parse_nics(nics)
+    cards = read_nics(tree, labels=labels.nics, operator=operator, memlock_bytes=allowed.memlock_bytes)
     return trimmed(
         Inventory(
-            site=operator.site or labels.site,
-            site_from="operator" if operator.site else "annotation" if labels.site else "",
-            address=operator.address,
-            nics=nics,
+            site=site or labels.site,
+            site_from="operator" if site else "annotation" if labels.site else "",
+            address=address,
+            nics=cards,
             memory_bytes=allowed.memory_bytes,
             memlock_bytes=allowed.memlock_bytes,
             nofile=allowed.nofile,

@@ -17,7 +17,7 @@ from farloop.node.arguments import LoopOptions
 from farloop.node.data.corpus import Corpus, EvaluationSet, Mixture, load_corpus, load_mixture
 from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.library import Node, join_run
-from farloop.node.machine_info import OperatorLabels, read_inventory
+from farloop.node.machine_info import read_inventory
 from farloop.node.model.named import (
     LossOf,
     NamedModel,
@@ -74,7 +74,7 @@ def corpora_of(config: NodeConfig) -> list[Corpus]:
 
 def inventory_of(config: NodeConfig, environ: Mapping[str, str] | None) -> Inventory:
     """What the node tells of its machine. `environ`: as `train` has it."""
-    return read_inventory(environ or {}, OperatorLabels.of(config.site, config.address, config.nics))
+    return read_inventory(environ or {}, config.site, config.address, config.nics)
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -5,18 +5,14 @@ A socket dials once: when its connection breaks the session ends with it, and `n
 
 import asyncio
 import contextlib
-import dataclasses
-import json
-import logging
-import math
 import random
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import uvloop
 import zmq
@@ -24,88 +20,22 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.monitoring.addresses import Address, check_source, look_up, parse_each_tcp
-from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, end_of, tcp_info
+from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, end_of, tcp_info
 from farloop.node.errors import BadAddress, LinkFailed
-from farloop.node.link import CONTROL, NodeLink, Traffic
-from farloop.node.settings import NodeConfig
+from farloop.node.link import CONTROL, Deliver, Greeting, LinkConfig, NodeLink, Traffic
 from farloop.node.state_dir import disk_of
 from farloop.runtime import ports
 from farloop.runtime.http_objects import HttpObjects
 from farloop.runtime.ports import Buffer
 from farloop.runtime.system import LoopClock
-from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.frames import ControlFrame
 from farloop.wire.keys import load_publics, load_secret
-from farloop.wire.limits import Limits, Timing, check_lanes
+from farloop.wire.limits import Limits, Timing
 from farloop.wire.link_measurement import INFO_BYTES
-from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.outgoing import LinkKnown
 from farloop.wire.reasons import Reason
 from farloop.wire.session import State
-from farloop.wire.uplink import Uplink, UplinkLimit
-
-_log = logging.getLogger(__name__)
-
-# --- Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConfig:
-    """Settings of a link. Raises ValueError for half a pair of keys, too many lanes, and for a congestion control or an
-    address out of reach."""
-
-    coordinator: str
-    """ZeroMQ address, as tcp://host:port; several with commas between them."""
-    key: Path | None = None
-    """This node's secret key file; CURVE is on with it."""
-    server_key: Path | None = None
-    """File of the coordinator's public keys; goes with `key`."""
-    congestion: str = ""
-    """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
-    lanes: int = 0
-    """Connections that carry blobs; 0: as many as the link is measured to need."""
-    bulk_source: str = ""
-    """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
-    uplink: UplinkLimit = field(default_factory=UplinkLimit)
-    """What it may send."""
-    inventory: Inventory = NOTHING
-    """What it tells of its machine."""
-    give_up_s: float = 0.0
-    """Seconds without a session after which the link delivers Unreachable; 0: never."""
-    kept: Path | None = None
-    """File for what is known of the link, so that the first blobs of the next start fill it."""
-
-    @classmethod
-    def of(cls, config: NodeConfig) -> Self:
-        """By a node's settings. Raises ValueError."""
-        return cls(
-            coordinator=config.coordinator,
-            key=config.key,
-            server_key=config.server_key,
-            congestion=config.congestion,
-            lanes=config.lanes,
-            bulk_source=config.bulk_source,
-            uplink=config.uplink,
-            give_up_s=config.give_up,
-        )
-
-    def __post_init__(self) -> None:
-        if (self.key is None) != (self.server_key is None):
-            raise ValueError("key and server_key go together: with one alone nothing would be encrypted")
-        try:
-            check_lanes(self.lanes)
-        except ValueError as error:
-            raise ValueError(f"lanes: {error}") from None
-        if self.bulk_source:
-            try:
-                for address in parse_each_tcp(self.coordinator):
-                    check_source(self.bulk_source, address.host)
-            except ValueError as error:
-                raise ValueError(f"bulk_source: {error}") from None
-        if self.congestion and (refused := congestion_refused(self.congestion)):
-            raise ValueError(refused)
-
+from farloop.wire.uplink import Uplink
 
 DEAD_TCP_MS = 60_000
 """A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
@@ -486,17 +416,15 @@ class LinkThread:
             KeyFileError: a key file cannot be used.
         """
         self._config, self._dialer = config, ZmqDialer(config, self._fail)
-        self._hello: Callable[[], msg.Hello]
-        self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+        self._hello: Greeting
+        self._deliver: Deliver
         self._link: NodeLink | None = None  # made in the thread, whose loop gives it its clock
         self._failed = False
         self._closing, self._linger_s = asyncio.Event(), 0.0
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
-    def start(
-        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
-    ) -> None:
+    def start(self, hello: Greeting, deliver: Deliver) -> None:
         """Begin to dial. `hello` tells what the node holds when a session begins; `deliver` must not block. Both are
         called in the thread. A fault of the link itself is delivered as LinkFailed: training would wait for ever."""
         self._hello, self._deliver = hello, deliver
@@ -514,17 +442,14 @@ class LinkThread:
 
     @property
     def moved(self) -> Traffic:
-        """All bytes so far."""
         return Traffic() if self._link is None else self._link.moved
 
     @property
     def num_lanes(self) -> int:
-        """Connections that carry blobs now."""
         return 0 if self._link is None else self._link.num_lanes
 
     @property
     def uplink(self) -> Uplink | None:
-        """The limit on what it sends, if there is one."""
         return None if self._link is None else self._link.uplink
 
     def send(self, message: msg.Message) -> None:
@@ -576,22 +501,7 @@ class LinkThread:
         config = self._config
         clock, limit = LoopClock(self._fail), config.uplink
         objects = HttpObjects(clock.post, lambda: limit.rate(clock.minute_of_day()))
-        link = self._link = NodeLink(
-            self._dialer,
-            clock,
-            random.uniform,
-            coordinator=config.coordinator.replace(" ", ""),
-            limits=Limits(),
-            timing=Timing(),
-            inventory=config.inventory,
-            encrypted=config.key is not None,
-            lanes=config.lanes,
-            uplink=config.uplink,
-            known=None if config.kept is None else read_known(config.kept, config.coordinator),
-            keep=self._store_known,
-            give_up_s=config.give_up_s,
-            objects=objects,
-        )
+        link = self._link = NodeLink(config, self._dialer, clock, random.uniform, objects=objects)
         link.start(self._hello, self._deliver)
         folder = config.kept and config.kept.parent
         measuring = asyncio.create_task(_measure_disk(link, folder), name="disk") if folder else None
@@ -602,10 +512,6 @@ class LinkThread:
             link.close()
         objects.close()
         await self._dialer.finish(self._linger_s)
-
-    def _store_known(self, known: LinkKnown) -> None:
-        if self._config.kept is not None:
-            write_known(self._config.kept, self._config.coordinator, known)
 
     def _fail(self, error: Exception) -> None:
         """An error of the link itself: the thread runs until `close`, since others may still call."""
@@ -620,32 +526,6 @@ async def _measure_disk(link: NodeLink, folder: Path) -> None:
         with contextlib.suppress(OSError):
             link.disk = await asyncio.to_thread(disk_of, folder)
         await asyncio.sleep(DISK_S)
-
-
-def read_known(path: Path, coordinator: str) -> LinkKnown | None:
-    """What the file tells of the link to this coordinator; None for nothing."""
-    try:
-        kept = json.loads(path.read_text())
-        if kept.pop("coordinator") == coordinator:
-            known = LinkKnown(**kept)
-            if all(isinstance(number, float) and 0.0 <= number < math.inf for number in kept.values()):
-                return known
-            raise ValueError(f"{known}")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("link not known path=%s reason=%r: it is measured anew", path, str(error))
-    return None
-
-
-def write_known(path: Path, coordinator: str, known: LinkKnown) -> None:
-    """Keep it for the next start. A file that cannot be written costs no more than that."""
-    try:
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"coordinator": coordinator, **dataclasses.asdict(known)}, allow_nan=False))
-        new.replace(path)
-    except OSError as error:
-        _log.warning("link not kept path=%s reason=%r", path, str(error))
 
 
 def new_key_pair() -> tuple[bytes, bytes]:

@@ -180,7 +180,10 @@ class Executor:
             case ev.Tell(to=to, message=message):
                 self.link.send(to, messages.message(message, self._run))
             case ev.Discard(trip=trip):
-                self._discard(trip)
+                self.jobs.forget(trip)
+                self._results.pop(trip, None)
+                for work in [work for work in self._tensors if work.trip == trip]:
+                    del self._tensors[work]
             case ev.Over(summary=summary):
                 self._summary = summary
             case ev.Meet(addresses=addresses):
@@ -196,12 +199,6 @@ class Executor:
                 raise PipelineBroken(reason)
             case _:
                 assert_never(command)
-
-    def _discard(self, trip: MicrobatchRoute) -> None:
-        self.jobs.forget(trip)
-        self._results.pop(trip, None)
-        for work in [work for work in self._tensors if work.trip == trip]:
-            del self._tensors[work]
 
     def _word(self) -> PipelineMessage:
         """In the link's thread."""

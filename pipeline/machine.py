@@ -213,8 +213,11 @@ class PipelineMachine:
                 self.homes.left.discard(peer)
             case ev.Down(peer=peer):
                 self._on_down(peer)
-            case ev.Offered():
-                self._on_offered(event.layout, event.addresses)
+            case ev.Offered(layout=layout, addresses=addresses):
+                if refusal := self._prepare(layout, addresses):
+                    self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
+                else:
+                    self._post(self.switching.conduct(self._reachable()))
             case _:
                 assert_never(event)
         return self._advance()
@@ -469,11 +472,6 @@ class PipelineMachine:
                 assert_never(told.message)
 
     # --- another layout
-
-    def _on_offered(self, layout: StageLayout, addresses: dict[str, str]) -> None:
-        if refusal := self._prepare(layout, addresses):
-            return self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
-        self._post(self.switching.conduct(self._reachable()))
 
     def _prepare(self, layout: StageLayout, addresses: dict[str, str]) -> str:
         """Prepare a layout. Returns why not, in words; empty if prepared."""

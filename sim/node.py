@@ -15,7 +15,7 @@ from farloop.node import events as ev
 from farloop.node.cluster import Decision
 from farloop.node.errors import LayoutMismatch, Refused
 from farloop.node.executor import Input, NodeExecutor
-from farloop.node.link import NodeLink
+from farloop.node.link import LinkConfig, NodeLink
 from farloop.node.machine import NodeMachine
 from farloop.node.model.replica import Replica
 from farloop.node.settings import NodeConfig
@@ -26,6 +26,7 @@ from farloop.sim.virtual_store import VirtualObjects
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
 from farloop.wire.messages import Message, Offer
 from farloop.wire.session import State
+from farloop.wire.uplink import UplinkLimit
 
 DRAIN_S = 30.0  # for a good-bye to get through
 BUILD_S = 0.2  # to build the model once the run's spec is known
@@ -49,13 +50,12 @@ class SimulatedLink(NodeLink):
 
     def __init__(self, process: Process, rng: random.Random, scenario: Scenario, dial: Dial) -> None:
         super().__init__(
+            LinkConfig(coordinator="virtual", lanes=1, uplink=scenario.uplink or UplinkLimit()),
             VirtualDialer(dial),
             VirtualClock(process),
             rng.uniform,
-            coordinator="virtual",
             limits=scenario.limits,
             timing=scenario.timing,
-            uplink=scenario.uplink,
             objects=VirtualObjects(process, scenario.store, rng) if scenario.store is not None else None,
             check=True,
         )

@@ -19,16 +19,15 @@ from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, NodeId
 from farloop.monitoring.status import dumps
 from farloop.node import events as ev
 from farloop.node.errors import LinkFailed
-from farloop.node.link import NodeLink
+from farloop.node.link import LinkConfig, NodeLink
 from farloop.node.machine import NodeMachine
-from farloop.node.zmq_dealer import LinkConfig, ZmqDialer
+from farloop.node.zmq_dealer import ZmqDialer
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.registry import codec_named
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
-from farloop.wire.limits import Limits, Timing
 
 _PROGRESS_S = 1.0
 
@@ -45,14 +44,7 @@ class Node:
         self.held: dict[int, float] = {}
         self.ended = asyncio.Event()
         self._blobs: dict[BlobId, bytearray] = {}
-        self.link = NodeLink(
-            ZmqDialer(config, failed),
-            LoopClock(failed),
-            random.uniform,
-            coordinator=config.coordinator,
-            limits=Limits(),
-            timing=Timing(),
-        )
+        self.link = NodeLink(config, ZmqDialer(config, failed), LoopClock(failed), random.uniform)
         self.link.start(self._hello, self._on_event)
 
     def _hello(self) -> msg.Hello:
@@ -160,7 +152,9 @@ async def _run(address: str, first: int, count: int, step_s: float) -> list[Node
         if not failed.done():
             failed.set_exception(error)
 
-    nodes = [Node(number, LinkConfig(coordinator=address), step_s, fail) for number in range(first, first + count)]
+    nodes = [
+        Node(number, LinkConfig(coordinator=address, lanes=1), step_s, fail) for number in range(first, first + count)
+    ]
 
     async def report() -> None:
         while True:

@@ -28,7 +28,8 @@ from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import UNLIMITED, Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.monitoring.addresses import Address, parse_tcp
-from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.node.link import LinkConfig
+from farloop.node.zmq_dealer import LinkThread
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg

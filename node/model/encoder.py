@@ -158,22 +158,18 @@ def encode_anchor(replica: Replica, index: int, node: NodeId, epoch: int) -> tup
 
 
 def _empty(replica: Replica, command: ev.Encode, codec: Codec, epoch: int) -> Packed:
-    fragment = replica.layout.fragments[command.blob.fragment]
+    blob, fragment = command.blob, replica.layout.fragments[command.blob.fragment]
     header = BlobHeader(
         codec=codec,
         fragment=fragment,
         version=command.window,
-        base=command.blob.version,
+        base=blob.version,
         epoch=epoch,
-        salt=_salt(command.blob),
+        # Different random numbers for every delta of every node: their errors average out.
+        salt=zlib.crc32(f"{blob.node}/{blob.incarnation}/{blob.seq}".encode()),
     )
     return Packed(command=command, header=header, data=bytearray(blob_bytes(codec, fragment)))
 
 
 def _ratio(lost: float, taken: float) -> float:
     return math.sqrt(lost / max(taken, SMALLEST_NORM_SQ))
-
-
-def _salt(blob: BlobId) -> int:
-    """Different random numbers for every delta of every node: their errors average out."""
-    return zlib.crc32(f"{blob.node}/{blob.incarnation}/{blob.seq}".encode())

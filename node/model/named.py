@@ -312,10 +312,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) + (" is missing" if isinstance(error, LookupError) else "")
 
 
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in trainable_tensors(module)}
-
-
 # --- Factories
 
 
@@ -359,7 +355,8 @@ def factory_weights(name: str, seed: int, tokens: int, *, statistics: bool = Fal
     with _drawn(seed):
         named = factory_model(name)
     named.check(tokens, 0)
-    return _named(named.module) | (statistics_of(named.module) if statistics else {})
+    weights = {name: parameter.detach() for name, parameter in trainable_tensors(named.module)}
+    return weights | (statistics_of(named.module) if statistics else {})
 
 
 # --- Both
@@ -427,7 +424,11 @@ def save_weights(
     if writer is not None:
         fill_(writer, weights)
     if named is None or not hasattr(writer, "save_pretrained"):
-        _write_plain(weights, folder, dtype, identity.model)
+        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        try:
+            save_file(tensors, folder / "model.safetensors", {"format": "pt", "model": identity.model})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         return _buffers(named, weights)
     _cast_(writer, dtype, named.config)
     config: Any = getattr(writer, "config", None)
@@ -501,14 +502,6 @@ def fill_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def _exchanged(module: nn.Module, weights: Container[str]) -> dict[str, Tensor]:
     """What of a module is exchanged, with running statistics if the run has them."""
     return {**dict(trainable_tensors(module)), **statistics_of(module, weights)}
-
-
-def _write_plain(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, model: str) -> None:
-    tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    try:
-        save_file(tensors, folder / "model.safetensors", {"format": "pt", "model": model})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def save_tokenizer(source: Path, folder: Path) -> None:

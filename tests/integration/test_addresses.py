@@ -21,7 +21,8 @@ from farloop.cli.main import app
 from farloop.config.sources import dump_toml
 from farloop.local.processes import free_port
 from farloop.monitoring import addresses
-from farloop.node.zmq_dealer import LinkConfig, try_link
+from farloop.node.link import LinkConfig
+from farloop.node.zmq_dealer import try_link
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 

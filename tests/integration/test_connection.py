@@ -17,7 +17,8 @@ from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.net.link_monitor import reaches
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, tcp_info
-from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.node.link import LinkConfig
+from farloop.node.zmq_dealer import LinkThread
 from farloop.wire.link_measurement import INFO_BYTES, parse
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")]

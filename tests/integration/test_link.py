@@ -29,8 +29,9 @@ from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.monitoring.tcp_connection import end_of, hang_up
 from farloop.node.errors import BadAddress, LinkFailed
+from farloop.node.link import LinkConfig, read_known
 from farloop.node.settings import NodeConfig
-from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair, read_known
+from farloop.node.zmq_dealer import LinkThread, new_key_pair
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg

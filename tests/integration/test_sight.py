@@ -17,8 +17,9 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.daemon import Coordinator
 from farloop.local.relay import Link as ThinLink
 from farloop.local.relay import Relay, RelayThread
-from farloop.node.machine_info import OperatorLabels, read_inventory
-from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.node.link import LinkConfig
+from farloop.node.machine_info import read_inventory
+from farloop.node.zmq_dealer import LinkThread
 from farloop.runtime.version import version_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -40,12 +41,9 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
             machine.port("mlx5_0", layer="InfiniBand")
             declared = f"tcp://127.0.0.1:{passes.port}"  # there is an answer
-            told = read_inventory({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
-            link = LinkThread(
-                LinkConfig(
-                    coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told, kept=machine.root / "link.json"
-                )
-            )
+            told = read_inventory({}, name, declared, "eth0=ethernet/10gbit", root=machine.root)
+            kept = machine.root / "link.json"
+            link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told, kept=kept))
             link.start(partial(plain_hello, node=NodeId(name)), lambda event: None)
             stack.callback(link.close)
         yield

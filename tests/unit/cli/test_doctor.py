@@ -29,7 +29,7 @@ from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.status import InventoryStatus, LinkStatus
-from farloop.node.machine_info import Limits, OperatorLabels, read_inventory
+from farloop.node.machine_info import Limits, read_inventory
 from farloop.runtime.version import version_of
 from farloop.wire.machine_info import Inventory, Nic
 
@@ -151,7 +151,7 @@ def test_every_card_is_a_line_with_who_says_so(tmp_path: Path) -> None:
     made = Machine(tmp_path)
     made.netdev("eth0", speed=25_000, pci="0000:01:00.0")
     made.port("mlx5_0", layer="InfiniBand", verbs=False)
-    told = read_inventory({"FARLOOP_LABELS": "site=oslo"}, OperatorLabels.of("", "", "eth0=10gbit"), root=tmp_path)
+    told = read_inventory({"FARLOOP_LABELS": "site=oslo"}, "", "", "eth0=10gbit", root=tmp_path)
     port, card, site = machine(told)
     assert port.level == "warn" and "/dev/infiniband" in port.fix
     assert card.detail == "eth0: ethernet, 10 Gbit/s (operator), sysfs says 2.5e+10"

@@ -15,11 +15,10 @@ from tcp_infos import resent
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.node.link import LOOK_S, Downloads, NodeLink, Probing, Traffic
-from farloop.node.zmq_dealer import LinkConfig, read_known, write_known
+from farloop.node.link import LOOK_S, Downloads, LinkConfig, NodeLink, Probing, Traffic, read_known, write_known
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
-from farloop.wire.limits import THIN_CHUNK, Limits, Timing
+from farloop.wire.limits import THIN_CHUNK, Limits
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink
 from farloop.wire.messages import (
     BytesByKind,
@@ -167,7 +166,7 @@ def delta(seq: int, fragment: int = 0) -> Offer:
 
 def linked(session: Session) -> NodeLink:
     """The link of a node in this session, without a connection."""
-    link = NodeLink(cast(Any, None), cast(Any, None), max, coordinator="here", limits=Limits(), timing=Timing())
+    link = NodeLink(LinkConfig(coordinator="here"), cast(Any, None), cast(Any, None), max)
     link._session = session
     return link
 
@@ -338,7 +337,7 @@ def test_every_byte_of_a_session_is_of_one_kind_and_direction_and_those_of_all_a
     assert moved.up == BytesByKind(delta=20, snapshot=600_000, probe=5, control=1)
     assert moved.down == BytesByKind(update=4_000, snapshot=50_000, control=7_000_300)
     assert (moved.up + moved.down).state == 650_005
-    assert (moved.up.total, moved.down.total) == (traffic.bytes_sent, traffic.bytes_received)
+    assert (moved.up.total, moved.down.total) == (traffic.sent.total, traffic.received.total)
     more = Traffic(BytesByKind(delta=10, control=4), BytesByKind(snapshot=5))
     up, down = (
         BytesByKind(delta=30, snapshot=600_000, probe=5, control=5),
@@ -407,10 +406,9 @@ class Wires(VirtualHost):
         self.told: list[object] = []
         self.heard: list[Message] = []
         """What the coordinator got."""
-        self.link = NodeLink(
-            self, self.clock, lambda low, high: 1.0, coordinator="there", limits=Limits(), timing=Timing(),
-            lanes=lanes, known=known, check=True,
-        )  # fmt: skip
+        config = LinkConfig(coordinator="there", lanes=lanes)
+        self.link = NodeLink(config, self, self.clock, lambda low, high: 1.0, check=True)
+        self.link._known = known
         self.link.start(lambda: dataclasses.replace(plain_hello(), epoch_seen=self.seen), self.told.append)
         self.run_for(0.01)
 

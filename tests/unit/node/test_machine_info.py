@@ -11,7 +11,6 @@ from machines import GID, Machine
 
 from farloop.node.machine_info import (
     LabelSource,
-    OperatorLabels,
     SysfsReader,
     limits,
     parse_nic,
@@ -40,12 +39,12 @@ def test_a_machine_tells_cards_memory_and_how_its_connections_behave(machine: Ma
     machine.write("proc/meminfo", "MemTotal:       65536000 kB\nMemFree: 1 kB")
     machine.write("proc/sys/net/ipv4/tcp_congestion_control", "cubic")
     root, labels = machine.root, {"FARLOOP_LABELS": "site=oslo"}
-    told = read_inventory(labels, OperatorLabels(), root=root)
+    told = read_inventory(labels, root=root)
     assert (told.site, told.site_from) == ("oslo", "annotation")
     assert [nic.name for nic in told.nics] == ["eth0"]
     assert (told.memory_bytes, told.congestion) == (65536000 * 1024, "cubic")
-    operator = OperatorLabels.of("bergen", "tcp://10.0.0.5:7800", "eth0=ethernet/10gbit")
-    told = read_inventory(labels, operator, root=root)
+    operator = "bergen", "tcp://10.0.0.5:7800", "eth0=ethernet/10gbit"
+    told = read_inventory(labels, *operator, root=root)
     assert (told.site, told.site_from, told.address) == ("bergen", "operator", "tcp://10.0.0.5:7800")
     assert told.nics[0].bits_per_s == 10e9
 
@@ -63,7 +62,7 @@ def test_memory_buffers_and_allowed_controls_are_read(machine: Machine) -> None:
 
 
 def test_nothing_at_all_is_an_inventory_too(tmp_path: Path) -> None:
-    told = read_inventory({}, OperatorLabels(), root=tmp_path / "nowhere")
+    told = read_inventory({}, root=tmp_path / "nowhere")
     assert (told.nics, told.memory_bytes, told.site, told.site_from) == ((), None, "", "")
     (tmp_path / "sys/class").mkdir(parents=True)
     (tmp_path / "sys/class/infiniband").write_text("a file where a folder should be")
