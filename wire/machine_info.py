@@ -7,7 +7,7 @@ reports nothing takes part like any other.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 Source = Literal["operator", "probe", "sysfs", "annotation"]
 """Who said it: a person in the settings, a measurement, the kernel, or labels and annotations of a container."""
@@ -86,55 +86,38 @@ NOTHING: Final = Inventory()
 
 def trimmed(inventory: Inventory) -> Inventory:
     """The same within bounds: no longer texts, no more cards, no numbers that are none. Idempotent."""
-    return dataclasses.replace(
-        inventory,
-        site=_text(inventory.site),
-        site_from=_text(inventory.site_from),
-        address=_text(inventory.address),
-        nics=tuple(_trimmed_nic(nic) for nic in inventory.nics[:MOST_NICS]),
-        devices=max(0, inventory.devices),
-        memory_bytes=inventory.memory_bytes if (inventory.memory_bytes or 0) > 0 else None,
-        congestion=_text(inventory.congestion),
-        labels=tuple((_text(key), _text(value)) for key, value in inventory.labels[:MOST_LABELS]),
-        unread=_texts(inventory.unread),
-        farloop=_text(inventory.farloop),
-    )
+    return _within_bounds(dataclasses.replace(inventory, devices=max(0, inventory.devices)))
 
 
-def _trimmed_nic(nic: Nic) -> Nic:
-    facts = (
-        Fact(
-            about=_text(fact.about), value=_text(fact.value), source=fact.source if fact.source in TRUST else TRUST[-1]
-        )
-        for fact in nic.facts[:MOST_FACTS]
-    )
-    return dataclasses.replace(
-        nic,
-        name=_text(nic.name),
-        kind=nic.kind if nic.kind in KINDS else "virtual",
-        netdev=_text(nic.netdev),
-        bits_per_s=_rate(nic.bits_per_s),
-        flow_bits_per_s=_rate(nic.flow_bits_per_s),
-        why=_text(nic.why),
-        members=_texts(nic.members),
-        addresses=_texts(nic.addresses),
-        fabric=_text(nic.fabric),
-        facts=tuple(facts),
-    )
+_MOST_OF: Final = {"nics": MOST_NICS, "facts": MOST_FACTS}  # of a list; of others MOST_LABELS
+_ABOVE_ZERO: Final = frozenset({"memory_bytes", "bits_per_s", "flow_bits_per_s"})
 
 
-def _texts(texts: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_text(text) for text in texts[:MOST_LABELS])
+_T = TypeVar("_T", bound=Inventory | Nic | Fact)
+
+
+def _within_bounds(value: _T) -> _T:
+    held = {field.name: _bounded(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Fact) and value.source not in TRUST:
+        held["source"] = TRUST[-1]
+    if isinstance(value, Nic) and value.kind not in KINDS:
+        held["kind"] = "virtual"
+    return dataclasses.replace(value, **held)
+
+
+def _bounded(name: str, value: Any) -> Any:
+    match value:
+        case str():
+            return printable(value, LONGEST)
+        case tuple():
+            return tuple(_bounded("", item) for item in value[: _MOST_OF.get(name, MOST_LABELS)])
+        case Nic() | Fact():
+            return _within_bounds(value)
+        case int() | float() if name in _ABOVE_ZERO:
+            return value if math.isfinite(value) and value > 0 else None
+    return value
 
 
 def printable(text: str, longest: int) -> str:
     """At most so many of its characters, those that cannot be shown as question marks."""
     return "".join(character if character.isprintable() else "?" for character in text[:longest])
-
-
-def _text(text: str) -> str:
-    return printable(text, LONGEST)
-
-
-def _rate(bits_per_s: float | None) -> float | None:
-    return bits_per_s if bits_per_s is not None and math.isfinite(bits_per_s) and bits_per_s > 0 else None

@@ -1,9 +1,9 @@
 """All control messages, and their bytes (msgpack maps with numbers for kinds)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from enum import Enum
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, dataclass_transform
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -59,8 +59,9 @@ _OPTIONAL: Final[set[type[Message]]] = set()
 _CLASSES: Final[dict[int, type[Message]]] = {}
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(number: int, *senders: Role, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
-    """Declare a message class.
+    """Declare a message class, and make it a frozen dataclass.
 
     Args:
         number: its number on the wire.
@@ -70,6 +71,7 @@ def message(number: int, *senders: Role, optional: bool = False) -> Callable[[ty
 
     def declare(cls: type[_M]) -> type[_M]:
         assert number not in _CLASSES, f"{cls.__name__} has the number of {_CLASSES[number].__name__}"
+        cls = dataclass(frozen=True, slots=True, kw_only=True)(cls)
         NUMBERS[cls], _CLASSES[number] = number, cls
         for sender in senders:
             SENT_BY[sender].add(cls)
@@ -99,7 +101,7 @@ class BytesByKind:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.delta + self.update + self.snapshot + self.probe + self.control
+        return sum(astuple(self))
 
     @property
     def state(self) -> int:
@@ -107,17 +109,11 @@ class BytesByKind:
         return self.snapshot + self.probe
 
     def __add__(self, other: "BytesByKind") -> "BytesByKind":
-        return BytesByKind(
-            delta=self.delta + other.delta,
-            update=self.update + other.update,
-            snapshot=self.snapshot + other.snapshot,
-            probe=self.probe + other.probe,
-            control=self.control + other.control,
-        )
+        pairs = zip(fields(self), astuple(self), astuple(other), strict=True)
+        return BytesByKind(**{field.name: mine + theirs for field, mine, theirs in pairs})
 
 
 @message(14, Role.NODE, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
     """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
 
@@ -148,7 +144,6 @@ class Progress(Message):
 
 
 @message(15, Role.NODE, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Message):
     """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol, Evaluation)."""
 
@@ -180,7 +175,6 @@ class SavedAnchors:
 
 
 @message(20, Role.NODE)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Message):
     """Node → coordinator, in answer to a Welcome that recalls: all that the coordinator's old copy may not know."""
 
@@ -194,7 +188,6 @@ class Held(Message):
 
 
 @message(21, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recall(Message):
     """Coordinator → node, in such a session: send your anchor of this fragment, as a snapshot."""
 
@@ -211,7 +204,6 @@ MOST_SEEN = 16  # bursts, and links, of one report
 
 
 @message(30, Role.COORDINATOR, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Echo(Message):
     """Coordinator → node: say this number back at once. The node's session does, before its handler runs."""
 
@@ -219,7 +211,6 @@ class Echo(Message):
 
 
 @message(31, Role.NODE, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Echoed(Message):
     """Node → coordinator: here it is."""
 
@@ -227,7 +218,6 @@ class Echoed(Message):
 
 
 @message(32, Role.COORDINATOR, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Message):
     """Coordinator → node: the link is to be measured, one way."""
 
@@ -274,7 +264,6 @@ class Seen:
 
 
 @message(33, Role.NODE, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(Message):
     """Node → coordinator, now and then: its links, and of its machine what changes."""
 
@@ -296,7 +285,6 @@ PROTOCOL_VERSION: Final = 1  # the only one
 
 
 @message(1, Role.NODE)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Node → coordinator, first of a session."""
 
@@ -330,7 +318,6 @@ class Hello(Message):
 
 
 @message(2, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Coordinator → node: the session is open."""
 
@@ -364,7 +351,6 @@ class Welcome(Message):
 
 
 @message(3, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
     """Coordinator → node: the session ends here."""
 
@@ -376,7 +362,6 @@ class Refused(Message):
 
 
 @message(4)  # opens a bulk lane; not sent on the control lane
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
 
@@ -386,7 +371,6 @@ class LaneHello(Message):
 
 
 @message(34)  # opens a connection that begins no session; not sent in one
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Message):
     """Either way: the coordinator sends it back. `farloop doctor` asks by it whether packets of every size pass."""
 
@@ -394,7 +378,6 @@ class Trial(Message):
 
 
 @message(5, Role.NODE)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
 
@@ -406,7 +389,6 @@ class Ready(Message):
 
 
 @message(6, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Message):
     """Coordinator → node: begin training with this round."""
 
@@ -416,7 +398,6 @@ class Start(Message):
 
 
 @message(7, Role.NODE, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Message):
     """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
 
@@ -432,7 +413,6 @@ class Offer(Message):
 
 
 @message(8, Role.NODE, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Credit(Message):
     """Either way: the blob has arrived without a gap up to `received`; bytes up to `limit` may be sent."""
 
@@ -448,7 +428,6 @@ class Credit(Message):
 
 
 @message(35, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Place(Message):
     """Coordinator → node: the bytes of this blob go by an object store (protocol, Object store). Of an offered delta,
     in place of Credit: write them there. Of an update or snapshot, before its announcement: read them there."""
@@ -458,7 +437,6 @@ class Place(Message):
 
 
 @message(36, Role.NODE)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed(Message):
     """Node → coordinator: the delta is written; or the store failed, and the blob is to go by the session."""
 
@@ -468,7 +446,6 @@ class Placed(Message):
 
 
 @message(9, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Message):
     """Coordinator → node: the whole delta is verified and durable."""
 
@@ -476,7 +453,6 @@ class Stored(Message):
 
 
 @message(10, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Message):
     """Coordinator → node: a delta was dropped before its window closed."""
 
@@ -502,7 +478,6 @@ class Drop:
 
 
 @message(11, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
     """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol, Downlink)."""
 
@@ -524,7 +499,6 @@ def update_id(committed: Committed) -> BlobId:
 
 
 @message(12, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Grant(Message):
     """Coordinator → node: more samples."""
 
@@ -532,7 +506,6 @@ class Grant(Message):
 
 
 @message(13, Role.NODE)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
 
@@ -542,7 +515,6 @@ class Fetch(Message):
 
 
 @message(16, Role.NODE, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
     """Either way: I end this session on purpose."""
 
@@ -553,13 +525,11 @@ class Leave(Message):
 
 
 @message(17, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Message):
     """Coordinator → node: every fragment is final."""
 
 
 @message(19, Role.COORDINATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Revised(Message):
     """Coordinator → node: the run has other terms, from windows and a round that lie ahead of all that was told
     (protocol, Revisions)."""
@@ -568,7 +538,6 @@ class Revised(Message):
 
 
 @message(18, Role.NODE, Role.COORDINATOR, optional=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
     """Either way: nothing to say; the frame around it acknowledges."""
 

@@ -110,7 +110,8 @@ class Handshake:
         if isinstance(message, Hello):
             self._greeted = True
         elif isinstance(message, Welcome):
-            self._open(message)
+            self.state, self.run, self.epoch = State.OPEN, run_tag(message), message.epoch
+            self.lane_token, self.max_lanes = message.lane_token, max(1, message.lanes)
 
     def admit(self, frame: ControlFrame, message: Message | None) -> bool:
         """Check that the peer may say `message`, in this frame. False for a frame that overtook Welcome: not wrong, but
@@ -149,13 +150,6 @@ class Handshake:
                 raise RemoteProtocolError("epochs begin at 1")
         if not isinstance(message, Hello) and frame.ack == 0:
             raise RemoteProtocolError(f"{name} answers no Hello")
-
-    def _open(self, welcome: Welcome) -> None:
-        self.state = State.OPEN
-        self.run = run_tag(welcome)
-        self.epoch = welcome.epoch
-        self.lane_token = welcome.lane_token
-        self.max_lanes = max(1, welcome.lanes)
 
 
 def run_tag(welcome: Welcome) -> int:

@@ -58,15 +58,6 @@ class Traffic:
         """All bytes received, by kind."""
         return _by_kind(self.received_blobs, self.received_control.bytes + self.stray.bytes)
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.sent_control.bytes + sum(count.bytes for count in self.sent_blobs.values())
-
-    @property
-    def bytes_received(self) -> int:
-        received = sum(count.bytes for count in self.received_blobs.values())
-        return self.received_control.bytes + received + self.stray.bytes
-
     def connected(self) -> None:
         """A node's connection is there: its greetings have been exchanged."""
         self.connections += 1
@@ -92,10 +83,4 @@ def wire_bytes(parts: Sequence[Buffer], *, curve: bool = False) -> int:
 
 
 def _by_kind(blobs: Mapping[BlobKind, Count], control: int) -> BytesByKind:
-    return BytesByKind(
-        delta=blobs[BlobKind.DELTA].bytes,
-        update=blobs[BlobKind.UPDATE].bytes,
-        snapshot=blobs[BlobKind.SNAPSHOT].bytes,
-        probe=blobs[BlobKind.PROBE].bytes,
-        control=control,
-    )
+    return BytesByKind(control=control, **{kind.name.lower(): blobs[kind].bytes for kind in BlobKind})

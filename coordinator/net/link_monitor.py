@@ -185,7 +185,7 @@ class LinkMonitor:
         for node, peer in here.items():
             traffic = peer.session.traffic
             probes = traffic.sent_blobs[BlobKind.PROBE].bytes + traffic.received_blobs[BlobKind.PROBE].bytes
-            now = self._counted[peer.number] = (traffic.bytes_sent + traffic.bytes_received - probes, probes)
+            now = self._counted[peer.number] = (traffic.sent.total + traffic.received.total - probes, probes)
             was = before.get(peer.number, (0, 0))
             self._prober.has_moved(node, max(0, now[0] - was[0]), now[1] - was[1])
 

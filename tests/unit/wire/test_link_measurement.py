@@ -416,7 +416,7 @@ def test_the_greetings_of_a_connection_are_control(curve: bool, sent: int, recei
     traffic = Traffic(curve=curve)
     traffic.connected()
     assert (traffic.sent.control, traffic.received.control) == (sent, received)
-    assert (traffic.bytes_sent, traffic.bytes_received) == (sent, received)
+    assert (traffic.sent.total, traffic.received.total) == (sent, received)
 
 
 def test_all_classes_are_summed_and_a_stray_frame_that_finds_its_blob_is_counted_once() -> None:
@@ -427,10 +427,10 @@ def test_all_classes_are_summed_and_a_stray_frame_that_finds_its_blob_is_counted
     traffic.received_blobs[BlobKind.SNAPSHOT].add(20)
     traffic.stray.add(300)
     traffic.stray.add(50)
-    assert (traffic.bytes_sent, traffic.bytes_received) == (110, 371)
+    assert (traffic.sent.total, traffic.received.total) == (110, 371)
     traffic.adopt(BlobKind.UPDATE, 300)
     assert (traffic.stray.frames, traffic.stray.bytes) == (1, 50)
-    assert (traffic.received_blobs[BlobKind.UPDATE].bytes, traffic.bytes_received) == (300, 371)
+    assert (traffic.received_blobs[BlobKind.UPDATE].bytes, traffic.received.total) == (300, 371)
 
 
 @pytest.mark.parametrize("limits", [{"chunk_bytes": 0}, {"chunk_bytes": 5 << 20}])

@@ -403,8 +403,8 @@ def test_a_pushed_blob_flows_before_it_is_expected_and_both_ends_count_the_same_
     assert node.events() == [BlobReceived(blob=UPDATE, data=bytearray(DATA))]
     assert coordinator.events() == [BlobSent(blob=UPDATE)]
     assert node.traffic.stray.frames == 0
-    assert coordinator.traffic.bytes_sent == node.traffic.bytes_received > len(DATA)
-    assert node.traffic.bytes_sent == coordinator.traffic.bytes_received
+    assert coordinator.traffic.sent.total == node.traffic.received.total > len(DATA)
+    assert node.traffic.sent.total == coordinator.traffic.received.total
 
 
 def test_a_blob_that_is_declined_and_taken_after_all_is_declined_first() -> None:
