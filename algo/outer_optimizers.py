@@ -21,6 +21,8 @@ from farloop.algo.spec import TILE
 if TYPE_CHECKING:
     from torch import Tensor
 
+    State = Mapping[str, Tensor]  # a kind's buffers, by name
+
 OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "increments", "adamw"]
 """What steps a target. `adamw` steps by gradients and by the inner learning rate: `adamw.py`."""
 
@@ -43,22 +45,24 @@ class OuterSettings:
 
 # --- Steps
 #
-# Each step is elementwise, so `step_` applies it tile by tile.
+# Each step is elementwise, so `step_` applies it tile by tile: to a target with its state and a delta, all fp32 [n], to
+# a version, with co2's Λ. Without momentum (μ = 0) most kinds keep no state. The delta is not consumed.
 
 
-def sgd_step_(target: Tensor, delta: Tensor, settings: OuterSettings) -> None:
+def sgd_step_(target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float) -> None:
     """target ← target − ν·Δ, fp32 [n]: FedAvg at ν = 1, and the step of SparseLoCo (arXiv 2508.15706)."""
     target.sub_(delta * settings.lr)
 
 
-def outer_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings: OuterSettings) -> None:
+def nesterov_step_(
+    target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float
+) -> None:
     """b ← μ·b + Δ; target ← target − ν·(Δ + μ·b), all fp32 [n] (arXiv 2311.08105, Nesterov in torch's form).
 
-    ν = 1 and μ = 0 give target − Δ exactly. Without momentum (μ = 0) no buffer is needed.
+    ν = 1 and μ = 0 give target − Δ exactly.
     """
-    if momentum is None:
-        assert settings.momentum == 0.0
-        return sgd_step_(target, delta, settings)
+    if (momentum := state.get("momentum")) is None:
+        return sgd_step_(target, state, delta, settings, version, gap)
     momentum.mul_(settings.momentum)
     momentum.add_(delta)
     step = momentum * settings.momentum
@@ -67,27 +71,22 @@ def outer_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings
     target.sub_(step)
 
 
-def heavy_ball_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings: OuterSettings) -> None:
+def heavy_ball_step_(
+    target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float
+) -> None:
     """b ← μ·b + Δ; target ← target − ν·b, all fp32 [n]: Nesterov's step without the look ahead.
 
     A constant delta moves the target by ν/(1 − μ) in the end, as Nesterov's does, but by ν alone at first.
     """
-    if momentum is None:
-        assert settings.momentum == 0.0
-        return sgd_step_(target, delta, settings)
+    if (momentum := state.get("momentum")) is None:
+        return sgd_step_(target, state, delta, settings, version, gap)
     momentum.mul_(settings.momentum)
     momentum.add_(delta)
     target.sub_(momentum * settings.lr)
 
 
 def delayed_nesterov_step_(
-    target: Tensor,
-    momentum: Tensor | None,
-    accumulated: Tensor | None,
-    delta: Tensor,
-    settings: OuterSettings,
-    *,
-    version: int,
+    target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float
 ) -> None:
     """Delayed Nesterov (arXiv 2401.09135) for deltas that come one at a time; all tensors fp32 [n].
 
@@ -101,8 +100,8 @@ def delayed_nesterov_step_(
     """
     every, spread = settings.buffer, settings.spread
     share = 1.0 / every
+    momentum, accumulated = state.get("momentum"), state.get("accumulated")
     if momentum is None or accumulated is None:
-        assert settings.momentum == 0.0
         target.sub_((delta * share).mul_(settings.lr))
         return
     is_full = version % every == 0
@@ -145,12 +144,13 @@ def staleness_gap(drift: float, reach: float) -> float:
     return 1.0 + drift / reach if reach > 0.0 else 1.0
 
 
-def co2_step_(target: Tensor, momentum: Tensor, delta: Tensor, settings: OuterSettings, *, gap: float) -> None:
+def co2_step_(target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float) -> None:
     """m ← clip(β·m + Δ/Λ, −φ, φ); target ← target − α·m, element by element, all fp32 [n].
 
     α and β are the settings' `lr` and `momentum`, φ is `clip`, Λ is `gap`. With Λ = 1 and no clip: heavy ball.
     """
     assert gap >= 1.0
+    momentum = state["momentum"]
     # A product, because a division by a scalar is rounded in one way on a CPU and in another on a GPU.
     damping = 1.0 / gap
     momentum.mul_(settings.momentum)
@@ -171,8 +171,7 @@ class OuterOptimizer:
     """Buffers that it keeps between its steps; how often it stepped is the fragment's version."""
     keeps_without_momentum: bool = False  # whether it keeps them where μ is 0 too
     has_gap: bool = False  # whether its step depends on the staleness gap Λ (`staleness_gap`)
-    step: Callable[[Tensor, Mapping[str, Tensor], Tensor, OuterSettings, int, float], None]
-    """One step of a target with its state and a delta, to a version, with Λ. The delta is not consumed."""
+    step: Callable[[Tensor, State, Tensor, OuterSettings, int, float], None]
     gain: Callable[[OuterSettings, float], float]
     """How far a delta moves the target in the very step that merges it, by the settings and Λ."""
 
@@ -183,37 +182,29 @@ def _by_gradients(*_: object) -> NoReturn:
 
 OUTER_OPTIMIZERS: Final[Mapping[OuterKind, OuterOptimizer]] = {
     "sgd": OuterOptimizer(
-        step=lambda target, state, delta, settings, version, gap: sgd_step_(target, delta, settings),
+        step=sgd_step_,
         gain=lambda settings, gap: settings.lr,
     ),
     "nesterov": OuterOptimizer(
         state=("momentum",),
-        step=lambda target, state, delta, settings, version, gap: outer_step_(
-            target, state.get("momentum"), delta, settings
-        ),
+        step=nesterov_step_,
         gain=lambda settings, gap: settings.lr * (1.0 + settings.momentum) * settings.delta_scale,
     ),
     "heavy-ball": OuterOptimizer(
         state=("momentum",),
-        step=lambda target, state, delta, settings, version, gap: heavy_ball_step_(
-            target, state.get("momentum"), delta, settings
-        ),
+        step=heavy_ball_step_,
         gain=lambda settings, gap: settings.lr,
     ),
     "delayed-nesterov": OuterOptimizer(
         state=("accumulated", "momentum"),
-        step=lambda target, state, delta, settings, version, gap: delayed_nesterov_step_(
-            target, state.get("momentum"), state.get("accumulated"), delta, settings, version=version
-        ),
+        step=delayed_nesterov_step_,
         gain=lambda settings, gap: settings.lr / settings.buffer,
     ),
     "co2": OuterOptimizer(
         state=("momentum",),
         keeps_without_momentum=True,  # the gap is measured on its last step, which is in the buffer
         has_gap=True,
-        step=lambda target, state, delta, settings, version, gap: co2_step_(
-            target, state["momentum"], delta, settings, gap=gap
-        ),
+        step=co2_step_,
         gain=lambda settings, gap: settings.lr / gap,  # more than what comes, where the momentum is clipped
     ),
     # Heavy ball whose μ is 1, or 0 where the sum begins anew, and whose ν is in units of gradients: the deltas are
@@ -221,9 +212,7 @@ OUTER_OPTIMIZERS: Final[Mapping[OuterKind, OuterOptimizer]] = {
     "increments": OuterOptimizer(
         state=("momentum",),
         keeps_without_momentum=True,
-        step=lambda target, state, delta, settings, version, gap: heavy_ball_step_(
-            target, state["momentum"], delta, settings
-        ),
+        step=heavy_ball_step_,
         gain=lambda settings, gap: settings.lr,
     ),
     "adamw": OuterOptimizer(
@@ -250,7 +239,7 @@ def restarts(settings: OuterSettings, version: int) -> bool:
 
 def step_(
     target: Tensor,
-    state: Mapping[str, Tensor],
+    state: State,
     delta: Tensor,
     settings: OuterSettings,
     *,

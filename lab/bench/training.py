@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farloop.algo.adamw import is_decayed
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.local_update import fragment_delta_into, mix_fragment_into
-from farloop.algo.outer_optimizers import outer_step_
+from farloop.algo.outer_optimizers import step_
 from farloop.algo.outer_settings import default_outer
 from farloop.algo.spec import Fragment, NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms
@@ -245,7 +245,7 @@ def _train(settings: Settings, corpus: Corpus, fragment: Fragment, on_step: Call
     for _ in range(settings.rounds):
         before = deltas
         deltas = tuple(node.train_round(fragment, anchor, on_step) for node in nodes)
-        outer_step_(anchor, momentum, torch.stack(deltas).mean(dim=0), outer)
+        step_(anchor, {"momentum": momentum}, torch.stack(deltas).mean(dim=0), outer, version=1)
         for node in nodes:
             mix_fragment_into(fragment, node.parameters, anchor, 0.0)
     return OuterGradients(fragment=fragment, deltas=deltas, before=before)

@@ -153,7 +153,7 @@ def add_kernel(
 
 @triton.jit
 def _nesterov(delta, target, momentum, new_target, new_momentum, lr, mu, at, inside):
-    """m' = fl(fl(μ·m) + d), g = fl(fl(fl(μ·m') + d)·ν), t' = fl(t − g): `outer_step_` of `algo.outer_optimizers`."""
+    """m' = fl(fl(μ·m) + d), g = fl(fl(fl(μ·m') + d)·ν), t' = fl(t − g): `nesterov_step_` of `algo.outer_optimizers`."""
     d = tl.load(delta + at, mask=inside, other=0.0)
     g = d
     if momentum is not None:

@@ -19,8 +19,6 @@ from farloop.algo.outer_optimizers import (
     OUTER_OPTIMIZERS,
     OuterKind,
     OuterSettings,
-    co2_step_,
-    outer_step_,
     restarts,
     staleness_gap,
     state_names,
@@ -99,7 +97,7 @@ def test_without_momentum_at_a_rate_of_one_every_kind_is_the_plain_average(
     start, delta = numbers(100, seed=0), numbers(100, seed=seed) * scale
     assert torch.equal(run(dataclasses.replace(PLAIN_AVERAGE, kind=kind), [delta], start)[0], start - delta)
     with_buffer = start.clone()
-    outer_step_(with_buffer, torch.zeros(100), delta, PLAIN_AVERAGE)
+    step_(with_buffer, {"momentum": torch.zeros(100)}, delta, PLAIN_AVERAGE, version=1)
     assert torch.equal(with_buffer, start - delta)
 
 
@@ -257,7 +255,7 @@ def test_the_clip_really_clips() -> None:
     target, momentum = torch.zeros(100), torch.zeros(100)
     for delta in deltas_of(6):
         before = target.clone()
-        co2_step_(target, momentum, delta, settings, gap=1.0)
+        step_(target, {"momentum": momentum}, delta, settings, version=1, gap=1.0)
         assert float(momentum.abs().max()) == 0.25
         assert torch.equal(target, before - momentum * 0.8)
 
@@ -267,11 +265,11 @@ def test_a_gap_divides_the_late_delta_and_nothing_else(gap: float) -> None:
     settings = OuterSettings(kind="co2", lr=1.0, momentum=0.5)
     target, momentum = torch.zeros(100), numbers(100, seed=1)
     expected = momentum * 0.5 + numbers(100, seed=2) / gap
-    co2_step_(target, momentum, numbers(100, seed=2), settings, gap=gap)
+    step_(target, {"momentum": momentum}, numbers(100, seed=2), settings, version=1, gap=gap)
     torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(target, -momentum)
     with pytest.raises(AssertionError):
-        co2_step_(target, momentum, target, settings, gap=0.9)
+        step_(target, {"momentum": momentum}, target, settings, version=1, gap=0.9)
 
 
 # --- AdamW

@@ -12,7 +12,7 @@ from simulated_runs import simulate
 from torch import Tensor, nn
 from toy_problem import Stack, Toy, terms_of
 
-from farloop.algo.outer_optimizers import OuterSettings, co2_step_, staleness_gap, step_gain
+from farloop.algo.outer_optimizers import OuterSettings, staleness_gap, step_, step_gain
 from farloop.algo.spec import NodeId
 from farloop.sim.network import LinkConditions
 
@@ -56,7 +56,8 @@ def co2_by_hand(world: Scenario, *, eager: bool) -> tuple[list[list[Tensor]], Te
             merged = torch.stack(late).mean(dim=0)
             gap = 1.0 if eager else staleness_gap(settings.lr * float(momentum.norm()), reach)
             size = None if settings.clip is None else settings.clip * float(merged.square().mean().sqrt()) / gap
-            co2_step_(target, momentum, merged, dataclasses.replace(settings, clip=size), gap=gap)
+            clipped = dataclasses.replace(settings, kind="co2", clip=size)
+            step_(target, {"momentum": momentum}, merged, clipped, version=1, gap=gap)
         ahead = step_gain(settings, gap) / len(learners) if eager else 0.0
         starts, late = [target - ahead * delta for delta in fresh], fresh
     return seen, target - torch.stack(late).mean(dim=0)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slow_cases import examples, mostly_slow
 from torch import Tensor
 
-from farloop.algo.outer_optimizers import OuterSettings, outer_step_
+from farloop.algo.outer_optimizers import OuterSettings, step_
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import flat
 from farloop.quant.digest import digest_by_reference
@@ -356,7 +356,8 @@ def test_the_outer_step_is_that_of_algo(pair: tuple[BlockCodec, BlockKernels], h
         for number in range(1 if TRITON else 8):
             payloads = [reference(codec, normal(numel, k)) for k in (number, 10 + number)] if number % 2 else []
             delta = summed(codec, payloads, numel) if payloads else normal(numel, 10 + number)
-            outer_step_(target, buffers, delta * 0.75, OuterSettings(lr=0.7, momentum=mu))
+            state = {} if buffers is None else {"momentum": buffers}
+            step_(target, state, delta * 0.75, OuterSettings(lr=0.7, momentum=mu), version=1)
             payload = reference(codec, target - anchor)
             anchor += decoded(codec, payload, numel)
             out = buffer(codec, numel)
