@@ -11,6 +11,7 @@ StorageError
 │   ├── ReadOnly       the file system may only be read
 │   └── NoDescriptor   this process may not open another file
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
+│   └── ObjectFailed   the object store does not give what a record has there
 ├── Fenced             another coordinator has claimed a higher epoch of this very state; stop
 ├── Deposed            a standby has taken over; stop
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
@@ -109,6 +110,12 @@ class StorageFailed(StorageError):
     """The disk refused a read, a write or a sync. After a failed sync it is unknown what is durable: never retried."""
 
     next_step = "check the disk and the permissions of the file, then start again: what is durable is recovered"
+
+
+class ObjectFailed(StorageFailed):
+    """The object store does not give what a record has there."""
+
+    next_step = "check the object store with farloop doctor, then start again: what it has is recovered"
 
 
 class Fenced(StorageError):

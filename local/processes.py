@@ -185,11 +185,18 @@ def page(http: int, timeout_s: float = PAGE_TIMEOUT_S) -> Status | None:
 
 
 def write_coordinator(
-    path: Path, *, bind: int, http: int, state: Path, run: Mapping[str, object], data: Mapping[str, object]
+    path: Path,
+    *,
+    bind: int,
+    http: int,
+    state: Path,
+    run: Mapping[str, object],
+    data: Mapping[str, object],
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Settings of a coordinator on these ports of this machine."""
+    """Settings of a coordinator on these ports of this machine, and `more` of its section."""
     coordinator = {"bind": f"tcp://127.0.0.1:{bind}", "http": f"127.0.0.1:{http}", "state_dir": str(state.resolve())}
-    path.write_text(dump_toml({"run": run, "data": data, "coordinator": coordinator}))
+    path.write_text(dump_toml({"run": run, "data": data, "coordinator": coordinator | dict(more)}))
     return path
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 import xxhash
 
-from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.errors import ObjectFailed, StorageFailed
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.runtime.http_objects import Client, Failed
@@ -49,7 +49,7 @@ def read_object(directory: Path, key: str, files: Files = DISK) -> bytes:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageFailed(path, f"does not say where {key} is: {error}") from error
     except (CopyFailed, Failed) as error:
-        raise StorageFailed(path, f"{key} cannot be read: {error}") from error
+        raise ObjectFailed(path, f"{key} cannot be read: {error}") from error
     if xxhash.xxh3_64(data).hexdigest() != key[-16:]:
-        raise StorageFailed(path, f"{key} does not have the digest in its name")
+        raise ObjectFailed(path, f"{key} does not have the digest in its name")
     return bytes(data)

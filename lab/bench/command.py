@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.options import AsJson, Commands, TextData, check_codecs, check_links, check_model, make_output_folder
+from farloop.cli.options import (
+    AsJson,
+    Commands,
+    TextData,
+    check_bulk,
+    check_codecs,
+    check_links,
+    check_model,
+    make_output_folder,
+)
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text
@@ -264,8 +273,7 @@ def sync(
     check_links(*(link or []))
     from farloop.lab.bench.sync import Measured, measure, text
 
-    if bulk not in ("session", "store"):
-        raise CommandError(f"--bulk: expected session or store, got {bulk}")
+    check_bulk(bulk)
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")

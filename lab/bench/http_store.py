@@ -22,10 +22,13 @@ class ObjectServer(ThreadingHTTPServer):
         "away" of all of it, or nothing."""
         self.cut_at = 0.5  # the share of a body after which it is cut
         self.ended = threading.Event()
+        self.bytes_per_s = float("inf")
+        self.requests = self.failed = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def pause(self, method: str, done: int, size: int) -> None:
         """Called after each step of a body."""
+        self.ended.wait(Handler.step_bytes / self.bytes_per_s)
 
     @contextmanager
     def serving(self) -> Iterator[Self]:
@@ -43,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    step_bytes = 64 << 10
+    step_bytes = 16 << 10
     server: ObjectServer
 
     def log_message(self, format: str, *args: object) -> None:
@@ -80,6 +83,8 @@ class Handler(BaseHTTPRequestHandler):
         """The body of a request; None: it goes wrong before it does anything."""
         self.place = urlsplit(self.path).path
         self.fault = self.server.fault(method, self.place)
+        self.server.requests += 1
+        self.server.failed += bool(self.fault)
         data, size = bytearray(), int(self.headers.get("Content-Length", 0))
         if self.fault == "away" or (self.fault == "cut" and method == "PUT"):
             self.rfile.read(int(self.server.cut_at * size))

@@ -20,6 +20,7 @@ leave out node_back, for which no other node waits.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.table import Table
 
-from farloop.cli.options import AsJson, check_model, facts, table
+from farloop.cli.options import AsJson, check_bulk, check_model, facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
 from farloop.config.run_config import RunConfig
 from farloop.lab.chaos.faults import DATA, RUN, Ballast
-from farloop.lab.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
+from farloop.lab.chaos.storm_plan import COORDINATOR, KINDS, OF_STORE, Kind, plan
 from farloop.local.processes import stop_on_signals
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import NOTHING, duration_text, nearest, size_text
@@ -51,6 +52,9 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
     nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
     faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
+    bulk: Annotated[
+        str, typer.Option(metavar="session|store", help="store: deltas and updates go by an object store, which fails.")
+    ] = "session",
     standby: Annotated[
         int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
     ] = 0,
@@ -68,11 +72,11 @@ def chaos(
     coordinator on the same folder, and truncated files in a copy of the state. If
     OUT/state is a small file system of its own, it is filled as well. Exits with 1
     if a committed version is lost or forked, if a process ends unexpectedly, or on
-    any other finding.
+    any other finding. With --bulk store the object store fails as well.
 
     With --standby, two coordinators, the connection between them and the store of
-    the leader's record fail one after the other; --minutes, --nodes and --faults
-    do not apply.
+    the leader's record fail one after the other; --minutes, --nodes, --faults
+    and --bulk do not apply.
 
     Example: farloop lab chaos --minutes 10 --seed 1
     """
@@ -84,7 +88,7 @@ def chaos(
         pair, told = _storm_over_a_pair(standby, seed, model, int(parameters), folder, say)
         outcome, shown = pair, [pair_table(pair.figures())]
     else:
-        storm, told = _storm(minutes, seed, nodes, faults, folder, say)
+        storm, told = _storm(minutes, seed, nodes, faults, bulk, folder, say)
         outcome, shown = storm, [faults_table(storm), result_table(storm, folder)]
     from farloop.local.machine import machine, source_commit
 
@@ -102,15 +106,17 @@ def chaos(
 
 
 def _storm(
-    minutes: float, seed: int, nodes: int, wanted: str, folder: Path, say: Callable[[str], None]
+    minutes: float, seed: int, nodes: int, wanted: str, bulk: str, folder: Path, say: Callable[[str], None]
 ) -> tuple["Outcome", dict[str, Any]]:
     """What came of it, and how it was asked for. Raises CommandError."""
     if not 0 < minutes < math.inf:
         raise CommandError(f"--minutes is a number above 0, as 5, not {minutes:g}")
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
-    kinds = _kinds(wanted)
+    check_bulk(bulk)
+    kinds = [kind for kind in _kinds(wanted) if bulk == "store" or kind not in OF_STORE]
     from farloop.config.run_spec import plan_run
+    from farloop.lab.bench.http_store import ObjectServer
     from farloop.lab.chaos.storm import Storm
     from farloop.quant.registry import warm_for
 
@@ -125,13 +131,15 @@ def _storm(
     say(f"{len(faults)} faults in {duration_text(seconds)}, seed {seed}; logs and numbers: {folder}")
     # Compile the kernels once, before all processes would do it at the same time.
     warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
-    with stop_on_signals() as stopped:
+    store = ObjectServer() if bulk == "store" else None
+    with stop_on_signals() as stopped, store.serving() if store is not None else nullcontext():
         outcome = Storm(
-            out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped
+            out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, store=store, say=say, stopped=stopped
         ).run()
     if outcome.memory:
         draw_memory(folder / "memory.svg", outcome.memory)
-    return outcome, {"minutes": minutes, "nodes": nodes, "skipped": skipped}
+    told = {"requests": store.requests, "failed_requests": store.failed} if store is not None else {}
+    return outcome, {"minutes": minutes, "nodes": nodes, "skipped": skipped, "bulk": bulk, **told}
 
 
 def _storm_over_a_pair(

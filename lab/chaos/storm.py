@@ -5,6 +5,7 @@ signals, a file fills the disk, and killed processes are restarted as a supervis
 """
 
 import heapq
+import math
 import random
 import re
 import resource
@@ -23,12 +24,13 @@ from typing import Any, Final
 
 from farloop.config.admin_client import asked
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.lab.bench.http_store import ObjectServer
 from farloop.lab.chaos import faults as files
 from farloop.lab.chaos.faults import Ballast, copy_truncated, examine, second_start, small_enough
 from farloop.lab.chaos.journal_referee import Journal, Tail, Unreadable, read_journal
 from farloop.lab.chaos.lying_peers import LYING, SILENT
 from farloop.lab.chaos.recovery_watch import Book, History, Memory, Recoveries, in_words, is_expected, trains
-from farloop.lab.chaos.storm_plan import COORDINATOR, JOINER, KINDS, OF_NODES, Fault, Kind
+from farloop.lab.chaos.storm_plan import COORDINATOR, JOINER, KINDS, OF_NODES, OF_STORE, STORE, Fault, Kind
 from farloop.local.processes import Child, Children, free_port, page, write_coordinator, write_node
 from farloop.local.relay import Link, Relay, RelayThread
 from farloop.monitoring.status import Status, finished_status
@@ -79,6 +81,7 @@ class Guests:
     out: Path
     bind: int  # the coordinator's port
     settings: Callable[[], Mapping[str, object]]  # of the run
+    more: Mapping[str, str]  # settings of a coordinator
     children: Children
     wrong: Callable[[str], None]  # told each finding, in a sentence
     seed: int
@@ -176,13 +179,17 @@ class Guests:
     def _toml(self, state: Path, http: int) -> Path:
         """Settings of a coordinator over this folder, that no node knows of."""
         path, run = self.out / f"coordinator-{http}.toml", {**files.RUN, **self.settings()}
-        return write_coordinator(path, bind=free_port(), http=http, state=state, run=run, data=files.DATA)
+        return write_coordinator(
+            path, bind=free_port(), http=http, state=state, run=run, data=files.DATA, more=self.more
+        )
 
 
 # --- The storm
 
 STEP_S = 0.25  # what an inner step takes at least, so that a run lasts as long as its storm
 FASTEST_STEP_S = 0.02  # ... and where time was lost to faults.
+STORE_S = 5.0  # after a store is back, in which a start that it failed may still end
+SLOW_BYTES_PER_S = 50e3  # of a store that is slow
 
 GATHER_STEP_S, GATHER_STEPS = 0.5, 240
 """The run's steps in which everybody comes back after the last fault: as many as fit into `GATHER_S`."""
@@ -276,6 +283,7 @@ class Storm:
     seconds: float
     nodes: Sequence[str]
     faults: Sequence[Fault]
+    store: ObjectServer | None
     say: Callable[[str], None]
     stopped: Sequence[int]  # not empty once a person asked to stop
 
@@ -324,7 +332,7 @@ class Storm:
             (self.out / "guests").mkdir()
             others = stack.enter_context(Children(self.out / "guests", stop_s=5.0))
             self._guests = Guests(
-                self.out / "guests", self._bind, lambda: self._settings, others, self._found, self.seed
+                self.out / "guests", self._bind, lambda: self._settings, self._more, others, self._found, self.seed
             )
             self._links = RelayThread(*self._relays.values(), self._guests.relay)
             stack.enter_context(few_descriptors())
@@ -433,7 +441,9 @@ class Storm:
 
     def _begin(self, fault: Fault) -> None:
         kind, target, since = fault.kind, fault.target, self._now
-        if not self._is_back(target):
+        # A trial reads the store more than once, and compares.
+        apart = (kind == "truncate_file" and STORE in self._hit) or (target == STORE and self._guests.busy)
+        if apart or not self._is_back(target):
             if since + POSTPONE_S + fault.lasts_s < self._storm_ends:
                 self._at(since + POSTPONE_S, partial(self._begin, fault))
             return
@@ -463,6 +473,9 @@ class Storm:
                 self._links.change(self._relays[target], BAD_LINKS[self._happened[kind] % len(BAD_LINKS)])
             case "fill_disk":
                 self._ballast.fill()
+            case _ if self.store is not None and kind in OF_STORE:
+                self.store.fault = lambda method, path: OF_STORE[kind]
+                self.store.bytes_per_s = SLOW_BYTES_PER_S if kind == "store_slow" else float("inf")
         if kind == "kill_node" and was_expected:
             self._recoveries.await_commit(kind, target, since, self._versions, lambda merged: target not in merged)
         self._at(self._now + fault.lasts_s, partial(self._finish, fault))
@@ -494,6 +507,8 @@ class Storm:
                 self._links.change(self._relays[target], GOOD_LINK)
             case "fill_disk":
                 self._ballast.remove()
+            case _ if self.store is not None and kind in OF_STORE:
+                self.store.fault, self.store.bytes_per_s = lambda method, path: "", float("inf")
             case _:
                 self._guests.end(kind)
                 self._start_again(target)
@@ -518,9 +533,8 @@ class Storm:
         if name == COORDINATOR:
             self._coordinator_starts = True
             run = {**files.RUN, **self._settings}
-            file = write_coordinator(
-                self.out / "run.toml", bind=self._bind, http=self._http, state=self.state_dir, run=run, data=files.DATA
-            )
+            file, at, http = self.out / "run.toml", self._bind, self._http
+            write_coordinator(file, bind=at, http=http, state=self.state_dir, run=run, data=files.DATA, more=self._more)
             return self._children.start(name, ["coordinator", str(file)], threads=1)
         file = write_node(self.out, name, self._relays[name].port, threads=1, data=files.DATA)
         arguments = [str(file), str(self.out / files.PACE), str(self._books[name].path)]
@@ -541,7 +555,8 @@ class Storm:
                 continue
             code = child.process.returncode
             self._down.add(child.name)
-            full = child.name == COORDINATOR and code == ExitCode.STORAGE and self._ballast.lies
+            no_store = STORE in self._hit or self._now - self._ended.get(STORE, (-math.inf, 0))[0] < STORE_S
+            full = child.name == COORDINATOR and code == ExitCode.STORAGE and (self._ballast.lies or no_store)
             # One of two coordinators on a folder without a lock has to stop: the end of the fault starts it again.
             stops = child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE)
             fenced = stops and (self._guests.unlocked or child.process.pid == self._guests.lockless)
@@ -549,7 +564,7 @@ class Storm:
                 self._print(f"{child.name} has noticed the second start: {child.last_words()}")
                 if self._guests.unlocked:
                     continue
-            if not full and not fenced:  # where there is no room to begin, code 6 says to try again
+            if not full and not fenced:  # where there is no room to begin, or no store, code 6 says to try again
                 self._found(f"{child.name} ended by itself with {code}: {child.last_words()}")
             if len(self._problems) > MAX_SURPRISES:
                 raise Stopped
@@ -568,7 +583,12 @@ class Storm:
 
     @property
     def _settings(self) -> dict[str, object]:
-        return {"nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
+        steps, bulk = self._storm_steps + GATHER_STEPS, "session" if self.store is None else "store"
+        return {"nodes": len(self.nodes), "steps": steps, "seed": self.seed, "bulk": bulk}
+
+    @property
+    def _more(self) -> dict[str, str]:
+        return {} if self.store is None else {"bulk_url": f"{self.store.url}/objects"}
 
     @property
     def _storm_steps(self) -> int:

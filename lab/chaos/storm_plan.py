@@ -19,6 +19,12 @@ Kind = Literal[
     "descriptor_flood",
     "second_start",
     "truncate_file",
+    "store_away",
+    "store_slow",
+    "store_refuses",
+    "store_cuts",
+    "store_silent",
+    "store_spoils",
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -27,6 +33,17 @@ DISK: Final = "disk"
 JOINER: Final = "joiner"
 STRANGER: Final = "stranger"
 FLOOD: Final = "flood"
+STORE: Final = "store"
+
+OF_STORE: Final[dict[Kind, str]] = {
+    "store_away": "away",
+    "store_slow": "",
+    "store_refuses": "403",
+    "store_cuts": "cut",
+    "store_silent": "lost",
+    "store_spoils": "spoil",
+}
+"""What `bench/http_store.py` does to every request, in a storm whose deltas and updates go by it."""
 
 OF_NODES: Final[frozenset[Kind]] = frozenset({"kill_node", "stop_node", "cut_link", "slow_link"})
 """Kinds whose target is a node, or its link."""
@@ -37,6 +54,7 @@ _OTHERS: Final[dict[Kind, str]] = {
     "silent_peer": STRANGER,
     "lying_peer": STRANGER,
     "descriptor_flood": FLOOD,
+    **dict.fromkeys(OF_STORE, STORE),
 }
 """Targets of the kinds that hit neither a node nor the coordinator's process."""
 
@@ -57,6 +75,7 @@ _DECK: Final[dict[Kind, tuple[int, tuple[float, float]]]] = {
     "descriptor_flood": (1, (8.0, 20.0)),
     "second_start": (1, (10.0, 16.0)),
     "truncate_file": (1, (0.5, 4.0)),
+    **dict.fromkeys(OF_STORE, (1, (3.0, 15.0))),
 }
 """How often each kind comes in a deck, which is dealt to its end before the next is shuffled, so that all come soon;
 and the least and the most seconds from a fault to its end, when a killed process is started again."""

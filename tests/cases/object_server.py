@@ -42,7 +42,6 @@ class ObjectServer(http_store.ObjectServer):
         """Method and bytes of each body, of a request or an answer."""
         self.moved: Counter[tuple[str, str, str]] = Counter()
         """Method, path and "received" or "sent" → bytes at the socket, of requests that have ended."""
-        self.bytes_per_s = float("inf")
         self.stands_still, self.still_after = "", 0  # the method whose bodies stop half-way, after this many whole ones
         self.date = ""  # what its clock says, if it is wrong
         self.life_s = 604800.0  # the longest that it lets a URL live
@@ -52,11 +51,10 @@ class ObjectServer(http_store.ObjectServer):
         return _Counting(fileno=connection.detach()), address
 
     def pause(self, method: str, done: int, size: int) -> None:
-        step = _Handler.step_bytes
-        before = sum(size > step for other, size in self.bodies if other == method)
+        before = sum(size > http_store.Handler.step_bytes for other, size in self.bodies if other == method)
         if self.stands_still == method and 2 * done > size and (method == "GET" or before >= self.still_after):
             self.ended.wait(60)
-        self.ended.wait(step / self.bytes_per_s)
+        super().pause(method, done, size)
 
 
 class _Counting(socket.socket):
@@ -85,7 +83,6 @@ def serving(patch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 class _Handler(http_store.Handler):
-    step_bytes = 16 << 10
     server: ObjectServer
     connection: _Counting
 

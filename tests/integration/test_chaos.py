@@ -45,6 +45,15 @@ def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_storm_with_an_object_store_that_fails_loses_nothing(tmp_path: Path) -> None:
+    kinds = "store_away,store_slow,store_refuses,store_cuts,store_silent,store_spoils,kill_coordinator,kill_node"
+    _, told = run_storm(tmp_path, "--minutes", "0.8", "--seed", "5", "--bulk", "store", "--faults", kinds)
+    assert (told["lost"], told["forks"], told["digests_equal"], told["problems"]) == (0, 0, True, [])
+    assert any(kind.startswith("store_") for kind in told["faults"])
+    assert 0 < told["failed_requests"] < told["requests"]
+
+
+@pytest.mark.slow
 def test_a_storm_over_two_coordinators_loses_nothing(tmp_path: Path) -> None:
     """One fault of each kind."""
     _, told = run_storm(tmp_path, "--standby", "12", "--seed", "3")

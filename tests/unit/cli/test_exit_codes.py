@@ -35,6 +35,7 @@ STORAGE_ERRORS: dict[type[StorageError], StorageError] = {
     errors.ReadOnly: errors.ReadOnly(FOLDER),
     errors.NoDescriptor: errors.NoDescriptor(FOLDER),
     errors.StorageFailed: errors.StorageFailed(FOLDER, "x"),
+    errors.ObjectFailed: errors.ObjectFailed(FOLDER, "x"),
     errors.Fenced: errors.Fenced(FOLDER, 1, 2),
     errors.FolderChanged: errors.FolderChanged(FOLDER, "x"),
     errors.SnapshotCorrupt: errors.SnapshotCorrupt(FOLDER, "x"),

@@ -15,6 +15,7 @@ from farloop.lab.chaos.storm_plan import (
     KINDS,
     OF_NODES,
     SETTLE_S,
+    STORE,
     STRANGER,
     plan,
 )
@@ -36,7 +37,7 @@ def test_no_node_is_hit_twice_at_a_time_one_node_is_left_alone_and_every_fault_e
         targets = [f.target for f in faults if f.at_s <= fault.at_s < f.at_s + f.lasts_s + SETTLE_S]
         assert len(targets) == len(set(targets)) and set(nodes) - set(targets)
         assert (fault.target in nodes) == (fault.kind in OF_NODES)
-        assert fault.target in (*nodes, COORDINATOR, DISK, JOINER, STRANGER, FLOOD)
+        assert fault.target in (*nodes, COORDINATOR, DISK, JOINER, STRANGER, FLOOD, STORE)
 
 
 @pytest.mark.parametrize("seed", range(10))
