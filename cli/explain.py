@@ -13,6 +13,7 @@ from rich.text import Text
 
 from farloop.cli.options import facts as facts_grid
 from farloop.config.exit_codes import CommandError
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.observe.decision_log import FILE
 from farloop.coordinator.observe.event_log import files, parsed
 from farloop.coordinator.storage.state_reader import read_journal, steadily
@@ -32,28 +33,30 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")
-    items = read_journal(directory)
-    from farloop.coordinator.observe.window_inspection import closed_windows, newest_versions
+    read_journal(directory)  # what cannot be read is found before torch is loaded
+    from farloop.coordinator.observe.window_inspection import closed_windows
 
-    (newest, final), version = newest_versions(directory, items), int(found[2])
-    fragments = range(len(newest)) if found[1] is None else [int(found[1])]
-    if found[1] is not None and int(found[1]) >= len(newest):
-        raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
-    wanted = {(fragment, version) for fragment in fragments}
-    past = steadily(lambda: closed_windows(directory, read_journal(directory), wanted))
+    version, chosen = int(found[2]), None if found[1] is None else int(found[1])
+    past, ledger = steadily(lambda: closed_windows(directory, read_journal(directory), version, chosen))
+    if ledger is None:
+        raise CommandError(f"{window}: the journal is damaged; farloop journal verify says where")
+    every = range(len(ledger.versions))
+    if chosen is not None and chosen not in every:
+        raise CommandError(f"{window}: the run has fragments 0 to {len(every) - 1}")
     told = dict(_decisions(directory, version))
-    explained = [_explained(told.get(key), past.get(key)) for key in sorted(wanted & (past.keys() | told.keys()))]
+    fragments = list(every) if chosen is None else [chosen]
+    explained = [_explained(told.get(f), past.get(f)) for f in fragments if f in past or f in told]
     if not explained:
-        raise CommandError(_unknown(window, list(fragments), version, newest, final))
+        raise CommandError(_unknown(window, fragments, version, ledger))
     if as_json:
         return typer.echo(dumps(explained, indent=1))
     for number, facts in enumerate(explained):
         console.print(*([Text()] if number else []), _picture(facts), sep="\n")
 
 
-def _unknown(window: str, fragments: list[int], version: int, newest: list[int], final: set[int]) -> str:
-    latest = max(newest[fragment] for fragment in fragments)
-    if version > latest and final.issuperset(fragments):
+def _unknown(window: str, fragments: list[int], version: int, ledger: Ledger) -> str:
+    latest = max(ledger.versions[fragment] for fragment in fragments)
+    if version > latest and ledger.windows.keys().isdisjoint(fragments):
         return f"{window}: there is none; the run is over, and its last is {latest}"
     if version > latest:
         what = "is open" if version == latest + 1 else "is not open yet"
@@ -61,8 +64,8 @@ def _unknown(window: str, fragments: list[int], version: int, newest: list[int],
     return f"{window} is no longer known: the journal was pruned past it, and {FILE} does not have it"
 
 
-def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Lines of that version, by fragment and version; the later of two: a commit may have been decided twice."""
+def _decisions(directory: Path, version: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lines of that version, by fragment; the later of two: a commit may have been decided twice."""
     mark = f'"version": {version},'.encode()
     for path in files(directory / FILE):
         try:
@@ -73,7 +76,7 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
         for line in lines:
             try:
                 if (told := parsed(line)) is not None and told["version"] == version:
-                    yield (int(told["fragment"]), version), told
+                    yield int(told["fragment"]), told
             except (ValueError, KeyError, TypeError, OverflowError):
                 continue  # damaged
 

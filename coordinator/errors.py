@@ -9,16 +9,16 @@ StorageError
 ├── NoRoom             the disk takes nothing more, and nothing was changed; retriable
 │   ├── DiskFull       no bytes are free, or the quota is used up
 │   ├── ReadOnly       the file system may only be read
-│   └── NoDescriptor   this process may not open another file
+│   └── NoDescriptor   this process, or the machine, may not open another file or connection
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
 │   └── ObjectFailed   the object store does not give what a record has there
 ├── Fenced             another coordinator has claimed a higher epoch of this very state; stop
 ├── Deposed            a standby has taken over; stop
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
-├── SnapshotCorrupt    a snapshot is not what was saved
+├── SnapshotCorrupt    a snapshot cannot be read, or is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
     ├── Inconsistent   its records and snapshots do not fit together
-    └── NoFolder       there is no such directory
+    └── NoFolder       there is no such directory where a command was told to look for one
 """
 
 from pathlib import Path
@@ -59,8 +59,6 @@ class JournalCorrupt(StorageError):
 
 
 class StateLocked(StorageError):
-    """The state directory belongs to a coordinator that is running."""
-
     retriable = True
 
     def __init__(self, path: Path) -> None:
@@ -70,15 +68,11 @@ class StateLocked(StorageError):
 
 
 class NoRoom(StorageError):
-    """The disk takes nothing more. Nothing was changed: try again when there is room."""
-
     retriable = True
     fix: ClassVar[str]
 
 
 class DiskFull(NoRoom):
-    """Room was asked for and is not there."""
-
     fix = "free space on its file system"
     next_step = f"{fix}, then start again"
 
@@ -97,8 +91,6 @@ class ReadOnly(NoRoom):
 
 
 class NoDescriptor(NoRoom):
-    """The process, or the machine, has as many files and connections open as it may."""
-
     fix = "raise the limit of open files (ulimit -n), or find out who opens so many connections"
     next_step = f"{fix}, then start again"
 
@@ -149,8 +141,6 @@ class FolderChanged(StorageError):
 
 
 class SnapshotCorrupt(StorageError):
-    """A snapshot that cannot be read, or does not hold what its metadata says."""
-
     next_step = _SALVAGE
 
 
@@ -159,13 +149,9 @@ class StateMismatch(StorageError):
 
 
 class Inconsistent(StateMismatch):
-    """The journal's records and the snapshots do not fit together."""
-
     next_step = _SALVAGE
 
 
 class NoFolder(StateMismatch):
-    """There is no state directory where a command was told to look for one."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path, "there is no such folder; give the coordinator's state_dir with --state")

@@ -482,7 +482,7 @@ class CoordinatorExecutor:
         draft = command.draft
 
         def refused(error: Exception) -> None:
-            self.happened(ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error)))
+            self.happened(ev.CommitFailed(fragment=draft.fragment, detail=str(error)))
 
         self.storage.reserve(draft.fragment, command.codec_down, partial(self._compute_commit, draft), refused)
 
@@ -531,14 +531,14 @@ class CoordinatorExecutor:
                 return self._fatal(error)
             self.storage.release(reserved)
             self._result_over(draft.fragment)
-            longest = partial(commits.longest, ledger, draft, addends)
-            overflow = partial(self._overflowed, draft, error)
-            self._compute.submit(longest, overflow, self._fatal)
+            why = str(error)
+
+            def overflowed(longest: BlobId | None) -> None:
+                self.happened(ev.SumOverflow(fragment=draft.fragment, longest=longest, why=why))
+
+            self._compute.submit(partial(commits.longest, ledger, draft, addends), overflowed, self._fatal)
 
         self._compute.submit(compute, computed, failed)
-
-    def _overflowed(self, draft: rec.WindowCommitted, error: Exception, longest: BlobId | None) -> None:
-        self.happened(ev.SumOverflow.of(draft, longest, error))
 
     def _committed(self, result: Result, merge_s: float, computed_at: float, record: rec.WindowCommitted) -> None:
         self._deltas.forget([addend.blob for addend in record.blobs])

@@ -49,15 +49,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A node's round: what it took and what the plan predicted."""
+    """What a node's steps, or its transfers, took in a round, and what was predicted."""
 
-    compute_s: float
-    expected_compute_s: float
-    transfer_s: float
-    expected_transfer_s: float
-    compute_spread: float = 0.0
+    taken_s: float
+    expected_s: float  # 0 for none
+    spread: float = 0.0
     """Median absolute deviation of the logarithms of its own rounds: a node that varies must stray further."""
-    transfer_spread: float = 0.0
+
+
+Samples = Mapping[Kind, Sample]
+"""Of one round of a node: its steps under `NODE_SLOW`, its transfers under `LINK_SLOW`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +100,17 @@ def deadline_s(history_s: Sequence[float], slack_s: float) -> float:
     return max(3.0 * statistics.median(ordered), ordered[max(0, math.ceil(0.99 * len(ordered)) - 1)]) + slack_s
 
 
-def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
+def slow(rounds: Sequence[Mapping[str, Samples]]) -> tuple[Finding, ...]:
     """Nodes and links that were flagged in ROUNDS of the last OF_ROUNDS rounds, the newest last; by name."""
     last = rounds[-OF_ROUNDS:]
     flags: dict[tuple[Kind, str], list[float]] = {}
     for samples in last:
         if len(samples) < LEAST_NODES:
             continue
-        whole = statistics.median(one.compute_s + one.transfer_s for one in samples.values())
-        for kind, taken in (
-            (
-                Kind.NODE_SLOW,
-                {name: (one.compute_s, one.expected_compute_s, one.compute_spread) for name, one in samples.items()},
-            ),
-            (
-                Kind.LINK_SLOW,
-                {name: (one.transfer_s, one.expected_transfer_s, one.transfer_spread) for name, one in samples.items()},
-            ),
-        ):
-            for name, factor in _outliers(taken, LEAST_EXCESS * whole).items():
+        whole = statistics.median(sum(part.taken_s for part in one.values()) for one in samples.values())
+        for kind in (Kind.NODE_SLOW, Kind.LINK_SLOW):
+            parts = {name: one[kind] for name, one in samples.items()}
+            for name, factor in _outliers(parts, LEAST_EXCESS * whole).items():
                 flags.setdefault((kind, name), []).append(factor)
     found = []
     for (kind, name), factors in sorted(flags.items(), key=lambda item: (item[0][1], item[0][0])):
@@ -134,13 +127,10 @@ def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: float) -> dict[str, float]:
-    """Factors of outliers: robust z of log(taken/expected) above the limit, and an excess.
-
-    `taken`: seconds, expected seconds (0 for none), and the node's own spread.
-    """
+def _outliers(samples: Mapping[str, Sample], least_excess_s: float) -> dict[str, float]:
+    """Factors of outliers: robust z of log(taken/expected) above the limit, and an excess."""
     logs = {
-        name: math.log(max(value, 1e-9) / expected) for name, (value, expected, _) in taken.items() if expected > 0.0
+        name: math.log(max(one.taken_s, 1e-9) / one.expected_s) for name, one in samples.items() if one.expected_s > 0.0
     }
     if len(logs) < LEAST_NODES:
         return {}
@@ -149,8 +139,8 @@ def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: f
     return {
         name: math.exp(log)
         for name, log in logs.items()
-        if Z_SCALE * (log - middle) / max(spread, taken[name][2]) > Z_LIMIT
-        and taken[name][0] - taken[name][1] > least_excess_s
+        if Z_SCALE * (log - middle) / max(spread, samples[name].spread) > Z_LIMIT
+        and samples[name].taken_s - samples[name].expected_s > least_excess_s
     }
 
 

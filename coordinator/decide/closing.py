@@ -310,15 +310,10 @@ class Closing:
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
         self.guard.on_committed(record)
 
-    @property
-    def in_quarantine(self) -> dict[NodeId, str]:
-        """Nodes whose deltas are measured but not merged, with the reason."""
-        return self._ledger.screening.in_quarantine(self._ledger.started)
-
     def show_quarantine(self) -> None:
         for what in [what for what in self._alarms if what.startswith(QUARANTINE)]:
             del self._alarms[what]
-        for node, why in self.in_quarantine.items():
+        for node, why in self._ledger.screening.in_quarantine(self._ledger.started).items():
             self._alarms[f"{QUARANTINE}{node}"] = why
 
     def try_those_ahead(self) -> None:
@@ -331,12 +326,12 @@ class Closing:
 
     def on_overflow(self, event: ev.SumOverflow) -> None:
         """The sum overflows fp32 and would again: leave the longest delta out."""
-        window = self._windows[event.fragment]
+        window, detail = self._windows[event.fragment], f"{Reason.TOO_MUCH.sentence} (of the update, {event.why})"
         if event.longest is None:
-            self._alarms[f"commit of fragment {event.fragment}"] = event.detail
+            self._alarms[f"commit of fragment {event.fragment}"] = detail
             return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
         del self._commits[event.fragment]
-        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
+        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=detail))
         window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).admission.quorum)
         self.try_one(event.fragment)
 

@@ -73,7 +73,6 @@ class CommitFailed:
     """Nothing was changed; the commit is tried again."""
 
     fragment: int
-    version: int
     detail: str
 
 
@@ -82,18 +81,8 @@ class SumOverflow:
     """Nothing was changed: these deltas overflow fp32, and would again."""
 
     fragment: int
-    version: int
     longest: BlobId | None  # of the deltas; None where the window has none
-    detail: str
-
-    @classmethod
-    def of(cls, draft: WindowCommitted, longest: BlobId | None, why: Exception) -> "SumOverflow":
-        return cls(
-            fragment=draft.fragment,
-            version=draft.version,
-            longest=longest,
-            detail=f"{Reason.TOO_MUCH.sentence} (of the update, {why})",
-        )
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

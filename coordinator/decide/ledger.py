@@ -4,7 +4,7 @@ The running machine and a restart build it by the same `apply`, so that what was
 known after it. Sessions, expectations and deadlines are not durable: they live in `machine.py` and `membership.py`.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from farloop.algo import schedule
@@ -435,10 +435,6 @@ class Ledger:
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
         """Whether a stored delta of this node has no outcome yet."""
         return (fragment, node) in self._spooled
-
-    def is_vector(self, versions: Sequence[int]) -> bool:
-        """Whether these are plausible versions, one per fragment."""
-        return len(versions) == len(self.versions)
 
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
         """Why a delta for `window` is refused now; None while its window is open and its base fits."""

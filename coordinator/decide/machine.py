@@ -61,7 +61,7 @@ class Evaluations:
         A node that merges several versions at once answers with the newest.
         """
         ledger = self._ledger
-        if not ledger.is_vector(versions) or not 0.0 <= position <= last_position(ledger):
+        if len(versions) != len(ledger.versions) or not 0.0 <= position <= last_position(ledger):
             return None
         if not all(0 <= held <= current for held, current in zip(versions, ledger.versions, strict=True)):
             return None
@@ -135,7 +135,7 @@ class CoordinatorMachine:
     @property
     def in_quarantine(self) -> dict[NodeId, str]:
         """Nodes whose deltas are measured but not merged, and why."""
-        return self._closing.in_quarantine
+        return self.ledger.screening.in_quarantine(self.ledger.started)
 
     @property
     def begun(self) -> bool:

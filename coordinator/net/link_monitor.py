@@ -6,8 +6,10 @@ A run does not depend on it. Results are kept in memory only; after a restart li
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import cast
 
@@ -37,6 +39,16 @@ MOST_CLOCK_S = 1e11  # a wall clock beyond the year 5000 is none
 LOST_S = 60.0  # an alarm about lost packets lasts so long after the last one
 
 
+@dataclass(slots=True)
+class _Look:
+    """What was last seen of a session."""
+
+    run_bytes: int = 0  # that it moved for the run
+    probe_bytes: int = 0
+    echoed_at: float = -math.inf  # time of the last echo
+    tcp_info: bytes = b""
+
+
 class LinkMonitor:
     """Call `poll` a few times a second, `on_message` and `is_about_probe` for what sessions report."""
 
@@ -58,10 +70,7 @@ class LinkMonitor:
         """
         self.matrix, self._working_for = LinkTable(), working_for
         self._prober = BandwidthProbe(probe_bytes, now, quiet_s=quiet_s, share=share)
-        self._counted: dict[int, tuple[int, int]] = {}
-        """Session → bytes of the run and bytes of probes, at the last look."""
-        self._echoed_at: dict[int, float] = {}  # session → time of the last echo
-        self._infos: dict[int, bytes] = {}  # session → TCP_INFO at the last look
+        self._looks: dict[int, _Look] = {}  # by session
         self._large_lost: dict[NodeId, tuple[float, str]] = {}  # node → when large packets "to" or "from" it were lost
         self._looked_at = now
         self._peer: Peer | None = None  # the session that is being probed
@@ -160,34 +169,32 @@ class LinkMonitor:
         self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
         if any(_is_busy(peer.session, self._is_probed(peer), now) for peer in here.values()):
             self._prober.busy(now)
+        self._looks = {peer.number: self._looks.get(peer.number) or _Look() for peer in here.values()}
         connections = now - self._looked_at >= LOOK_S
         self._looked_at = now if connections else self._looked_at
         for node, peer in here.items():
-            echoes = self._echo_is_due(peer, now)
+            look = self._looks[peer.number]
+            echoes = len(peer.session.round_trips) < ROUND_TRIPS or now - look.echoed_at >= ECHO_S
             if echoes or connections or peer.session.transfers.meter.has_bursts or self._is_probed(peer):
                 with self._working_for(peer) as session:
                     self._see(node, peer, now)
                     if connections:
                         self._read_tcp_info(node, peer, now)
                     if echoes and session.state is State.OPEN:
-                        self._echoed_at[peer.number] = now
+                        look.echoed_at = now
                         session.echo(now)
         self._count(here)
-        numbers = {peer.number for peer in here.values()}
-        self._echoed_at = {number: at for number, at in self._echoed_at.items() if number in numbers}
-        self._infos = {number: info for number, info in self._infos.items() if number in numbers}
         self._probe(now)
         self._begin(here, now)
 
     def _count(self, here: Mapping[NodeId, Peer]) -> None:
         """Count what crossed each link since the last look: probes may take a share of it."""
-        before, self._counted = self._counted, {}
         for node, peer in here.items():
-            traffic = peer.session.traffic
+            traffic, look = peer.session.traffic, self._looks[peer.number]
             probes = traffic.sent_blobs[BlobKind.PROBE].bytes + traffic.received_blobs[BlobKind.PROBE].bytes
-            now = self._counted[peer.number] = (traffic.sent.total + traffic.received.total - probes, probes)
-            was = before.get(peer.number, (0, 0))
-            self._prober.has_moved(node, max(0, now[0] - was[0]), now[1] - was[1])
+            run = traffic.sent.total + traffic.received.total - probes
+            self._prober.has_moved(node, max(0, run - look.run_bytes), probes - look.probe_bytes)
+            look.run_bytes, look.probe_bytes = run, probes
 
     def _see(self, node: NodeId, peer: Peer, now: float) -> None:
         session, running = peer.session, self._prober.running
@@ -204,17 +211,13 @@ class LinkMonitor:
     def _read_tcp_info(self, node: NodeId, peer: Peer, now: float) -> None:
         if peer.connection is None:
             return
-        before, info = self._infos.get(peer.number, b""), tcp_info(*peer.connection, INFO_BYTES)
-        self._infos[peer.number] = info
+        look, info = self._looks[peer.number], tcp_info(*peer.connection, INFO_BYTES)
+        before, look.tcp_info = look.tcp_info, info
         if large_lost(info, before, now - peer.session.heard_at):
             self._large_lost[node] = (now, "to")
         told = parse(info, congestion_of(*peer.connection))
         if told is not None:
             self.matrix.connection((COORDINATOR, node), told)
-
-    def _echo_is_due(self, peer: Peer, now: float) -> bool:
-        session, asked_at = peer.session, self._echoed_at.get(peer.number)
-        return asked_at is None or len(session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S
 
     def _is_probed(self, peer: Peer) -> bool:
         return self._prober.running is not None and peer is self._peer

@@ -9,7 +9,7 @@ An error in the work for one session ends that session alone; errors of the whol
 import contextlib
 import heapq
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -288,14 +288,12 @@ class SessionRouter:
 
     def on_writable(self) -> None:
         for peer in self._peers:
-            if any(self._backlog(peer, lane) for lane in peer.routes):
+            if any(lane.backlog for lane in peer.lanes.values()):
                 with self.working_for(peer):
-                    for lane, route in list(peer.routes.items()):
-                        found = self._peers.lane(route)
-                        backlog = found.backlog if found is not None else deque()
-                        while backlog and self._try_send(peer, lane, backlog[0]):
-                            backlog.popleft()
-                            if lane not in peer.routes:  # lost: what waited for it is sent again
+                    for lane in list(peer.lanes.values()):
+                        while lane.backlog and self._try_send(lane, lane.backlog[0]):
+                            lane.backlog.popleft()
+                            if lane.number not in peer.lanes:  # lost: what waited for it is sent again
                                 break
 
     def on_gone(self) -> None:
@@ -428,34 +426,31 @@ class SessionRouter:
 
     # Outbound frames.
 
-    def _backlog(self, peer: Peer, lane: int) -> deque[Sequence[Buffer]]:
-        found = self._peers.lane(peer.routes[lane])
-        return found.backlog if found is not None else deque()
-
     def _full(self, peer: Peer) -> list[int]:
         """The bulk lanes that take nothing now."""
-        return [lane for lane in peer.routes if lane > 0 and self._backlog(peer, lane)]
+        return [number for number, lane in peer.lanes.items() if number > 0 and lane.backlog]
 
     def _is_held_up(self, peer: Peer, full: Sequence[int]) -> bool:
         """Whether these `full` ones are all its bulk lanes."""
-        return 0 < len(full) == len(peer.routes) - 1
+        return 0 < len(full) == len(peer.lanes) - 1
 
-    def _transmit(self, peer: Peer, lane: int, parts: Sequence[Buffer]) -> None:
-        if lane not in peer.routes:  # lost since the frame was made; its chunk is sent again
+    def _transmit(self, peer: Peer, number: int, parts: Sequence[Buffer]) -> None:
+        lane = peer.lanes.get(number)
+        if lane is None:  # lost since the frame was made; its chunk is sent again
             return
-        backlog = self._backlog(peer, lane)
-        if backlog or not self._try_send(peer, lane, parts):
-            backlog.append(parts)
+        if lane.backlog or not self._try_send(lane, parts):
+            lane.backlog.append(parts)
 
-    def _try_send(self, peer: Peer, lane: int, parts: Sequence[Buffer]) -> bool:
+    def _try_send(self, lane: Lane, parts: Sequence[Buffer]) -> bool:
         """False when the lane is full. A session that has lost control, or its last bulk lane, ends: its node dials
         again."""
-        if peer.session.state is State.CLOSED and lane > 0:
+        peer = lane.peer
+        if peer.session.state is State.CLOSED and lane.number > 0:
             return True
-        sent = self._socket.send(peer.routes[lane], parts)
-        if sent is Sent.GONE and lane > 0 and len(peer.routes) > 2:
-            _log.info("lane lost session=%d lane=%d", peer.number, lane)
-            self._peers.lane_lost(peer, lane)
+        sent = self._socket.send(lane.route, parts)
+        if sent is Sent.GONE and lane.number > 0 and len(peer.lanes) > 2:
+            _log.info("lane lost session=%d lane=%d", peer.number, lane.number)
+            self._peers.lane_lost(peer, lane.number)
         elif sent is Sent.GONE:
             peer.session.close(Reason.CLOSED, "the node's connection is gone")
         return sent is not Sent.FULL

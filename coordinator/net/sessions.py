@@ -165,6 +165,7 @@ class Lane:
 
     peer: "Peer"
     number: int
+    route: Route
     descriptor: int | None = None  # file descriptor of the connection that its first frame came by
     backlog: deque[Sequence[Buffer]] = field(default_factory=deque)  # frames that the full lane did not take
 
@@ -179,7 +180,7 @@ class Peer:
     who: str  # the owner; without keys the name that the greeting claims, and the address
     counted_as: str  # what its session is counted by: the owner, or without keys the network of the address
     token: bytes  # what the first frame of a further lane must hold
-    routes: dict[int, Route]  # lane number → route of the socket; 0 is control
+    lanes: dict[int, Lane] = field(default_factory=dict)  # by number; 0 is control
     address: str = ""  # where it came from, without keys
     max_lanes: int = 1  # bulk lanes that it may have
     node: NodeId | None = None
@@ -323,18 +324,21 @@ class Peers:
         self._tokens.pop(peer.token, None)
         self._remember(peer.token, peer)
         self._further_lanes -= peer.max_lanes - 1
-        for route in peer.routes.values():
-            self._forget_lane(route)
+        for lane in peer.lanes.values():
+            self._forget_lane(lane)
 
     def lane_lost(self, peer: Peer, number: int) -> None:
         """The connection of a bulk lane is gone; the session goes on without it."""
-        self._forget_lane(peer.routes.pop(number))
+        self._forget_lane(peer.lanes.pop(number))
         peer.session.lane_lost(number)
 
-    def _forget_lane(self, route: Route) -> None:
-        if (lane := self._lanes.pop(route, None)) is None:
-            return
-        self._remember(route, lane.peer)
+    def _add_lane(self, peer: Peer, number: int, route: Route) -> Lane:
+        lane = self._lanes[route] = peer.lanes[number] = Lane(peer, number, route)
+        return lane
+
+    def _forget_lane(self, lane: Lane) -> None:
+        del self._lanes[lane.route]
+        self._remember(lane.route, lane.peer)
         if lane.descriptor is not None:
             self._descriptors -= Counter([lane.descriptor])
 
@@ -343,10 +347,9 @@ class Peers:
         return 1 <= number <= peer.max_lanes and (peer.owner is not None or address == peer.address)
 
     def _join(self, route: Route, peer: Peer, number: int) -> Lane:
-        if number in peer.routes:
+        if number in peer.lanes:
             self.lane_lost(peer, number)
-        peer.routes[number] = route
-        lane = self._lanes[route] = Lane(peer, number)
+        lane = self._add_lane(peer, number, route)
         peer.session.lane_opened(number)
         return lane
 
@@ -363,10 +366,9 @@ class Peers:
         )
         session.traffic.curve = owner is not None
         token, counted_as = self._new_token(), network_of(address) if address else who
-        peer = Peer(self._next, session, owner, who, counted_as, token, {0: route}, address or "", max_lanes)
+        peer = Peer(self._next, session, owner, who, counted_as, token, address=address or "", max_lanes=max_lanes)
         self._further_lanes += max_lanes - 1
         self._next += 1
         self._peers[peer.number] = self._tokens[token] = peer
         self.rates.begun(counted_as)
-        self._lanes[route] = Lane(peer, 0)
-        return self._lanes[route]
+        return self._add_lane(peer, 0, route)

@@ -29,6 +29,7 @@ from farloop.planner.anomalies import (
     Place,
     Progress,
     Sample,
+    Samples,
     deadline_s,
     hung,
     localise,
@@ -75,13 +76,14 @@ class _Own:
         self.under_way.clear()
         self.received = 0
 
-    def expected(self, kind: Kind) -> tuple[float, float]:
-        """Seconds per unit and the spread of their logarithms; 0 if unknown."""
+    def sample(self, kind: Kind) -> Sample:
+        """Of this round."""
         known = self.unit_s[kind]
         if len(known) < LEAST_ROUNDS:
-            return 0.0, 0.0
+            return Sample(taken_s=self.seconds[kind], expected_s=0.0)
         usual = median(known)
-        return usual, median(abs(math.log(one / usual)) for one in known)
+        spread = median(abs(math.log(one / usual)) for one in known)
+        return Sample(taken_s=self.seconds[kind], expected_s=usual * self.units[kind], spread=spread)
 
     def latest(self, kind: Kind) -> float | None:
         """Seconds per unit in this round; None without any."""
@@ -147,22 +149,11 @@ class RoundTimes:
         for node in self._own:
             self.broken(node)
 
-    def close(self, strays: Collection[tuple[Kind, str]]) -> dict[str, Sample]:
-        """A round is over. Returns by node the measured and expected times, 0 if not expected.
-
-        `strays`: (kind, node) whose rounds are not learnt from.
-        """
-        samples: dict[str, Sample] = {}
+    def close(self, strays: Collection[tuple[Kind, str]]) -> dict[str, Samples]:
+        """A round is over. Returns the samples by node. `strays`: (kind, node) whose rounds are not learnt from."""
+        samples: dict[str, Samples] = {}
         for node, own in self._own.items():
-            (step_s, step_spread), (byte_s, byte_spread) = (own.expected(kind) for kind in JUDGED)
-            samples[node] = Sample(
-                compute_s=own.seconds[Kind.NODE_SLOW],
-                expected_compute_s=step_s * own.units[Kind.NODE_SLOW],
-                transfer_s=own.seconds[Kind.LINK_SLOW],
-                expected_transfer_s=byte_s * own.units[Kind.LINK_SLOW],
-                compute_spread=step_spread,
-                transfer_spread=byte_spread,
-            )
+            samples[node] = {kind: own.sample(kind) for kind in JUDGED}
             for kind in JUDGED:
                 if (unit_s := own.latest(kind)) is not None:
                     own.latest_s[kind] = unit_s
@@ -308,7 +299,7 @@ class StragglerMonitor:
         self._anomalies: dict[tuple[Kind, str], Anomaly] = {}  # current anomalies
         self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
         """Mitigations of past faults, and the judged round in which they ended."""
-        self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
+        self._rounds: deque[Mapping[str, Samples]] = deque(maxlen=OF_ROUNDS)
         self._judged = 0
         self._round = 0  # the run's round at the last `poll`
         self._closed_at: float | None = None
@@ -378,7 +369,7 @@ class StragglerMonitor:
         self._rounds.append(self.pacing.close(self._anomalies.keys()))
         counting = [member.name for member in self._machine.members.values() if member.counts]
         self._places.on_round_end(self._table, counting)
-        judged = sum(one.expected_compute_s > 0.0 for one in self._rounds[-1].values())
+        judged = sum(one[Kind.NODE_SLOW].expected_s > 0.0 for one in self._rounds[-1].values())
         self._why_not = ""
         if len(counting) < LEAST_NODES:
             self._why_not = f"{len(counting)} nodes train; slow nodes are reported from {LEAST_NODES} nodes on"
@@ -527,10 +518,9 @@ class StragglerMonitor:
     def _plan_for(self, kind: Kind, node: str) -> None:
         """Accept the node's current times: forget what was usual, and its unusual rounds."""
         self.pacing.forget(kind, node)
-        unjudged = {"expected_compute_s": 0.0} if kind is Kind.NODE_SLOW else {"expected_transfer_s": 0.0}
         for index, samples in enumerate(self._rounds):
-            if node in samples:
-                self._rounds[index] = {**samples, node: replace(samples[node], **unjudged)}
+            if (own := samples.get(node)) is not None:
+                self._rounds[index] = {**samples, node: {**own, kind: replace(own[kind], expected_s=0.0)}}
 
     def _advice(self, node: str) -> Advice | None:
         """Fewer bits or other steps for a node; None if rounds gain too little."""

@@ -18,24 +18,30 @@ from farloop.quant.norm import norm_sq
 Facts = dict[str, Any]
 
 
-def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], Facts]:
-    """The commits of these fragments and versions, as far as the journal has them, in the form of a line of
-    `decisions.jsonl`; besides, `record` says where the journal has it, and `measured` has by node the norm of each
-    delta and its cosine with their merge, None where either is zero; it is empty if the deltas are not stored.
-    Raises StorageError."""
-    found: dict[tuple[int, int], Facts] = {}
+def closed_windows(
+    directory: Path, items: Items, version: int, chosen: int | None
+) -> tuple[dict[int, Facts], Ledger | None]:
+    """The commits of this version, of every fragment or a chosen one, as far as the journal has them; and the ledger.
+
+    By fragment, they have the form of a line of `decisions.jsonl`; besides, `record` says where the journal has it, and
+    `measured` has by node the norm of each delta and its cosine with their merge, None where either is zero; it is
+    empty if the deltas are not stored. Raises StorageError.
+    """
+    found: dict[int, Facts] = {}
+    newest: Ledger | None = None
     stored: dict[BlobId, Entry] = {}
     drops: dict[int, list[rec.InputDropped]] = {}
     for at, ledger in with_ledger(directory, items):
+        newest = ledger or newest
         match at.record:
             case rec.InputStored(blob=blob):
                 stored[blob] = at
             case rec.InputDropped(blob=blob):
                 drops.setdefault(blob.fragment, []).append(at.record)
-            case rec.WindowCommitted(fragment=fragment, version=version) as record:
+            case rec.WindowCommitted(fragment=fragment) as record:
                 since = drops.pop(fragment, [])
-                if (fragment, version) in wanted and ledger is not None:
-                    found[fragment, version] = {
+                if record.version == version and chosen in (None, fragment) and ledger is not None:
+                    found[fragment] = {
                         "record": at.where,
                         **facts_of(record, ledger),
                         **_facts_of_deltas(directory, ledger, record, stored),
@@ -46,17 +52,7 @@ def closed_windows(directory: Path, items: Items, wanted: set[tuple[int, int]]) 
                     }
             case _:
                 pass
-    return found
-
-
-def newest_versions(directory: Path, items: Items) -> tuple[list[int], set[int]]:
-    """Of every fragment; and the fragments that are final."""
-    ledger: Ledger | None = None
-    for _, known in with_ledger(directory, items):
-        ledger = known or ledger
-    if ledger is None:
-        return [], set()
-    return list(ledger.versions), set(range(len(ledger.versions))) - ledger.windows.keys()
+    return found, newest
 
 
 def _facts_of_deltas(

@@ -290,7 +290,7 @@ class Run:
                 return []
             case ("fails",):
                 draft = self.draft(int(who))
-                failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail="the disk is full")
+                failed = ev.CommitFailed(fragment=draft.fragment, detail="the disk is full")
                 return self.handle(failed)
             case ("leaves",):
                 return self.leave(node)

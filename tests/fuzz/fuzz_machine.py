@@ -116,8 +116,8 @@ class Fuzzed(Run):
             if well:
                 self.durable(fragment)
             else:
-                version = self.pending.pop(fragment).draft.version
-                self.handle(ev.CommitFailed(fragment=fragment, version=version, detail="full"))
+                del self.pending[fragment]
+                self.handle(ev.CommitFailed(fragment=fragment, detail="full"))
 
 
 def check_machine(data: bytes) -> str:

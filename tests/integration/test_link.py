@@ -143,7 +143,8 @@ class Station:
 
     def route(self, number: int) -> object:
         """Of one lane of the newest session; None where it is not open."""
-        return self._peers[-1].routes.get(number)
+        lane = self._peers[-1].lanes.get(number)
+        return None if lane is None else lane.route
 
     @property
     def token(self) -> bytes:

@@ -137,7 +137,6 @@ def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_sa
     for record in (taken, rec.EpochClaimed(epoch=4), rec.RunFinished()):
         ledger.apply(record)
     assert (ledger.evaluations, ledger.epoch, ledger.finished) == ([taken], 4, True)
-    assert [ledger.is_vector(versions) for versions in ((), (1,), (1, 2), (1, 2, 3))] == [False, False, True, False]
 
 
 # --- which deltas may come

@@ -66,8 +66,8 @@ class Storm(Run):
             if well:
                 self.durable(fragment)
             else:
-                version = self.pending.pop(fragment).draft.version
-                self.handle(ev.CommitFailed(fragment=fragment, version=version, detail="full"))
+                del self.pending[fragment]
+                self.handle(ev.CommitFailed(fragment=fragment, detail="full"))
         elif self.coming:
             offer = self.coming.pop(self.draw.randrange(len(self.coming)))
             if well:

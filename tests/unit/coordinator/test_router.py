@@ -447,7 +447,7 @@ def test_a_session_outlives_a_bulk_lane_but_not_its_last_one(hall: Hall) -> None
     hall.wire.full, hall.wire.gone = set(), {"a1"}
     hall.work("a", 1)
     assert hall.sent[-1] == ("a", update(1)) and not hall.ends
-    assert sorted(hall.peers["a"].routes) == [0, 2]
+    assert sorted(hall.peers["a"].lanes) == [0, 2]
     hall.wire.gone = {"a2"}
     hall.work("a", 2)
     hall.assert_only_a_ended(Reason.CLOSED)
@@ -466,7 +466,7 @@ def test_a_lane_that_is_lost_with_several_frames_behind_it_costs_no_session(hall
     assert lane is not None and len(lane.backlog) > 1
     hall.wire.full, hall.wire.gone = set(), {"a1"}
     hall.link.on_writable()
-    assert not hall.ends and sorted(hall.peers["a"].routes) == [0, 2]
+    assert not hall.ends and sorted(hall.peers["a"].lanes) == [0, 2]
     hall.turn()
     assert sorted(blob.version for _, blob in hall.sent) == [1, 2, 3, 4]
 
@@ -479,7 +479,7 @@ def test_a_lane_that_is_opened_again_takes_the_place_of_the_one_that_was_lost(ha
         session.push_blob(update(0), BytesSource(bytes(1 << 20)))
     assert "a2" not in hall.wire.sent
     hall.link.on_frame("new", lane_hello(1, 1, hall.peers["a"].token, 2), From())
-    assert hall.peers["a"].routes[2] == "new" and len(hall.wire.sent["new"]) == 4 and not hall.ends
+    assert hall.peers["a"].lanes[2].route == "new" and len(hall.wire.sent["new"]) == 4 and not hall.ends
     assert hall.link._peers.lane("a2") is None
 
 

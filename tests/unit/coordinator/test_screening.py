@@ -287,8 +287,8 @@ def test_what_is_known_of_nodes_is_known_after_a_restart(run: Run) -> None:
 def test_a_sum_that_fp32_does_not_hold_leaves_out_the_longest_delta_and_is_tried_again_at_once(run: Run) -> None:
     """E, O: the same decision would fail for ever."""
     stored(run, a=1.0, b=1.0, c=20.0)
-    too_much = ValueError("element 0 is not finite")
-    commands = run.handle(ev.SumOverflow.of(run.draft(), run.draft().blobs[2].blob, too_much))
+    why = "element 0 is not finite"
+    commands = run.handle(ev.SumOverflow(fragment=1, longest=run.draft().blobs[2].blob, why=why))
     assert brief(commands) == "commit 1.1 of ab, c TOO_MUCH" and run.machine.next_timer() != run.now + 1.0
     assert run.draft().refused[0].reason is Reason.TOO_MUCH
     run.durable()
@@ -299,7 +299,7 @@ def test_a_window_whose_every_delta_is_refused_ends_and_the_run_goes_on(spec: Ru
     """E: a version that holds nothing new; who waits for it has its outcome."""
     run = Run(spec, "a")
     run.store(A)
-    run.handle(ev.SumOverflow.of(run.draft(), run.draft().blobs[0].blob, ValueError("too much")))
+    run.handle(ev.SumOverflow(fragment=1, longest=run.draft().blobs[0].blob, why="too much"))
     draft = run.draft()
     assert brief([run.pending[1]]) == "commit 1.1 of , a TOO_MUCH" and draft.blobs == () and draft.next_window
     assert draft.why == "0 of 1 deltas that a merge needs, refused: a (too_much)"
@@ -312,7 +312,7 @@ def test_who_was_too_late_for_a_closing_window_is_not_waited_for_when_it_opens_a
     run = Run(spec, "ab", quorum=1)
     run.store(A)
     assert [said.reason for said in told(run.say(B, run.offer(B)), B) if isinstance(said, msg.Outcome)] == [Reason.LATE]
-    run.handle(ev.SumOverflow.of(run.draft(), run.draft().blobs[0].blob, ValueError("too much")))
+    run.handle(ev.SumOverflow(fragment=1, longest=run.draft().blobs[0].blob, why="too much"))
     assert brief([run.pending[1]]) == "commit 1.1 of , a TOO_MUCH, b LATE" and run.draft().blobs == ()
 
 

@@ -63,9 +63,9 @@ def test_the_token_of_a_session_binds_lanes_of_its_owner_alone(door: Door) -> No
     peer, other = door.greeted(A), door.greeted(B)
     assert door.meets(lane_hello(1, 1, bytes(16), 1), A) is None
     assert door.meets(lane_hello(1, 1, other.token, 1), A) is None
-    assert (list(peer.routes), list(other.routes)) == ([0], [0])
+    assert (list(peer.lanes), list(other.lanes)) == ([0], [0])
     assert door.joins(lane_hello(1, 1, peer.token, 1), A) is peer
-    assert list(peer.routes) == [0, 1]
+    assert list(peer.lanes) == [0, 1]
     assert door.meets(lane_hello(1, 1, other.token, 0), B) is None, "lanes are numbered from 1"
     assert door.joins(lane_hello(1, 1, other.token, 1), B) is other, "who tried before has not used it up"
 
@@ -77,12 +77,12 @@ def test_a_session_has_at_most_16_bulk_lanes_however_many_are_opened(door: Door)
         joined = door.joins(lane_hello(1, 1, peer.token, number), A)
         assert joined is (peer if number <= 16 else None)
     assert door.away == [(Reason.MALFORMED, A)] * 48
-    assert sorted(peer.routes) == list(range(17))
+    assert sorted(peer.lanes) == list(range(17))
     assert door.meets(lane_hello(1, 1, peer.token, 3), B) is None
-    before, routes = peer.routes[3], len(door.peers._lanes)
+    before, routes = peer.lanes[3].route, len(door.peers._lanes)
     for _ in range(1000):
         door.meets(lane_hello(1, 1, peer.token, 3), A, 0.0)
-    assert peer.routes[3] != before and door.peers.lane(before) is None
+    assert peer.lanes[3].route != before and door.peers.lane(before) is None
     assert len(door.peers._lanes) == routes and len(peer.session._lanes) == 16
     assert door.away[-1] == (Reason.TOO_OFTEN, A), "48 more were taken"
     assert door.joins(lane_hello(1, 1, other.token, 2), B) is other, "the other node's are its own"
@@ -179,7 +179,7 @@ def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     door.peers.forget(peer)
     door.peers.forget(peer)
     assert not door.peers.is_used(8)
-    assert len(door.peers) == 0 and not any(door.peers.lane(route) for route in peer.routes.values())
+    assert len(door.peers) == 0 and not any(door.peers.lane(lane.route) for lane in peer.lanes.values())
     assert door.meets(lane_hello(1, 1, peer.token, 1), A) is None
 
 
@@ -190,7 +190,7 @@ def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(
     peer = door.greeted(A)
     for number in (1, 2):
         door.joins(lane_hello(1, 1, peer.token, number), A)
-    routes = list(peer.routes.values())
+    routes = [lane.route for lane in peer.lanes.values()]
     door.peers.lane_lost(peer, 2)
     peer.ended_by = Reason.SILENT
     door.peers.forget(peer)

@@ -12,6 +12,7 @@ from farloop.planner.anomalies import (
     Place,
     Progress,
     Sample,
+    Samples,
     deadline_s,
     hung,
     localise,
@@ -90,18 +91,16 @@ def test_a_deadline_is_well_above_what_was() -> None:
     assert deadline_s([1.0] * 50 + [9.0], 2.0) == 11.0
 
 
-def rounds(count: int, *, seed: int, noise: float, factor: float = 1.0, nodes: int = 8) -> list[dict[str, Sample]]:
+def rounds(count: int, *, seed: int, noise: float, factor: float = 1.0, nodes: int = 8) -> list[dict[str, Samples]]:
     """Of node n3 the transfers take `factor` times as long as predicted."""
     rand = random.Random(seed)
 
-    def sample(name: str) -> Sample:
+    def sample(name: str) -> Samples:
         own = factor if name == "n3" else 1.0
-        return Sample(
-            compute_s=10.0 * rand.lognormvariate(0.0, noise),
-            expected_compute_s=10.0,
-            transfer_s=5.0 * own * rand.lognormvariate(0.0, noise),
-            expected_transfer_s=5.0,
-        )
+        return {
+            Kind.NODE_SLOW: Sample(taken_s=10.0 * rand.lognormvariate(0.0, noise), expected_s=10.0),
+            Kind.LINK_SLOW: Sample(taken_s=5.0 * own * rand.lognormvariate(0.0, noise), expected_s=5.0),
+        }
 
     return [{f"n{n}": sample(f"n{n}") for n in range(nodes)} for _ in range(count)]
 
@@ -120,8 +119,10 @@ def test_a_slow_link_is_named_within_three_rounds() -> None:
 
 def test_no_node_is_slow_by_what_was_predicted_of_it_nor_among_three() -> None:
     """Different H and bits are compared by that; three are too few to compare."""
-    own = {f"n{n}": Sample(compute_s=10.0 * n, expected_compute_s=10.0 * n, transfer_s=1.0 * n,
-                           expected_transfer_s=1.0 * n) for n in range(1, 9)}  # fmt: skip
+    usual = {Kind.NODE_SLOW: 10.0, Kind.LINK_SLOW: 1.0}
+    own: dict[str, Samples] = {
+        f"n{n}": {kind: Sample(taken_s=s * n, expected_s=s * n) for kind, s in usual.items()} for n in range(1, 9)
+    }
     assert slow([own] * 5) == slow(rounds(5, seed=0, noise=0.01, factor=9.0, nodes=3)) == ()
 
 
