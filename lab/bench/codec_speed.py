@@ -1,99 +1,26 @@
-"""Speed and memory of codecs.
+"""Speed of codecs, compared with a plain copy.
 
-Speed is compared with a plain copy of buffers of the same size in the same run, before every repetition: other load on
-the machine slows both, and the copy leaves none of the operands in the cache. Buffers are made once; the first call,
-which may compile, is timed by itself. Memory is measured on Linux alone, where a process can reset its recorded peak
-(`/proc/self/clear_refs`).
+A copy of buffers of the same size is timed before every repetition: other load on the machine slows both, and the copy
+leaves none of the operands in the cache. Buffers are made once; the first call, which may compile, is timed by itself.
 """
 
-import ctypes
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.coordinator.aggregator import to_merge, whole
 from farloop.lab.bench.codec_quality import SIZE
-from farloop.lab.bench.memory import forget_peak
-from farloop.lab.bench.processes import status_bytes
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, seal
-from farloop.quant.codec import Codec, flat
+from farloop.quant.codec import Codec
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.kernels.interface import BlockKernels, OuterStep
 from farloop.quant.registry import spelling_of
-
-# --- memory
-
-CONTRIBUTORS = 8
-
-_M_MMAP_THRESHOLD = -3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRow:
-    """Peak memory of one operation, above what was there before."""
-
-    codec: str
-    op: str
-    elements: int
-    extra_bytes: int
-    bound_bytes: int  # the payload and one fragment in fp32
-
-
-def can_measure_memory() -> bool:
-    """Whether this system tells peaks, and lets them be forgotten."""
-    return Path("/proc/self/clear_refs").exists()
-
-
-def measure_memory(codec: Codec, elements: int) -> list[MemoryRow]:
-    """Encoding one fragment into a blob, and a window of eight blobs summed as the coordinator does it."""
-    fragment = flat(elements)
-    name = spelling_of(codec)
-    bound = codec.payload_bytes(fragment) + 4 * elements
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu") * 1e-3
-    header = BlobHeader(codec=codec, fragment=fragment, version=1, base=0, epoch=0)
-
-    def encode() -> bytearray:
-        blob = bytearray(blob_bytes(codec, fragment))
-        codec.encode_into(x, as_tensor(blob)[HEADER_BYTES:], fragment, seed=header.seed)
-        return seal(header, blob)
-
-    blob = encode()  # compiled, and one of what a window is made of
-    rows = [MemoryRow(codec=name, op="encode", elements=elements, extra_bytes=_peak_of(encode), bound_bytes=bound)]
-    inputs = [(bytearray(blob), 1 / CONTRIBUTORS) for _ in range(CONTRIBUTORS)]
-    expect = Expected(codecs=(codec,), fragment=fragment, version=1, base=0, newest_epoch=0)
-
-    def window() -> torch.Tensor:
-        return whole(to_merge(inputs, fragment, [expect] * len(inputs)))
-
-    window()
-    extra = _peak_of(window)
-    rows.append(MemoryRow(codec=name, op=f"sum{CONTRIBUTORS}", elements=elements, extra_bytes=extra, bound_bytes=bound))
-    return rows
-
-
-def _peak_of(work: Callable[[], object]) -> int:
-    """Bytes between the resident memory before and its highest point while `work` runs."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back, and is counted when it is taken again
-    forget_peak()
-    before = status_bytes("VmRSS")
-    result = work()
-    peak = status_bytes("VmHWM")
-    del result
-    return max(0, peak - before)
-
-
-# --- speed
 
 NODES = 8  # payloads of a weighted sum
 
@@ -139,12 +66,9 @@ class SpeedRow:
     threads: int
     path: str  # what computes it: `numba`, `triton` or `torch`
     gb_per_s: float  # of the fastest repetition
-    median_gb_per_s: float
-    memcpy_gb_per_s: float
-    """Of the fastest copy between these repetitions; the median of other rows where all of these were disturbed."""
+    memcpy_gb_per_s: float  # of the fastest copy between these repetitions
     ratio_to_memcpy: float  # gb_per_s / memcpy_gb_per_s
     warmup_s: float  # the first call: compilation, or reading what was compiled before, included
-    repetitions: int
 
 
 class Bench:
@@ -183,11 +107,9 @@ class Bench:
             threads=self.where.threads,
             path=path,
             gb_per_s=best,
-            median_gb_per_s=vectors * size_gb / statistics.median(calls),
             memcpy_gb_per_s=memcpy,
             ratio_to_memcpy=best / memcpy,
             warmup_s=warmup_s,
-            repetitions=len(calls),
         )
 
     def memcpy(self) -> SpeedRow:
@@ -217,20 +139,6 @@ class Bench:
         end.record()
         torch.cuda.synchronize()
         return 1e-3 * float(start.elapsed_time(end))
-
-
-def with_usual_copies(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
-    """The rows of one place, with the copies of those that were disturbed alone put right.
-
-    A copy by several threads waits for the slowest of them: on a busy machine all of a row's few copies may have.
-    """
-    usual = statistics.median(row.memcpy_gb_per_s for row in rows)
-    found = []
-    for row in rows:
-        copy = max(row.memcpy_gb_per_s, usual)
-        best = copy if row.op == "copy" else row.gb_per_s
-        found.append(dataclasses.replace(row, gb_per_s=best, memcpy_gb_per_s=copy, ratio_to_memcpy=best / copy))
-    return found
 
 
 # --- what is timed
@@ -289,20 +197,6 @@ def _outer_row(bench: Bench, name: str, path: str, fast: BlockKernels, out: Tens
         new_anchor=anchor,
     )
     return bench.row(name, path, "outer", lambda: fast.outer(step))
-
-
-def reference_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[SpeedRow]:
-    """The plain torch that a faster path must equal, for codecs that have one."""
-    if not isinstance(codec, BlockCodec) or fast_path(codec.kernel_key(), bench.x.device) is None:
-        return
-    name = f"{spelling_of(codec)} reference"
-    payload = codec.encode(bench.x, bench.fragment, seed=1)
-    if "encode" in ops:
-        yield bench.row(
-            name, "torch", "encode", lambda: codec.encode_by_reference(bench.x, payload, bench.fragment, seed=1)
-        )
-    if "decode" in ops:
-        yield bench.row(name, "torch", "decode", lambda: codec.decode_by_reference(payload, bench.y, bench.fragment))
 
 
 def matrices(numel: int) -> Fragment:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.lab.bench.codec_quality import DISTRIBUTIONS, OUTER, QualityRow
-from farloop.lab.bench.codec_speed import MemoryRow, SpeedRow, Where
+from farloop.lab.bench.codec_speed import SpeedRow, Where
 from farloop.lab.bench.codecs import OPS, CodecReport
 from farloop.monitoring.units import NOTHING
 from farloop.quant.codec import Codec
@@ -156,8 +156,7 @@ def report_tables(report: CodecReport) -> Iterator[RenderableType]:
     if report.quality:
         yield quality_table(report.quality)
         yield _note(
-            "Relative squared errors of one encoding; bits per parameter as sent. shrink: ⟨x, x̂⟩/|x|². nodes' mean: "
-            "the error of the mean over nodes. gap: to the least possible error of a Gaussian at these bits."
+            "Relative squared errors of one encoding; bits per parameter as sent."
             + (f" outer: {report.outer}." if report.outer else "")
         )
     for where in dict.fromkeys(Where(device=row.device, threads=row.threads) for row in report.speed):
@@ -168,31 +167,24 @@ def report_tables(report: CodecReport) -> Iterator[RenderableType]:
             "GB/s of fp32, and the share of a copy's speed: a copy moves 8 bytes per element, decoding q4 4.5. sum8 "
             f"counts all eight vectors. First calls, which may compile, took {first_s:.1f} s in all and do not count."
         )
-    if report.memory:
-        yield memory_table(report.memory)
-    if report.fits_cache:
-        yield Text(" These vectors may fit the processor's cache: the speeds say nothing of memory.", style="yellow")
 
 
 def quality_table(rows: Sequence[QualityRow]) -> Table:
-    """A row per codec, a column per kind of data, and what more is known of the outer gradients."""
+    """A row per codec, a column per kind of data; bits and cosine are of the last kind."""
     data = [name for name in (*DISTRIBUTIONS, OUTER) if any(row.data == name for row in rows)]
     last = data[-1]
     table = _table("codec")
     table.add_column("bits", justify="right")
     for name in data:
         table.add_column(_DATA[name], justify="right")
-    for title in ("cosine", "shrink", "nodes' mean", "gap, dB"):
-        table.add_column(title, justify="right")
+    table.add_column("cosine", justify="right")
     found = {(row.codec, row.data): row for row in rows}
     for codec in dict.fromkeys(row.codec for row in rows):
         row = found.get((codec, last))
         if row is None:
             continue
         errors = [error_text(found[codec, name].rel_mse) if (codec, name) in found else NOTHING for name in data]
-        mean = NOTHING if row.mean_rel_mse is None else error_text(row.mean_rel_mse)
-        gap = NOTHING if row.gap_db is None else f"{row.gap_db:.1f}"
-        table.add_row(_name(codec), f"{row.bits:.2f}", *errors, f"{row.cosine:.4f}", f"{row.projection:.3f}", mean, gap)
+        table.add_row(codec, f"{row.bits:.2f}", *errors, f"{row.cosine:.4f}")
     return table
 
 
@@ -209,27 +201,10 @@ def speed_table(rows: Sequence[SpeedRow], where: Where) -> Table:
     for op in ops:
         table.add_column(op, justify="right", no_wrap=True)
     for codec in dict.fromkeys(row.codec for row in here if row.op != "copy"):
-        cells = [_speed_cell(found[codec, op]) if (codec, op) in found else NOTHING for op in ops]
-        table.add_row(_name(codec), *cells)
+        timed = [found.get((codec, op)) for op in ops]
+        cells = [f"{_gb_text(r.gb_per_s)} [dim]{100 * r.ratio_to_memcpy:3.0f}[/]" if r else NOTHING for r in timed]
+        table.add_row(codec, *cells)
     return table
-
-
-def memory_table(rows: Sequence[MemoryRow]) -> Table:
-    ops = list(dict.fromkeys(row.op for row in rows))
-    table = _table("MiB beyond the operands", *ops, "payload + fragment")
-    for codec in dict.fromkeys(row.codec for row in rows):
-        cells = {row.op: row for row in rows if row.codec == codec}
-        bound = next(iter(cells.values())).bound_bytes
-        table.add_row(_name(codec), *(f"{cells[op].extra_bytes / 2**20:.0f}" for op in ops), f"{bound / 2**20:.0f}")
-    return table
-
-
-def _speed_cell(row: SpeedRow) -> str:
-    return f"{_gb_text(row.gb_per_s)} [dim]{100 * row.ratio_to_memcpy:3.0f}[/]"
-
-
-def _name(codec: str) -> str:
-    return codec if codec.partition(":")[0] in CODECS else f"[dim]{codec}[/]"
 
 
 def error_text(rel_mse: float) -> str:

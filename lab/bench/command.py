@@ -70,9 +70,7 @@ def codecs(
     ] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
     quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure the error.")] = True,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for codecs.json and the plots.")] = Path(
-        "out/codecs"
-    ),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for codecs.json and the plot.")] = Path("out/codecs"),
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed and the error of codecs on this machine.
@@ -97,9 +95,9 @@ def codecs(
     from farloop.lab.bench.codec_quality import DISTRIBUTIONS
     from farloop.lab.bench.codec_speed import QUICK, STEADY
     from farloop.lab.bench.codec_tables import report_tables
-    from farloop.lab.bench.codecs import LONG, MEMORY_ELEMENTS, QUICK_ELEMENTS, SHORT, Plan, places, run
+    from farloop.lab.bench.codecs import LONG, QUICK_ELEMENTS, SHORT, Plan, places, run
     from farloop.lab.bench.quality_spec import check_device
-    from farloop.lab.plots.codecs import plot_quality, plot_speed
+    from farloop.lab.plots.codecs import plot_quality
     from farloop.quant.registry import CODECS, codec_named
 
     for name in device or []:
@@ -113,17 +111,15 @@ def codecs(
         pace=QUICK if quick else STEADY,
         samples=tuple(DISTRIBUTIONS) if quality else (),
         outer=(SHORT if quick else LONG) if quality else None,
-        memory=MEMORY_ELEMENTS // (4 if quick else 1) if speed else None,
         folder=out,
     )
     with _watched(console) as watch:
         report = run(plan, watch=watch)
-    files, found = [out / "codecs.json"], dumps(report.plain(), indent=1)
+    files, found = [out / "codecs.json"], dumps(dataclasses.asdict(report), indent=1)
     write_output(files[0], found)
-    for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
-        for kind in ("svg", "png") if wanted else ():
-            files.append(out / f"codecs-{name}.{kind}")
-            plot(files[-1], report)
+    for kind in ("svg", "png") if quality else ():
+        files.append(out / f"codecs-quality.{kind}")
+        plot_quality(files[-1], report)
     if as_json:
         return typer.echo(found)
     for table in report_tables(report):

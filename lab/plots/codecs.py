@@ -1,9 +1,9 @@
-"""The plots of `farloop lab bench codecs`: error against bits beside what theory allows, and speed beside a plain copy.
+"""The plot of `farloop lab bench codecs`: error against bits, beside what theory allows.
 
 SVG, PNG or PDF by the file's name, in the look of `style.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from farloop.lab.bench.codec_quality import OUTER, QualityRow
-from farloop.lab.bench.codec_speed import SpeedRow, Where
 from farloop.lab.bench.codecs import CodecReport
-from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, beside, figure, shares, ticks
-from farloop.quant.registry import CODECS, codec_named
-
-BARS = ("encode", "decode", "add", "fused")
-"""Operations that have a bar. The sum of eight is left out: it counts eight vectors, and would set the scale."""
-
-MOST_PANELS = 3
-
-Bar = tuple[str, str, float]  # (codec, operation, place on the y axis)
-_MOST_SHARE = 2.5  # bars end here; what they stand for is written beside them
+from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, beside, figure, ticks
+from farloop.quant.registry import codec_named
 
 _LEAST_ERROR, _MOST_ERROR = 4e-7, 2.0
 
@@ -118,67 +109,3 @@ def _overlap(a: Box, b: Box) -> bool:
 
 def _within(box: Box, frame: Box) -> bool:
     return frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3]
-
-
-def plot_speed(path: Path, report: CodecReport) -> None:
-    """Bars for every codec, as a share of a copy's speed; one panel for one thread, for all, and for the GPU."""
-    places, bars = _panels(report), _bars(report)
-    size = ", ".join(f"{count >> 20} Mi elements" for count in sorted(set(report.elements.values())))
-    note = f"GB/s of fp32 next to the bars. {size}. {report.machine}{f', {report.gpu}' if report.gpu else ''}."
-    with figure(path, 1.8 + 4.9 * len(places), 1.6 + 0.13 * bars[-1][2], note=note) as drawn:
-        all_axes = drawn.subplots(1, len(places), squeeze=False, sharey=True)[0]
-        for axes, where in zip(all_axes, places, strict=True):
-            found = [row for row in report.speed if Where(device=row.device, threads=row.threads) == where]
-            _speed_panel(axes, where, bars, {(row.codec, row.op): row for row in found})
-        handles, labels = all_axes[0].get_legend_handles_labels()
-        drawn.legend(handles, labels, loc="outside upper right", ncols=len(BARS) + 1)
-
-
-def _speed_panel(axes: Axes, where: Where, bars: Sequence[Bar], found: Mapping[tuple[str, str], SpeedRow]) -> None:
-    for number, op in enumerate(BARS):
-        mine = [(y, found[name, op]) for name, bar, y in bars if bar == op and (name, op) in found]
-        lengths = [min(row.ratio_to_memcpy, _MOST_SHARE) for _, row in mine]
-        axes.barh([y for y, _ in mine], lengths, 0.86, color=SERIES[number], label=op, linewidth=0, zorder=2)
-        for (y, row), length in zip(mine, lengths, strict=True):
-            look = {"va": "center", "fontsize": 7, "color": MUTED, "zorder": 4}
-            beside(axes, _speed_text(row.gb_per_s), (length, y), (3, -0.3), **look)
-    axes.axvline(1.0, color=INK, linewidth=1.1, zorder=2.5, label="memcpy")
-    middles = {name: [y for other, _, y in bars if other == name] for name, _, _ in bars}
-    axes.set_yticks([sum(ys) / len(ys) for ys in middles.values()], list(middles))
-    for label in axes.get_yticklabels():
-        label.set_color(INK if _is_ours(label.get_text()) else MUTED)
-    axes.set_ylim(bars[-1][2] + 1, -1)
-    axes.set_xlim(0, 1.12 * min(_MOST_SHARE, max(1.0, *(r.ratio_to_memcpy for r in found.values() if r.op in BARS))))
-    axes.grid(visible=False, axis="y")
-    shares(axes.xaxis)
-    copy = found.get(("memcpy", "copy"))
-    axes.set_title(f"{where.describe()}: share of memcpy" + (f", {copy.gb_per_s:.3g} GB/s" if copy else ""))
-
-
-def _bars(report: CodecReport) -> list[Bar]:
-    """Ours first; a codec takes as much room as it has bars."""
-    names = sorted(dict.fromkeys(row.codec for row in report.speed), key=lambda name: not _is_ours(name))
-    y, bars = 0.0, list[Bar]()
-    for name in names:
-        for op in BARS:
-            if any(row.codec == name and row.op == op for row in report.speed):
-                bars.append((name, op, y))
-                y += 1
-        y += 0.9 if bars and bars[-1][0] == name else 0.0
-    return bars
-
-
-def _panels(report: CodecReport) -> list[Where]:
-    """One thread, all threads, the GPU."""
-    places = list(dict.fromkeys(Where(device=row.device, threads=row.threads) for row in report.speed))
-    on_cpu = sorted((place for place in places if place.device == "cpu"), key=lambda place: place.threads)
-    ends = list(dict.fromkeys([*on_cpu[:1], *on_cpu[-1:]]))
-    return [*ends, *(place for place in places if place.device != "cpu")][:MOST_PANELS]
-
-
-def _speed_text(gb_per_s: float) -> str:
-    return f"{gb_per_s:.0f}" if gb_per_s >= 99.5 else f"{gb_per_s:.3g}" if gb_per_s >= 1 else f"{gb_per_s:.2f}"
-
-
-def _is_ours(codec: str) -> bool:
-    return codec.partition(":")[0] in CODECS and " " not in codec  # "q4 reference" is a yardstick

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,14 @@ from farloop.lab.bench.codec_quality import (
 from farloop.lab.bench.codec_speed import (
     Bench,
     Pace,
-    SpeedRow,
     Where,
     codec_rows,
     matrices,
-    reference_rows,
-    with_usual_copies,
 )
 from farloop.lab.bench.codec_tables import error_text, summary_of
 from farloop.lab.bench.codecs import OPS, CodecReport, Plan, Watch, places, run
 from farloop.lab.bench.training import OuterGradients, Settings, cpu_threads, default_threads, outer_gradients
-from farloop.lab.plots.codecs import plot_quality, plot_speed
+from farloop.lab.plots.codecs import plot_quality
 from farloop.local.machine import machine, source_commit
 from farloop.quant.registry import CODECS, codec_named
 from farloop.quant.spelling import PARAMETERS
@@ -47,12 +43,11 @@ GAUSSIAN_ERRORS = {"bf16": 2.8e-6, "q8": 4.9e-5, "q4": 9.1e-3, "e3m0": 3.5e-2, "
 @pytest.mark.parametrize("spelling", [*GAUSSIAN_ERRORS, *CODECS])
 def test_a_gaussian_loses_what_it_should_and_never_less_than_the_rate_distortion_bound(spelling: str) -> None:
     row = codec_quality(codec_named(spelling), random_sample("gauss", 256))
-    assert row.codec == spelling and (row.gap_db is None or row.gap_db > -0.1)
+    assert row.codec == spelling and (row.rel_mse == 0.0 or row.rel_mse > 0.97 * 4.0**-row.bits)
     if spelling in GAUSSIAN_ERRORS:
         assert row.rel_mse == pytest.approx(GAUSSIAN_ERRORS[spelling], rel=0.06)
-        assert row.cosine == pytest.approx(row.projection / math.sqrt(row.rel_mse + 2 * row.projection - 1), rel=1e-6)
     if spelling == "fp32":
-        assert (row.rel_mse, row.bits, row.gap_db, row.projection) == (0.0, 32.0, None, 1.0)
+        assert (row.rel_mse, row.bits, row.cosine) == (0.0, 32.0, pytest.approx(1.0))
 
 
 def test_bits_are_those_of_the_blob_after_its_entropy_stage() -> None:
@@ -68,7 +63,7 @@ def test_distributions_have_their_size_and_are_the_same_every_time() -> None:
     assert float(random_sample("gauss", 256).vectors[0].std()) == pytest.approx(1e-3, rel=0.02)
 
 
-def test_an_unbiased_codec_gains_by_averaging_over_nodes_and_padding_costs_bits() -> None:
+def test_outer_gradients_have_a_vector_of_each_node_and_padding_costs_bits() -> None:
     slots = [TensorSlot(name=n, shape=(c,), offset=o) for n, c, o in (("a", 2000, 0), ("b", 1024, 2048))]
     fragment = Fragment(index=0, slot=0, numel=3072, tensors=tuple(slots))
     generator = torch.Generator().manual_seed(1)
@@ -76,9 +71,8 @@ def test_an_unbiased_codec_gains_by_averaging_over_nodes_and_padding_costs_bits(
     for delta in deltas:
         delta[2000:2048] = 0
     sample = outer_sample(OuterGradients(fragment=fragment, deltas=tuple(deltas), before=tuple(deltas)))
-    row = codec_quality(codec_named("q4r"), sample)
-    assert row.data == OUTER and row.mean_rel_mse == pytest.approx(row.rel_mse, rel=0.2)
-    assert codec_quality(codec_named("fp32"), sample).bits == pytest.approx(32 * 3072 / 3024)
+    row = codec_quality(codec_named("fp32"), sample)
+    assert row.data == OUTER and row.bits == pytest.approx(32 * 3072 / 3024)
 
 
 def test_the_sender_starts_from_its_last_payload() -> None:
@@ -92,8 +86,8 @@ def test_the_sender_starts_from_its_last_payload() -> None:
 
 
 def test_compared_by_hand() -> None:
-    assert compared(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == pytest.approx((16 / 25, 9 / 15, 9 / 25))
-    assert compared(torch.ones(2), torch.zeros(2)) == (1.0, 0.0, 0.0)
+    assert compared(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == pytest.approx((16 / 25, 9 / 15))
+    assert compared(torch.ones(2), torch.zeros(2)) == (1.0, 0.0)
 
 
 # --- speeds
@@ -113,20 +107,14 @@ def test_every_codec_has_its_rows(name: str, bench: Bench) -> None:
         rows = list(codec_rows(bench, CODECS[name], ("encode", "decode", "add", "sum8", "fused")))
     assert [row.op for row in rows] == ["encode", "decode", "add", "sum8", "fused"]
     for row in rows:
-        assert row.codec == name and row.path in ("numba", "torch") and row.repetitions == 2
-        assert row.gb_per_s >= row.median_gb_per_s > 0 and row.warmup_s > 0
+        assert row.codec == name and row.path in ("numba", "torch") and row.gb_per_s > 0 and row.warmup_s > 0
         assert row.ratio_to_memcpy == row.gb_per_s / row.memcpy_gb_per_s
 
 
-def test_operations_are_chosen_and_a_faster_path_is_timed_with_its_reference(bench: Bench) -> None:
-    rows = list(reference_rows(bench, codec_named("q4"), ("encode", "decode", "add")))
-    assert [(row.codec, row.op, row.path) for row in rows] == [
-        ("q4 reference", op, "torch") for op in ("encode", "decode")
-    ]
-    assert list(reference_rows(bench, codec_named("topk"), ("encode",))) == []
+def test_operations_are_chosen_and_what_is_timed_does_its_work(bench: Bench) -> None:
     assert [row.op for row in codec_rows(bench, codec_named("q4"), ("decode",))] == ["decode"]
     list(codec_rows(bench, codec_named("fp32"), ("encode", "decode")))
-    assert torch.equal(bench.y, bench.x) and bool(bench.x.any()), "what is timed does its work"
+    assert torch.equal(bench.y, bench.x) and bool(bench.x.any())
 
 
 def test_eight_vectors_count_eight_times_and_a_copy_comes_before_every_repetition(
@@ -143,22 +131,6 @@ def test_eight_vectors_count_eight_times_and_a_copy_comes_before_every_repetitio
     # First call 1 s; then copy 2, call 3, copy 4, call 5.
     size_gb = 4e-9 * 8192
     assert (row.warmup_s, row.gb_per_s, row.memcpy_gb_per_s) == pytest.approx((1.0, 8 * size_gb / 3, size_gb / 2))
-    assert row.median_gb_per_s == pytest.approx(8 * size_gb / 4)
-
-
-def test_rows_whose_copies_were_disturbed_take_the_usual_copy() -> None:
-    rows = with_usual_copies(
-        [
-            SpeedRow(
-                codec="x", op=op, device="cpu", threads=1, path="torch", gb_per_s=speed, median_gb_per_s=speed,
-                memcpy_gb_per_s=copy, ratio_to_memcpy=0.0, warmup_s=0.0, repetitions=1,
-            )
-            for op, speed, copy in (("copy", 10.0, 9.0), ("encode", 5.0, 10.0), ("add", 5.0, 0.1), ("sum8", 5.0, 20.0))
-        ]
-    )  # fmt: skip
-    assert [row.memcpy_gb_per_s for row in rows] == [9.5, 10.0, 9.5, 20.0]
-    assert [row.ratio_to_memcpy for row in rows] == pytest.approx([1.0, 0.5, 5 / 9.5, 0.25])
-    assert rows[0].gb_per_s == 9.5
 
 
 def test_a_vector_is_cut_into_square_matrices() -> None:
@@ -229,24 +201,20 @@ def test_a_report_has_a_row_for_every_codec_operation_place_and_kind_of_data(rep
 
 
 def test_the_json_has_what_is_promised(report: CodecReport) -> None:
-    plain = json.loads(json.dumps(report.plain()))
-    copies = [row["gb_per_s"] for row in plain["speed"] if row["op"] == "copy"]
-    assert plain["memcpy_gb_per_s"] == max(copies) > 0 and plain["elements"] == {"cpu": 4096}
+    plain = json.loads(json.dumps(dataclasses.asdict(report)))
+    assert plain["elements"] == {"cpu": 4096}
     keys = {"codec", "op", "device", "threads", "gb_per_s", "ratio_to_memcpy", "warmup_s"}
     assert all(keys <= row.keys() for row in plain["speed"])
     assert all({"codec", "data", "bits", "rel_mse", "cosine"} <= row.keys() for row in plain["quality"])
     assert (plain["machine"], plain["commit"]) == (machine(), source_commit())
-    for cache_bytes, fits in ((1 << 20, True), (0, False)):
-        assert dataclasses.replace(report, cache_bytes=cache_bytes).fits_cache is fits
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
-def test_plots_are_written(report: CodecReport, kind: str, tmp_path: Path) -> None:
-    for plot in (plot_quality, plot_speed):
-        path = tmp_path / "made" / f"{plot.__name__}.{kind}"
-        plot(path, report)
-        assert path.stat().st_size > 5000
-        assert kind == "png" or all(name in path.read_text() for name in MEASURED_CODECS[1:])
+def test_the_plot_is_written(report: CodecReport, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "made" / f"quality.{kind}"
+    plot_quality(path, report)
+    assert path.stat().st_size > 5000
+    assert kind == "png" or all(name in path.read_text() for name in MEASURED_CODECS[1:])
 
 
 def test_stages_are_reported_and_after_the_deadline_no_codec_is_timed() -> None:
@@ -292,9 +260,9 @@ def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     told = found(*words)
     assert {row["codec"] for row in told["speed"]} >= {"memcpy", "q4", "q8"}
     assert json.loads((tmp_path / "codecs.json").read_text()) == told
-    assert {path.name for path in tmp_path.iterdir()} == {"codecs.json", "codecs-speed.svg", "codecs-speed.png"}
+    assert [path.name for path in tmp_path.iterdir()] == ["codecs.json"]
     shown = farloop(*words, columns=110).stdout
-    assert "CPU, 1 thread: GB/s, and % of a memcpy's" in shown and "may fit the processor's cache" in shown
+    assert "CPU, 1 thread: GB/s, and % of a memcpy's" in shown
     assert max(map(len, shown.splitlines())) <= 110 + len(str(tmp_path))
 
 
