@@ -32,8 +32,6 @@ class _Card(_Table):
     bytes_per_s: float | None = None
     gbit_s: float | None = None
     efficiency: float = 1.0
-    active: bool = True
-    provenance: str = "operator"
 
 
 class _Node(_Table):
@@ -58,8 +56,7 @@ class _Link(_Table):
     bytes_per_s: float | None = None
     mbit_s: float | None = None
     gbit_s: float | None = None
-    provenance: str = "operator"
-    age_s: float = 0.0
+    assumed: bool = False
 
 
 class _Model(_Table):
@@ -201,8 +198,6 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
                 kind=_member(plain.CardKind, card.kind, "kind"),
                 bytes_per_s=_rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None),
                 efficiency=card.efficiency,
-                active=card.active,
-                provenance=_member(plain.Provenance, card.provenance, "provenance"),
             ),
             f"{where}.nics[{place}]",
         )
@@ -245,8 +240,7 @@ def _wire(link: _Link) -> plain.Link:
     return plain.Link(
         latency_s=link.latency_s if link.latency_s is not None else (link.latency_ms or 0.0) / 1e3,
         bytes_per_s=_rate({"bytes_per_s": link.bytes_per_s, "mbit_s": link.mbit_s, "gbit_s": link.gbit_s}),
-        provenance=_member(plain.Provenance, link.provenance, "provenance"),
-        age_s=link.age_s,
+        assumed=link.assumed,
     )
 
 
@@ -327,7 +321,7 @@ def live_inventory(
     """Nodes and links as a coordinator sees them; the model and the plan's wishes from a file where there is one.
 
     `status["inventory"]` has `nodes` (name, connected, site, nics, seconds_per_step, …) and `links` (from,
-    to, rtt_s, bytes_per_s, provenance, age_s, suspect), an end being a node or `coordinator`.
+    to, rtt_s, bytes_per_s, suspect), an end being a node or `coordinator`.
 
     Raises:
         CommandError: the coordinator does not say, or says nothing that can be planned with.
@@ -389,10 +383,9 @@ def _seen_node(node: Mapping[str, Any], given: Mapping[str, Any], model: Mapping
             {
                 "kind": nic.get("kind", "virtual"),
                 "bytes_per_s": nic.get("bytes_per_s"),
-                "active": bool(nic.get("usable", nic.get("active", True))),
-                "provenance": nic.get("provenance") or "assumed",
             }
             for nic in node.get("nics", [])
+            if nic.get("usable", nic.get("active", True))
         ],
     }
     if step_s:
@@ -436,6 +429,5 @@ def _seen_link(link: Mapping[str, Any], access: _Access) -> dict[str, Any] | Non
         "to": link["to"],
         "latency_s": link["rtt_s"] / 2.0,
         "bytes_per_s": float(min(access[end] for end in ends) if rate is None else rate),
-        "provenance": "assumed" if rate is None else link.get("provenance") or "probe",
-        "age_s": float(link.get("age_s") or 0.0),
+        "assumed": rate is None,
     }

@@ -1,6 +1,6 @@
 """Input of the planner: nodes with their network cards, links in each direction, the model, and the request.
 
-Every fact carries its source; nothing here is measured or guessed. An inventory that cannot be planned is refused when
+Nothing here is measured or guessed. An inventory that cannot be planned is refused when
 it is made, in one sentence that names the nearest valid value.
 """
 
@@ -43,17 +43,6 @@ class CardKind(StrEnum):
         return self.fabric is not CardKind.ETHERNET
 
 
-class Provenance(StrEnum):
-    """Sources of facts, the most trusted first."""
-
-    OPERATOR = "operator"
-    PROBE = "probe"
-    TRANSFER = "transfer"  # measured from regular transfers
-    SYSFS = "sysfs"
-    ANNOTATION = "annotation"
-    ASSUMED = "assumed"
-
-
 class Mode(StrEnum):
     """What crosses the links between islands."""
 
@@ -69,8 +58,6 @@ class Card:
     kind: CardKind
     bytes_per_s: float | None = None  # line rate; None if unknown
     efficiency: float = 1.0  # share of the line rate that transfers reach
-    active: bool = True
-    provenance: Provenance = Provenance.OPERATOR
 
     def __post_init__(self) -> None:
         if not 0.0 < self.efficiency <= 1.0:
@@ -107,17 +94,16 @@ class Node:
 
     @property
     def fabric(self) -> CardKind:
-        """Class of its best active card: RDMA before Ethernet, InfiniBand before RoCE."""
+        """Class of its best card: RDMA before Ethernet, InfiniBand before RoCE."""
         rates = self.card_rates()
         return next((kind for kind in CardKind if kind in rates), CardKind.ETHERNET)
 
     def card_rates(self) -> dict[CardKind, float]:
-        """Class → bytes/s that its fastest active card of that class reaches; inf if unknown."""
+        """Class → bytes/s that its fastest card of that class reaches; inf if unknown."""
         found: dict[CardKind, float] = {}
         for card in self.cards:
-            if card.active:
-                rate = math.inf if card.bytes_per_s is None else card.bytes_per_s * card.efficiency
-                found[card.kind.fabric] = max(rate, found.get(card.kind.fabric, 0.0))
+            rate = math.inf if card.bytes_per_s is None else card.bytes_per_s * card.efficiency
+            found[card.kind.fabric] = max(rate, found.get(card.kind.fabric, 0.0))
         return found
 
 
@@ -127,8 +113,7 @@ class Link:
 
     latency_s: float  # one way
     bytes_per_s: float = math.inf
-    provenance: Provenance = Provenance.OPERATOR
-    age_s: float = 0.0  # since it was measured
+    assumed: bool = False  # its rate was neither given nor measured
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
@@ -141,8 +126,8 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, provenance=Provenance.ASSUMED)
-"""Between nodes of one site without a given link: 10 Gbit/s Ethernet, marked as assumed."""
+LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, assumed=True)
+"""Between nodes of one site without a given link: 10 Gbit/s Ethernet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from farloop.planner.fabric import Fabric
 from farloop.planner.inventory import CardKind
 
-# --- Layers of each stage: the exact min-max rule, and Holmes' floor rule for comparison
+# --- Layers of each stage: the exact min-max rule
 
 
 def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | None] | None = None) -> tuple[int, ...]:
@@ -40,24 +40,6 @@ def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | Non
         if counts[stage] < room[stage]:
             heapq.heappush(heap, ((counts[stage] + 1) / speeds[stage], stage))
     return tuple(counts)
-
-
-def floor_split(layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Holmes' rule: stage i gets ⌊L·sᵢ/Σs⌋, the last stage also the rest.
-
-    It gives the splits published with its code (30 layers at 197 : 160 → 16, 14). A stage may get no layer. Raises
-    ValueError: fewer layers than stages, or a speed that is not above 0.
-    """
-    _check(layers, speeds)
-    total = sum(speeds)
-    counts = [math.floor(layers * speed / total) for speed in speeds]
-    counts[-1] += layers - sum(counts)
-    return tuple(counts)
-
-
-def slowest_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Seconds of the slowest stage: max nᵢ/sᵢ."""
-    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
 def _check(layers: int, speeds: Sequence[float]) -> None:

@@ -11,12 +11,12 @@ from typing import Literal
 from farloop.algo.stages import Hop, Path, Stage, StageLayout
 from farloop.planner.anomalies import UNREACHABLE_S
 from farloop.planner.fabric import Fabric, Island, fabric_of, islands_of
-from farloop.planner.inventory import LOCAL, Hub, Inventory, Mode, Provenance
+from farloop.planner.inventory import LOCAL, Hub, Inventory, Mode
 from farloop.planner.mode import Decision, ModeChoice
-from farloop.planner.placement import Groups, Transport, all_reduce_s, floor_split, slowest_s, transport
+from farloop.planner.placement import Groups, Transport, all_reduce_s, transport
 from farloop.planner.routes import Paths
 from farloop.planner.simulator import Outcome, simulate
-from farloop.planner.sync_plan import Pace, Rate, choose, utilization
+from farloop.planner.sync_plan import Pace, Rate, choose
 
 # --- The predicted seconds of a sync
 #
@@ -206,7 +206,6 @@ class Plan:
     """Of a round, blocking: as `Sync.priced`, or of an all-reduce among replicas where no star can be predicted; None
     where no links join those."""
     compute_s: float  # seconds of a round's inner steps
-    busy_share: float  # share of a step that nodes compute, mean over nodes with work
     alternatives: tuple[PlanOption, ...]
     suspects: tuple[tuple[str, str], ...]
     """Links that are too slow to be believed, left out until they are probed again."""
@@ -234,9 +233,9 @@ class Plan:
     @property
     def compute_share(self) -> float | None:
         """Share of a blocking round that is steps: H·τ/(H·τ + T)."""
-        if self.sync_s is None:
+        if self.round_s is None:
             return None
-        return utilization(1, self.compute_s, self.sync_s) if self.round_s else 1.0
+        return self.compute_s / self.round_s if self.round_s else 1.0
 
     @property
     def streamed_compute_share(self) -> float | None:
@@ -257,7 +256,6 @@ def make_plan(inventory: Inventory) -> Plan:
     names = [node.name for node in inventory.nodes]
     sync, sync_s, compute_s = _synced(inventory, fabric, islands, paths, outcome)
     used = {node for route in paths.routes for node in route.nodes}
-    busy = [outcome.busy_s[node] / outcome.makespan_s for node in sorted(used)] if outcome.makespan_s > 0.0 else [1.0]
     return Plan(
         mode=decision.mode,
         why=decision.why,
@@ -279,7 +277,6 @@ def make_plan(inventory: Inventory) -> Plan:
         sync=sync,
         sync_s=sync_s,
         compute_s=compute_s,
-        busy_share=sum(busy) / len(busy),
         alternatives=_alternatives(decision, sync, outcome),
         suspects=tuple((names[u], names[v]) for u, v in fabric.suspects),
         standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
@@ -399,20 +396,6 @@ def _notes(
             f"the sync is counted as an all-reduce inside islands, {sync.priced.round_s:.3g} s; "
             f"through the coordinator, as the daemons do it, it takes {sync.star.round_s:.3g} s"
         )
-    work = paths.work
-    if len(work.layers) > 1:
-        used = {node for route in paths.routes for node in route.nodes}
-        slowest = [
-            max((work.layer_s[n] for n in used if paths.stage_of[n] == s), default=0.0) for s in range(len(work.layers))
-        ]
-        if all(seconds > 0.0 for seconds in slowest) and len(set(slowest)) > 1:
-            speeds = [1.0 / seconds for seconds in slowest]
-            floor = floor_split(sum(work.layers), speeds)
-            found.append(
-                f"layers {', '.join(map(str, work.layers))}: the slowest stage takes "
-                f"{slowest_s(work.layers, speeds):.3g} s forwards; Holmes' floor rule ({', '.join(map(str, floor))}) "
-                f"{slowest_s(floor, speeds):.3g} s"
-            )
     for stage, share in enumerate(_coverage(paths)):
         if share < LEAST_COVERAGE:
             found.append(f"only {100 * share:.0f} % of the microbatches visit stage {stage}: it learns that much less")
@@ -421,7 +404,7 @@ def _notes(
         found.append(
             f"nothing is given for links inside {', '.join(sorted(assumed)[:4])}: 10 Gbit/s and 0.5 ms are assumed"
         )
-    guessed = sum(link.provenance == Provenance.ASSUMED for link in inventory.links.values())
+    guessed = sum(link.assumed for link in inventory.links.values())
     if guessed:
         found.append(f"{guessed} links have a measured round trip and no rate: that of the slower end is assumed")
     return tuple(found)

@@ -45,7 +45,6 @@ class Outcome:
 
     makespan_s: float  # until the last backward pass at a source has ended
     source_s: dict[int, float]  # of every source, until its own last one
-    busy_s: dict[int, float]  # of every node, without its gaps
     stalled: int  # microbatches that never returned, because nodes wait for each other's slots; 0 in a sound plan
     pieces: tuple[Piece, ...] = ()
 
@@ -83,7 +82,6 @@ class _Play:
         self._free_at = dict.fromkeys(nodes, 0.0)
         self._kept = dict.fromkeys(nodes, 0)
         self._queue: dict[int, list[_Job]] = {node: [] for node in nodes}
-        self._busy = dict.fromkeys(nodes, 0.0)
         self._sent = dict.fromkeys(self._ways, 0)
         self._returned = dict.fromkeys(self._ways, 0)
         self._done = dict.fromkeys(self._ways, 0.0)
@@ -107,7 +105,6 @@ class _Play:
         return Outcome(
             makespan_s=max(self._done.values(), default=0.0),
             source_s=self._done,
-            busy_s=self._busy,
             stalled=wanted - sum(self._returned.values()),
             pieces=tuple(self._pieces),
         )
@@ -140,7 +137,6 @@ class _Play:
         else:
             seconds *= work.loss if job.kind == "L" else work.backward
         stop = now + seconds
-        self._busy[node] += seconds
         self._free_at[node] = stop + work.gap_s
         self._arrive(stop + work.gap_s, node, None)
         if self._keep:

@@ -104,11 +104,6 @@ def _seconds(parameters: float, bits: int, pace: Pace) -> float:
     return parameters * bits / 8.0 / pace.bytes_per_s
 
 
-def utilization(h: int, step_s: float, sync_s: float) -> float:
-    """Share of a round that is compute when nothing overlaps: H·τ/(H·τ + T)."""
-    return h * step_s / (h * step_s + sync_s)
-
-
 # --- Fewer bits or steps for a slow node
 
 BITS = (8, 4, 2)  # bits per parameter that a node may send

@@ -190,7 +190,7 @@ def test_a_coordinator_tells_nodes_and_links() -> None:
     made = live_inventory(seen(), None)
     assert [(node.name, node.site) for node in made.nodes] == [("a", "berlin"), ("b", "berlin"), ("c", "c")]
     up = made.uplink(made.nodes[2])
-    assert up is not None and (up.latency_s, up.bytes_per_s, up.provenance) == (0.02, 2e6, "transfer")
+    assert up is not None and (up.latency_s, up.bytes_per_s, up.assumed) == (0.02, 2e6, False)
     assert made.nodes[0].layer_s * (2.5 + 0.25) == pytest.approx(0.55)
     with pytest.raises(CommandError, match="the status of this coordinator has no inventory; give one"):
         live_inventory({"run": {}, "nodes": []}, None)
@@ -234,7 +234,7 @@ def test_stages_that_only_greet_each_other_are_as_fast_as_the_slower_of_their_en
     assert {ends: link.bytes_per_s for ends, link in made.links.items()} == {
         ("a", "coordinator"): 25e6, ("coordinator", "b"): 5e6, ("a", "b"): 5e6, ("a", "c"): 3e6, ("b", "c"): 9e6
     }  # fmt: skip
-    assert (made.links["a", "b"].provenance, made.links["a", "b"].latency_s) == ("assumed", 0.05)
+    assert (made.links["a", "b"].assumed, made.links["a", "b"].latency_s) == (True, 0.05)
     assert any("1 links have a measured round trip and no rate" in note for note in make_plan(made).notes)
 
 

@@ -111,10 +111,7 @@ def test_islands_are_of_kinds_that_can_talk_and_are_near(
     assert placed(with_kinds(kinds, inside)) == islands
 
 
-def test_cards_that_are_down_and_links_that_are_far_one_way_make_other_islands() -> None:
-    inventory = with_kinds([IB, PLAIN], NEAR)
-    down = replace(inventory.nodes[0], cards=(Card(kind=IB, active=False),))
-    assert placed(replace(inventory, nodes=(down, inventory.nodes[1]))) == [(0, 1)]
+def test_links_that_are_far_one_way_make_other_islands() -> None:
     both = with_kinds([PLAIN] * 2, NEAR)
     assert placed(replace(both, links={("0", "1"): NEAR, ("1", "0"): ACROSS})) == [(0,), (1,)]
     assert placed(two_islands(h=1)) == [(0, 1), (2, 3)]

@@ -170,16 +170,6 @@ def test_a_source_far_slower_than_the_others_is_named() -> None:
     assert not any("source" in note for note in make_plan(inventory).notes)
 
 
-def test_the_floor_rule_counts_only_nodes_that_paths_use() -> None:
-    inventory = four_sites()
-    small = tuple(replace(node, max_layers=5) for node in inventory.nodes)
-    plan = make_plan(replace(inventory, nodes=small, model=replace(inventory.model, activation_bytes=4e6)))
-    standby = set(plan.standby)
-    assert standby
-    crawling = tuple(replace(node, layer_s=1e3) if node.name in standby else node for node in small)
-    assert "floor rule" not in "".join(make_plan(replace(inventory, nodes=crawling)).notes)
-
-
 def test_paths_that_skip_are_compared_with_full_and_random_ones() -> None:
     plan = make_plan(world(20, stages=6, skip=1 / 3))
     assert plan.mode is Mode.C and {len(path.hops) for path in plan.layout.paths} == {4}
