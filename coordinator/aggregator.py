@@ -321,10 +321,9 @@ def kernels_of(buffers: Buffers, delta: Tensor | Sum, step: Step, terms: Terms, 
     known = known and not restarts(step.outer, step.version) and not step.fragment.averaged
     if not known or not isinstance(codec, BlockCodec):
         return None
-    fast = fast_path(codec.kernel_key(), buffers.target.device)
-    if isinstance(delta, Sum) and fast is not None and not (fast.sums and delta.codec.name == codec.name):
+    if isinstance(delta, Sum) and delta.codec.name != codec.name:
         return None
-    return fast
+    return fast_path(codec.kernel_key(), buffers.target.device)
 
 
 @torch.no_grad()
@@ -383,18 +382,14 @@ def commit(
             steps=codec.steps(step.fragment),
         )
     )
-    assert not in_place or (isinstance(found, Found) and math.isfinite(found.largest))
     if isinstance(found, int):
+        assert not in_place
         raise NonFiniteError(found)
+    assert not in_place or math.isfinite(found.largest)
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
     after = Buffers(version=step.version, anchor=new_anchor, target=new_target, outer=outer)
-    if found is None:
-        assert isinstance(delta, Tensor)
-        delta_norm_sq = norm_sq(delta)
-    else:
-        delta_norm_sq = total_of(found.tile_sums)
-        after = replace(after, largest=math.inf if outer.keys() - {"momentum"} else found.largest)
-    return _result(after, seal(header, update), delta_norm_sq, found)
+    after = replace(after, largest=math.inf if outer.keys() - {"momentum"} else found.largest)
+    return _result(after, seal(header, update), total_of(found.tile_sums), found)
 
 
 _FAR_FROM_THE_LARGEST = 2.0**120

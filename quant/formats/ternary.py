@@ -18,7 +18,7 @@ from farloop.quant import packing
 from farloop.quant.codec import Codec, Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
-from farloop.quant.kernels.dispatch import fast_sparse, fast_throw
+from farloop.quant.kernels.dispatch import fast_sparse
 from farloop.quant.norm import norm_sq
 from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, aligned, bf16_bits, check_scales, from_bf16, uniform16
 
@@ -56,11 +56,6 @@ class TernaryCodec(Codec):
                 if whole < span.stop:
                     last = _whole_groups(x[whole : span.stop]).view(-1)
                     fast.thrown(last, s, seed, whole, out[_code_range(fragment, whole, whole + GROUP)])
-            return
-        if (throw := fast_throw(x.device, out.device)) is not None:
-            groups_in_all = -(-fragment.numel // GROUP)
-            of_groups = _scale_of_groups(scales, fragment, 0, groups_in_all).view(-1)
-            throw(x, of_groups, seed, out[_code_range(fragment, 0, groups_in_all * GROUP)])
             return
         for start in range(0, fragment.numel, TILE):
             groups = _whole_groups(x[start : start + TILE])

@@ -38,13 +38,13 @@ def by_reference(name: str) -> Iterator[None]:
 def fast_path(key: KernelKey, *devices: torch.device, only_encode: bool = False) -> BlockKernels | None:
     """The kernels of this key if all operands lie on one device that has some; None: the reference serves.
 
-    `only_encode`: those too of which nothing but `encode` without a residual may be called.
+    `only_encode`: on a CPU, those too of which nothing but `encode` without a residual may be called.
     """
     if any(device != devices[0] for device in devices) or (key.name, devices[0].type) in _left_out:
         return None
     if devices[0].type == "cpu":
         return _cpu(key, only_encode)
-    return _gpu(key, only_encode) if devices[0].type == "cuda" else None
+    return _gpu(key) if devices[0].type == "cuda" else None
 
 
 def warm(names: Iterable[str]) -> float:
@@ -82,14 +82,6 @@ def fast_sparse(*devices: torch.device) -> ModuleType | None:
     return sparse
 
 
-def fast_throw(*devices: torch.device) -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
-    """`throw` of `kernels/gpu/host.py`, for `ternary`, if all operands are on one GPU; None: the reference serves."""
-    if devices[0].type != "cuda" or any(device != devices[0] for device in devices) or ("ternary", "cuda") in _left_out:
-        return None
-    kernels = _kernels_of("cuda")
-    return None if kernels is None else kernels.throw
-
-
 @cache
 def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
     kernels = _kernels_of("cpu")
@@ -97,9 +89,9 @@ def _cpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
 
 
 @cache
-def _gpu(key: KernelKey, only_encode: bool) -> BlockKernels | None:
+def _gpu(key: KernelKey) -> BlockKernels | None:
     kernels = _kernels_of("cuda")
-    return None if kernels is None else kernels.gpu_kernels(key, only_encode=only_encode)
+    return None if kernels is None else kernels.gpu_kernels(key)
 
 
 @cache

@@ -7,7 +7,6 @@ a call lie on one device.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class Encode:
     x: Tensor  # fp32 [n]
     out: Tensor  # uint8 [payload bytes of `numel`], at any address
     numel: int
-    local: Tensor | None = None  # fp32, bf16 or fp16 [n]
+    local: Tensor | None = None  # fp32, bf16 or fp16 [n]; on CPUs alone
     residual: Tensor | None = None  # fp32 [n]
     beta: float = 0.0
     seed: int = 0
@@ -61,7 +60,7 @@ class OuterStep:
     """
 
     delta: Tensor | None = None  # None: the sum of the payloads
-    payloads: Sequence[Tensor] = ()  # for kernels with `sums`
+    payloads: Sequence[Tensor] = ()
     weights: Sequence[float] = ()
     scale: float = 1.0
     target: Tensor
@@ -92,17 +91,14 @@ class Found:
 class BlockKernels(ABC):
     """Fused operations of one codec on one kind of device."""
 
-    sums: ClassVar[bool] = False
-    """Whether `outer` takes payloads."""
-
     @abstractmethod
     def encode(self, call: Encode) -> int:
         """Returns the index in x of the first v that is not finite, or −1; after an error, `out` is meaningless."""
 
-    @abstractmethod
-    def outer(self, step: OuterStep) -> int | Found | None:
+    def outer(self, step: OuterStep) -> int | Found:
         """Returns the index of the first d' that is not finite: all outputs are meaningless then. Else what was found
-        out, or None: the caller has to read the tensors for it."""
+        out. On CPUs alone, where coordinators compute."""
+        raise NotImplementedError
 
     @abstractmethod
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:

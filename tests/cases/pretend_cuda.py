@@ -26,7 +26,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from farloop.quant.formats import ternary
 from farloop.quant.kernels import dispatch
 from farloop.quant.kernels.interface import BlockKernels
 
@@ -407,7 +406,6 @@ class Device(TorchFunctionMode):
         })  # fmt: skip
         self._patch(dispatch, "_gpu", self._kernels)
         self._patch(dispatch, "_left_out", dispatch._left_out | {("norm", "cuda"), ("digest", "cuda")})
-        self._patch(ternary, "fast_throw", lambda *devices: None)
         run = threading.Thread.run
 
         def in_thread(thread: threading.Thread) -> None:
@@ -422,8 +420,8 @@ class Device(TorchFunctionMode):
         self.patched.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def _kernels(self, key: Any, only_encode: bool) -> "Kernels | None":
-        cpu = dispatch._cpu(key, only_encode) if self.kernels else None
+    def _kernels(self, key: Any) -> "Kernels | None":
+        cpu = dispatch._cpu(key, False) if self.kernels else None
         return None if cpu is None else Kernels(cpu)
 
     def __exit__(self, *error: Any) -> None:

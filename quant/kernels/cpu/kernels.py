@@ -7,7 +7,6 @@ block with missing elements is copied to a buffer of its own.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -75,7 +74,6 @@ class CpuKernels(BlockKernels):
 
     loops: BlockLoops
     layout: Layout
-    sums: ClassVar[bool] = True
     step: Tensor  # fp32 [1]: of every block, for a call without steps
     mode: int = 0  # how `q4r` chooses scales and codes
 

@@ -26,7 +26,6 @@ _BF16_LARGEST = tl.constexpr(packing.BF16_LARGEST)
 _SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
 _LARGEST_SCALE_4 = tl.constexpr(packing.largest_scale(8))
 _LARGEST_SCALE_8 = tl.constexpr(packing.largest_scale(128))
-_LATTICE_LARGEST = tl.constexpr(packing.LATTICE_LARGEST_SCALE)
 
 _SHIFTER = tl.constexpr(12582912.0)
 """1.5·2²³: adding it to |x| ≤ 2²² leaves x, rounded to nearest, ties to even, in the lower bits."""
@@ -65,15 +64,6 @@ def to_scale(x, LARGEST: tl.constexpr):
     """x fp32 [R] → the bf16 bits that are stored for it, in int32 [R]: 0 below 2⁻¹⁰⁰."""
     pattern = to_bf16(x, LARGEST)
     return tl.where((pattern & 0x7FFF) < _SMALLEST_SCALE, 0, pattern)
-
-
-@triton.jit
-def cast_to_bf16(x):
-    """x fp32 → the nearest bf16 as fp32, as torch casts: infinite beyond the largest, and NaN stays NaN."""
-    pattern = bits(x)
-    rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) & -65536
-    # The carry of a NaN of many ones would reach the sign bit and leave a zero.
-    return tl.where((pattern & MAGNITUDE) >= INFINITY, x, as_float(rounded))
 
 
 @triton.jit
@@ -395,65 +385,6 @@ def read_q4r(payload, codes_start, row, inside_lo, inside_hi, first):
     return products(load_pairs(payload, codes_start, row, inside_lo), load_scales(payload, row // 4, first))
 
 
-# --- sign and lattice: one row is one block of 256. Only encoded here, and without a residual: their decoders must know
-# where a fragment has padding.
-
-
-@triton.jit
-def read_nothing(payload, codes_start, row, inside_lo, inside_hi, first):
-    """For kernels that are never launched."""
-
-
-@triton.jit
-def _magnitude_sum(x, up):
-    """Σ ⌊|x|·up⌋ of each row, below 2³⁰: int32 [R]."""
-    scaled = as_float(bits(x) & MAGNITUDE) * up
-    k, whole = nearest(scaled)
-    return tl.sum(tl.where(k > scaled, whole - 1, whole), 1)
-
-
-@triton.jit
-def _sign_bits(x, FIRST: tl.constexpr):
-    """x < 0 of columns in four parts of 32, as bits FIRST … FIRST + 3: int32 [R, 32]."""
-    negative = tl.reshape((x < 0).to(tl.int32), [x.shape[0], 4, 32])
-    return tl.sum(negative << (FIRST + tl.arange(0, 4)[None, :, None]), 1)
-
-
-@triton.jit
-def write_sign(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
-    """The steps are how many elements of each block are no padding."""
-    steps, _, _, _, _ = how
-    elements = tl.load(steps + row, mask=first, other=1.0)
-    exponent = tl.maximum(absmax >> 23, _SMALLEST_SCALE >> 7)  # biased: e + 127
-    up = as_float((275 - exponent) << 23)[:, None]  # 2^(21−e)
-    total = _magnitude_sum(lo, up) + _magnitude_sum(hi, up)
-    mean = tl.div_rn(total.to(tl.float32), elements)
-    scales = to_scale(mean * as_float((exponent - 21) << 23), _BF16_LARGEST)
-    store_scales(payload, row, scales, first)
-    codes = tl.where(scales[:, None] == 0, 0, _sign_bits(lo, 0) | _sign_bits(hi, 4))
-    at = codes_start + row[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(payload + at, codes.to(tl.uint8), mask=first[:, None])
-    return lo, hi  # never asked for
-
-
-@triton.jit
-def write_lattice(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how):
-    _, _, seed, _, _ = how
-    a = as_float(absmax)
-    scales = (bits(tl.div_rn(a, tl.full(a.shape, 7.0, tl.float32))) + 0xFFFF) >> 16
-    scales = tl.minimum(scales, _LATTICE_LARGEST)
-    scales = tl.where(scales < _SMALLEST_SCALE, 0, scales)
-    s = from_bf16(scales)[:, None]
-    shift = 0.5 - small_integer((seed.to(tl.uint32, bitcast=True) >> 22).to(tl.int32), 0) * 0.0009765625
-    _, low = nearest(tl.minimum(tl.maximum(ratio(lo, s) - shift, -8.0), 7.0))
-    _, high = nearest(tl.minimum(tl.maximum(ratio(hi, s) - shift, -8.0), 7.0))
-    store_scales(payload, row, scales, first)
-    codes = tl.where(s == 0, 0x88, (low + 8) | ((high + 8) << 4))
-    at = codes_start + row[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(payload + at, codes.to(tl.uint8), mask=first[:, None])
-    return lo, hi  # never asked for
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """Device functions of one format, and the shape of its programs."""
@@ -482,9 +413,3 @@ FORMATS: Final = {
     "q4r": Programs(write=write_q4r, read=read_q4r, row=64, rows=32, warps=2),
 }
 """By the name of the format."""
-
-ENCODERS: Final = {
-    "sign": Programs(write=write_sign, read=read_nothing, row=256, rows=8),
-    "lattice": Programs(write=write_lattice, read=read_nothing, row=256, rows=8),
-}
-"""Of which only `encode` without a residual may be called."""

@@ -12,31 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farloop.quant.kernels.gpu.formats import ENCODERS, FORMATS, Programs
+from farloop.quant.kernels.gpu.formats import FORMATS, Programs
 from farloop.quant.kernels.gpu.kernels import (
     Launch,
     add_kernel,
     decode_kernel,
     digest_kernel,
     encode_kernel,
-    outer_kernel,
-    ternary_kernel,
     tile_sums_kernel,
 )
-from farloop.quant.kernels.interface import NORM_TILE, BlockKernels, Encode, KernelKey, OuterStep
+from farloop.quant.kernels.interface import NORM_TILE, BlockKernels, Encode, KernelKey
 from farloop.quant.packing import Layout, mixed_seed
-
-PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, which add in the same order
 
 _ALIGN = 16  # bytes: a load of 128 bits needs it of an address
 _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this
 _NONE_BAD = 2**63 - 1
-_GROUPS = 32  # of `ternary`, in a program: 2048 elements, as the programs of the block formats have
 
 
-def gpu_kernels(key: KernelKey, *, only_encode: bool = False) -> "GpuKernels | None":
-    """The kernels of this key, or None if its format has none on a GPU; `only_encode` as `fast_path` has it."""
-    programs = FORMATS.get(key.name) or (ENCODERS.get(key.name) if only_encode else None)
+def gpu_kernels(key: KernelKey) -> "GpuKernels | None":
+    """The kernels of this key, or None if its format has none on a GPU."""
+    programs = FORMATS.get(key.name)
     return None if programs is None else GpuKernels(key=key, programs=programs)
 
 
@@ -64,7 +59,8 @@ class GpuKernels(BlockKernels):
 
     def encode_launch(self, call: Encode, payload: Tensor, first_bad: Tensor) -> Launch:
         """`payload` is `call.out`, or an aligned copy."""
-        device, length, layout, local = call.x.device, call.x.numel(), self.layout, call.local
+        assert call.local is None, "differences are taken on CPUs"
+        device, length, layout = call.x.device, call.x.numel(), self.layout
         _require_place(call.start, length, call.numel)
         steps = call.steps
         if steps is not None:
@@ -74,21 +70,14 @@ class GpuKernels(BlockKernels):
         _require(payload, torch.uint8, layout.payload_bytes(call.numel), "out", device)
         if call.residual is not None:
             _require(call.residual, torch.float32, length, "residual", device)
-        if local is not None:
-            if local.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"local must be fp32, bf16 or fp16, not {local.dtype}")
-            _require(local, local.dtype, length, "local", device)
-            # As integers: the compiler and the interpreter cast bf16 differently.
-            local = local.view(torch.int16) if local.dtype == torch.bfloat16 else local
         end = -(-(call.start + length) // _TENSOR_ALIGN) * _TENSOR_ALIGN
         written = min(end, layout.padded(call.numel)) - call.start
         return Launch(
             kernel=encode_kernel,
             programs=self.programs.count(written),
-            warps=self.programs.warps if local is None and call.residual is None else 4,
+            warps=self.programs.warps if call.residual is None else 4,
             arguments={
                 "x": call.x,
-                "local": local,
                 "residual": call.residual,
                 "payload": payload,
                 "first_bad": first_bad,
@@ -128,76 +117,29 @@ class GpuKernels(BlockKernels):
         )
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
-        if len(payloads) != len(weights) or not payloads:
-            raise ValueError(f"{len(payloads)} payloads and {len(weights)} weights")
-        if acc.numel() == 0:
-            return
-        for first in range(0, len(payloads), PAYLOADS_PER_LAUNCH):
-            part = slice(first, first + PAYLOADS_PER_LAUNCH)
-            aligned = [_aligned(payload) for payload in payloads[part]]
-            _run(self.add_launch(aligned, weights[part], acc, overwrite=overwrite and first == 0), acc.device)
+        if overwrite:
+            acc.zero_()
+        for payload, weight in zip(payloads, weights, strict=True):
+            if acc.numel():
+                _run(self.add_launch(_aligned(payload), weight, acc), acc.device)
 
-    def add_launch(
-        self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool
-    ) -> Launch:
-        """For at most 16 aligned payloads."""
+    def add_launch(self, payload: Tensor, weight: float, acc: Tensor) -> Launch:
+        """For an aligned payload."""
         numel, layout = acc.numel(), self.layout
         _require(acc, torch.float32, numel, "acc", acc.device)
-        for payload in payloads:
-            _require(payload, torch.uint8, layout.payload_bytes(numel), "a payload", acc.device)
+        _require(payload, torch.uint8, layout.payload_bytes(numel), "a payload", acc.device)
         return Launch(
             kernel=add_kernel,
             programs=self.programs.count(numel),
             arguments={
-                "payloads": tuple(payloads),
-                "weights": tuple(float(weight) for weight in weights),
+                "payload": payload,
+                "weight": float(weight),
                 "acc": acc,
                 "numel": numel,
                 "padded": layout.padded(numel),
                 "codes_start": layout.codes_start(numel),
                 "READ": self.programs.read,
-                "K": len(payloads),
-                "OVERWRITE": overwrite,
                 **self._shape(),
-            },
-        )
-
-    def outer(self, step: OuterStep) -> int | None:
-        if step.target.numel() == 0:
-            return None
-        payload, first_bad = _aligned(step.out), _none_bad(step.target.device)
-        bad = _finish(self.outer_launch(step, payload, first_bad), payload, step.out, first_bad)
-        return None if bad < 0 else bad
-
-    def outer_launch(self, step: OuterStep, payload: Tensor, first_bad: Tensor) -> Launch:
-        """`payload` is `step.out`, or an aligned copy."""
-        device, numel, layout = step.target.device, step.target.numel(), self.layout
-        if step.delta is None or step.payloads:
-            raise ValueError("an outer step on a GPU takes the sum of the deltas, not payloads")
-        names = ("delta", "target", "momentum", "anchor", "new_target", "new_momentum", "new_anchor")
-        tensors = {name: getattr(step, name) for name in names}
-        if step.scale != 1.0:
-            tensors["delta"] = step.delta * step.scale
-        if (step.momentum is None) != (step.new_momentum is None) or (step.momentum is None and step.mu != 0.0):
-            raise ValueError("momentum without a tensor for it, or the other way round")
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                _require(tensor, torch.float32, numel, name, device)
-        _require(payload, torch.uint8, layout.payload_bytes(numel), "out", device)
-        return Launch(
-            kernel=outer_kernel,
-            programs=self.programs.count(numel),
-            arguments={
-                **tensors,
-                "payload": payload,
-                "first_bad": first_bad,
-                "numel": numel,
-                "padded": layout.padded(numel),
-                "scale_bytes": layout.scale_bytes(numel),
-                "codes_start": layout.codes_start(numel),
-                "lr": float(step.lr),
-                "mu": float(step.mu),
-                **self._how(step.steps, step.seed, numel, device),
             },
         )
 
@@ -217,34 +159,12 @@ class GpuKernels(BlockKernels):
         return {
             "steps": steps,
             "step": self.key.step if steps is None else 0.0,
-            # `lattice` has one shift for all elements.
-            "seed": _mixed(seed, ahead if self.key.stochastic else 0),
+            "seed": _mixed(seed, ahead),
             "WRITE": self.programs.write,
             "ABSOLUTE": self.key.absolute,
             "STOCHASTIC": self.key.stochastic,
             **self._shape(),
         }
-
-
-def throw(x: Tensor, scales: Tensor, seed: int, codes: Tensor) -> None:
-    """Write the codes of `ternary`, uint8 [16·groups], of x fp32 [n] with a scale for each group of 64, fp32."""
-    if x.numel():
-        _run(throw_launch(x, scales, seed, codes), x.device)
-
-
-def throw_launch(x: Tensor, scales: Tensor, seed: int, codes: Tensor) -> Launch:
-    """What `throw` launches."""
-    groups = -(-x.numel() // 64)
-    _require(x, torch.float32, x.numel(), "x", x.device)
-    _require(scales, torch.float32, groups, "scales", x.device)
-    _require(codes, torch.uint8, 16 * groups, "codes", x.device)
-    return Launch(
-        kernel=ternary_kernel,
-        programs=-(-groups // _GROUPS),
-        arguments={
-            "x": x, "scales": scales, "codes": codes, "numel": x.numel(), "seed": _mixed(seed), "R": _GROUPS,
-        },
-    )  # fmt: skip
 
 
 def tile_sums(x: Tensor) -> list[float]:

@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.kernels.gpu.formats import ENCODERS, FORMATS
-from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels, sum_launch, throw_launch
+from farloop.quant.kernels.gpu.formats import FORMATS
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels, sum_launch
 from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch, digest_kernel, tile_sums_kernel
-from farloop.quant.kernels.interface import Encode, OuterStep
+from farloop.quant.kernels.interface import Encode
 from farloop.quant.registry import codec_named
 
 SM_90 = GPUTarget("cuda", 90, 32)  # H100 and H200
@@ -60,23 +60,18 @@ class Compiled:
 def launches() -> dict[tuple[str, str], Launch]:
     """(spelling of a codec, operation) → what would be launched; the tensors are small and on the CPU."""
     found: dict[tuple[str, str], Launch] = {}
-    for spelling in (*FORMATS, *ENCODERS, *_ENCODERS_OF_Q4R):
+    for spelling in (*FORMATS, *_ENCODERS_OF_Q4R):
         codec = codec_named(spelling)
-        path = gpu_kernels(codec.kernel_key(), only_encode=True) if isinstance(codec, BlockCodec) else None
+        path = gpu_kernels(codec.kernel_key()) if isinstance(codec, BlockCodec) else None
         assert path is not None
         operations = _encoders(path)
-        if spelling in ENCODERS:
-            del operations["encode, bf16 local, residual"]
         if spelling in FORMATS:
             operations |= {
                 "decode": _decode(path),
-                "add 1": _add(path, 1),
-                "sum 16": _add(path, 16),
-                "outer": _outer(path),
+                "add": _add(path),
             }
         found |= {(spelling, operation): launch for operation, launch in operations.items()}
-    x, codes = torch.zeros(_NUMEL), torch.zeros(_NUMEL // 4, dtype=torch.uint8)
-    found["ternary", "throw"] = throw_launch(x, torch.zeros(_NUMEL // 64), 0, codes)
+    x = torch.zeros(_NUMEL)
     sums, partials = torch.zeros(_NUMEL // 4096, dtype=torch.float64), torch.zeros(_NUMEL // 2048, dtype=torch.int64)
     found["norm", "sum"] = sum_launch(tile_sums_kernel, x, sums=sums, LEVELS=12)
     found["digest", "sum"] = sum_launch(digest_kernel, x, partials=partials, first_index=1 << 40)
@@ -86,16 +81,15 @@ def launches() -> dict[tuple[str, str], Launch]:
 def _encoders(path: GpuKernels) -> dict[str, Launch]:
     x = torch.zeros(_NUMEL)
 
-    def encoder(numel: int, local: Tensor | None = None, residual: Tensor | None = None) -> Launch:
+    def encoder(numel: int, residual: Tensor | None = None) -> Launch:
         out, bad, steps = _buffers(path, numel)
-        call = Encode(x=x[:numel], out=out, numel=numel, local=local, residual=residual, beta=0.9, steps=steps)
+        call = Encode(x=x[:numel], out=out, numel=numel, residual=residual, beta=0.9, steps=steps)
         return path.encode_launch(call, out, bad)
 
     return {
         "encode": encoder(_NUMEL),
         "encode, odd length": encoder(_NUMEL - 1),
-        "encode, bf16 local": encoder(_NUMEL, x.bfloat16()),
-        "encode, bf16 local, residual": encoder(_NUMEL, x.bfloat16(), x),
+        "encode, residual": encoder(_NUMEL, x),
     }
 
 
@@ -104,25 +98,16 @@ def _decode(path: GpuKernels) -> Launch:
     return path.decode_launch(payload, torch.zeros(_NUMEL), numel=_NUMEL, start=0)
 
 
-def _add(path: GpuKernels, count: int) -> Launch:
+def _add(path: GpuKernels) -> Launch:
     payload, _, _ = _buffers(path, _NUMEL)
-    return path.add_launch([payload] * count, [0.5] * count, torch.zeros(_NUMEL), overwrite=count > 1)
-
-
-def _outer(path: GpuKernels) -> Launch:
-    out, bad, steps = _buffers(path, _NUMEL)
-    x = torch.zeros(_NUMEL)
-    old = {"delta": x, "target": x, "momentum": x, "anchor": x}
-    new = {"new_target": x, "new_momentum": x, "new_anchor": x}
-    step = OuterStep(**old, **new, lr=0.7, mu=0.9, out=out, steps=steps)  # type: ignore[arg-type]
-    return path.outer_launch(step, out, bad)
+    return path.add_launch(payload, 0.5, torch.zeros(_NUMEL))
 
 
 def _buffers(path: GpuKernels, numel: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A payload, the place for the index of a bad element, and for q4r and sign the steps."""
+    """A payload, the place for the index of a bad element, and for q4r the steps."""
     payload = torch.zeros(path.layout.payload_bytes(numel), dtype=torch.uint8)
     bad = torch.zeros(1, dtype=torch.int64)
-    steps = torch.zeros(path.layout.num_blocks(numel)) if path.key.name in ("q4r", "sign") else None
+    steps = torch.zeros(path.layout.num_blocks(numel)) if path.key.name == "q4r" else None
     return payload, bad, steps
 
 
@@ -211,19 +196,15 @@ def _machine_code(cubin: bytes) -> tuple[dict[str, int], list[str]]:
 KERNELS = list(launches())
 KINDS = {"q4", "q4r", "norm", "digest"}
 """Codecs with and without chance, and what is not of a codec. `make test-slow` compiles all of them."""
-READ = {"encode": 1, "encode, odd length": 1, "encode, bf16 local": 1, "encode, bf16 local, residual": 2, "outer": 4}
-WRITTEN = {"encode, bf16 local, residual": 1, "decode": 1, "add 1": 1, "sum 16": 1, "outer": 3}
+READ = {"encode": 1, "encode, odd length": 1, "encode, residual": 2, "add": 1}
+WRITTEN = {"encode, residual": 1, "decode": 1, "add": 1}
 """Tensors of fp32, without the payload."""
-READ["add 1"] = 1
 REGISTERS = {
     "encode": 96,
     "encode, odd length": 96,
-    "encode, bf16 local, residual": 80,
-    "throw": 72,
+    "encode, residual": 80,
     "sum": 96,
-    "add 1": 80,
-    "sum 16": 96,
-    "outer": 96,
+    "add": 80,
 }
 """More than 64 only where many operands are held at once, and nowhere so many that fewer than 20 warps run."""
 ROUNDED = {f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt")} | {"add.rn.f64", "mul.rn.f64"}
@@ -247,13 +228,13 @@ def test_a_kernel_is_fit_for_a_gpu(codec: str, operation: str) -> None:
         # 16 elements a thread in 4 accesses; what is narrower is 1 step for each block.
         assert kernel.access_bits["ld", 128] >= 4 * READ.get(operation, 0)
         assert kernel.access_bits["st", 128] >= 4 * WRITTEN.get(operation, 0)
-        assert kernel.access_bits["ld", 32] <= {"sign": 2, "ternary": 2}.get(codec, "q4r" in codec)
-        assert kernel.access_bits["st", 32] == (codec == "ternary")
+        assert kernel.access_bits["ld", 32] <= ("q4r" in codec)
+        assert kernel.access_bits["st", 32] == 0
 
 
 def test_contraction_would_be_seen() -> None:
     """With Triton's other setting the residual is added by a fused operation: other bytes."""
-    kernel = compiled("fp32", "encode, bf16 local, residual", {"enable_fp_fusion": True})
+    kernel = compiled("fp32", "encode, residual", {"enable_fp_fusion": True})
     assert kernel.rounding["fma.rn.f32"] > 0 and kernel.fused > 0
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
-from farloop.quant.kernels.interface import Encode, OuterStep
+from farloop.quant.kernels.interface import Encode
 from farloop.quant.registry import codec_named
 
 LAWS = Path(__file__).parents[1] / "test_kernels.py"
@@ -64,19 +64,12 @@ def encode_call(**changes: Any) -> Encode:
     return Encode(**{"x": torch.zeros(300), "out": out, "numel": 1024, **changes})
 
 
-def outer_step(x: torch.Tensor, out: torch.Tensor, **changes: Any) -> OuterStep:
-    names = ("delta", "target", "momentum", "anchor", "new_target", "new_momentum", "new_anchor")
-    return OuterStep(**{**dict.fromkeys(names, x), "lr": 0.7, "mu": 0.9, "out": out, **changes})
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"x": torch.zeros(300, dtype=torch.float64)}, "x must be"),
         ({"x": torch.zeros(600)[::2]}, "x must be"),
         ({"out": torch.zeros(577, dtype=torch.uint8)}, "out must be"),
-        ({"local": torch.zeros(299)}, "local must be"),
-        ({"local": torch.zeros(300, dtype=torch.int32)}, "local must be"),
         ({"residual": torch.zeros(300, dtype=torch.bfloat16)}, "residual must be"),
         ({"steps": torch.zeros(15)}, "steps must be"),
         ({"start": 64}, "no tensor's place"),
@@ -89,24 +82,9 @@ def test_operands_that_do_not_fit_are_refused(changes: dict[str, Any], complaint
         kernels().encode(encode_call(**changes))
 
 
-def test_sums_are_of_at_least_one_payload_and_as_many_weights() -> None:
-    for payloads, weights in (([], []), ([torch.zeros(0, dtype=torch.uint8)], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="weights"):
-            kernels().add(payloads, weights, torch.zeros(64), overwrite=True)
-
-
-def test_without_a_momentum_there_is_no_mu() -> None:
-    x = torch.zeros(64)
-    out = torch.zeros(kernels().layout.payload_bytes(64), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="momentum"):
-        kernels().outer(outer_step(x, out, momentum=None, new_momentum=None))
-
-
-def test_an_outer_step_takes_the_sum_of_the_deltas() -> None:
-    x = torch.zeros(64)
-    out = torch.zeros(kernels().layout.payload_bytes(64), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="sum of the deltas"):
-        kernels().outer(outer_step(x, out, delta=None, payloads=[out], weights=[1.0]))
+def test_a_sum_has_as_many_weights_as_payloads() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        kernels().add([], [1.0], torch.zeros(64), overwrite=True)
 
 
 def test_nothing_is_launched_for_an_empty_fragment() -> None:
@@ -115,7 +93,6 @@ def test_nothing_is_launched_for_an_empty_fragment() -> None:
     assert path.encode(Encode(x=empty, out=out, numel=0)) == -1
     path.decode_into(out, empty, numel=0)
     path.add([out], [1.0], empty, overwrite=True)
-    assert path.outer(outer_step(empty, out)) is None
 
 
 def test_the_steps_of_several_tensors_must_be_given() -> None:
