@@ -165,7 +165,7 @@ def codec_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[Speed
     if "fused" in ops:
         out, residual = torch.empty_like(payload), bench.residual.zero_()
         yield bench.row(name, path, "fused", lambda: codec.encode_feedback_(x, residual, out, fragment, seed=1))
-    if "outer" in ops and fast is not None and codec.traits.exact_decode:
+    if "outer" in ops and path == "numba" and fast is not None and codec.traits.exact_decode:
         yield _outer_row(bench, name, path, fast, torch.empty_like(payload))
 
 

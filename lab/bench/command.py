@@ -380,10 +380,6 @@ def quality(
         Path | None,
         typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(show_default=False, help="In place of a grid: paper-35m, 35 M parameters and 700 M tokens."),
-    ] = None,
     seeds: Seeds = None,
     model: Annotated[
         str | None, typer.Option(show_default="micro", help="nano, micro, tiny, small, medium or base.")
@@ -438,7 +434,7 @@ def quality(
 
     check_device(device)
     flags = {"seeds": seeds, "model": model, "steps": steps, "global_batch": global_batch}
-    asked = asked_for(grid, flags, {"variants": variants, "settings": settings}, preset)
+    asked = asked_for(grid, flags, {"variants": variants, "settings": settings})
     text = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
     console, jobs = progress_console(json=as_json), jobs or os.cpu_count() or 1
     plan = plan_grid(asked, data=text, out=out, device=device)

@@ -12,13 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
-from farloop.config.exit_codes import write_output
-from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import WITHOUT_GPU, run_together
+from farloop.lab.bench.processes import WITHOUT_GPU, run_together, write_run
 from farloop.lab.bench.sync_trace import Marks, cpu_per_round
-from farloop.local.processes import free_port
 from farloop.monitoring.units import size_text
 
 WARM_UP = 2  # rounds that are not counted
@@ -56,16 +52,9 @@ def measure(
     """
     out = out / str(nodes)
     out.mkdir(parents=True)
-    weights = torch.zeros(parameters, dtype=torch.float32, device="cpu")
-    write_output(out / "first.safetensors", save({"weights": weights}))
-    address = f"tcp://127.0.0.1:{free_port()}"
-    run = {
-        "name": "coordinator", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco", "h": 1, "tau": 0,
-        "mix": 0.0, "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9,
-        "init": "first.safetensors",
-    }  # fmt: skip
-    coordinator = {"state_dir": "state", "bind": address, "http": "", "probe_bytes": 0}
-    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
+    weights = {"weights": torch.zeros(parameters, dtype=torch.float32, device="cpu")}
+    run = {"name": "coordinator", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco"}
+    address = f"tcp://127.0.0.1:{write_run(out, weights, {**run, 'h': 1, 'tau': 0, 'mix': 0.0}, codec=codec)}"
     commands = {"coordinator": ["-m", "farloop.lab.bench.sync_trace", "marks.json", "coordinator", "run.toml"]}
     cuts = [nodes * part // min(processes, nodes) for part in range(min(processes, nodes) + 1)]
     for first, last in pairwise(cuts):

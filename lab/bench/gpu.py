@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 
 from farloop.config.exit_codes import CommandError
 from farloop.lab.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows
-from farloop.lab.bench.loop import FIRST, Loop, coordinator
+from farloop.lab.bench.loop import Loop, coordinator
+from farloop.lab.bench.processes import FIRST
 from farloop.local.machine import machine, source_commit
 from farloop.monitoring.status import dumps
 from farloop.node.devices import locked_zeros
@@ -49,7 +50,7 @@ MODELS: Final[Mapping[str, ModelConfig]] = {
     "nano": PRESETS["nano"],
 }
 CODECS = ("q4", "q4r", "q8", "bf16", "fp32", "e3m0", "e2m1", "nf4")
-OPS = ("encode", "decode", "add", "fused", "outer")
+OPS = ("encode", "decode", "add", "fused")
 
 PARTS: Final[Mapping[str, float]] = {
     "laws": 160, "tests": 160, "copies": 20, "codecs": 50, "loop-host": 70, "loop-device": 70, "compiled": 150,
@@ -64,7 +65,7 @@ _LAWS = "tests/unit/quant/kernels/test_kernels.py"
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 """Of pytest: others that a machine happens to have may warn, and warnings are errors."""
 
-_MOVED = {"encode": 4, "decode": 4, "add": 8, "fused": 12, "outer": 28, "digest": 4, "norm": 4}
+_MOVED = {"encode": 4, "decode": 4, "add": 8, "fused": 12, "digest": 4, "norm": 4}
 """Bytes of fp32 numbers that an operation reads and writes for an element, beside its payload; a copy moves 8."""
 
 

@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from farloop.config.exit_codes import CommandError, write_output
-from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import WITHOUT_GPU, emulated
-from farloop.local.processes import Children, free_port
+from farloop.config.exit_codes import CommandError
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated, write_run
+from farloop.local.processes import Children
 from farloop.node.library import Node, join
 from farloop.node.model.built_in import GPT, build
 from farloop.node.settings import ModelConfig
 
-FIRST: Final = "first.safetensors"
 SEQUENCES: Final = 4
 TOKENS: Final = 128  # of a sequence
 _PATIENCE_S = 300.0  # for a coordinator's first snapshots
@@ -233,15 +230,10 @@ def text(rows: Sequence[Row]) -> str:
 @contextlib.contextmanager
 def coordinator(loop: Loop, out: Path, h: int, steps: int) -> Iterator[int]:
     """Its port, while it runs in `out` for one node with the weights that the loop has now."""
-    port, (sequences, tokens) = free_port(), loop.batch.shape
+    sequences, tokens = loop.batch.shape
     first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
-    write_output(out / FIRST, save(first))
-    run = {
-        "name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1), "init": FIRST,
-        "batch_sequences": sequences, "sequence_tokens": tokens - 1,
-    }  # fmt: skip
-    settings = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
-    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": settings}))
+    run = {"name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1)}
+    port = write_run(out, first, {**run, "batch_sequences": sequences, "sequence_tokens": tokens - 1})
     with Children(out, stop_s=0.0) as children:
         child = children.start("coordinator", ["coordinator", "run.toml"], cwd=out, environ=WITHOUT_GPU)
         _wait_for(port, children, child.log)

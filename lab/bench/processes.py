@@ -5,14 +5,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
-from farloop.config.exit_codes import CommandError
-from farloop.local.processes import Children
+from safetensors.torch import save
+from torch import Tensor
+
+from farloop.config.exit_codes import CommandError, write_output
+from farloop.config.sources import dump_toml
+from farloop.local.processes import Children, free_port
 from farloop.local.relay import Link, Relay, RelayThread
 
 PATIENCE_S = 1800.0  # for all processes of one measurement
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # in the environment of a process
+FIRST: Final = "first.safetensors"
 _POLL_S = 0.05
+
+
+def write_run(
+    out: Path, weights: Mapping[str, Tensor], run: Mapping[str, object], *, codec: str = "", **coordinator: object
+) -> int:
+    """Write `out`/run.toml, with these first weights, and state in `out`/state. Returns the coordinator's port.
+
+    `codec`: of both directions, with an outer momentum; empty: the method's. `coordinator`: more settings of it.
+    """
+    port = free_port()
+    write_output(out / FIRST, save(dict(weights)))
+    both = {"codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9} if codec else {}
+    quiet = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
+    tables = {"run": {**run, **both, "init": FIRST}, "coordinator": {**quiet, **coordinator}}
+    (out / "run.toml").write_text(dump_toml(tables))
+    return port
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -137,21 +137,6 @@ class Grid:
     settings: tuple[str, ...] = ()  # KEY=VALUE, for all variants that do not say otherwise
 
 
-GRIDS: Final = {
-    # The smallest row of table 5 of arXiv 2501.18512: 35 M parameters, 700 M tokens, sequences of 1024. The batch, a
-    # size that such models are trained with, and the rate are ours.
-    "paper-35m": Grid(
-        variants=("data-parallel", "muon-data-parallel", "streaming nodes=2", "streaming nodes=4"),
-        model="medium",
-        steps=5340,
-        global_batch=128,
-        seeds=1,
-        settings=("sequence_tokens=1024", "lr=2e-3"),
-    ),
-}
-"""Of `farloop lab bench quality --preset`."""
-
-
 class _File(BaseModel):
     """A grid's TOML file: `Grid`, its settings as a table. What is left out has the grid's default."""
 
@@ -182,24 +167,18 @@ def load_grid(path: Path) -> Grid:
     )
 
 
-def asked_for(
-    path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None], preset: str | None = None
-) -> Grid:
-    """The grid of a file, a preset's, or the default one, with a command line's options on top. Raises CommandError.
+def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None]) -> Grid:
+    """The grid of a file, or the default one, with a command line's options on top. Raises CommandError.
 
     `flags`: fields of `Grid`; None where not given. `lists`: fields of `Grid` that may be given several times; they are
     added to the file's.
     """
-    if preset is not None and path is not None:
-        raise CommandError("--preset and --grid both name the variants; take one of them")
-    if preset is not None and preset not in GRIDS:
-        raise CommandError(f"--preset: there is no {preset!r}; {nearest(preset, GRIDS)}")
-    grid = load_grid(path) if path else GRIDS[preset] if preset else Grid()
+    grid = load_grid(path) if path else Grid()
     variants = lists.get("variants") or []
     return dataclasses.replace(
         grid,
         **{name: value for name, value in flags.items() if value is not None},
-        variants=baseline_first((*(() if path is None and preset is None and variants else grid.variants), *variants)),
+        variants=baseline_first((*(() if path is None and variants else grid.variants), *variants)),
         settings=(*grid.settings, *(lists.get("settings") or [])),
     )
 
@@ -243,7 +222,7 @@ def share_of(grid: Grid, nodes: int, label: str) -> int:
 
 def command_of(grid: Grid, *, options: Sequence[str]) -> str:
     """What repeats the grid, whatever its defaults become; `options`: words of where and on what it runs."""
-    words = ["farloop", "bench", "quality", "--model", grid.model, "--steps", str(grid.steps)]
+    words = ["farloop", "lab", "bench", "quality", "--model", grid.model, "--steps", str(grid.steps)]
     words += ["--global-batch", str(grid.global_batch), "--seeds", str(grid.seeds)]
     for flag, values in (("--set", grid.settings), ("--variant", grid.variants)):
         words += [word for value in values for word in (flag, value)]

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
-from farloop.config.exit_codes import CommandError, write_output
-from farloop.config.sources import dump_toml
+from farloop.config.exit_codes import CommandError
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.snapshots import versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.lab.bench.memory import forget_peak
-from farloop.lab.bench.processes import PATIENCE_S, WITHOUT_GPU, run_together, status_bytes
-from farloop.local.processes import Children, free_ports, page
+from farloop.lab.bench.processes import PATIENCE_S, WITHOUT_GPU, run_together, status_bytes, write_run
+from farloop.local.processes import Children, free_port, page
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import duration_text, size_text
 from farloop.quant.kernels.dispatch import warm
@@ -85,16 +83,9 @@ def _write(parameters: int, rounds: int, codec: str, out: Path) -> None:
     """The folder `out`/state."""
     shape = (max(1, parameters // FRAGMENTS // 64), 64)
     tensors = {f"w{index:02}": torch.zeros(shape, dtype=torch.float32, device="cpu") for index in range(FRAGMENTS)}
-    write_output(out / "first.safetensors", save(tensors))
-    port, pages = free_ports(2)
-    address = f"tcp://127.0.0.1:{port}"
-    run = {
-        "name": "recovery", "nodes": 2, "steps": 100_000, "method": "streaming", "h": FRAGMENTS, "tau": 1,
-        "blocks_per_fragment": 1, "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9,
-        "init": "first.safetensors",
-    }  # fmt: skip
-    coordinator = {"state_dir": "state", "bind": address, "http": f"127.0.0.1:{pages}", "probe_bytes": 0}
-    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
+    pages = free_port()
+    run = {"name": "recovery", "nodes": 2, "steps": 100_000, "h": FRAGMENTS, "tau": 1, "blocks_per_fragment": 1}
+    address = f"tcp://127.0.0.1:{write_run(out, tensors, run, codec=codec, http=f'127.0.0.1:{pages}')}"
     nodes = ["-m", "farloop.lab.bench.coordinator_nodes", "nodes.json", address, "0", "2", "0"]
     end = time.monotonic() + PATIENCE_S
     with Children(out, stop_s=0.0) as children:

@@ -10,12 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import save
-
-from farloop.config.exit_codes import write_output
-from farloop.config.sources import dump_toml
 from farloop.lab.bench.http_store import ObjectServer
-from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together, write_run
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
 from farloop.local.processes import free_port
@@ -123,16 +119,10 @@ def _gloo(what: Measured, out: Path) -> _Ran:
 def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool, store: str = "") -> Row:
     out.mkdir(parents=True)
     first = {f"weights.{k}": w for k, w in enumerate(weights(what.parameters))}
-    write_output(out / "first.safetensors", save(first))
-    port, steps = free_port(), what.rounds + WARM_UP
-    run = {
-        "name": "sync", "nodes": what.nodes, "steps": steps, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0,
-        "codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9, "init": "first.safetensors",
-    }  # fmt: skip
-    coordinator = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
-    if store:
-        run["bulk"], coordinator["bulk_url"] = "store", store
-    (out / "run.toml").write_text(dump_toml({"run": run, "coordinator": coordinator}))
+    steps = what.rounds + WARM_UP
+    run = {"name": "sync", "nodes": what.nodes, "steps": steps, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0}
+    bulk = {"bulk_url": store} if store else {}
+    port = write_run(out, first, run | ({"bulk": "store"} if store else {}), codec=codec, **bulk)
     names = [f"node-{k}" for k in range(what.nodes)]
     run_coordinator = ["farloop.lab.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
     with emulated(link, port, what.nodes) as ports:

@@ -183,7 +183,7 @@ def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_
 
 @pytest.mark.slow
 def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
-    words = "bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2"
+    words = "lab bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2"
     result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]

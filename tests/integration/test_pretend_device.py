@@ -11,7 +11,8 @@ from cuda_branches import branches, traced
 from pretend_cuda import CUDA, Device
 from safetensors.torch import load_file
 
-from farloop.lab.bench.loop import FIRST, Loop, coordinator
+from farloop.lab.bench.loop import Loop, coordinator
+from farloop.lab.bench.processes import FIRST
 from farloop.node.library import Node, join
 from farloop.node.model.built_in import build
 from farloop.node.model.inner_optimizer import orthogonal
@@ -83,6 +84,5 @@ def test_a_node_on_a_device_waits_in_no_quiet_step_and_moves_few_bytes(
     assert "anchors are kept on the device" in caplog.text
     assert set(wanted.values()) == {
         "node/cluster.py: device.type == 'cuda'",  # NCCL, of several ranks
-        "quant/kernels/dispatch.py: devices[0].type != 'cuda'",  # which kernels Triton has
         "quant/kernels/gpu/host.py: device.type == 'cuda'",  # a launch of Triton
     }

@@ -16,7 +16,6 @@ from farloop.lab.bench.quality import QualityPlan
 from farloop.lab.bench.quality_spec import (
     DEFAULT_VARIANTS,
     FRONTIER,
-    GRIDS,
     Grid,
     asked_for,
     baseline_first,
@@ -173,20 +172,17 @@ def test_options_override_the_file_and_lists_add_to_it(tmp_path: Path) -> None:
     assert asked_for(None, {}, dict.fromkeys(lists)).variants == DEFAULT_VARIANTS
 
 
-def test_a_preset_has_the_parameters_and_tokens_of_the_paper_and_every_run_can_be_planned(text: Path) -> None:
+def test_the_grid_of_the_paper_has_its_parameters_and_tokens_and_every_run_can_be_planned(text: Path) -> None:
     longer = text.with_name("longer.txt")
     longer.write_text(text.read_text() + text.read_text()[::-1])
-    grid = asked_for(None, {"steps": None}, {"settings": ["evaluation_sequences=1"]}, "paper-35m")
-    assert grid.variants == GRIDS["paper-35m"].variants
+    example = Path(__file__).parents[4] / "examples" / "paper-35m.toml"
+    grid = asked_for(example, {}, {"settings": ["evaluation_sequences=1"]})
+    assert grid.variants == ("data-parallel", "muon-data-parallel", "streaming nodes=2", "streaming nodes=4")
     first, *_, last = plan_grid(grid, data=DataConfig(path=longer), out=Path("somewhere")).variants
     of_bytes, terms = first.specs[0].identity.layout.num_parameters, last.specs[0].terms
     assert of_bytes + (32_000 - VOCABULARY) * PRESETS["medium"].dim == pytest.approx(35e6, rel=0.02)
     sequences = terms.schedule.steps * terms.admission.min_nodes * terms.inner.batch_sequences
     assert sequences * terms.inner.sequence_tokens == pytest.approx(700e6, rel=0.01)
-    with pytest.raises(CommandError, match=r"--preset: there is no 'paper-35'; did you mean paper-35m\?"):
-        asked_for(None, {}, {}, "paper-35")
-    with pytest.raises(CommandError, match="--preset and --grid both name the variants"):
-        asked_for(Path("grid.toml"), {}, {}, "paper-35m")
 
 
 def test_nodes_share_a_step_equally() -> None:
@@ -201,7 +197,7 @@ def test_the_command_repeats_the_grid() -> None:
         variants=("single", "streaming nodes=2"), steps=7, global_batch=4, seeds=2, settings=("lr=1e-3",)
     )  # fmt: skip
     assert shlex.split(command_of(grid, options=["--data", "some text"])) == [
-        "farloop", "bench", "quality", "--model", "micro", "--steps", "7", "--global-batch", "4", "--seeds", "2",
+        "farloop", "lab", "bench", "quality", "--model", "micro", "--steps", "7", "--global-batch", "4", "--seeds", "2",
         "--set", "lr=1e-3", "--variant", "single", "--variant", "streaming nodes=2",
         "--data", "some text",
     ]  # fmt: skip
