@@ -1,6 +1,6 @@
 """How the deltas of a window become one: weighted mean, and robust aggregation for untrusted nodes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Final
 
@@ -73,36 +73,23 @@ def radial_into(
     radial = {k for k, tensor in enumerate(fragment.tensors) if is_hidden_matrix(tensor.name, tensor.shape)}
     lengths = [norms(delta()) for delta in deltas]
     factors = [
-        [_reciprocal(length) if k in radial else 1.0 for k, length in enumerate(of_delta)] for of_delta in lengths
+        [1.0 if k not in radial else 1.0 / length if length > _NO_LENGTH else 0.0 for k, length in enumerate(of_delta)]
+        for of_delta in lengths
     ]
     _add_tensors(deltas, weights, fragment, out, factors)
-    directions, cancelled = norms(_pieces(out)), set()
+    directions, cancelled = norms(part for (part,) in tiles(out)), set()
     for k in sorted(radial):
         tensor, length = fragment.tensors[k], 0.0
         for weight, of_delta in zip(weights, lengths, strict=True):
             length += weight * of_delta[k]
         part = out[tensor.offset : tensor.offset + tensor.numel]
         if directions[k] > _CANCELLED:
-            _scale_(part, length / directions[k])
+            part.mul_(length / directions[k])
         else:
             part.zero_()
             cancelled.add(k)
     plain = [1.0 if k in cancelled else 0.0 for k in range(len(fragment.tensors))]
     _add_tensors(deltas, weights, fragment, out, [plain for _ in deltas])
-
-
-def _reciprocal(length: float) -> float:
-    return 1.0 / length if length > _NO_LENGTH else 0.0
-
-
-def _scale_(x: Tensor, factor: float) -> None:
-    for (part,) in tiles(x):
-        part.mul_(factor)
-
-
-def _pieces(flat: Tensor) -> Iterator[Tensor]:
-    for (part,) in tiles(flat):
-        yield part
 
 
 def _add_tensors(

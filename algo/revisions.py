@@ -33,15 +33,12 @@ BELONG_TO_ROUNDS: Final = frozenset(
 """Names of terms that a round has, and all windows in it; the others are those of a window."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Revisions:
     """In rising order, each from where the one before it ends. A value: it never changes."""
 
-    __slots__ = ("kept",)
-
-    def __init__(self, kept: tuple[Revision, ...]) -> None:
-        """`kept`: one at least; the oldest is taken to hold from the run's start."""
-        assert kept
-        self.kept: Final = kept
+    kept: tuple[Revision, ...]
+    """One at least; the oldest is taken to hold from the run's start."""
 
     @classmethod
     def of(cls, spec: RunSpec, kept: Sequence[Revision] = ()) -> "Revisions":
@@ -50,12 +47,6 @@ class Revisions:
             number=spec.revision, terms=spec.terms, windows=(0,) * len(spec.identity.layout.fragments), round=0
         )
         return cls(tuple(kept) or (whole,))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Revisions) and self.kept == other.kept
-
-    def __hash__(self) -> int:
-        return hash(self.kept)
 
     @property
     def newest(self) -> Revision:

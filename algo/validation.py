@@ -472,22 +472,8 @@ def check_admission(terms: Terms, method: Method) -> None:
 # --- Values of single nodes
 
 
-OwnCodecs = tuple[tuple[NodeId, str], ...]
-OwnShares = tuple[tuple[NodeId, float], ...]
-
 OF_NODES: Final[Mapping[str, str]] = {"codec_up_of": "codec_up", "h_share_of": "h"}
 """Terms of this kind, and the term of all nodes that each stands in the place of."""
-
-
-def own_codecs(text: str) -> OwnCodecs:
-    """`rome=q4 oslo=q8` → what the terms have. Raises ValueError, one sentence."""
-    return _sorted({node: codec(value) for node, value in _pairs(text, "rome=q4").items()})
-
-
-def own_shares(text: str) -> OwnShares:
-    """`rome=0.5 oslo=0.86` → what the terms have; who does all steps is left out. Raises ValueError, one sentence."""
-    given = {node: share(value) for node, value in _pairs(text, "rome=0.5").items()}
-    return _sorted({node: value for node, value in given.items() if value != 1.0})
 
 
 def codec(word: str) -> str:
@@ -508,8 +494,11 @@ def share(word: str) -> float:
     return value
 
 
-_READ: Final[Mapping[str, Callable[[str], Any]]] = {"codec_up_of": codec, "h_share_of": share}
-_READ_ALL: Final[Mapping[str, Callable[[str], Any]]] = {"codec_up_of": own_codecs, "h_share_of": own_shares}
+_READ: Final[Mapping[str, tuple[Callable[[str], Any], str]]] = {
+    "codec_up_of": (codec, "rome=q4"),
+    "h_share_of": (share, "rome=0.5"),
+}
+"""How the value of a node is read, and an example."""
 
 
 def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple[tuple[NodeId, Any], ...]:
@@ -521,16 +510,16 @@ def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple
     """
     name, dot, node = key.partition(".")
     none = text.strip().lower() in ("", "none")
+    read, example = _READ[name]
     try:
-        if not dot:
-            return () if none else tuple(_READ_ALL[name](text))
-        if not node:
+        if dot and not node:
             raise ValueError(f"expected a node behind the point, as {name}.rome")
-        others = {one: value for one, value in held if one != node}
-        value = None if none else _READ[name](text.strip())
+        texts = {} if none else {NodeId(node): text.strip()} if dot else _pairs(text, example)
+        given = {one: read(word) for one, word in texts.items()}
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    return _sorted(others if value is None or value == 1.0 else {**others, NodeId(node): value})
+    others = {one: value for one, value in held if dot and one != node}
+    return tuple(sorted((others | {one: value for one, value in given.items() if value != 1.0}).items()))
 
 
 def check_of_nodes(terms: Terms, method: Method, layout: Layout) -> None:
@@ -573,7 +562,3 @@ def _pairs(text: str, example: str) -> dict[NodeId, str]:
             raise ValueError(f"{node} is given twice")
         found[NodeId(node)] = value
     return found
-
-
-def _sorted(values: Mapping[NodeId, Any]) -> tuple[tuple[NodeId, Any], ...]:
-    return tuple(sorted(values.items()))

@@ -240,9 +240,6 @@ takes steps of about ρ of the gradient. Adam hides the difference; plain SGD do
 """
 
 
-NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}  # as configuration says it
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """What is local to a node that trains one stage of the model."""
@@ -262,7 +259,7 @@ class PipelineConfig:
     """Most inputs that a stage keeps for their backward passes."""
     codec: Annotated[str, check_codec] = ""
     """Codec of activations and gradients between stages, e.g. q8; empty: uncompressed."""
-    normalise: Annotated[str, OneOf(NORMALISE)] = "visits"
+    normalise: Annotated[str, OneOf(get_args(Normalise))] = "visits"
     """Divisor of the gradient of a stage: visits, or share as in SkipPipe (see Pipelines in the docs)."""
     patience_s: Annotated[float, check_duration] = 120.0
     """A microbatch that takes longer is sent again, or dropped and counted."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated
 
-import xxhash
 from pydantic import AfterValidator, Field
 
 from farloop.algo.spec import TENSOR_ALIGN, Fragment, TensorSlot, to_plain
 from farloop.algo.stages import Hop, StageLayout
-from farloop.wire.frames import Buffer
+from farloop.wire.blobs import blob_digest
+from farloop.wire.frames import Buffer, checksum_of
 from farloop.wire.messages import pack, unpack, validate
 from farloop.wire.reasons import RemoteProtocolError
 
@@ -234,7 +234,7 @@ def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMes
     if (magic, version, reserved) != (MAGIC, VERSION, 0):
         raise RemoteProtocolError(f"not a frame of version {VERSION}: {bytes(header[:8])!r}")
     body = header[HEADER_BYTES:]
-    if _CHECKSUM.unpack_from(header, _PREFIX.size)[0] != _checksum(header[: _PREFIX.size], body):
+    if _CHECKSUM.unpack_from(header, _PREFIX.size)[0] != checksum_of(header[: _PREFIX.size], body):
         raise RemoteProtocolError("wrong checksum of a header")
     if found_run != run:
         raise RemoteProtocolError(f"a frame of run {found_run:016x}, this one is {run:016x}")
@@ -252,11 +252,6 @@ def as_fragment(shape: Sequence[int]) -> Fragment:
     return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=tuple(shape), offset=0),))
 
 
-def checksum(data: Buffer) -> int:
-    digest: int = xxhash.xxh3_64_intdigest(data)
-    return digest
-
-
 def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int) -> FramedMessage:
     match unpack(body):
         case [dict() as work_fields, dict() as info_fields] if len(parts) == 2:
@@ -268,18 +263,11 @@ def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int
         raise RemoteProtocolError(f"{len(data)} bytes of {info.dtype!r}, {info.size} are announced")
     if not info.codec and info.size != math.prod(info.shape) * ITEM_BYTES[info.dtype]:
         raise RemoteProtocolError(f"{info.size} bytes for {info.dtype} of shape {info.shape}")
-    if checksum(data) != info.checksum:
+    if blob_digest(data) != info.checksum:
         raise RemoteProtocolError("wrong checksum of a tensor")
     return FramedMessage(work=work, info=info, data=data)
 
 
 def _header(number: int, run: int, body: bytes) -> bytes:
     prefix = _PREFIX.pack(MAGIC, VERSION, number, 0, run)
-    return prefix + _CHECKSUM.pack(_checksum(prefix, body)) + body
-
-
-def _checksum(prefix: Buffer, body: Buffer) -> int:
-    hasher = xxhash.xxh3_64(prefix)
-    hasher.update(body)
-    digest: int = hasher.intdigest()
-    return digest
+    return prefix + _CHECKSUM.pack(checksum_of(prefix, body)) + body

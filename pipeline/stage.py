@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from farloop.algo.stages import Stage
 from farloop.node.model.built_in import GPT
 from farloop.node.settings import Normalise
-from farloop.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
+from farloop.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment
 from farloop.quant.errors import BadPayload
 from farloop.quant.registry import codec_named
+from farloop.wire.blobs import blob_digest
 from farloop.wire.frames import Buffer
 from farloop.wire.reasons import RemoteProtocolError
 
@@ -36,7 +37,7 @@ def to_bytes(x: Tensor, codec: str = "") -> tuple[TensorInfo, Buffer]:
         raw = x.cpu().contiguous().flatten().view(torch.uint8)
     data = raw.numpy().data
     dtype = str(x.dtype).removeprefix("torch.")
-    info = TensorInfo(shape=tuple(x.shape), dtype=dtype, codec=codec, size=data.nbytes, checksum=checksum(data))
+    info = TensorInfo(shape=tuple(x.shape), dtype=dtype, codec=codec, size=data.nbytes, checksum=blob_digest(data))
     return info, data
 
 
@@ -143,7 +144,11 @@ class StageJobs:
         """
         match work.kind:
             case Kind.FORWARD:
-                return self._forward(work.trip, given)
+                with torch.no_grad(), self._mixed:
+                    if given is None:
+                        return self.part.begin(self._tokens_BS[work.trip.index])
+                    self._inputs[work.trip] = given
+                    return self.part.run(given)
             case Kind.LOSS:
                 assert given is not None
                 return self._loss(work.trip, given)
@@ -171,13 +176,6 @@ class StageJobs:
         self._losses.clear()
         self._num_tokens = 0
         return trained
-
-    def _forward(self, trip: MicrobatchRoute, given: Tensor | None) -> Tensor:
-        with torch.no_grad(), self._mixed:
-            if given is None:
-                return self.part.begin(self._tokens_BS[trip.index])
-            self._inputs[trip] = given
-            return self.part.run(given)
 
     def _loss(self, trip: MicrobatchRoute, given: Tensor) -> Tensor:
         x_BTD = given.requires_grad_()

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from farloop.node.errors import DataError, LayoutError
 from farloop.node.library import Node, join_run
 from farloop.node.link import LOOK_S
 from farloop.node.model.built_in import GPT, build, from_json
-from farloop.node.settings import NORMALISE, NodeConfig, PipelineConfig
+from farloop.node.settings import NodeConfig, Normalise, PipelineConfig
 from farloop.node.trainer import check_data, corpora_of, inventory_of, mixed_precision
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.layout import Settings, read_layout
@@ -97,14 +98,16 @@ def _executor(
         incarnation=node.executor.machine.incarnation,
         run=int(spec.identity.fingerprint(), 16),
         codec=pipeline.codec,
-        normalise=NORMALISE[pipeline.normalise],
+        normalise=cast(Normalise, pipeline.normalise),
         wanted=lambda: not node.asked_to_leave,
     )
 
 
 def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: PipelineConfig) -> None:
     samples = Mixture(node.spec, corpora) if corpora else None
-    watch = _Watch(pipeline.layout, executor) if _conducts(executor) else None
+    # The first source sees to it that all follow a new layout file.
+    conducts = executor.machine.name == executor.machine.layout.stages[0].replicas[0]
+    watch = _Watch(pipeline.layout, executor) if conducts else None
     told_at = time.monotonic()
     while node.running:
         batches: Sequence[Tensor] = ()
@@ -128,12 +131,6 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
             # A microbatch that was rerouted may end a step later; of a source no step may have more than its samples.
             tokens = min(tokens, node.batch_tokens())
         node.step(loss=step.trained.loss, tokens=tokens)
-
-
-def _conducts(executor: Executor) -> bool:
-    """The first source sees to it that all follow a new layout file."""
-    machine = executor.machine
-    return machine.name == machine.layout.stages[0].replicas[0]
 
 
 class _Watch:

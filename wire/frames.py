@@ -140,7 +140,7 @@ def lane_hello(run: int, epoch: int, token: bytes, number: int) -> list[Buffer]:
 def _header(kind: FrameKind, run: int, epoch: int, fields: bytes, body: Buffer) -> bytes:
     """Prefix, the kind's own fields, and the checksum over both and the body."""
     covered = _PREFIX.pack(MAGIC, VERSION, kind, 0, run, epoch, len(body)) + fields
-    return covered + _CHECKSUM.pack(_checksum(covered, body))
+    return covered + _CHECKSUM.pack(checksum_of(covered, body))
 
 
 def _parse_prefix(header: memoryview, kind: FrameKind, body: memoryview) -> tuple[int, int]:
@@ -153,12 +153,13 @@ def _parse_prefix(header: memoryview, kind: FrameKind, body: memoryview) -> tupl
     if length != len(body):
         raise RemoteProtocolError(f"{len(body)} bytes in a frame of length {length}")
     (checksum,) = _CHECKSUM.unpack_from(header, len(header) - _CHECKSUM.size)
-    if checksum != _checksum(header[: -_CHECKSUM.size], body):
+    if checksum != checksum_of(header[: -_CHECKSUM.size], body):
         raise RemoteProtocolError("wrong checksum")
     return run, epoch
 
 
-def _checksum(covered: Buffer, body: Buffer) -> int:
+def checksum_of(covered: Buffer, body: Buffer) -> int:
+    """xxh3-64 of a header's fields and the body."""
     hasher = xxhash.xxh3_64(covered)
     hasher.update(body)
     digest: int = hasher.intdigest()

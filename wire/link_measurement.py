@@ -1,7 +1,7 @@
 """What a link carries: probe bytes, and the kernel's TCP_INFO."""
 
 import random
-import struct
+import sys
 from typing import Final
 
 from farloop.wire.blobs import Reassembly
@@ -120,10 +120,8 @@ def _unanswered(info: bytes) -> tuple[int, float]:
 
 
 def _u64(info: bytes, offset: int) -> int:
-    value: int = struct.unpack_from("=Q", info, offset)[0]
-    return value
+    return int.from_bytes(info[offset : offset + 8], sys.byteorder)
 
 
 def _u32(info: bytes, offset: int) -> int:
-    value: int = struct.unpack_from("=I", info, offset)[0]
-    return value
+    return int.from_bytes(info[offset : offset + 4], sys.byteorder)

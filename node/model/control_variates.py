@@ -29,18 +29,6 @@ from farloop.wire.messages import Committed, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    command: ev.Encode
-    lr_sum: float  # Ση of the inner steps inside it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    command: ev.Apply
-    data: bytes | bytearray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     """The nodes that made a version of a fragment."""
 
@@ -65,10 +53,10 @@ class ControlVariates:
         self._on, self._rate = terms.inner.control_variates, terms.inner.variates_rate
         self._increments = sums_increments(terms)
         self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}  # Ση since the last merge
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, tuple[ev.Encode, float]] = {}  # with Ση of the inner steps inside it
         self._announced: dict[tuple[int, int], _Made] = {}
         self._made: dict[int, _Made] = {}  # the last version that was applied
-        self._updates: dict[int, _Update] = {}  # versions that can be learned from
+        self._updates: dict[int, tuple[ev.Apply, bytes | bytearray]] = {}  # versions that can be learned from
 
     def stepped(self, lr: float) -> None:
         """After an inner step at that rate: y ← y − η·d_i."""
@@ -83,7 +71,7 @@ class ControlVariates:
         if self._on:
             fragment = command.blob.fragment
             lr_sum = self._lr_sums[fragment]
-            self._sent[fragment] = _Sent(command=command, lr_sum=lr_sum)
+            self._sent[fragment] = command, lr_sum
             if self._increments:
                 self._replica.take_increment(fragment, lr_sum, self._rate)
 
@@ -104,25 +92,27 @@ class ControlVariates:
         if not (continues := made.continues(self._made.get(fragment))):
             self._replica.forget_drift(fragment)  # the sum of increments begins anew with those of this version
         if (continues or self._increments) and not made.final:  # the run's last step is by another ν; nothing follows
-            self._updates[fragment] = _Update(command=command, data=update)
+            self._updates[fragment] = command, update
         self._made[fragment] = made
 
     def on_outcome(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
         """The node's own delta, as sent, became part of that version; None: it never will."""
-        sent, update = self._sent.get(blob.fragment), self._updates.get(blob.fragment)
-        if sent is None or sent.command.blob != blob:
+        index = blob.fragment
+        if index not in self._sent or self._sent[index][0].blob != blob:
             return
-        del self._sent[blob.fragment]
-        if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
+        encode, lr_sum = self._sent.pop(index)
+        if data is None or index not in self._updates or not lr_sum > 0.0:
             return
-        command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer.lr
-        version, index = update.command.version, blob.fragment
+        apply, update = self._updates[index]
+        if merged_in != apply.version:
+            return
         try:
-            own = self._replica.parsed(index, command.window, blob.version, command.codec, epoch, data)
-            merged = self._replica.parsed(index, version, version - 1, update.command.codec, epoch, update.data)
+            own = self._replica.parsed(index, encode.window, blob.version, encode.codec, epoch, data)
+            merged = self._replica.parsed(index, merged_in, merged_in - 1, apply.codec, epoch, update)
         except BadBlob:  # the anchor did not get it either, and is lost
             return
-        self._replica.learn(index, own, merged, outer_lr=outer_lr, lr_sum=sent.lr_sum, alpha=self._rate)
+        outer_lr = self._terms_of(index, merged_in).outer.lr
+        self._replica.learn(index, own, merged, outer_lr=outer_lr, lr_sum=lr_sum, alpha=self._rate)
 
     def merged(self, fragment: int) -> None:
         """The local weights equal the anchor: the work of the next delta begins."""
