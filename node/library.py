@@ -143,6 +143,7 @@ class Node:
         """Not to be called: `join` is the way in. Raises NodeError."""
         self.spec, self.cluster = spec, held.cluster
         self._held, self._config, self._options = held, config, options
+        assert held.watch is not None
         self._driver, self._watch = held.driver, held.watch
         self.module = module = _placed(options.model, spec, self.cluster)
         layout, cluster = spec.identity.layout, self.cluster
@@ -343,11 +344,10 @@ class Node:
                 self._driver.between_steps(tokens, loss, stepped=stepped)
             self._decision = self._decided.popleft()
         else:
-            self._enter(EXCHANGING)
+            self._watch.enter(EXCHANGING)
             self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else ())
         self._merges.resume()
-        if self._watch is not None:
-            self._watch.stepped()
+        self._watch.stepped()
         self._steps_to_place -= 1
         replica = self._follower or (None if self.executor is None else self.executor.replica)
         if not self._steps_to_place and replica is not None:
@@ -361,7 +361,7 @@ class Node:
         self.asked_to_leave = True
         if self._driver is not None:
             self._driver.executor.request_drain()
-        elif self._watch is not None:
+        else:
             self._watch.note.asked = True
 
     def drain_on(self, *signals: signal.Signals) -> None:
@@ -464,18 +464,14 @@ class Node:
             self.executor.replica.resume()
 
     def _evaluated(self, evaluate: Callable[[nn.Module], float]) -> float:
-        self._enter(EVALUATING)
+        self._watch.enter(EVALUATING)
         modes = [(part, part.training) for part in self.module.modules()]
         with self._merges.set_aside():
             loss = evaluate(self.module)
         for part, training in modes:  # a forgotten train() would turn dropout off for the rest of the run
             part.training = training
-        self._enter(EXCHANGING)
+        self._watch.enter(EXCHANGING)
         return loss
-
-    def _enter(self, phase: str) -> None:
-        if self._watch is not None:
-            self._watch.enter(phase)
 
     def batch_tokens(self) -> int:
         """Of a step of this run: those of its whole batch."""

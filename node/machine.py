@@ -8,7 +8,6 @@ never touches a tensor, a socket or a clock: events in, commands out (`node/even
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Literal, assert_never
 
 from farloop.algo.methods import screens_deltas
@@ -455,9 +454,13 @@ class NodeMachine:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready(history=self.history, frozen=self.frozen, unsaved=self.unsaved)))
         self._flush()
-        if end := farewell(self.stage, self.fragments):
-            self.stage, reason = end
-            self._do(ev.Tell(message=msg.Leave(reason=reason)))
+        undecided = any(state.sent for state in self.fragments)
+        if self.stage == "finishing" and not undecided and all(state.is_final for state in self.fragments):
+            self.stage = "finished"  # it holds the last version of every fragment
+            self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))
+        elif self.stage == "draining" and not undecided:
+            self.stage = "left"
+            self._do(ev.Tell(message=msg.Leave(reason=Reason.DRAINED)))
 
     def _merge(self, state: FragmentState) -> None:
         if self.stands_by:
@@ -567,16 +570,3 @@ class NodeMachine:
         if self.stage in ("ready", "training", "finishing"):
             self.stage = "joining"
         self._do(ev.Resync(history=history))
-
-
-def farewell(stage: Stage, fragments: Iterable[FragmentState]) -> tuple[Stage, Reason] | None:
-    """How the node's part ends, with the reason; None while something is still to come.
-
-    A run ends when the node holds the last version of every fragment; a drain, when nothing that was sent is undecided.
-    """
-    undecided = any(state.sent for state in fragments)
-    if stage == "finishing" and not undecided and all(state.is_final for state in fragments):
-        return "finished", Reason.RUN_FINISHED
-    if stage == "draining" and not undecided:
-        return "left", Reason.DRAINED
-    return None

@@ -65,24 +65,17 @@ class AnchorFiles:
     def __init__(self, folder: Path, submit: Submit | None = None) -> None:
         """`submit` runs a job outside the training thread, after those before it; in a thread unless given."""
         self._folder = folder
-        self._pool = (
-            ThreadPoolExecutor(1, thread_name_prefix="anchors", initializer=yield_cores) if submit is None else None
-        )
-        self._submit = submit or self._in_thread
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="anchors", initializer=yield_cores)
+        self._submit = submit or self._pool.submit
         self._anchors: dict[int, Head] = {}  # newest complete file of each fragment
         self._updates: dict[int, list[Head]] = {}  # that follow it without a gap
         self._optimizers: dict[int, Head] = {}  # newest of each fragment
         self._saving: Future[bool] | None = None
         self._failing = False  # whether the last write failed, so that a full disk is told once
 
-    def _in_thread(self, job: Callable[[], bool]) -> "Future[bool]":
-        assert self._pool is not None
-        return self._pool.submit(job)
-
     def close(self) -> None:
         """Finish what is being written."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
 
     # --- After a start
 

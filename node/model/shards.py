@@ -158,6 +158,7 @@ class Weights:
         self.own = {f.index: OwnPart(fragment=f, runs=((0, 0, f.numel),)) for f in self.fragments}
         self._whole = {f.index: f for f in self.fragments}
         self._kept: dict[str, Tensor] = {}
+        self._cluster = Cluster()  # of this process alone
 
     def sources(self, index: int, *, gradients: bool) -> Mapping[str, Tensor]:
         """What a delta is taken from, weights or gradients, by the names of the own part's tensors; a missing gradient
@@ -176,6 +177,7 @@ class Weights:
 
     def set_aside(self) -> None:
         """Set the local weights aside, in host memory, until `restore`."""
+        self.reshard()
         here = [name for name, parameter in self.parameters.items() if not parameter.is_meta]
         self._kept = {name: self._local(name).to("cpu", copy=True) for name in here}
 
@@ -184,6 +186,7 @@ class Weights:
 
     def restore(self) -> None:
         """Put the weights back that `set_aside` saved."""
+        self.reshard()
         for name, kept in self._kept.items():
             self._local(name).copy_(kept)
         self._kept = {}
@@ -194,7 +197,7 @@ class Weights:
 
     def gather(self, value: Any) -> list[Any]:
         """A plain value of every rank, by rank."""
-        return [value]
+        return self._cluster.gather(value)
 
     def payload_of(self, index: int, codec: Codec, payload: Tensor | None) -> Tensor:
         """The own part's payload. The whole one is given on the lead alone."""
@@ -213,10 +216,11 @@ class Weights:
 
     def broadcast(self, *action: Any) -> None:
         """The lead: let the other ranks take part in what it does next."""
+        self._cluster.broadcast(action)
 
     def receive(self) -> Any:
         """The other ranks: what the lead told."""
-        raise AssertionError("a process alone leads")
+        return self._cluster.receive()
 
     def _local(self, name: str) -> Tensor:
         return self.parameters[name].detach()
@@ -307,15 +311,6 @@ class Shards(Weights):
         self.own = {index: plan.own for index, plan in self._plans.items()}
         cluster.begin_codes()
         self._sending: list[dist.Work] = []
-
-    def broadcast(self, *action: Any) -> None:
-        self._cluster.broadcast(action)
-
-    def receive(self) -> Any:
-        return self._cluster.receive()
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._cluster.gather(value)
 
     def digest(self, index: int, anchor: Tensor) -> int:
         runs = self.own[index].runs
@@ -433,14 +428,6 @@ class Shards(Weights):
         places = [list(codec.slices(plan.fragment, part.fragment, part.runs)) for part in plan.parts]
         gap = codec.layout.gap(plan.fragment.numel)
         return Collected(received=list(zip(received, places, strict=True)), gap=gap, work=work)
-
-    def set_aside(self) -> None:
-        self.reshard()
-        super().set_aside()
-
-    def restore(self) -> None:
-        self.reshard()
-        super().restore()
 
     def reshard(self) -> None:
         reshard(self._module)

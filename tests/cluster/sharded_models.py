@@ -27,6 +27,7 @@ from farloop.node.arguments import LoopOptions
 from farloop.node.cluster import Cluster
 from farloop.node.devices import Kept
 from farloop.node.errors import LoopError, NonFiniteDelta
+from farloop.node.hang_watch import HangWatch
 from farloop.node.library import Held, Node
 from farloop.node.model import inner_optimizer, shards
 from farloop.node.model.anchor_files import AnchorFiles, Head
@@ -692,7 +693,7 @@ def accumulated() -> dict[str, Any]:
             optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
             wrap="none" if way == "none" else "ddp",
         )
-        node = Node(Held(cluster), NodeConfig(name="a"), options, spec)
+        node = Node(Held(cluster, watch=HangWatch(cluster, 0.0)), NodeConfig(name="a"), options, spec)
         x = torch.full((1, 2), 1.0 + cluster.rank)
         with node.no_sync():
             node.model(x).sum().backward()

@@ -25,6 +25,7 @@ from farloop.node.arguments import LoopOptions, check_hooks, check_parameters, u
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
 from farloop.node.errors import LoopError, TermsMismatch, Unreachable
+from farloop.node.hang_watch import HangWatch
 from farloop.node.library import Held, Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.node.model.inner_optimizer import default_optimizer
 from farloop.node.model.shards import ModelParts, is_dtensor
@@ -93,7 +94,7 @@ class Loop:
         own = plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})})
         spec = RunSpec(identity=identity(partition(shapes, pattern="whole")), terms=own)
         self.notes, self._optimizer = Notes(), optimizer(self.module)
-        held = Held(Cluster(), driver=cast(Driver, self.notes))
+        held = Held(Cluster(), watch=HangWatch(Cluster(), 0.0), driver=cast(Driver, self.notes))
         given = LoopOptions(model=self.module, optimizer=self._optimizer, **options)
         self.node = Node(held, NodeConfig(name="a"), given, spec)
         self.node._begin()
