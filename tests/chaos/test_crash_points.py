@@ -35,8 +35,6 @@ HITS = (1, 2, 5)
 DEFAULT = {
     ("record-write-torn", 2),
     ("commit-durable", 1),
-    ("stored-told-before", 1),
-    ("adopt-record-after", 1),
 }
 """Of the matrix, what every run of the tests tries."""
 

@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_is_named_and_the_node_is_back(new_run: NewRun, how: s
         ("fails", "rank 1 of this node has failed: FileNotFoundError: no base.safetensors here"),
         *slow(("fails-in-own-group", "FileNotFoundError: no base.safetensors here")),
         *slow(("differs", "parameter 'inward.weight' is torch.bfloat16 on rank 1 and torch.float32 on rank 0")),
-        ("leaves", "rank 1 of this node has failed: it has left, and rank 0 goes on"),
+        *slow(("leaves", "rank 1 of this node has failed: it has left, and rank 0 goes on")),
     ],
 )
 def test_a_rank_that_others_wait_for_in_vain_is_named(new_run: NewRun, how: str, line: str) -> None:
@@ -204,7 +204,8 @@ RUN_BY_HAND = {
 """What a batch script calls, as a cluster of two hosts would have it."""
 
 
-@pytest.mark.parametrize("script", ["slurm.sh", *slow("skypilot.yaml")])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["slurm.sh", "skypilot.yaml"])
 def test_a_script_for_a_scheduler_starts_one_node_on_two_hosts(new_run: NewRun, script: str) -> None:
     run = new_run(nodes=1, steps=60)
     run.start_coordinator()
