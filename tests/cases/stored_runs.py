@@ -1,7 +1,6 @@
 """A run's state folder as a coordinator writes it, without one: windows of two nodes, committed one after the other."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +32,13 @@ STORED = rec.InputStored(
     digest=5,
 )
 """A record with an attachment."""
-_KIND, _BODY = json.loads((GOLDEN / "records-v1.json").read_text())["LedgerSaved"]
-SUMMARY = cast(rec.LedgerSaved, rec.decode(_KIND, bytes.fromhex(_BODY)))
+RECORDS: dict[str, bytes] = {
+    name.removeprefix("record."): bytes.fromhex(data)
+    for name, data in map(str.split, (GOLDEN.parents[1] / "golden" / "full_forms.txt").read_text().splitlines())
+    if name.startswith("record.")
+}
+"""One of each kind with all of its fields, behind the number of the kind."""
+SUMMARY = cast(rec.LedgerSaved, rec.decode(RECORDS["LedgerSaved"][0], RECORDS["LedgerSaved"][1:]))
 """A record that a segment begins with."""
 
 

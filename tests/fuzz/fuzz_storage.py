@@ -15,6 +15,7 @@ from fuzz_mutator import edited, join, packed_edit, shuffled, split
 from fuzz_target import Target
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
+from stored_runs import RECORDS
 
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
@@ -113,8 +114,7 @@ def check_ledger(data: bytes) -> None:
 
 
 def folds() -> list[bytes]:
-    golden = json.loads((_GOLDEN / "records-v1.json").read_text())
-    kinds = {name: (kind, bytes.fromhex(body)) for name, (kind, body) in golden.items()}
+    kinds = {name: (data[0], data[1:]) for name, data in RECORDS.items()}
     scan = segment.scan_segment(_GOLDEN / "state-v1" / "journal-000000.log", 0)
     run = [rec.encode(entry.record) for entry in scan.entries]
     return [join(run), join(run[:6]), *(join([first, *kinds.values()]) for first in (kinds["RunStarted"], run[0]))]

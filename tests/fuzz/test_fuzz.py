@@ -45,7 +45,7 @@ def test_any_bytes_are_refused_or_good(target: Target, data: bytes, seed: int, s
 @pytest.mark.timeout(400)  # processor time is bounded, and waiting for a processor is not
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="address spaces are bounded on Linux alone")
 def test_mutations_of_good_inputs_cost_neither_memory_nor_time_nor_another_error() -> None:
-    words = [sys.executable, str(RUN), "all", "--together", "--inputs", "50"]
+    words = [sys.executable, str(RUN), "all", "--together", "--inputs", "25"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("found 0") == len(TARGETS)

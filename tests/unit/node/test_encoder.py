@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch import Tensor, nn
 
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
@@ -58,7 +59,7 @@ def decoded(replica: Replica, encoded: Encoded, codec: str) -> tuple[int, Tensor
     return header.seed, coder.decode(payload, fragment, seed=header.seed)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", mostly_slow(CODECS, "fp32", "q4", "q4r", "topk", "lowrank"))
 def test_a_delta_becomes_a_blob_that_the_coordinator_accepts_and_its_offer(replica: Replica, codec: str) -> None:
     """H, Q: base and window in the header, norm² of what it decodes to."""
     delta, fragment, coder = random(replica), replica.layout.fragments[0], codec_named(codec)

@@ -91,6 +91,7 @@ def test_seeds_and_codecs_show_in_loss_and_bytes(spec_of: SpecOf, corpus: Corpus
         assert 5.0 < large / small < 7.53, "32 / 4.25, less headers and control messages"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [{}, Q4])
 def test_a_goal_of_bytes_chooses_rounds_that_meet_it(codecs: dict[str, Any], spec_of: SpecOf, corpus: Corpus) -> None:
     """Counted as they are sent: headers, control messages and the flush too."""
