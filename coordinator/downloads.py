@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from farloop.algo.spec import BlobId, BlobKind
+from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import commits
+from farloop.coordinator.bulk_plane import BulkPlane
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.storage.storage_queue import Failed
@@ -51,6 +52,12 @@ class EncodedSnapshot:
     data: bytearray
     digest: int
     users: set[int] = field(default_factory=set)  # sessions that it is being sent to
+    in_store: bool = False  # whether the object store has it
+
+    @property
+    def key(self) -> str:
+        """Of its object."""
+        return f"f{self.blob.fragment}/v{self.blob.version}/snapshot-{self.digest:016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +151,10 @@ class SnapshotService:
         self._asked.pop(session, None)
         self.done(session)
 
-    def committed(self, fragment: int, version: int) -> None:
-        """Drop unused copies of former versions."""
+    def committed(self, fragment: int, version: int) -> list[EncodedSnapshot]:
+        """Drop unused copies of former versions; what was dropped."""
         old = [key for key, copy in self._copies.items() if key[0] == fragment and key[1] < version and not copy.users]
-        for key in old:
-            del self._copies[key]
+        return [self._copies.pop(key) for key in old]
 
     def check(self) -> None:
         assert self.held_bytes <= self._most_bytes or len(self._copies) == 1
@@ -193,11 +199,18 @@ class Downloads:
     """All snapshots and updates that one coordinator sends."""
 
     def __init__(
-        self, store: Store, ledger: Ledger, compute: Worker, run: Callable[[list[ev.Command]], None], fatal: Failed
+        self,
+        store: Store,
+        ledger: Ledger,
+        compute: Worker,
+        run: Callable[[list[ev.Command]], None],
+        fatal: Failed,
+        bulk: BulkPlane | None,
     ) -> None:
-        """`ledger` is the machine's: what nodes were told. `run` queues commands after those that wait."""
+        """`ledger` is the machine's: what nodes were told. `run` queues commands after those that wait. `bulk`: where
+        copies are written once for all nodes."""
         self._store, self._ledger, self._compute = store, ledger, compute
-        self._run, self._fatal = run, fatal
+        self._run, self._fatal, self._bulk = run, fatal, bulk
         self._serving = SnapshotService()
         self._encoding = False  # whether a copy is being made; one at a time is
         self._untold: tuple[SnapshotRequest, EncodedSnapshot] | None = None
@@ -225,16 +238,31 @@ class Downloads:
         with suppress(AlreadyUnderWay):
             self.push(session, number, committed)
 
-    def offer(self, session: Session, number: int) -> None:
-        """Send the prepared snapshot to a session, if it is still open."""
+    def offer(self, session: Session, number: int, node: NodeId, now: float) -> None:
+        """Send the prepared snapshot to a session, if it is still open. One that the object store has is read there;
+        the session waits with its bytes, until the node asks for them because it cannot."""
         copy = self._serving.copy_for(number)
         if copy is None or session.state is not State.OPEN:
             return self.gone(number)
         offer = Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
+        bulk = self._bulk
+        if (
+            copy.in_store
+            and bulk is not None
+            and bulk.is_open(node)
+            and (place := bulk.place(copy.blob, "GET", copy.key))
+        ):
+            session.send(place, now)
         try:
             session.send_blob(offer, BytesSource(copy.data), background=True)
         except (AlreadyUnderWay, LimitReached):  # when something has ended
             self._serving.put_off(number)
+
+    def on_read(self, session: Session, number: int, blob: BlobId) -> None:
+        """The node has read its snapshot in the object store."""
+        if (copy := self._serving.copy_for(number)) is not None and copy.blob == blob:
+            session.cancel(blob)
+            self.on_blob_end(number, blob)
 
     def on_blob_end(self, session: int, blob: BlobId) -> None:
         if blob.kind is BlobKind.SNAPSHOT:
@@ -246,7 +274,9 @@ class Downloads:
         self._advance()
 
     def committed(self, fragment: int, version: int) -> None:
-        self._serving.committed(fragment, version)
+        dropped = self._serving.committed(fragment, version)
+        if self._bulk is not None:
+            self._bulk.delete([copy.key for copy in dropped if copy.in_store])
         if self._untold is not None:
             self._encoded(*self._untold)
 
@@ -257,9 +287,19 @@ class Downloads:
         while not self._encoding and (turn := self._serving.next(self._ledger.versions, self._num_bytes)):
             if turn.copy is None:
                 self._encoding = True
-                self._compute.submit(partial(self._encode, turn.fragment), partial(self._encoded, turn), self._fatal)
+                self._compute.submit(partial(self._encode, turn.fragment), partial(self._made, turn), self._fatal)
             else:
                 self._run([ev.OfferSnapshot(session=turn.session)])
+
+    def _made(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
+        def over(there: bool) -> None:
+            copy.in_store = there
+            self._encoded(turn, copy)
+
+        if self._bulk is not None and self._bulk.is_open():
+            self._bulk.put(copy.key, copy.data, over)
+        else:
+            over(False)
 
     def _encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
         if self._ledger.versions[turn.fragment] < copy.blob.version:

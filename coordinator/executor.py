@@ -102,7 +102,7 @@ class CoordinatorExecutor:
         self._placed: dict[BlobId, msg.Offer] = {}  # deltas that nodes are writing to the store
         self._fetching: set[BlobId] = set()  # ... and those that are read from it
         self._unread: dict[int, set[BlobId]] = {}  # by session, updates that its node is reading there
-        self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal)
+        self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal, bulk)
         self._deltas = DeltaUploads(store, storage, compute, clock)
         self._anchors = AnchorUploads(store, storage, compute, clock)
 
@@ -191,6 +191,7 @@ class CoordinatorExecutor:
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 self._on_session_end(peer, reason, detail)
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
+                self._snapshot_over(peer, blob)
                 self._downloads.on_blob_end(peer.number, blob)
             case _:
                 assert_never(event)
@@ -301,9 +302,9 @@ class CoordinatorExecutor:
                 if peer := self.sessions.get(node):
                     self._downloads.ask(peer.number, fragment)
             case ev.OfferSnapshot(session=number):
-                if peer := self._peers.get(number):
+                if (peer := self._peers.get(number)) and peer.node is not None:
                     with self._router.working_for(peer) as session:
-                        self._downloads.offer(session, number)
+                        self._downloads.offer(session, number, peer.node, self._clock.now())
                 else:
                     self._downloads.gone(number)
             case ev.Commit():
@@ -357,6 +358,11 @@ class CoordinatorExecutor:
         unread.add(update)
         return True
 
+    def _snapshot_over(self, peer: Peer, blob: BlobId) -> None:
+        """A node that holds a snapshot reads none of the updates in it."""
+        if blob.kind is BlobKind.SNAPSHOT and (unread := self._unread.get(peer.number)):
+            unread -= {b for b in unread if b.fragment == blob.fragment and b.version <= blob.version}
+
     # --- Uploads
 
     def _receive(self, offer: msg.Offer, *, by_store: bool = True) -> None:
@@ -392,7 +398,13 @@ class CoordinatorExecutor:
         blob, bulk = placed.blob, self._bulk
         if peer.node is None or bulk is None:
             return
-        if blob in self._unread.get(peer.number, ()):
+        if blob.kind is BlobKind.SNAPSHOT:
+            if placed.detail:  # the node asks the session for it
+                return bulk.failed(placed.detail, peer.node)
+            self._snapshot_over(peer, blob)
+            with self._router.working_for(peer) as session:
+                self._downloads.on_read(session, peer.number, blob)
+        elif blob in self._unread.get(peer.number, ()):
             self._unread[peer.number].discard(blob)
             if placed.detail:
                 bulk.failed(placed.detail, peer.node)

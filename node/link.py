@@ -222,7 +222,7 @@ class Downloads:
         if session.state is not State.OPEN:  # this end has said good-bye
             return False
         if blob.kind is BlobKind.SNAPSHOT:
-            self._give_up_updates(session, blob)
+            self.give_up_updates(session, blob)
         try:
             reassembly = session.expect(blob, size, digest, self._partial.get(blob), now)
         except AlreadyUnderWay:  # announced twice: once by catch-up, once live
@@ -256,7 +256,7 @@ class Downloads:
         self._coming.clear()
         self._waiting.clear()
 
-    def _give_up_updates(self, session: Session, snapshot: BlobId) -> None:
+    def give_up_updates(self, session: Session, snapshot: BlobId) -> None:
         """Give up updates that the snapshot contains."""
 
         def holds(blob: BlobId) -> bool:
@@ -713,6 +713,7 @@ class NodeLink:
                 if other.version <= blob.version:
                     self._reading.pop(other, None)
                     self._to_read.pop(other, None)
+            self._downloads.give_up_updates(session, blob)
         url = self._places.pop(blob, "")
         if not url or self._objects is None or not 0 < size <= self._limits.max_blob_bytes:
             if url:

@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 from faulty_world import World, run
-from simulated_faults import CrashCoordinator, CrashNode, CutLink, Fault
+from simulated_faults import TWO_NODES, CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup
 from simulated_outcome import Outcome
 from simulated_runs import scenario_of
 
-from farloop.algo.spec import NodeId
+from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator import bulk_plane
 from farloop.coordinator.storage import segment
 from farloop.sim.scenario import StoreConditions
+from farloop.sim.virtual_store import VirtualObjects
+from farloop.wire.session import Session
 
 A, B = NodeId("a"), NodeId("b")
 FAULTY = StoreConditions(fails=0.15, spoils=0.1, loses=0.1)
@@ -43,6 +45,29 @@ def test_no_byte_of_a_delta_or_update_passes_the_sessions(monkeypatch: pytest.Mo
     up, down = sum(each.up.delta for each in moved), sum(each.down.update for each in moved)
     updates = sum(len(data) for key, data in world.agenda.objects.items() if "update-" in key)
     assert (up, down) == (stored - updates, 2 * updates)
+
+
+def test_a_joiner_reads_its_snapshots_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator writes each once and sends none; an object goes when no session uses it any more."""
+    late = [NodeSetup(name=NodeId(name), seed=seed, joins_at=4.0) for seed, name in ((3, "c"), (4, "d"))]
+    given: dict[str, object] = {"steps": 80, "nodes": (*TWO_NODES, *late), "store": StoreConditions(seconds=(0.2, 0.3))}
+    written: list[str] = []
+    put = VirtualObjects.put
+    monkeypatch.setattr(VirtualObjects, "put", lambda self, url, *rest: (written.append(url), put(self, url, *rest)))
+    sent: list[object] = []
+    monkeypatch.setattr(
+        Session,
+        "_bulk_frame",
+        lambda self, *chunk, of=Session._bulk_frame: sent.append(chunk[1].kind) or of(self, *chunk),
+    )
+    outcome, world = played(monkeypatch, "streaming", **given)
+    snapshots = [url for url in written if "snapshot-" in url]
+    assert snapshots and len(snapshots) == len(set(snapshots))
+    assert BlobKind.SNAPSHOT not in sent
+    assert len([key for key in world.agenda.objects if "snapshot-" in key]) < len(snapshots)
+    for name in "cd":
+        (joiner,) = outcome.nodes[NodeId(name)]
+        assert joiner.start_round
 
 
 @pytest.mark.parametrize("seed", range(6))
