@@ -47,14 +47,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """Callbacks for progress."""
-
-    stage: Callable[[str, int], None] = lambda title, parts: None  # a stage of so many parts begins
-    part: Callable[[str], None] = lambda name: None  # a part of it begins
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodecReport:
     """All that was found."""
 
@@ -66,17 +58,17 @@ class CodecReport:
     commit: str | None
 
 
-def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
-    """Measure all of it, quality first: it does not mind a busy machine.
+def run(plan: Plan, say: Callable[[str], None] = lambda what: None) -> CodecReport:
+    """Measure all of it, quality first: it does not mind a busy machine. `say`: what begins now.
 
     Raises:
         CorpusError: there is no text to take outer gradients from.
     """
-    watch, began = watch or Watch(), time.monotonic()
-    quality = tuple(_quality(plan, watch))
+    began = time.monotonic()
+    quality = tuple(_quality(plan, say))
     return CodecReport(
         elements={where.device: _elements(plan, where) for where in plan.places},
-        speed=tuple(_speed(plan, watch, began)),
+        speed=tuple(_speed(plan, say, began)),
         quality=quality,
         outer=plan.outer.describe() if plan.outer else None,
         machine=machine(),
@@ -100,29 +92,26 @@ def brief(codecs: Sequence[Codec]) -> CodecReport:
         return run(plan)
 
 
-def _quality(plan: Plan, watch: Watch) -> Iterator[QualityRow]:
+def _quality(plan: Plan, say: Callable[[str], None]) -> Iterator[QualityRow]:
     samples = [random_sample(name, plan.side) for name in plan.samples]
     if plan.outer:
-        watch.stage("outer gradients of a short run", plan.outer.inner_steps)
-        samples.append(outer_sample(outer_gradients(plan.outer, folder=plan.folder, on_step=lambda: watch.part(""))))
-    watch.stage("quality", len(samples) * len(plan.codecs))
+        say("outer gradients of a short run")
+        samples.append(outer_sample(outer_gradients(plan.outer, folder=plan.folder)))
     for sample in samples:
+        say(f"errors: {sample.name}")
         for codec in plan.codecs:
-            watch.part(f"{spelling_of(codec)} on {sample.name}")
             yield codec_quality(codec, sample)
 
 
-def _speed(plan: Plan, watch: Watch, began: float) -> Iterator[SpeedRow]:
+def _speed(plan: Plan, say: Callable[[str], None], began: float) -> Iterator[SpeedRow]:
     for where in plan.places:
-        watch.stage(where.describe(), 1 + len(plan.codecs))
-        watch.part("buffers")
         with cpu_threads(where.threads):
             bench = Bench(where, _elements(plan, where), plan.pace)
             yield bench.memcpy()
             for codec in plan.codecs:
                 if time.monotonic() - began > plan.deadline_s:
                     break
-                watch.part(spelling_of(codec))
+                say(f"{where.describe()}: {spelling_of(codec)}")
                 yield from codec_rows(bench, codec, plan.ops)
 
 

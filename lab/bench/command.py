@@ -2,11 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,11 +22,6 @@ from farloop.cli.options import (
 from farloop.config.exit_codes import CommandError, ExitCode, write_output
 from farloop.monitoring.status import dumps
 from farloop.monitoring.units import count_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from farloop.lab.bench.codecs import Watch
 
 bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
@@ -113,8 +107,7 @@ def codecs(
         outer=(SHORT if quick else LONG) if quality else None,
         folder=out,
     )
-    with _watched(console) as watch:
-        report = run(plan, watch=watch)
+    report = run(plan, lambda what: typer.echo(what, err=True))
     files, found = [out / "codecs.json"], dumps(dataclasses.asdict(report), indent=1)
     write_output(files[0], found)
     for kind in ("svg", "png") if quality else ():
@@ -125,30 +118,6 @@ def codecs(
     for table in report_tables(report):
         console.print(table)
     console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _watched(console: "Console") -> Iterator["Watch"]:
-    """A bar for the stage that runs."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from farloop.lab.bench.codecs import Watch
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Redrawn when something happened, not by a thread of its own: that would run beside what is timed.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("")
-        title = ""
-
-        def stage(name: str, parts: int) -> None:
-            nonlocal title
-            title = name
-            bar.reset(task, description=name, total=parts)
-
-        def part(name: str) -> None:
-            bar.update(task, description=f"{title}: {name}" if name else title, advance=1, refresh=True)
-
-        yield Watch(stage=stage, part=part)
 
 
 @bench_app.command()

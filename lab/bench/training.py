@@ -177,11 +177,6 @@ class Settings:
         if self.rounds < 2:
             raise ValueError(f"two rounds or more are needed, for the one before the last, not {self.rounds}")
 
-    @property
-    def inner_steps(self) -> int:
-        """Of all nodes together."""
-        return self.nodes * self.h * self.rounds
-
     def describe(self) -> str:
         return f"{self.model} model, {self.nodes} nodes, H {self.h}, round {self.rounds}"
 
@@ -195,12 +190,8 @@ class OuterGradients:
     before: tuple[Tensor, ...]  # the same nodes a round earlier
 
 
-def outer_gradients(
-    settings: Settings, *, folder: Path | None = None, on_step: Callable[[], None] = lambda: None
-) -> OuterGradients:
+def outer_gradients(settings: Settings, *, folder: Path | None = None) -> OuterGradients:
     """The deltas of `settings`, from `folder` where they were put there before.
-
-    `on_step` is called after every inner step of every node.
 
     Raises:
         CorpusError: there is no text to train on.
@@ -219,7 +210,7 @@ def outer_gradients(
         return OuterGradients(fragment=fragment, deltas=deltas, before=before)
     # Products of matrices this small are no faster on two threads, and on a busy machine much slower.
     with cpu_threads(1):
-        found = _train(settings, corpus, fragment, on_step)
+        found = _train(settings, corpus, fragment)
     if path is not None:
         tensors = {f"node{n}.{part}": t for part in _PARTS for n, t in enumerate(getattr(found, part))}
         metadata = {"settings": dumps(to_plain(settings)), "torch": torch.__version__}
@@ -233,7 +224,7 @@ def outer_gradients(
 _PARTS = ("deltas", "before")
 
 
-def _train(settings: Settings, corpus: Corpus, fragment: Fragment, on_step: Callable[[], None]) -> OuterGradients:
+def _train(settings: Settings, corpus: Corpus, fragment: Fragment) -> OuterGradients:
     models = [build(PRESETS[settings.model], settings.seed) for _ in range(settings.nodes)]
     nodes = [_Node(model, number, settings, corpus) for number, model in enumerate(models)]
     outer = default_outer(settings.nodes, settings.h, _LONG_RUN)
@@ -244,7 +235,7 @@ def _train(settings: Settings, corpus: Corpus, fragment: Fragment, on_step: Call
     before = deltas = tuple[Tensor, ...]()
     for _ in range(settings.rounds):
         before = deltas
-        deltas = tuple(node.train_round(fragment, anchor, on_step) for node in nodes)
+        deltas = tuple(node.train_round(fragment, anchor) for node in nodes)
         step_(anchor, {"momentum": momentum}, torch.stack(deltas).mean(dim=0), outer, version=1)
         for node in nodes:
             mix_fragment_into(fragment, node.parameters, anchor, 0.0)
@@ -266,7 +257,7 @@ class _Node:
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
 
-    def train_round(self, fragment: Fragment, anchor: Tensor, on_step: Callable[[], None]) -> Tensor:
+    def train_round(self, fragment: Fragment, anchor: Tensor) -> Tensor:
         """H inner steps, then anchor − local, fp32 [numel]."""
         batch, nodes = self._settings.batch_sequences, self._settings.nodes
         for _ in range(self._settings.h):
@@ -278,7 +269,6 @@ class _Node:
             torch.autograd.backward(self._model.loss(self._samples.batch(range(first, first + batch))))
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
-            on_step()
         delta = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         fragment_delta_into(fragment, anchor, self.parameters, delta)
         return delta
