@@ -163,17 +163,16 @@ class Cluster:
         return bool(answer.item())
 
     @torch.no_grad()
-    def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, Tensor]) -> None:
-        """Send rank 0's local weights of these fragments to all ranks."""
+    def share_weights(self, layout: Layout, index: int, parameters: Mapping[str, Tensor]) -> None:
+        """Send rank 0's local weights of this fragment to all ranks."""
         if self.alone:
             return
-        for index in merged:
-            for slot in layout.fragments[index].tensors:
-                parameter = rows_of(parameters[slot.name].detach(), slot)
-                dense = parameter.contiguous()  # itself, but for parameters of unusual strides
-                dist.broadcast(dense, src=0)
-                if dense.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(dense)
+        for slot in layout.fragments[index].tensors:
+            parameter = rows_of(parameters[slot.name].detach(), slot)
+            dense = parameter.contiguous()  # itself, but for parameters of unusual strides
+            dist.broadcast(dense, src=0)
+            if dense.data_ptr() != parameter.data_ptr():
+                parameter.copy_(dense)
 
     def mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """This rank's part of a batch: every `data_size`-th sample."""

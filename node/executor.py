@@ -27,7 +27,7 @@ from farloop.node.model.encoder import Encoded, encode_anchor, encode_delta, fin
 from farloop.node.model.replica import OwnDelta, Replica, replica_of
 from farloop.node.model.residuals import Residuals, run_of
 from farloop.node.model.shards import Weights
-from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
+from farloop.node.reports import Activity, Isolation, Reports, StageLog, TimeAccount, all_held
 from farloop.node.send_schedule import LeaseCursor, OverlapChooser
 from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
@@ -133,7 +133,7 @@ class NodeExecutor:
             self.machine, self.account, self.samples, state, device, config.fingerprint, can_evaluate=can_evaluate
         )
         self._isolation = Isolation(name)
-        self._was_isolated: IsolationKind = ""
+        self._was_isolated = ""
         self._held_told_at = float("-inf")
         self._counts_time = False
         """Whether time is accounted for: from the end of the first inner step to the end of the last."""
@@ -298,8 +298,7 @@ class NodeExecutor:
 
     def progress(self) -> msg.Progress:
         """A report for the coordinator and the metrics."""
-        isolated = SENTENCES[self._isolated()]
-        return self._reports.progress(self.link.moved, self.waiting, self._now(), isolated)
+        return self._reports.progress(self.link.moved, self.waiting, self._now(), self._isolated())
 
     # --- events
 
@@ -369,7 +368,7 @@ class NodeExecutor:
         if isinstance(event, wire_ev.MessageReceived):
             self._reports.announced.on_message(event.message)
             if isinstance(event.message, msg.Start):
-                self._reports.starts_in(event.message.round.index)
+                self._reports.starts_in = event.message.round.index
         self._inbox.put(event)
 
     def _time_link(self, event: wire_ev.SessionEvent | Exception) -> None:
@@ -646,7 +645,7 @@ class NodeExecutor:
             return False
         return self.samples.remaining < spec.terms.inner.batch_sequences
 
-    def _isolated(self) -> IsolationKind:
+    def _isolated(self) -> str:
         machine = self.machine
         trains = machine.running and machine.inner_steps > 0
         return self._isolation.how(
@@ -665,9 +664,9 @@ class NodeExecutor:
         progress, isolated = self.progress(), self._isolated()
         if isolated != self._was_isolated:
             if isolated:
-                _log.warning("isolated begin how=%r", SENTENCES[isolated])
+                _log.warning("isolated begin how=%r", isolated)
             else:
-                _log.info("isolated end was=%r", SENTENCES[self._was_isolated])
+                _log.info("isolated end was=%r", self._was_isolated)
             self._was_isolated = isolated
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
         connected = self.machine.connected

@@ -453,7 +453,7 @@ class Node:
         for index in () if self._weights.sharded else self._decision.merged:
             # The lead's replica has merged them.
             with contextlib.nullcontext() if self.cluster.leads else self._merges.merge(index):
-                self.cluster.share_weights(self.spec.identity.layout, (index,), self._parameters)
+                self.cluster.share_weights(self.spec.identity.layout, index, self._parameters)
 
     def _catch_up(self) -> None:
         """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""

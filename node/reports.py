@@ -18,14 +18,9 @@ from farloop.wire import messages as msg
 
 ROUNDS: Final = 3  # rounds without a merge that are reported: more than a joiner, or a late delta, takes
 AWAY_S: Final = 10.0  # seconds without a session that are reported
-IsolationKind = Literal["", "without the coordinator", "not merged", "merged alone"]
-
-SENTENCES: Final[dict[IsolationKind, str]] = {
-    "": "",
-    "without the coordinator": "trains without the coordinator: no session",
-    "not merged": f"no delta of this node was merged in the last {ROUNDS} rounds",
-    "merged alone": f"no other node was merged in the last {ROUNDS} rounds",
-}
+NO_SESSION: Final = "trains without the coordinator: no session"
+NOT_MERGED: Final = f"no delta of this node was merged in the last {ROUNDS} rounds"
+MERGED_ALONE: Final = f"no other node was merged in the last {ROUNDS} rounds"
 
 
 class Isolation:
@@ -46,8 +41,8 @@ class Isolation:
         if names - {self._name}:
             self._others_round = round_index
 
-    def how(self, *, trains: bool, connected: bool, round_index: int, now: float) -> IsolationKind:
-        """How it trains alone now, if it does; call it about once a second."""
+    def how(self, *, trains: bool, connected: bool, round_index: int, now: float) -> str:
+        """How it trains alone now, in words; empty if it does not. Call it about once a second."""
         if connected or not trains:
             self._away_since = None
         elif self._away_since is None:
@@ -59,12 +54,10 @@ class Isolation:
             self._own_round = round_index if self._own_round is None else self._own_round
             self._others_round = round_index if self._others_round is None else self._others_round
         if self._away_since is not None and now - self._away_since >= AWAY_S:
-            return "without the coordinator"
+            return NO_SESSION
         if round_index - self._own_round > ROUNDS:
-            return "not merged"
-        if round_index - self._others_round > ROUNDS:
-            return "merged alone"
-        return ""
+            return NOT_MERGED
+        return MERGED_ALONE if round_index - self._others_round > ROUNDS else ""
 
 
 # --- Time accounting
@@ -212,7 +205,7 @@ class Reports:
         self._can_evaluate = can_evaluate
         self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
         """A history and its anchors, replaced together: the link's thread may read them at any moment."""
-        self._starts_in: int | None = None
+        self.starts_in: int | None = None  # round of a Start: the link's thread knows it before the machine
         self._reported = (0.0, 0)  # time of the last report, and tokens until then
 
     def hold(self, replica: Replica) -> None:
@@ -220,12 +213,8 @@ class Reports:
 
     def begin_again(self, history: int) -> None:
         """The run was rewound: no anchor of this history is held, and no round was started in it."""
-        self._starts_in = None
+        self.starts_in = None
         self._held = (history, ())
-
-    def starts_in(self, index: int) -> None:
-        """A Start named this round: the link's thread knows it before the machine."""
-        self._starts_in = index
 
     def hello(self) -> msg.Hello:
         """The first message of a session."""
@@ -241,7 +230,7 @@ class Reports:
             layout=self.layout,
             epoch_seen=machine.epoch,
             anchors=anchors,
-            round=machine.schedule.round if machine.schedule.start_round is not None else self._starts_in,
+            round=machine.schedule.round if machine.schedule.start_round is not None else self.starts_in,
             device=self._device,
             history=history,
             announced=announced,

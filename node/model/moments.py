@@ -174,7 +174,7 @@ class Moments:
             index, described = told
             for keys in _rows(described):
                 tensors = self._tensors(self._layout.fragments[index], keys, described, create=True)
-                cluster.share_weights(self._layout, (index,), tensors)
+                cluster.share_weights(self._layout, index, tensors)
             self._count(self._layout.fragments[index], described)
 
     def _count(self, fragment: Fragment, described: Described) -> None:

@@ -83,7 +83,8 @@ def shared():
     shared = cluster.share_decisions(decided if cluster.leads else ())
     mine = [cluster.mine(decision.samples) for decision in shared]
     for decision in shared:
-        cluster.share_weights(layout, decision.merged, parameters)
+        for index in decision.merged:
+            cluster.share_weights(layout, index, parameters)
     changed = [name for name, parameter in parameters.items() if not torch.equal(parameter, before[name])]
     return dict(same_spec=same_spec, same_decisions=shared == decided, mine=mine, changed=changed,
                 weights=module[2].weight.tolist(), merged=[slot.name for slot in layout.fragments[1].tensors])

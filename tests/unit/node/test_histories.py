@@ -108,7 +108,7 @@ def test_what_was_told_of_another_history_than_the_anchors_stays_out() -> None:
 
 def test_after_a_rewind_a_greeting_claims_nothing_of_the_old(story: Story, tmp_path: Path) -> None:
     reports = Reports(story.machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), "", None)
-    reports.starts_in(3)
+    reports.starts_in = 3
     reports.announced.on_message(committed(4))
     wind_back(story)
     reports.announced.on_message(story.welcome())

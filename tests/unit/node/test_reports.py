@@ -18,9 +18,11 @@ from farloop.node.machine import NodeMachine, Stage
 from farloop.node.metrics import Metrics
 from farloop.node.reports import (
     AWAY_S,
+    MERGED_ALONE,
+    NO_SESSION,
+    NOT_MERGED,
     PROGRESS_S,
     ROUNDS,
-    SENTENCES,
     Activity,
     Isolation,
     Reports,
@@ -88,7 +90,7 @@ def test_the_state_is_that_of_the_machine_in_a_word(
 def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine: NodeMachine, reports: Reports) -> None:
     """I: the session may break in between, and the next Hello would deny it."""
     assert reports.hello().round is None
-    reports.starts_in(3)
+    reports.starts_in = 3
     assert (reports.hello().round, reports.hello().fingerprint) == (3, "of the run")
     machine.schedule.start_round = machine.schedule.round = 4
     assert reports.hello().round == 4
@@ -158,7 +160,7 @@ class Scene:
 
 
 def test_a_node_of_which_nothing_is_merged_says_so_until_something_is() -> None:
-    for names, alone in (((A, B), ""), ((B,), "not merged"), ((A,), "merged alone")):
+    for names, alone in (((A, B), ""), ((B,), NOT_MERGED), ((A,), MERGED_ALONE)):
         scene = Scene()
         assert scene.go_on(ROUNDS, *names) == ""
         assert scene.go_on(1, *names) == alone
@@ -167,7 +169,7 @@ def test_a_node_of_which_nothing_is_merged_says_so_until_something_is() -> None:
 
 def test_a_node_that_goes_on_without_the_coordinator_says_so_after_a_while() -> None:
     scene = Scene()
-    for seconds, alone in ((0.0, ""), (AWAY_S - 0.1, ""), (0.1, "without the coordinator")):
+    for seconds, alone in ((0.0, ""), (AWAY_S - 0.1, ""), (0.1, NO_SESSION)):
         scene.now += seconds
         assert scene.how(connected=False) == alone
     assert scene.how() == ""
@@ -279,11 +281,10 @@ def test_a_scrape_shows_the_last_report() -> None:
 def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None:
     metrics = Metrics(A)
     assert metrics.standing == (False, "starting")
-    assert len(set(SENTENCES.values())) == len(SENTENCES)
     for state in get_args(msg.NodeState):
-        metrics.update(plain_progress(state=state, detail=SENTENCES["not merged"]), versions={}, connected=True)
+        metrics.update(plain_progress(state=state, detail=NOT_MERGED), versions={}, connected=True)
         started = state in ("training", "waiting", "paused", "evaluating")
-        assert metrics.standing == (started, f"{state}: {SENTENCES['not merged']}")
+        assert metrics.standing == (started, f"{state}: {NOT_MERGED}")
     metrics.update(PROGRESS, versions={}, connected=True)
     assert metrics.standing == (True, "training")
 

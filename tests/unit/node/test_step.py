@@ -152,7 +152,7 @@ class Follower(Cluster):
         return [Decision(running=True, lr=RATE, merged=(0,) if self.change else ())]
 
     @torch.no_grad()
-    def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, Tensor]) -> None:
+    def share_weights(self, layout: Layout, index: int, parameters: Mapping[str, Tensor]) -> None:
         for parameter in parameters.values():
             parameter.add_(self.change)
 
