@@ -1,6 +1,6 @@
 """Pipeline stages: which layers a stage holds, and which fragments a node holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from farloop.algo.spec import Fragment, Layout
@@ -100,6 +100,39 @@ class StageLayout:
         for hop in path.hops:
             if not 0 <= hop.stage < len(self.stages) or hop.node not in self.stages[hop.stage].replicas:
                 yield f"the path of {path.source} visits stage {hop.stage} on {hop.node}, which does not hold it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderLimits:
+    """Limits of a path's deviation from the order of stages."""
+
+    max_jump: int = 4  # stages forward at once, from the highest one visited: at most three in a row are left out
+    max_swap: int = 1  # stages that one visit may lie behind the highest one visited
+    max_swaps: int = 2  # visits that may lie behind
+    max_swapped: int = 2  # sum of the distances behind
+
+
+PUBLISHED = OrderLimits()
+
+IN_ORDER = OrderLimits(max_swap=0, max_swaps=0, max_swapped=0)
+
+
+def order_fault(stages: Sequence[int], limits: OrderLimits = PUBLISHED) -> str:
+    """What is wrong with this order of stages, a sentence; empty when it is allowed."""
+    if not stages or stages[0] != 0:
+        return "a path begins at stage 0"
+    if len(set(stages)) != len(stages):
+        return f"a stage is visited twice: {list(stages)}"
+    highest, swaps, swapped = 0, 0, 0
+    for stage in stages[1:]:
+        if stage > highest + limits.max_jump:
+            return f"a jump from stage {highest} to {stage}; at most {limits.max_jump} stages at once"
+        if stage < highest:
+            swaps, swapped = swaps + 1, swapped + highest - stage
+            if highest - stage > limits.max_swap or swaps > limits.max_swaps or swapped > limits.max_swapped:
+                return f"stage {stage} after stage {highest}: too far out of order"
+        highest = max(highest, stage)
+    return ""
 
 
 # --- Parts: which stages of the model a node holds

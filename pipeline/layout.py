@@ -10,7 +10,6 @@ from farloop.algo.stages import Path as Way
 from farloop.monitoring.addresses import parse_tcp
 from farloop.node.errors import LayoutError
 from farloop.pipeline.messages import Prepare, Switch
-from farloop.pipeline.routing import Limits
 from farloop.wire.messages import validate
 from farloop.wire.reasons import RemoteProtocolError
 
@@ -29,7 +28,6 @@ class Settings:
     """A planned hop that would begin a job later than this gives way to a replica that would sooner."""
     assemble_s: float = 120.0  # how long a node waits at its start for those that it has never met
     orphan_s: float = 120.0  # how long it waits for a source, once all that it follows are gone
-    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         for name in ("credit", "memory", "attempts"):

@@ -380,8 +380,8 @@ class PipelineMachine:
     def _send_onward(self, work: Work, held: AdmittedWork) -> None:
         """Forward: to the next stage, or back to the source for the loss."""
         path = self.layout.paths_from(work.trip.source)[work.path]
-        late_s, limits = self.settings.late_s, self.settings.limits
-        step = onward(self.layout, path, work.position + 1, held.visited, self._load, late_s=late_s, limits=limits)
+        position, late_s = work.position + 1, self.settings.late_s
+        step = onward(self.layout, path, position, held.visited, self._load, late_s=late_s)
         if step is None:
             return self._lose(work.trip, "no way on")
         self.counted.update(rerouted=int(step.rerouted), skipped=step.skipped)

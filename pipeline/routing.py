@@ -3,9 +3,9 @@
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-from farloop.algo.stages import Hop, Path, StageLayout
+from farloop.algo.stages import Hop, Path, StageLayout, order_fault
 from farloop.pipeline.messages import Ended, MicrobatchRoute, PipelineMessage
 
 # --- Next hop: the planned one, another replica of the stage, past the stage, or nowhere
@@ -14,15 +14,7 @@ from farloop.pipeline.messages import Ended, MicrobatchRoute, PipelineMessage
 # and swapped is bounded as in SkipPipe (arXiv 2502.19913, with the numbers of its published code, C2–C4).
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How far a path may leave the order of the stages."""
-
-    swap: int = 1  # largest step back behind the highest stage visited so far
-    swaps: int = 2  # steps back in a path
-    swapped: int = 2  # sum of their sizes
-    jump: int = 4  # largest step forward: one less stages are skipped in a row
-    least_share: float = 0.5  # least share of the stages that a microbatch visits, unless its path was planned shorter
+LEAST_SHARE: Final = 0.5  # of the stages, that a microbatch visits at least, unless its path was planned shorter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +27,6 @@ class Onward:
     skipped: int  # planned visits skipped before it
 
 
-def is_legal(stages: Sequence[int], limits: Limits) -> bool:
-    """Whether a microbatch may visit the stages in this order."""
-    if not stages or stages[0] != 0 or len(set(stages)) != len(stages):
-        return False
-    frontier, back = 0, []
-    for stage in stages[1:]:
-        if stage < frontier:
-            back.append(frontier - stage)
-        elif stage - frontier > limits.jump:
-            return False
-        frontier = max(frontier, stage)
-    return len(back) <= limits.swaps and max(back, default=0) <= limits.swap and sum(back) <= limits.swapped
-
-
 def onward(
     layout: StageLayout,
     path: Path,
@@ -57,7 +35,6 @@ def onward(
     load: Callable[[str], float | None],
     *,
     late_s: float,
-    limits: Limits,
 ) -> Onward | None:
     """The next visit after `visited`, from this position of the path on; None without a legal way.
 
@@ -65,7 +42,7 @@ def onward(
     another replica if it would begin later than in `late_s` and the other one earlier.
     """
     stages = [hop.stage for hop in visited]
-    least = min(-(-len(layout.stages) * limits.least_share // 1), len(path.hops))
+    least = min(-(-len(layout.stages) * LEAST_SHARE // 1), len(path.hops))
     for place in range(position, len(path.hops)):
         planned, skipped = path.hops[place], place - position
         waits = {node: wait for node in layout.stages[planned.stage].replicas if (wait := load(node)) is not None}
@@ -74,7 +51,7 @@ def onward(
         node = planned.node
         if waits.get(node, late_s + 1.0) > late_s:
             node = min(waits, key=lambda name: (waits[name], name != planned.node, name))
-        legal = is_legal([*stages, planned.stage], limits)
+        legal = not order_fault([*stages, planned.stage])
         if skipped and not (legal and len(visited) + len(path.hops) - place >= least):
             return None
         hop = Hop(stage=planned.stage, node=node)

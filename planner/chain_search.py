@@ -5,7 +5,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from farloop.planner.paths import Limits, Numbers, Work, chain_s, fault_of
+from farloop.algo.stages import OrderLimits, order_fault
+from farloop.planner.paths import Numbers, Work, chain_s
 
 # --- Simulated annealing: one chain per source, no node in two chains
 #
@@ -48,7 +49,7 @@ class Annealing:
         message_s: Numbers,
         *,
         seed: int,
-        limits: Limits,
+        limits: OrderLimits,
         stage_of: Sequence[int] | None = None,
         judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
     ) -> None:
@@ -160,7 +161,7 @@ class Annealing:
     def _is_allowed(self, stages: list[int]) -> bool:
         key = tuple(stages)
         if (known := self._allowed.get(key)) is None:
-            known = self._allowed[key] = not fault_of(key, self._limits)
+            known = self._allowed[key] = not order_fault(key, self._limits)
         return known
 
 
@@ -202,7 +203,7 @@ def step_s(chains: Chains, work: Work, message_s: Numbers) -> float:
 # --- Initial chains
 
 
-def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple[int, ...], ...]:
+def visits(chains: int, stages: int, length: int, limits: OrderLimits) -> tuple[tuple[int, ...], ...]:
     """The stages of each chain in order, every stage but 0 visited as often as any other, up to one.
 
     What a chain leaves out goes round the stages from chain to chain, one after the other or in wider strides where
@@ -226,7 +227,7 @@ def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple
     )
 
 
-def _visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple[int, ...], ...] | None:
+def _visits(chains: int, stages: int, length: int, limits: OrderLimits) -> tuple[tuple[int, ...], ...] | None:
     others, skipped = stages - 1, stages - length
     for stride in range(1, others + 1):
         if math.gcd(stride, others) > 1:
@@ -236,7 +237,7 @@ def _visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tupl
         for chain in range(chains):
             out = {ring[(chain * skipped + step) % others] for step in range(skipped)}
             found.append(tuple(stage for stage in range(stages) if stage not in out))
-        if not any(fault_of(path, limits) for path in found):
+        if not any(order_fault(path, limits) for path in found):
             return tuple(found)
     return None
 
@@ -265,14 +266,14 @@ def nearby(message_s: Numbers, groups: int, size: int) -> list[list[int]]:
     return [*found, free]
 
 
-def free_start(message_s: Numbers, stages: int, length: int, limits: Limits) -> Chains:
+def free_start(message_s: Numbers, stages: int, length: int, limits: OrderLimits) -> Chains:
     """Chains of nearby nodes whose stages are not chosen yet."""
     count = len(message_s) // length
     *groups, rest = nearby(message_s, count, length)
     return Chains(nodes=tuple(map(tuple, groups)), stages=visits(count, stages, length, limits), rest=tuple(rest))
 
 
-def pinned_start(stage_of: Sequence[int], length: int, limits: Limits) -> Chains | None:
+def pinned_start(stage_of: Sequence[int], length: int, limits: OrderLimits) -> Chains | None:
     """Chains of nodes that keep their stages; None where they cannot be disjoint.
 
     Each chain takes the stages that have the most free nodes; where the limits forbid that, the nearest order that
@@ -293,7 +294,7 @@ def pinned_start(stage_of: Sequence[int], length: int, limits: Limits) -> Chains
     return Chains(nodes=tuple(nodes), stages=tuple(stages), rest=tuple(rest))
 
 
-def _fullest(free: dict[int, int], wanted: int, limits: Limits) -> tuple[int, ...] | None:
+def _fullest(free: dict[int, int], wanted: int, limits: OrderLimits) -> tuple[int, ...] | None:
     """`wanted` stages in order with the most free nodes that a path may visit; None where there is no such path.
 
     Exact, by the highest stage so far: (sum of free nodes, as few as possible of the emptiest first).

@@ -9,8 +9,9 @@ layers of the stages stay. arXiv 2502.19913 plans the same paths by conflict-bas
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from farloop.algo.stages import OrderLimits, order_fault
 from farloop.planner.chain_search import Chains
-from farloop.planner.paths import Limits, Numbers, Work, fault_of, latency_s
+from farloop.planner.paths import Numbers, Work, latency_s
 from farloop.planner.simulator import simulated_s
 
 _LISTED = 300_000  # nodes that may be tried at the end of a chain: about half a second
@@ -58,7 +59,7 @@ def lower_bound_s(nodes: Sequence[int], stages: Sequence[int], work: Work, messa
 
 
 def best_chains(
-    start: Chains, work: Work, message_s: Numbers, *, limits: Limits, stage_of: Sequence[int] | None
+    start: Chains, work: Work, message_s: Numbers, *, limits: OrderLimits, stage_of: Sequence[int] | None
 ) -> tuple[Chains, bool]:
     """Chains that are no slower than those of `start` in simulation, and whether they are proven to be the fastest.
 
@@ -76,7 +77,7 @@ def best_chains(
 
 class _Search:
     def __init__(
-        self, start: Chains, work: Work, message_s: Numbers, limits: Limits, stage_of: Sequence[int] | None
+        self, start: Chains, work: Work, message_s: Numbers, limits: OrderLimits, stage_of: Sequence[int] | None
     ) -> None:
         self._work, self._message_s, self._limits, self._stage_of = work, message_s, limits, stage_of
         self._length = len(start.nodes[0])
@@ -129,7 +130,7 @@ class _Search:
                 return [0]
             if (known := allowed.get(order)) is None:
                 ways = range(1, max(stages) + 1)
-                known = allowed[order] = [stage for stage in ways if not fault_of((*order, stage), self._limits)]
+                known = allowed[order] = [stage for stage in ways if not order_fault((*order, stage), self._limits)]
             return known
 
         def longer(path: tuple[int, ...], order: tuple[int, ...], seconds: float, rounds: int) -> Iterator[Way]:

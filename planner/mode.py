@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from farloop.algo.stages import Path, StageLayout
+from farloop.algo.stages import IN_ORDER, PUBLISHED, Path, StageLayout
 from farloop.planner.anomalies import UNREACHABLE_S
 from farloop.planner.fabric import Fabric, Island, fabric_of
 from farloop.planner.inventory import Inventory, Mode
-from farloop.planner.paths import IN_ORDER, PUBLISHED, Work, path_length
+from farloop.planner.paths import Work, path_length
 from farloop.planner.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split
 from farloop.planner.routes import Paths, Task, plan_paths, random_paths
 from farloop.planner.simulator import Route, simulate

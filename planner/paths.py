@@ -12,39 +12,6 @@ Numbers = Sequence[Sequence[float]]
 TOO_LARGE_S = 1e5  # penalty of a stage that does not fit a node's memory: more than any plan takes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of a path's deviation from the order of stages."""
-
-    max_jump: int = 4  # stages forward at once, from the highest one visited: at most three in a row are left out
-    max_swap: int = 1  # stages that one visit may lie behind the highest one visited
-    max_swaps: int = 2  # visits that may lie behind
-    max_swapped: int = 2  # sum of the distances behind
-
-
-PUBLISHED = Limits()
-
-IN_ORDER = Limits(max_swap=0, max_swaps=0, max_swapped=0)
-
-
-def fault_of(stages: Sequence[int], limits: Limits = PUBLISHED) -> str:
-    """What is wrong with this order of stages, a sentence; empty when it is allowed."""
-    if not stages or stages[0] != 0:
-        return "a path begins at stage 0"
-    if len(set(stages)) != len(stages):
-        return f"a stage is visited twice: {list(stages)}"
-    highest, swaps, swapped = 0, 0, 0
-    for stage in stages[1:]:
-        if stage > highest + limits.max_jump:
-            return f"a jump from stage {highest} to {stage}; at most {limits.max_jump} stages at once"
-        if stage < highest:
-            swaps, swapped = swaps + 1, swapped + highest - stage
-            if highest - stage > limits.max_swap or swaps > limits.max_swaps or swapped > limits.max_swapped:
-                return f"stage {stage} after stage {highest}: too far out of order"
-        highest = max(highest, stage)
-    return ""
-
-
 def path_length(stages: int, skip: float) -> int:
     """Stages that a microbatch visits of `stages`, stage 0 included: (1 − skip)·S to the nearest, at least 1."""
     return max(1, min(stages, int((1.0 - skip) * stages + 0.5)))

@@ -5,10 +5,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from farloop.algo.stages import IN_ORDER, OrderLimits, order_fault
 from farloop.planner.anomalies import UNREACHABLE_S
 from farloop.planner.chain_search import Annealing, Chains, free_start, pinned_start, step_s, visits
 from farloop.planner.exact_chains import best_chains
-from farloop.planner.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
+from farloop.planner.paths import Numbers, Work, chain_s
 from farloop.planner.placement import min_max_split
 from farloop.planner.simulator import Route, bounds_s, simulate, simulated_s
 
@@ -31,7 +32,9 @@ class _Sharing:
     ValueError: so many sources do not fit.
     """
 
-    def __init__(self, stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, limits: Limits) -> None:
+    def __init__(
+        self, stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, limits: OrderLimits
+    ) -> None:
         self._work, self._message_s, self._length = work, message_s, length
         self._both = [[there + message_s[v][u] for v, there in enumerate(row)] for u, row in enumerate(message_s)]
         self._stages = max(stage_of) + 1
@@ -112,7 +115,9 @@ class _Sharing:
         _, nodes = min((cost + both[node][source], path) for (_, node), (cost, path) in reached.items())
         home = {node: stage for stage, several in enumerate(self._replicas) for node in several}
         stages = tuple(home[node] for node in nodes)
-        assert not fault_of(stages, Limits(max_jump=self._jump, max_swap=0, max_swaps=0, max_swapped=IN_ORDER.max_swap))
+        assert not order_fault(
+            stages, OrderLimits(max_jump=self._jump, max_swap=0, max_swaps=0, max_swapped=IN_ORDER.max_swap)
+        )
         return Route(nodes=nodes, stages=stages)
 
 
@@ -158,7 +163,7 @@ class Task:
     message_s: Numbers
     stages: int
     length: int  # stages that a microbatch visits
-    limits: Limits
+    limits: OrderLimits
     stage_of: tuple[int, ...] | None  # of nodes that say their stage; None: the search chooses
     seed: int
     effort: float = 1.0
@@ -232,7 +237,7 @@ class _LinkSearch:
         paths = (count - len(task.left_out)) // task.length if self._sources is None else len(self._sources)
         self._paths, self._cap = paths, -(-paths * (task.length - 1) // others)
 
-    def run(self, room: Sequence[int], limits: Limits) -> tuple[tuple[int, ...], ...] | None:
+    def run(self, room: Sequence[int], limits: OrderLimits) -> tuple[tuple[int, ...], ...] | None:
         """The nodes of every path; None if there are none, or if the search ended after `_TRIES` choices.
 
         `room`: paths that may visit each node.
@@ -291,7 +296,7 @@ class _LinkSearch:
         return [
             node
             for node in free
-            if self._visits[stage_of[node]] < self._cap and not fault_of((*at, stage_of[node]), self._limits)
+            if self._visits[stage_of[node]] < self._cap and not order_fault((*at, stage_of[node]), self._limits)
         ]
 
 
@@ -412,7 +417,7 @@ def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
         hops = sorted(zip(at, own, strict=True))
         plain = tuple(node for _, node in hops), tuple(stage for stage, _ in hops)
         now = simulated_s(own, at, work, task.message_s)
-        worse = fault_of(plain[1], task.limits) or simulated_s(*plain, work, task.message_s) > now * (1.0 + _WORTH)
+        worse = order_fault(plain[1], task.limits) or simulated_s(*plain, work, task.message_s) > now * (1.0 + _WORTH)
         nodes.append(own if worse else plain[0])
         stages.append(at if worse else plain[1])
     return replace(chains, nodes=tuple(nodes), stages=tuple(stages))
@@ -462,7 +467,7 @@ def _ways_with(task: Task, routes: Sequence[Route], node: int) -> list[tuple[int
             if stage != route.stages[place]:
                 hops.sort(key=lambda hop: hop[1])
             stages = tuple(stage for _, stage in hops)
-            if stage > 0 and not fault_of(stages, task.limits):
+            if stage > 0 and not order_fault(stages, task.limits):
                 found.append((stage, Route(nodes=tuple(node for node, _ in hops), stages=stages)))
     return found
 

@@ -10,19 +10,11 @@ from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 from slow_cases import examples
 
+from farloop.algo.stages import IN_ORDER, PUBLISHED, OrderLimits, order_fault
 from farloop.planner.chain_search import Annealing, Chains, step_s, visits
 from farloop.planner.exact_chains import lower_bound_s
 from farloop.planner.fabric import fabric_of
-from farloop.planner.paths import (
-    IN_ORDER,
-    PUBLISHED,
-    Limits,
-    Work,
-    chain_s,
-    fault_of,
-    latency_s,
-    path_length,
-)
+from farloop.planner.paths import Work, chain_s, latency_s, path_length
 from farloop.planner.routes import Paths, Task, plan_paths
 from farloop.planner.simulator import Route, bounds_s, simulate
 
@@ -46,7 +38,7 @@ TINY = Work(layer_s=(1.0,) * 8, layers=(1,) * 4, slots=(1,) * 8, microbatches=1)
     ],
 )  # fmt: skip
 def test_orders_of_stages(stages: tuple[int, ...], fault: str) -> None:
-    assert fault in fault_of(stages) and bool(fault) == bool(fault_of(stages))
+    assert fault in order_fault(stages) and bool(fault) == bool(order_fault(stages))
 
 
 @pytest.mark.parametrize(
@@ -62,14 +54,14 @@ def test_visits_are_even(chains: int, stages: int, length: int) -> None:
     if not stages - 3 <= length <= stages or chains * (length - 1) < stages - 1:
         return
     found = visits(chains, stages, length, PUBLISHED)
-    assert all(len(path) == length and not fault_of(path) for path in found)
+    assert all(len(path) == length and not order_fault(path) for path in found)
     counts = [sum(stage in path for path in found) for stage in range(1, stages)]
     assert max(counts) - min(counts) <= 1
 
 
 def test_what_cannot_be_visited_is_refused_with_what_can() -> None:
     with pytest.raises(ValueError, match=r"nearest skip that can be planned is 0\.\d0"):
-        visits(9, 10, 2, Limits(max_jump=4))
+        visits(9, 10, 2, OrderLimits(max_jump=4))
     with pytest.raises(ValueError, match="5 paths are needed: 15 nodes, or fewer stages"):
         visits(4, 10, 3, PUBLISHED)
 
@@ -136,7 +128,7 @@ def steps(draw: st.DrawFn) -> Step:
     nodes = sources + (stages - 1) * replicas
     length = draw(st.integers(2, stages))
     increasing = ((0, *others) for others in itertools.combinations(range(1, stages), length - 1))
-    ways = [order for order in increasing if not fault_of(order)]
+    ways = [order for order in increasing if not order_fault(order)]
     routes = []
     for source in range(sources):
         order = draw(st.sampled_from(ways))
@@ -188,7 +180,9 @@ def test_a_simulated_step_is_possible_whole_not_below_its_bounds_and_always_the_
     ("length", "limits", "makespan_s", "paths"),
     [(3, PUBLISHED, 15.75, [{0, 2, 4}, {1, 3, 5}]), (4, IN_ORDER, 22.25, [{0, 2, 4, 7}, {1, 3, 5, 6}])],
 )
-def test_the_tiny_optimum(seed: int, length: int, limits: Limits, makespan_s: float, paths: list[set[int]]) -> None:
+def test_the_tiny_optimum(
+    seed: int, length: int, limits: OrderLimits, makespan_s: float, paths: list[set[int]]
+) -> None:
     """Of cycles, in either direction; of full pipelines nothing in order is faster."""
     found = plan_paths(
         Task(
@@ -218,7 +212,7 @@ def planned(task: Task) -> Paths:
     """P1 and P2 hold of them."""
     found, users = plan_paths(task), collections.Counter[int]()
     for route in found.routes:
-        assert len(route.nodes) == task.length and not fault_of(route.stages, task.limits)
+        assert len(route.nodes) == task.length and not order_fault(route.stages, task.limits)
         assert all(found.stage_of[node] == stage for node, stage in zip(route.nodes, route.stages, strict=True))
     for source in {route.source for route in found.routes}:
         users.update({node for route in found.routes if route.source == source for node in route.nodes})
@@ -275,7 +269,7 @@ def fastest_s(task: Task, work: Work) -> float:
     ways = list[tuple[float, frozenset[int]]]()
     for nodes in itertools.permutations(range(count), task.length):
         stages = tuple(range(task.length)) if at is None else tuple(at[node] for node in nodes)
-        if not fault_of(stages, task.limits):
+        if not order_fault(stages, task.limits):
             found = simulate([Route(nodes=nodes, stages=stages)], work, task.message_s)
             ways.append((found.makespan_s, frozenset(nodes)))
     ways.sort(key=lambda way: way[0])
@@ -348,7 +342,7 @@ def exists(task: Task) -> bool:
             sum(map(len, chosen)) == len(set().union(*chosen)) for chosen in itertools.combinations(sets, wanted)
         )
     at = task.stage_of
-    ways = [nodes for nodes in ways if not fault_of([at[node] for node in nodes], task.limits)]
+    ways = [nodes for nodes in ways if not order_fault([at[node] for node in nodes], task.limits)]
     by_source = [[nodes for nodes in ways if nodes[0] == source] for source in range(count) if at[source] == 0]
     for chosen in itertools.product(*by_source):
         used = collections.Counter(itertools.chain(*chosen))
