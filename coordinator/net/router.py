@@ -9,9 +9,11 @@ An error in the work for one session ends that session alone; errors of the whol
 import contextlib
 import heapq
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Final
 
 from farloop.algo.spec import NodeId
@@ -66,6 +68,17 @@ OF_THE_PROCESS = (StorageError, MachineBroken)
 Any other error ends one session."""
 
 
+@dataclass(slots=True)
+class _Flight:
+    """Bytes of one session at the last look."""
+
+    arrived: int = 0  # that were ever acknowledged
+    live: int = 0  # in flight
+    background: int = 0  # in flight
+    live_at: float = -math.inf  # when live bytes in flight last moved
+    background_at: float = -math.inf
+
+
 class Egress:
     """Paces background blobs (snapshots, probes): a share of the uplink while live bytes are in flight, else all of it.
 
@@ -76,9 +89,8 @@ class Egress:
     def __init__(self, now: float, share: float = SHARE) -> None:
         """`share` 1 never holds background blobs back."""
         self._share = share
-        self._live: dict[int, float] = {}  # session → when its live bytes in flight last moved
-        self._ahead: dict[int, tuple[int, float]] = {}  # session → background bytes in flight, and when they last moved
-        self._live_at = float("-inf")  # when live bytes last moved
+        self._sessions: dict[int, _Flight] = {}
+        self._live_at = -math.inf  # when live bytes last moved
         self._best = 0.0  # measured bytes per second, faded
         self._bin, self._bin_bytes = now, 0
         self._tokens, self._filled_at = 0.0, now
@@ -88,42 +100,37 @@ class Egress:
         """Rate of the background while live bytes are in flight."""
         return max(self._share * self._best, SLOWEST_BYTES_PER_S)
 
-    def arrived(self, num_bytes: int, now: float) -> None:
-        """A peer acknowledged bytes: only their rate is known."""
-        self._bin_bytes += num_bytes
-        passed = now - self._bin
-        if passed >= _BIN_S:
-            self._best = max(self._best * _FADES_PER_S**passed, self._bin_bytes / passed)
-            self._bin, self._bin_bytes = now, 0
-
-    def live(self, session: int, in_flight: int, *, moved: bool, now: float) -> None:
-        """A session has so many live bytes in flight; `moved`: some were sent or acknowledged since the last call."""
-        if not in_flight:
-            self._live.pop(session, None)
-        elif moved or session not in self._live:
-            self._live[session] = self._live_at = now
-
-    def background(self, session: int, in_flight: int, *, moved: bool, now: float) -> None:
-        """The same for its background bytes."""
-        if not in_flight:
-            self._ahead.pop(session, None)
-        elif moved or session not in self._ahead:
-            self._ahead[session] = (in_flight, now)
+    def look(self, session: int, now: float, *, arrived: int = 0, live: int = 0, background: int = 0) -> None:
+        """So many bytes of a session were ever acknowledged, and so many live and background ones are in flight."""
+        was = self._sessions.setdefault(session, _Flight())
+        if arrived > was.arrived:
+            self._bin_bytes += arrived - was.arrived
+            passed = now - self._bin
+            if passed >= _BIN_S:
+                self._best = max(self._best * _FADES_PER_S**passed, self._bin_bytes / passed)
+                self._bin, self._bin_bytes = now, 0
+        if not live:
+            was.live_at = -math.inf
+        elif (arrived, live) != (was.arrived, was.live):
+            was.live_at = self._live_at = now
+        if background != was.background:
+            was.background_at = now
+        was.arrived, was.live, was.background = arrived, live, background
 
     def gone(self, session: int) -> None:
-        self._live.pop(session, None)
-        self._ahead.pop(session, None)
+        self._sessions.pop(session, None)
 
     def allows(self, session: int, now: float) -> bool:
         """Whether a background chunk of this session may leave now."""
         if self._share >= 1.0:
             return True
-        ahead = sum(in_flight for in_flight, moved_at in self._ahead.values() if now - moved_at < STALE_S)
-        _, moved_at = self._ahead.get(session, (0, now))
+        ahead = sum(one.background for one in self._sessions.values() if now - one.background_at < STALE_S)
+        own = self._sessions.get(session)
+        moved_at = own.background_at if own is not None and own.background else now
         lately = now - self._live_at < LATELY_S
         if lately and ahead >= max(AHEAD_S * self._best, AHEAD_BYTES) and now - moved_at < NUDGE_S:
             return False
-        if not any(now - moved_at < STALE_S for moved_at in self._live.values()):
+        if not any(now - one.live_at < STALE_S for one in self._sessions.values()):
             self._tokens, self._filled_at = 0.0, now
             return True
         self._fill(now)
@@ -459,15 +466,10 @@ class SessionRouter:
 
     def _measure(self, peer: Peer, now: float) -> None:
         """See what the peer has acknowledged, and whether it has paced blobs to send."""
-        session, arrived, live = peer.session, peer.session.traffic.arrived_bytes, peer.session.transfers.live_in_flight
-        if arrived > peer.arrived_bytes:
-            self._egress.arrived(arrived - peer.arrived_bytes, now)
-        moved = (arrived, live) != (peer.arrived_bytes, peer.live_bytes)
-        self._egress.live(peer.number, live, moved=moved, now=now)
-        background = session.transfers.background_in_flight
-        if background or peer.background_bytes:
-            self._egress.background(peer.number, background, moved=background != peer.background_bytes, now=now)
-        peer.arrived_bytes, peer.live_bytes, peer.background_bytes = arrived, live, background
+        session, transfers = peer.session, peer.session.transfers
+        live, background = transfers.live_in_flight, transfers.background_in_flight
+        arrived = session.traffic.arrived_bytes
+        self._egress.look(peer.number, now, arrived=arrived, live=live, background=background)
         if self._is_paced(session.blob_waits(now)):
             self._paced.setdefault(peer.number, peer)
 

@@ -189,9 +189,6 @@ class Peer:
     queued: float | None = None  # when the router looks at that again; no later
     bad_frames: int = 0  # in a row
     ended_by: Reason | None = None  # why its session ended, once that was reported
-    arrived_bytes: int = 0  # acknowledged bytes at the last look
-    live_bytes: int = 0  # live bytes in flight at the last look
-    background_bytes: int = 0  # background bytes in flight at the last look
     connection: tuple[int, str] | None = None
     """File descriptor and host of the newest of its connections, which carries blobs once it has any that does, as of
     its first frame. The descriptor may belong to another socket by now (`monitoring/tcp_connection.py`)."""

@@ -534,7 +534,7 @@ def measured(bytes_per_s: float) -> Egress:
     """After two seconds of arrivals at this rate."""
     egress = Egress(0.0)
     for i in range(200):
-        egress.arrived(round(bytes_per_s / 100), i / 100)
+        egress.look(0, i / 100, arrived=(i + 1) * round(bytes_per_s / 100))
     return egress
 
 
@@ -543,7 +543,7 @@ def taken(egress: Egress, seconds: int) -> int:
     total = 0
     for i in range(1000 * seconds):
         now = START + i / 1000
-        egress.live(1, 1000 + i % 2, moved=True, now=now)
+        egress.look(1, now, live=1000 + i % 2)
         while egress.allows(7, now):
             egress.spent(CHUNK, now)
             total += CHUNK
@@ -556,7 +556,7 @@ def test_while_nothing_else_is_waited_for_the_background_has_all_and_it_is_not_h
     for _ in range(10_000):
         assert egress.allows(7, START)
         egress.spent(CHUNK, START)
-    egress.live(1, 1000, moved=True, now=START)
+    egress.look(1, START, live=1000)
     assert taken(egress, 1) < 2 * SHARE * 4e6
 
 
@@ -569,20 +569,20 @@ def test_while_live_bytes_are_in_flight_it_has_its_share_and_is_never_starved(by
 def test_a_peer_that_takes_nothing_is_over_or_has_nothing_in_flight_delays_no_node() -> None:
     egress = Egress(0.0)
     for i in range(100):
-        egress.live(1, 1000, moved=i == 0, now=i / 10)
+        egress.look(1, i / 10, live=1000)
         if i / 10 >= STALE_S:
             assert egress.allows(7, i / 10)
             egress.spent(CHUNK, i / 10)
     egress = Egress(0.0)
     for session in (1, 2):
-        egress.live(session, 1000, moved=True, now=0.0)
+        egress.look(session, 0.0, live=1000)
     egress.spent(3 * CHUNK, 0.0)
     wait_s = egress.wait_s(0.0)
     assert not egress.allows(7, 0.9 * wait_s) and egress.allows(7, 1.001 * wait_s)
     egress.spent(100 * CHUNK, wait_s)
     egress.gone(1)
     assert not egress.allows(7, wait_s)
-    egress.live(2, 0, moved=True, now=wait_s)
+    egress.look(2, wait_s)
     assert egress.allows(7, wait_s)
 
 
@@ -590,15 +590,15 @@ def test_a_peer_that_takes_nothing_is_over_or_has_nothing_in_flight_delays_no_no
 def test_beside_updates_it_never_has_more_on_its_way_than_a_moment_of_the_link(bytes_per_s: float) -> None:
     """What has left cannot make room when an update comes."""
     egress, in_flight = measured(bytes_per_s), 0
-    egress.live(2, 1000, moved=True, now=START)
-    egress.live(2, 0, moved=True, now=START)
+    egress.look(2, START, live=1000)
+    egress.look(2, START)
     while egress.allows(1, START):
         in_flight += CHUNK
         egress.spent(CHUNK, START)
-        egress.background(1, in_flight, moved=True, now=START)
+        egress.look(1, START, background=in_flight)
     assert in_flight <= max(AHEAD_BYTES, 1.02 * AHEAD_S * bytes_per_s) + CHUNK
     assert not egress.allows(7, START)
     assert egress.allows(1, START + NUDGE_S), "it may be acknowledged with the next alone"
     assert egress.allows(7, START + STALE_S), "and a joiner that takes nothing keeps no other out"
-    egress.background(1, in_flight + 1, moved=True, now=START + LATELY_S)
+    egress.look(1, START + LATELY_S, background=in_flight + 1)
     assert egress.allows(1, START + LATELY_S)
