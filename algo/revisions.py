@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from farloop.algo.spec import Identity, Layout, Revision, RunSpec
@@ -195,9 +195,9 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
         ValueError: one of them cannot change, is no such value, or the run cannot have them together; one sentence.
     """
     changed: dict[str, Any] = {}
+    check_keys(given)
     for key, text in given.items():
         for name in _AS_IN_RUN_TOML.get(key, (key,)):
-            _check_key(name, key)
             if (term := name.partition(".")[0]) in OF_NODES:
                 changed[term] = given_as(name, text, changed.get(term, terms.value(term)))
             else:
@@ -239,6 +239,13 @@ def _flat(terms: Terms) -> Iterator[tuple[str, object]]:
             yield name, value
     for field in dataclasses.fields(LearningRate):
         yield f"lr.{field.name}", getattr(terms.schedule.lr, field.name)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise ValueError unless a run can change each of them; one sentence."""
+    for key in sorted(keys):
+        for name in _AS_IN_RUN_TOML.get(key, (key,)):
+            _check_key(name, key)
 
 
 def _check_key(name: str, key: str) -> None:

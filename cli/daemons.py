@@ -4,9 +4,11 @@ import dataclasses
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,16 +39,19 @@ from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
-from farloop.coordinator.storage.objects import Sign, note_objects, signer
+from farloop.coordinator.storage.objects import Sign, note_objects, signer, try_store
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors
+from farloop.monitoring.addresses import parse_host_port
+from farloop.monitoring.endpoint import check_listen
 from farloop.monitoring.status import saved_status
 from farloop.monitoring.status_summary import idle_steps
 from farloop.node.library import Node
 from farloop.node.trainer import train
 from farloop.pipeline.trainer import train_stage
 from farloop.quant.registry import warm_for
+from farloop.runtime.http_objects import Failed
 from farloop.runtime.log_queue import say
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
@@ -110,6 +115,9 @@ def run_coordinator(
                     adopt_patience_s = PATIENCE_S
             mirror = Mirror(config.state_dir, leadership)
         _bound(lambda: check_bind(config.bind))  # before the state folder is touched
+        if config.http:
+            http = parse_host_port(config.http, listens=True)
+            check_listen(http.host, http.port)
         bulk = _noted_objects(file, plan, DISK if mirror is None else MirroredFiles(mirror))
         if restore_from:
             restored(config.state_dir, plan, restore_from)
@@ -132,6 +140,7 @@ def run_coordinator(
             adopt = AdoptionSettings(
                 untrue=untrue, patience_s=adopt_patience_s, fetched=store.fetched, newest=adopt_newest
             )
+        tell_of_stores(config, bulk)
         gc.collect()
         gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
         _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror, bulk)))
@@ -150,6 +159,28 @@ def _noted_objects(file: RunFile, plan: Plan, files: Files) -> Sign | None:
     sign = _bound(lambda: signer(url))
     note_objects(file.coordinator.state_dir, url, files)
     return sign if file.run.bulk == "store" else None
+
+
+def tell_of_stores(config: CoordinatorConfig, bulk: Sign | None) -> threading.Thread:
+    """Try the object stores of a run beside its start, and say in one line what is wrong with one: the run goes on
+    without it, so nobody would notice before the first delta or copy."""
+
+    def look(setting: str, attempt: Callable[[], None]) -> None:
+        try:
+            attempt()
+        except (CopyFailed, Failed, OSError, HTTPException) as error:
+            fix = "farloop doctor RUN.toml tries each step"
+            _log.warning("object store fails setting=%s why=%r fix=%r", setting, str(error), fix)
+
+    def look_at_all() -> None:
+        if bulk is not None:
+            look("bulk_url", lambda: try_store(bulk))
+        if config.copy_to:
+            look("copy_to", lambda: Bucket(config.copy_to).try_out())
+
+    thread = threading.Thread(target=look_at_all, name="stores", daemon=True)
+    thread.start()
+    return thread
 
 
 def _bound(call: Callable[[], _T]) -> _T:

@@ -45,7 +45,7 @@ from farloop.node.errors import CorpusError, NodeError, StateUnusable
 from farloop.node.link import LinkConfig
 from farloop.node.machine_info import Limits, SysfsReader, limits, read_inventory
 from farloop.node.state_dir import NodeState
-from farloop.node.zmq_dealer import try_link
+from farloop.node.zmq_dealer import public_of, try_link
 from farloop.quant.errors import UnsupportedHost
 from farloop.quant.registry import codec_named
 from farloop.quant.self_test import try_codecs
@@ -364,7 +364,7 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     else:
         findings += [
             _tried("secret key", config.key, load_secret),
-            _tried("server key", config.server_key, load_publics),
+            _server_key(config.key, config.server_key),
         ]
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
@@ -449,6 +449,15 @@ def _coordinator(address: Address, folder: Path, key: Path | None = None, server
     except (KeyFileError, NodeError):
         return ok("coordinator", detail)  # the key, or the address, has a line of its own
     return ok("coordinator", f"{detail}; the handshake and {size_text(LARGE_BYTES)} each way pass")
+
+
+def _server_key(key: Path, server_key: Path) -> Finding:
+    finding = _tried("server key", server_key, load_publics)
+    with contextlib.suppress(KeyFileError):
+        if public_of(load_secret(key)) in load_publics(server_key):
+            fix = "give [node] server_key the .pub of the coordinator"
+            return fail("server key", f"{server_key} is this node's own public key", fix)
+    return finding
 
 
 def _data(path: Path | None, max_bytes: int) -> Finding:

@@ -186,6 +186,9 @@ def verify_journal(folder: Folder = None, state: State = None, as_json: AsJson =
         result = Text("whole: every digest, sequence, epoch and invariant holds", style="bold green")
         if report.refused:
             result = Text("a start refuses this folder; farloop journal salvage says what can be saved", "bold red")
+        elif report.objects_missing and len(report.faults) == 1:
+            fix = "bring them back, or mend how this machine reaches the store (docs/object-store.md)"
+            result = Text(f"the folder is whole; a start needs the newest of these objects: {fix}", style="yellow")
         elif report.faults:
             result = Text("damaged, but a start goes on: make a copy of the folder now", style="yellow")
         rows.add_row("result", result)

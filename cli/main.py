@@ -184,6 +184,12 @@ class FrontDoor(_Group):
             for group in ("lab", "run"):
                 if args[0] in self._table[group].commands:
                     ctx.fail(f"{args[0]} is in a group: farloop {group} {args[0]}")
+        group, word, *_ = [*args, "", ""]
+        if group in ("lab", "run") and word and word not in self._table[group].commands:
+            if word in self.commands:
+                ctx.fail(f"{word} is in no group: farloop {word}")
+            if group == "run" and word.endswith(".toml"):
+                ctx.fail(f"run changes a live run; to start one: farloop coordinator {word}")
         return super().resolve_command(ctx, args)
 
 

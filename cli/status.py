@@ -14,6 +14,8 @@ from rich.console import Console
 from farloop.cli.options import STATE
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import MAX_ANSWER_BYTES, ask
+from farloop.coordinator.errors import NoFolder
+from farloop.coordinator.storage.files import state_folder
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import STATUS_FILE, Status, saved_status
 from farloop.monitoring.status_summary import cleaned, view_of
@@ -61,14 +63,13 @@ def fetch(url: str, option: str = "--url") -> Status:
 
 def saved(folder: Path) -> Status:
     """What the coordinator that runs on a state folder tells, with or without pages; else what the last one told as it
-    ended. Raises CommandError: it does not answer, or there is neither."""
+    ended. Raises CommandError: it does not answer, or there is neither; NoFolder."""
     if (told := asked(folder)) is not None:
         return told
     try:
         return cast(Status, json.loads((folder / STATUS_FILE).read_bytes()))
     except (OSError, ValueError) as error:
-        if not folder.is_dir():
-            raise CommandError(f"there is no folder {folder}: give the run's [coordinator] state_dir") from None
+        state_folder(folder)
         what = (getattr(error, "strerror", None) or str(error)).lower()
         raise CommandError(
             f"no coordinator runs on {folder}, and none has ended there in order ({STATUS_FILE}: {what})"
@@ -90,7 +91,7 @@ def end_of(folder: Path) -> str | None:
     """The finished run that a state folder holds, as a sentence; None otherwise."""
     try:
         run = saved(folder)["run"]
-    except (CommandError, KeyError, TypeError):
+    except (CommandError, NoFolder, KeyError, TypeError):
         return None
     return f"run {run['name']} is finished" if run["state"] == "finished" else None
 

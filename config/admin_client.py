@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from farloop.algo.revisions import check_keys
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import NAME, ask, over
 from farloop.monitoring.status import finished_status
@@ -17,7 +18,12 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
     Raises:
         CommandError: invalid words, no coordinator, or a refusal; one line each.
     """
-    return asked({"do": "set", "given": _given(words), "dry_run": dry_run}, state)
+    given = _given(words)
+    try:
+        check_keys(given.keys() - {"codec"})  # both codecs at once, which the coordinator knows
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return asked({"do": "set", "given": given, "dry_run": dry_run}, state)
 
 
 def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:

@@ -323,6 +323,11 @@ def _head(response: Response) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
+def check_listen(host: str, port: int) -> None:
+    """Raises EndpointError where an endpoint could not listen now."""
+    _listen(host, port).close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         listener = bound_socket(Address(host=host, port=port))

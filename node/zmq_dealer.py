@@ -528,6 +528,11 @@ async def _measure_disk(link: NodeLink, folder: Path) -> None:
         await asyncio.sleep(DISK_S)
 
 
+def public_of(secret: bytes) -> bytes:
+    """The public key of a secret one, as Z85."""
+    return zmq.curve_public(secret)
+
+
 def new_key_pair() -> tuple[bytes, bytes]:
     """(public, secret), each 40 characters of Z85."""
     public, secret = zmq.curve_keypair()

@@ -4,12 +4,13 @@ Credentials and endpoints come from the environment, as the store's own tools re
 AWS_ENDPOINT_URL and so on).
 """
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from farloop.coordinator.settings import check_url
@@ -28,6 +29,15 @@ URL_S = 600.0  # that a signed URL lives
 
 class CopyFailed(Exception):
     """The object store or its content cannot be used. One line, with the URL."""
+
+
+_CREDENTIALS: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_SERVICE_ACCOUNT, the path of a key file",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_NO_CREDENTIALS: Final = ("169.254.169.254", "Account must be specified")
+"""In errors of obstore: without any it asks the service of a cloud's machine for them."""
 
 
 class Bucket:
@@ -89,6 +99,12 @@ class Bucket:
             done = max(0, given - most * PART_BYTES)  # the rest was on its way
             raise self._failed(f"write {path}{_progress(done, size, began)}", error) from error
 
+    def try_out(self) -> None:
+        """Write a small object, and delete it. Raises CopyFailed."""
+        name = f"trial-{secrets.token_hex(8)}"
+        self.put(name, b"farloop")
+        self.delete([name])
+
     def create(self, path: str, data: bytes) -> bool:
         """Write a small object if there is none of this name, atomically; whether it was. Raises CopyFailed."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -145,6 +161,8 @@ class Bucket:
 
     def _failed(self, what: str, error: Exception) -> CopyFailed:
         lines = str(error).splitlines()
+        if any(sign in str(error) for sign in _NO_CREDENTIALS):
+            return CopyFailed(f"{self.url}: no credentials: set {_CREDENTIALS[urlsplit(self.url).scheme]}")
         return CopyFailed(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
 
 

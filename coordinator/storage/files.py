@@ -482,7 +482,7 @@ DISK = OsFiles()  # the default
 def state_folder(directory: Path, files: Files = DISK) -> Path:
     """The folder. Raises NoFolder: there is none."""
     if not files.is_directory(directory):
-        raise NoFolder(directory)
+        raise NoFolder(directory, is_file=files.identity(directory) is not None)
     return directory
 
 

@@ -1,6 +1,7 @@
 """Blobs that an object store has in place of the journal: where a run's are, and the URLs of single requests."""
 
 import json
+import secrets
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import lru_cache
@@ -26,6 +27,14 @@ def signer(url: str) -> Sign:
     if urlsplit(url).scheme in ("http", "https"):
         return lambda method, key: f"{url}/{quote(key)}"
     return Bucket(url).sign
+
+
+def try_store(sign: Sign) -> None:
+    """Write a small object, and delete it. Raises CopyFailed, Failed."""
+    key = f"trial/{secrets.token_hex(16)}"
+    with closing(Client()) as client:
+        client.put(sign("PUT", key), memoryview(b"farloop"))
+        client.delete(sign("DELETE", key))
 
 
 def note_objects(directory: Path, url: str, files: Files = DISK) -> None:

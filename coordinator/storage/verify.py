@@ -218,6 +218,7 @@ class Report:
     epoch: int = 0
     versions: list[int] = field(default_factory=list)
     snapshots: int = 0
+    objects_missing: int = 0  # that the object store does not give: all of them are one fault
     torn: str = ""  # of a torn tail, which is no damage; empty without one
     faults: list[Fault] = field(default_factory=list)
     refused: str = ""  # why a start would refuse the folder, by the code of a start; empty where it would go on
@@ -268,6 +269,7 @@ class _Verifier:
         """Digests of anchor and target in the journal's commits, by fragment and version."""
         self._taken: dict[int, int] = {}  # version of the newest snapshot that the journal says there is, by fragment
         self._adopted: dict[int, int] = {}  # by fragment, adopted versions whose bytes are in the journal
+        self._asked, self._gone = 0, list[str]()  # objects of records, and those that the store does not give
         self._ledger: Ledger | None = None
         self._lost = False  # the ledger is that of before damage, until the next summary
 
@@ -280,6 +282,9 @@ class _Verifier:
             else:
                 self._record(item)
         self._salts()
+        if self._gone:
+            self._report.objects_missing = len(self._gone)
+            self._fault("object store", f"{len(self._gone)} of {self._asked} objects cannot be had, as {self._gone[0]}")
         if self._ledger is not None:
             if not self._lost:
                 self._report.versions = list(self._ledger.versions)
@@ -386,12 +391,13 @@ class _Verifier:
         return None
 
     def _attached(self, at: Entry, where: str, what: str, expected: int, size: int | None) -> None:
+        self._asked += bool(at.attachment.key)
         try:
             data = attached(self._directory, at.attachment, self._files)
         except StorageFailed as error:
             if not at.attachment.key:
                 raise
-            return self._fault(where, f"its {what} in the object store: {error.detail}")
+            return self._gone.append(error.detail)
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
         elif blob_digest(data) != expected:

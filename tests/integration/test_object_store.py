@@ -18,10 +18,12 @@ from queue import Queue
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
+from command_line import farloop
 from loopback import PACED, NewRun, Run, assert_all_agree
 from object_server import ObjectServer, serving
 
 from farloop.cli.doctor import object_store, store_from_here
+from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.objects import signer
 from farloop.coordinator.storage.verify import verify
@@ -141,6 +143,11 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
     run.hurry()
     assert_all_agree(run, run.until_done(*(d for d in run.daemons if d is not coordinator)), "a", "b")
     assert not verify(run.state_dir).faults
+    server.objects.clear()
+    shown = farloop("journal", "verify", str(run.state_dir), columns=200)
+    assert shown.exit_code == ExitCode.STORAGE and shown.stdout.count("damaged") == 1
+    assert "objects cannot be had, as f" in shown.stdout and "bring them back" in shown.stdout
+    assert "make a copy" not in shown.stdout
 
 
 def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: ObjectServer) -> None:

@@ -12,7 +12,7 @@ import pytest
 import statuses
 from command_line import error_line, farloop
 
-from farloop.cli.daemons import _last_line, different_run, different_terms, open_run
+from farloop.cli.daemons import _last_line, different_run, different_terms, open_run, tell_of_stores
 from farloop.cli.main import adoption
 from farloop.cli.pages import Viewers, pages
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -20,6 +20,8 @@ from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
+from farloop.coordinator.storage.objects import signer
+from farloop.lab.bench.http_store import ObjectServer
 from farloop.monitoring import page
 from farloop.monitoring.healthcheck import open_page
 from farloop.monitoring.status import STATUS_FILE, dumps
@@ -174,13 +176,39 @@ def test_an_empty_copy_to_empties_the_one_of_the_file(tmp_path: Path, monkeypatc
     assert began == [bucket, ""]
 
 
+def test_a_store_that_does_not_work_is_told_of_at_the_start_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was silent until the first delta, or copy."""
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").touch()
+    with ObjectServer().serving() as server:
+        for url, status, copy_to, said in (
+            (server.url, "", f"file://{tmp_path}/copies", ()),
+            (server.url, "403", "", ("setting=bulk_url", "403")),
+            ("", "", f"file://{tmp_path}/file/below", ("setting=copy_to", "file/below")),
+            ("", "", "az://container/run", ("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",)),
+        ):
+            caplog.clear()
+            server.fault = lambda method, path, status=status: status
+            config = CoordinatorConfig(state_dir=tmp_path, copy_to=copy_to)
+            tell_of_stores(config, signer(url) if url else None).join()
+            assert all(words in caplog.text for words in said) and len(caplog.messages) == bool(said), caplog.text
+        assert not server.objects
+
+
 def test_a_used_port_is_named_before_the_state_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new run's journal was left behind."""
     monkeypatch.setattr("farloop.cli.main.set_up", lambda *_, **__: None)
     with socket.create_server(("127.0.0.1", 0)) as used:
-        bind = f"tcp://127.0.0.1:{used.getsockname()[1]}"
-        (tmp_path / "run.toml").write_text(
-            f"[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 'state'\nhttp = ''\nbind = '{bind}'\n"
-        )
-        assert f"{bind} is in use; stop the other process" in error_line("coordinator", str(tmp_path / "run.toml"))
+        port = used.getsockname()[1]
+        for bind, http, said in (
+            (f"tcp://127.0.0.1:{port}", "", f"tcp://127.0.0.1:{port} is in use; stop the other process"),
+            ("tcp://127.0.0.1:0", f"127.0.0.1:{port}", f"port {port} on 127.0.0.1 is in use"),
+        ):
+            (tmp_path / "run.toml").write_text(
+                f"[run]\nmodel = 'nano'\n[coordinator]\nstate_dir = 'state'\nhttp = '{http}'\nbind = '{bind}'\n"
+            )
+            assert said in error_line("coordinator", str(tmp_path / "run.toml"))
     assert not (tmp_path / "state").exists()

@@ -27,6 +27,7 @@ from farloop.cli.findings import Finding, fail, ok, print_findings
 from farloop.cli.keys import write_pair
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
+from farloop.coordinator.errors import NoFolder
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.status import InventoryStatus, LinkStatus
 from farloop.node.machine_info import Limits, read_inventory
@@ -84,7 +85,7 @@ def test_a_wrong_file_is_a_finding_beside_the_others(tmp_path: Path) -> None:
 def test_the_end_of_a_run_is_named_without_a_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a state folder or a node's own record shows it."""
     path, told, state = run_toml(tmp_path), statuses.finished(), tmp_path / "s"
-    with pytest.raises(CommandError, match=r"there is no folder .*: give the run's \[coordinator\] state_dir"):
+    with pytest.raises(NoFolder, match="there is no such folder; give the coordinator's state_dir"):
         saved(state)
     state.mkdir()
     with pytest.raises(CommandError, match=r"no coordinator runs on .*, and none has ended there in order \(status"):
@@ -114,6 +115,10 @@ def test_a_secret_that_is_open_to_others_fails_with_the_command_that_mends_it(tm
     path.write_text("[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n[data]\nmax_bytes = 300000\n")
     findings = found(path)
     assert findings["secret key"] == ok("secret key", str(secret)) and findings["server key"].level == "ok"
+    path.write_text(path.read_text().replace("c.pub", "a.pub"))
+    own = found(path)["server key"]
+    assert own.level == "fail" and "a.pub is this node's own public key" in own.detail
+    path.write_text(path.read_text().replace("a.pub", "c.pub"))
     secret.chmod(0o644)
     finding = found(path)["secret key"]
     assert (finding.level, finding.fix) == ("fail", f"run: chmod 600 {secret}")

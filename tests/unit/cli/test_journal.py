@@ -245,9 +245,9 @@ READERS = ("journal show", "journal verify", "journal replay", "journal salvage"
 @pytest.mark.parametrize("words", [*READERS, "journal salvage --write", "run release", "run set h=3"])
 def test_without_a_state_folder_or_a_journal_every_command_ends_in_one_line(words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name in ("nowhere", "file"):
+    for name, what in (("nowhere", "there is no such folder"), ("file", "is a file, expected a folder")):
         line = error_line(*words.split(), "--state", str(tmp_path / name))
-        assert f"{name}: there is no such folder; give the coordinator's state_dir with --state" in line
+        assert f"{name}: {what}; give the coordinator's state_dir with --state" in line
     if words in READERS:
         error_line(*words.split(), "--state", str(tmp_path), code=ExitCode.STORAGE)
 

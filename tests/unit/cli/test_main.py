@@ -61,6 +61,8 @@ def test_wrong_usage_ends_with_2() -> None:
     [
         ("set h=60", "set is in a group: farloop run set"),
         ("bench sync --help", "bench is in a group: farloop lab bench"),
+        ("lab status", "status is in no group: farloop status"),
+        ("run run.toml", "run changes a live run; to start one: farloop coordinator run.toml"),
         ("coordinatr", "no such command 'coordinatr'. Did you mean 'coordinator'?"),
         ("keys ad", "keys: no such command 'ad'"),
         ("--foo", "there is no option '--foo'; there are --version, --help"),

@@ -35,8 +35,8 @@ class Fake:
             return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "held"}
         if request["do"] == "forget":
             return {"nodes": ["a", "c"]}
-        if "seed" in request["given"]:
-            raise ValueError("seed is part of the run's identity")
+        if "tau" in request["given"]:
+            raise ValueError("tau: expected 0 to 14, got 99")
         if "steps" in request["given"]:
             raise NotNow("the run is over")
         return {**ANSWER, "dry_run": request["dry_run"]}
@@ -74,8 +74,8 @@ def test_set_says_what_changes_and_from_where_on(fake: Fake, tmp_path: Path) -> 
     dry = farloop("run", "set", "h=60", "--state", str(tmp_path), "--dry-run")
     assert dry.stdout.startswith("revision 2 would be:") and fake.asked[1]["dry_run"] is True
     assert found("run", "set", "h=60", "--state", str(tmp_path)) == {**ANSWER, "dry_run": False}
-    bad = error_line("run", "set", "seed=3", "--state", str(tmp_path), code=ExitCode.USAGE)
-    assert bad == "seed is part of the run's identity"
+    bad = error_line("run", "set", "tau=99", "--state", str(tmp_path), code=ExitCode.USAGE)
+    assert bad == "tau: expected 0 to 14, got 99"
     assert error_line("run", "set", "steps=9", "--state", str(tmp_path), code=ExitCode.REFUSED) == "the run is over"
 
 
@@ -88,6 +88,8 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["h"], ExitCode.USAGE, "'h' is not KEY=VALUE, as outer_lr=0.5"),
         (["=3"], ExitCode.USAGE, "'=3' is not KEY=VALUE"),
         (["h=3", "h=4"], ExitCode.USAGE, "h is set twice"),
+        (["outer_lrr=3"], ExitCode.USAGE, "there is no term 'outer_lrr' that can change; did you mean outer_lr?"),
+        (["seed=3"], ExitCode.USAGE, "seed is part of the run's identity"),
         (["h=3"], ExitCode.UNREACHABLE, "no coordinator at state/admin.sock"),
         (["h=3", "--state", str(tmp_path)], ExitCode.UNREACHABLE, "is one running on this folder?"),
     ):
