@@ -19,7 +19,7 @@ from farloop.cli.doctor import connect, port, wall_clock
 from farloop.cli.main import app
 from farloop.cli.status import fetch
 from farloop.config.logs import print_anywhere
-from farloop.local.processes import free_ports, page
+from farloop.local.processes import free_port, free_ports, page
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.healthcheck import probe
@@ -32,31 +32,8 @@ def farloop(*words: str) -> Result:
     return CliRunner().invoke(app, words, env={"COLUMNS": "110"}, prog_name="farloop")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def served(body: bytes, status: int = 200) -> Endpoint:
     return Endpoint("127.0.0.1", 0, {"/status": lambda: Response(status=status, body=body)})
-
-
-STATUS = {
-    "run": {"name": "fjord", "fingerprint": "0" * 16, "method": "streaming", "codec_up": "q4", "codec_down": "q4",
-            "steps": 100, "h": 30, "tau": 5, "mix": 0.5, "fragments": 1, "parameters": 1000, "state": "waiting",
-            "epoch": 1, "started_s": 0.0, "uptime_s": 1.0, "nodes": 2},
-    "position": 0.0, "round": 0, "versions": [0], "digests": ["0" * 16], "outer_steps": 0, "commits": 0, "nodes": [],
-    "totals": {"tokens": 0, "bytes_up": 0, "bytes_down": 0, "bytes_by_kind": {}, "nodes": {}},
-    "windows": [], "evaluations": [], "alarms": [], "recent": [],
-}  # fmt: skip
-
-
-def test_status_draws_the_run_and_json_hands_it_on() -> None:
-    with served(json.dumps(STATUS).encode()) as endpoint:
-        url = f"http://127.0.0.1:{endpoint.port}"
-        assert "fjord" in farloop("status", "--url", url).stdout
-        assert json.loads(farloop("status", "--url", f"127.0.0.1:{endpoint.port}", "--json").stdout) == STATUS
 
 
 @pytest.mark.parametrize("make", statuses.ALL)
@@ -64,7 +41,9 @@ def test_status_says_what_it_has_to_say_at_80_columns_in_every_state(make: Calla
     told = make()
     with served(json.dumps(told).encode()) as endpoint:
         url = f"127.0.0.1:{endpoint.port}"
-        shown = CliRunner().invoke(app, ["status", "--url", url], env={"COLUMNS": "80"}, prog_name="farloop")
+        shown = CliRunner().invoke(
+            app, ["status", "--url", f"http://{url}"], env={"COLUMNS": "80"}, prog_name="farloop"
+        )
         assert json.loads(farloop("status", "--url", url, "--json").stdout) == told
     assert shown.exit_code == 0
     assert told["run"]["state"] in shown.stdout and "\x1b" not in shown.stdout
@@ -163,7 +142,7 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
     ],
 )
 def test_commands_write_for_terminals_without_unicode(encoding: str, words: list[str], parts: list[str]) -> None:
-    with served(json.dumps(STATUS).encode()) as endpoint:
+    with served(json.dumps(statuses.status()).encode()) as endpoint:
         words = [word or f"127.0.0.1:{endpoint.port}" for word in words]
         command = [sys.executable, "-m", "farloop.cli.main", *words]
         environ = {**os.environ, "PYTHONIOENCODING": encoding}

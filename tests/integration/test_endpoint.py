@@ -6,12 +6,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from loopback import NewRun
 from plain_runs import plain_progress
+from tiny_run import until
 
 from farloop.algo.spec import NodeId
 from farloop.monitoring import endpoint as endpoint_module
@@ -214,13 +215,6 @@ def test_a_client_that_does_not_read_its_answer_is_ended_by_the_deadline() -> No
     with Endpoint("127.0.0.1", 0, routes, request_limit_s=0.3) as endpoint, crowd(endpoint.port, 1, asked):
         until(lambda: len(endpoint._open) == 1)
         until(lambda: not endpoint._open)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

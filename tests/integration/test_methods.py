@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from faulty_world import run as simulate
-from loopback import TEXT, NewRun, Run, assert_all_agree, own_run
+from loopback import TEXT, NewRun, Run, assert_all_agree
 from simulated_faults import Scenario
 from simulated_outcome import commit_of
 from slow_cases import mostly_slow
@@ -53,24 +53,6 @@ def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_
     if METHODS[method].on_late_update == "wait":
         assert_nothing_is_lost(status, journal)
         assert_its_simulation_is_the_same(journal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "data-parallel"])
-def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_its_share_of_the_rounds(
-    new_run: NewRun, method: str
-) -> None:
-    """A, H: rounds are dealt by steps a second. By tokens a second it had a quarter of the steps."""
-    run = own_run(new_run, method=method, steps=STEPS, h=H, nodes=2, screen="off")
-    coordinator = run.start_coordinator()
-    for name, batch in (("large", "8"), ("small", "2")):
-        run.start_own_node(name, "--batch", batch, "--pace-s", "0.05")
-    assert_all_agree(run, run.until_done(coordinator), "large", "small")
-    plans = [record.round for record in run.records() if isinstance(record, rec.RoundFixed)]
-    # Half leaves room for a machine that stands still now and then.
-    assert 2 * sum(plan.steps_of(NodeId("small")) for plan in plans) > sum(plan.length for plan in plans) > 0, plans
-    contributors = Counter(addend.blob.node for commit in commits(run.records()) for addend in commit.blobs)
-    assert contributors["small"] > contributors["large"] // 2
 
 
 # --- a run
