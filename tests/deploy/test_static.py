@@ -38,6 +38,11 @@ def test_a_script_has_nothing_that_shellcheck_minds(path: Path) -> None:
     assert run(tool("shellcheck"), path) == ""
 
 
+def test_the_workflow_has_nothing_that_zizmor_minds() -> None:
+    """Permissions, pins, texts of others in commands."""
+    assert "No findings to report" in run(tool("zizmor"), "--offline", "--no-progress", ROOT / ".github")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_of_an_overlay_and_of_a_component_is_one_of_that_kubernetes_version(
     version: str, tmp_path: Path

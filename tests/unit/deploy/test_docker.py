@@ -98,6 +98,8 @@ def test_the_workflow_runs_and_builds_what_exists_and_names_no_host() -> None:
     for command in (step["run"] for job in jobs.values() for step in job["steps"] if "run" in step):
         subprocess.run(["bash", "-n"], input=command, text=True, check=True)
         assert set(re.findall(r"\bmake (\w+)", command)) <= made
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", one) for one in used), "actions by their digest"
     for image in jobs["images"]["strategy"]["matrix"]["include"]:
         stages = re.findall(r" AS (\w+)$", (ROOT / image["file"]).read_text(), re.MULTILINE)
         assert image.get("target") in {*stages, None}
