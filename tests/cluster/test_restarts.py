@@ -19,6 +19,7 @@ import tiny_run
 import yaml
 from loopback import FARLOOP, PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of, own_run
 from slow_cases import slow
+from test_commands import typed
 
 from farloop.cli.doctor import connect
 from farloop.config.exit_codes import ExitCode
@@ -197,6 +198,7 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
 
 
 RUN_BY_HAND = {
+    "sbatch": 'exec bash "$@"',
     "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
     "srun": 'shift; "$@" & "$@" && wait $!',
     "farloop": f'exec {sys.executable} -m farloop.cli.main "$@"',
@@ -217,11 +219,13 @@ def test_a_script_for_a_scheduler_starts_one_node_on_two_hosts(new_run: NewRun, 
     if script == "skypilot.yaml":  # which runs it on every host
         (run.folder / "host.sh").write_text(yaml.safe_load(text)["run"])
         text = "srun --all bash host.sh"
-    (run.folder / "script.sh").write_text(text)
+    (run.folder / "examples").mkdir()
+    (run.folder / "examples" / "slurm.sh").write_text(text)
     given = {"HOSTS": "2", "PORT": str(free_port()), "GPUS": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
     given |= {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
     environ = [f"{name}={value}" for name, value in given.items()]
-    job = run.start("script", "-c", STARTER, *environ, f"PATH={run.folder}{os.pathsep}{os.environ['PATH']}")
+    (submit,) = typed("A SLURM site")  # or the same for skypilot.yaml
+    job = run.start("script", "-c", STARTER, submit, *environ, f"PATH={run.folder}{os.pathsep}{os.environ['PATH']}")
     try:
         status = run.until_done(timeout_s=DEADLINE_S)
         assert run.until_ended(job, DEADLINE_S) == 0
@@ -234,5 +238,5 @@ def test_a_script_for_a_scheduler_starts_one_node_on_two_hosts(new_run: NewRun, 
 
 STARTER = """
 import os, sys
-os.execvpe("bash", ["bash", "script.sh"], os.environ | dict(one.split("=", 1) for one in sys.argv[1:]))
+os.execvpe("sh", ["sh", "-c", sys.argv[1]], os.environ | dict(one.split("=", 1) for one in sys.argv[2:]))
 """

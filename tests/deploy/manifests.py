@@ -111,5 +111,5 @@ def known_to_kubernetes(one: Object) -> Object | None:
             **one["spec"]["replicatedJobs"][0]["template"],
         }
     if kind in ("LeaderWorkerSet", "TrainJob"):
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": (template_of(one) or {})["spec"]}
+        return {"apiVersion": "v1", "kind": "PodTemplate", "metadata": meta, "template": template_of(one)}
     return one

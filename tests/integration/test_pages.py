@@ -1,5 +1,7 @@
 """What README.md, docs/quickstart.md and docs/two-clusters.md tell a reader to type, typed: every machine is a folder.
 
+The start paths of docs/index.md lead through the last of them; tests/cluster and tests/deploy take those of schedulers.
+
 A page's commands are taken from the page, in any order, by how they begin; one that was not taken fails the test, so a
 page cannot gain a command that is not run. `SMALLER` makes runs short and lets them share this machine; each of its
 texts must stand in the page, so a page that changes is noticed.
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from loopback import DEADLINE_S, POLL_S, Daemon, environment
-from test_commands import ROOT, blocks
+from test_commands import ROOT, blocks, typed
 
 from farloop.local.processes import free_port
 
@@ -57,6 +59,7 @@ class Reader:
         self.left = [one for block in found for one in block.commands if not one.startswith(ELSEWHERE)]
         self._files = ["\n".join(block.text) + "\n" for block in found if block.language in ("toml", "python")]
         self.daemons: list[Daemon] = []
+        self.taken: list[str] = []
 
     def machine(self, name: str) -> Path:
         """The folder that stands for a machine."""
@@ -68,6 +71,7 @@ class Reader:
         (line, *_) = [line for line in self.left if line.startswith(beginning)] or [""]
         assert line, f"the page has no command left that begins with {beginning!r}: {self.left}"
         self.left.remove(line)
+        self.taken.append(line)
         return self._shrunk(line)
 
     def run(self, line: str, machine: str) -> str:
@@ -93,15 +97,17 @@ class Reader:
             text = text.replace(old, new)
         (self.machine(machine) / name).write_text(before + self._shrunk(text), encoding="utf-8")
 
-    def make_keys(self, *nodes: str) -> None:
-        """Every machine makes its key; the public halves are copied as the page says, and allowed."""
+    def make_keys(self, *nodes: str, on: Mapping[str, str] | None = None) -> None:
+        """Every machine makes its key; the public halves are copied as the page says."""
         self.run(self.take("mkdir allowed && farloop keys new"), "coordinator")
         keys = self.machine("coordinator") / "keys"
         line = self.take("farloop keys new keys --name oslo")
         for node in nodes:
-            self.run(line.replace("oslo", node), node)
-            shutil.copy(keys / "coordinator.pub", self.machine(node) / "keys")
-            shutil.copy(self.machine(node) / f"keys/{node}.pub", keys)
+            machine = (on or {}).get(node, node)
+            self.run(line.replace("oslo", node), machine)
+            if machine != "coordinator":
+                shutil.copy(keys / "coordinator.pub", self.machine(machine) / "keys")
+                shutil.copy(self.machine(machine) / f"keys/{node}.pub", keys)
 
     def wait_for_the_end(self) -> None:
         for daemon in self.daemons:
@@ -238,33 +244,53 @@ def test_quickstart_by_hand(opened: Open, tmp_path: Path) -> None:
     assert not reader.left, "commands of the page that were not run"
 
 
+START_PATHS = {
+    "Two laptops": {"oslo": "coordinator", "lima": "lima"},
+    "A GPU box and a rented one": {"oslo": "oslo", "lima": "coordinator"},
+    "Four clusters": {name: name for name in ("oslo", "lima", "rome", "kyiv")},
+}
+"""What the reader of docs/index.md has: nodes, and the machine that each is on."""
+
+
 @pytest.mark.slow
-def test_two_clusters_step_by_step(opened: Open) -> None:
+@pytest.mark.parametrize("have", START_PATHS)
+def test_a_start_path_by_two_clusters_step_by_step(have: str, opened: Open) -> None:
+    nodes = START_PATHS[have]
     smaller = two_machines(http := free_port())
     page_http = {'model = "small"\n': "", "nproc = 8": "nproc = 1", '"127.0.0.1:9700"': f'"127.0.0.1:{http}"'}
     del smaller['allow = "allowed"']
     reader = opened("docs/two-clusters.md", smaller | page_http)
-    reader.make_keys("oslo", "lima")
+    reader.make_keys(*nodes, on=nodes)
     reader.take("farloop keys new keys --name lima")
-    for beginning in ("farloop keys authorize", "farloop keys authorize", "farloop keys list"):
-        reader.run(reader.take(beginning), "coordinator")
-    reader.write("# run.toml", "coordinator", "run.toml")
-    for node in ("oslo", "lima"):
-        reader.write("# node.toml", node, "node.toml", oslo=node)
+    allow, _ = (reader.take("farloop keys authorize") for _ in "12")
+    reader.run(" && ".join(allow.replace("oslo", node) for node in nodes), "coordinator")
+    reader.run(reader.take("farloop keys list"), "coordinator")
+    reader.write("# run.toml\n", "coordinator", "run.toml", **{"nodes = 2": f"nodes = {len(nodes)}"})
+    for node, machine in nodes.items():
+        reader.write("# node.toml", machine, "node.toml", oslo=node)
     reader.run(reader.take("farloop config check run.toml"), "coordinator")
-    reader.run(reader.take("farloop config show node.toml"), "oslo")
+    reader.run(reader.take("farloop config show node.toml"), nodes["oslo"])
     reader.run(reader.take("farloop doctor run.toml"), "coordinator")
     reader.start(reader.take("farloop coordinator run.toml"), "coordinator")
     reader.until_answered(http)
-    reader.run(reader.take("farloop doctor node.toml"), "oslo")
+    reader.run(reader.take("farloop doctor node.toml"), nodes["oslo"])
     line, follow = reader.take("farloop node node.toml"), reader.take("farloop journal show --follow")
     following = Daemon("follow", ["bash", "-c", f"exec {follow}"], reader.machine("coordinator"), as_activated())
     reader.start(reader.take("farloop status --watch"), "coordinator", "status")
-    for node in ("oslo", "lima"):
-        reader.start(line, node)
+    for node, machine in nodes.items():
+        reader.start(line, machine, node)
+    for plan in [line for line in typed(have) if line.startswith("farloop plan")]:
+        (reader.machine("coordinator") / "model.toml").write_text("[model]\nlayers = 4\nparameters = 1e6\n")
+        loop = (
+            f"until {plan.replace('9700', str(http))}; do sleep 1; farloop status --url 127.0.0.1:{http} || exit; done"
+        )
+        reader.run(loop, "coordinator")  # nodes have to join first
+        reader.taken.append(plan)
     reader.wait_for_the_end()
     following.end()
     assert "commit" in following.said
     explained = reader.run(reader.take("farloop explain f0:812").replace("812", "1"), "coordinator")
-    assert "oslo" in explained and "lima" in explained
+    assert all(node in explained for node in nodes)
+    assert (reader.machine("coordinator") / "state/model.safetensors").is_file()
     assert not reader.left, "commands of the page that were not run"
+    assert set(typed(have)) <= set(reader.taken), "commands of the start page that were not run"

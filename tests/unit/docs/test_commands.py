@@ -104,6 +104,13 @@ def blocks(page: Path) -> Iterator[Block]:
         yield block
 
 
+def typed(have: str) -> list[str]:
+    """The commands in the sentences of the start page for a reader who has that."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (part,) = re.findall(rf"^### {re.escape(have)}\n(.*?)^##", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r"`((?:farloop|kubectl|k8s/keys\.sh|sbatch) [^`]+)`", part.replace("\n   ", " "))
+
+
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
