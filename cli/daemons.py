@@ -135,6 +135,7 @@ def run_coordinator(
         ending.callback(store.close)
         if mirror is not None:
             mark(config.state_dir)
+            leadership.begun()
         adopt = None
         if adopt_patience_s is not None:
             adopt = AdoptionSettings(

@@ -279,13 +279,25 @@ class Leadership:
         found, now = store.read()
         return cls(store, root, term, now) if found == term else None
 
-    def set_in_sync(self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
+    def begun(self) -> None:
+        """Record that the run is in the folder: none of the same name, with an empty folder, begins it anew. A store
+        that does not answer is not waited for. Raises Deposed."""
+        with self._lock:
+            if self.term.term == 1:
+                self.set_in_sync(self.term.in_sync, lambda: True, anew=True)
+
+    def set_in_sync(
+        self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, anew: bool = False
+    ) -> bool:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
+        `anew`: also if it is recorded.
         One thread at a time decides the names (`Mirror`).
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
 
+        before = self.term if anew else None
+
         def change() -> bool:
-            while self.term.in_sync != names:
+            while self.term.in_sync != names or self.term is before:
                 new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
                 self._store.replace(new, self._version)  # its answer may be lost: what is there decides
                 found, version = self._store.read()

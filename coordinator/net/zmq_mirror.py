@@ -18,7 +18,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.coordinator.errors import StorageError, StorageFailed
+from farloop.coordinator.errors import StateMismatch, StorageError, StorageFailed
 from farloop.coordinator.net.zmq_router import BindError, require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
@@ -188,7 +188,8 @@ class MirrorClient:
         return self._replica.taken
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied."""
+        """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied.
+        Raises StateMismatch: the leader has the same name."""
         joined_at = pinged_at = float("-inf")
         taken = 0
         try:
@@ -273,6 +274,8 @@ class MirrorClient:
                 head = json.loads(frames[0].bytes)
                 if head == ["unknown"]:
                     return False
+                if head[0] == "refused":
+                    raise StateMismatch(self._root, head[1])
                 if head != ["pong"] and not self._apply(head, [frame.buffer for frame in frames[1:]]):
                     return False
         return True

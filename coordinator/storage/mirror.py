@@ -12,7 +12,7 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     whole                       `incoming` takes the place of the old folder; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
-The standby answers `["ack", number]`, and `["took", bytes]` as it goes on.
+The standby answers `["ack", number]`, and `["took", bytes]` as it goes on. `["refused", why]` ends it.
 """
 
 import json
@@ -163,6 +163,11 @@ class Mirror:
         if found is not None:
             found.heard_at = now
         match head:
+            case ["join", str(name), dict()] if name == (leads := self.leadership.term).leader:
+                why = (
+                    f"another coordinator of the name {name} leads since term {leads.term}: give each a name of its own"
+                )
+                self.send(route, [json.dumps(["refused", why], allow_nan=False).encode()])
             case ["join", str(name), dict(held)]:
                 with self._moved:
                     self._known_routes.add(route)

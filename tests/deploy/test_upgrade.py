@@ -1,7 +1,7 @@
 """Two revisions of farloop in one run, as while it is upgraded: real processes of both, on loopback.
 
-The older is the newest tag v*, or `SINCE` while there is none; FARLOOP_UPGRADE_FROM names another revision. It is
-installed under a version of its own into an environment over this one's packages.
+The older is the newest tag v* before this commit, or `SINCE` while there is none; FARLOOP_UPGRADE_FROM names another
+revision. It is installed under a version of its own into an environment over this one's packages.
 """
 
 import importlib.util
@@ -33,7 +33,8 @@ OLD = "0.0.1"  # the version that the older one says it has
 def older_revision() -> str:
     """Skips the test where the history is not there."""
     if (named := os.environ.get("FARLOOP_UPGRADE_FROM")) is None:
-        tags = run("git", "tag", "--list", "v*", "--sort=-version:refname", cwd=ROOT, code=None).split()
+        words = ("--list", "v*", "--merged", "HEAD", "--no-contains", "HEAD", "--sort=-version:refname")
+        tags = run("git", "tag", *words, cwd=ROOT, code=None).split()
         named = tags[0] if tags else SINCE
     if subprocess.run(["git", "cat-file", "-e", f"{named}^{{commit}}"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip(f"the history of this checkout has no {named}")

@@ -202,7 +202,7 @@ def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -
     after = pair.goes_on_at("b", before)
     pair.daemons["a"].signal(signal.SIGCONT)
     assert run.until_ended(pair.daemons["a"]) == ExitCode.REFUSED
-    assert_one_line(pair.daemons["a"], "b leads the run since term 3", "start this one again, and it stands by")
+    assert_one_line(pair.daemons["a"], "b leads the run since term 4", "start this one again, and it stands by")
     later = run.until("windows commit", partial(further_than, before=after))
     assert later["run"]["epoch"] == after["run"]["epoch"]
 
@@ -244,6 +244,14 @@ def test_the_record_of_another_run_is_one_line(pair: Pair) -> None:
     refused = pair.start("a")
     assert pair.run.until_ended(refused) == ExitCode.STORAGE
     assert_one_line(refused, "the record holds the leader of another run")
+
+
+def test_a_second_coordinator_of_the_same_name_ends_in_one_line(pair: Pair) -> None:
+    pair.start("a")
+    pair.run.until_said(pair.run.folder / "a.log", "at tcp://")
+    refused = pair.start("b", "--set", "coordinator.name=a")
+    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert_one_line(refused, "another coordinator of the name a leads since term 2")
 
 
 def at_least(status: Status, before: Status) -> bool:

@@ -213,6 +213,17 @@ def test_the_first_leads_and_leads_again_on_its_own_folder(tmp_path: Path) -> No
         leads.set_in_sync(())
 
 
+def test_a_second_one_of_the_same_name_does_not_begin_the_run_anew(tmp_path: Path) -> None:
+    leads = Start(tmp_path, "a", **PAIR).lead()
+    assert leads is not None
+    leads.begun()
+    assert (leads.term.term, leads.term.in_sync) == (2, ())
+    other = Start(tmp_path, "a", **PAIR)  # with an empty folder: of another host
+    assert other.lead() is None and other.stands_by
+    leads.begun()
+    leads.check()
+
+
 def test_a_second_one_stands_by(tmp_path: Path) -> None:
     assert Start(tmp_path, "a", **PAIR).lead() is not None
     b = Start(tmp_path, "b", **PAIR)

@@ -269,6 +269,15 @@ def test_the_old_folder_stays_until_the_new_one_is_whole(pair: Pair, spec: RunSp
     assert states == {old, new}
 
 
+def test_a_standby_of_the_leaders_name_is_refused(pair: Pair) -> None:
+    sent = list[Any]()
+    pair.mirror.send = lambda route, frames: sent.extend(json.loads(bytes(frame)) for frame in frames)
+    pair.mirror.received(b"1", ["join", "a", {}])
+    pair.mirror.tick()
+    assert sent == [["refused", "another coordinator of the name a leads since term 1: give each a name of its own"]]
+    assert not pair.mirror.has_standbys
+
+
 def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None:
     """A leader that slept: its sync never returns."""
     store = pair.begin(spec)
