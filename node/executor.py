@@ -156,7 +156,7 @@ class NodeExecutor:
         """Set the model; the run's spec must be known. `frozen`, `unsaved`: as `Ready`. Raises as `replica_of`."""
         spec = self.machine.spec
         assert spec is not None
-        self.machine.frozen, self.machine.unsaved = frozen, unsaved
+        self.machine.set_digests(frozen, unsaved)
         self.replica = replica_of(module, spec, self.machine.holds, weights)
         self._reports.layout = spec.identity.layout.digest()
         if self.replica.gradients:  # anchors change at every step

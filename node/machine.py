@@ -63,7 +63,7 @@ class NodeMachine:
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
-        self.frozen = self.unsaved = 0  # digests of what of the model is not exchanged, as `Ready` tells them
+        self.frozen = self.unsaved = 0
         self._current: tuple[int, ...] = ()
         """Versions as the last Welcome told them: a node that joins is ready once it has them."""
         self.samples_from = 0  # inner step from which samples of the leases are counted
@@ -182,6 +182,10 @@ class NodeMachine:
         return self.terms_of(state.fragment.index, newest + 1)
 
     # --- events
+
+    def set_digests(self, frozen: int, unsaved: int) -> None:
+        """Of what of the model is not exchanged, as `Ready` tells them. Before the first snapshot arrives."""
+        self.frozen, self.unsaved = frozen, unsaved
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Take one event; return what is to be done, in order."""
