@@ -140,7 +140,7 @@ def partition(
     """
     _check_tensors(tensors)
     if blocks_per_fragment < 1:
-        raise ValueError(f"blocks_per_fragment is {blocks_per_fragment}; the least is 1")
+        raise ValueError(f"blocks_per_fragment: expected 1 or more, got {blocks_per_fragment}")
     if pattern == "whole" and fragments not in (None, 1):
         raise ValueError(f"the pattern 'whole' has 1 fragment, not {fragments}; for more take 'strided'")
 

@@ -81,7 +81,7 @@ def check(terms: Terms, layout: Layout) -> None:
 
 def _check_whole(terms: Terms) -> None:
     for name, value in terms.flat().items():
-        require(type(value) is not int or value <= MOST_WHOLE, f"{name} is {value}; the most is {MOST_WHOLE}")
+        require(type(value) is not int or value <= MOST_WHOLE, f"{name}: expected at most {MOST_WHOLE}, got {value}")
     batch = max(1, terms.inner.batch_sequences)
     for name, steps in (("steps", terms.schedule.steps), ("h", terms.schedule.h)):
         most = _MOST_SAMPLES // batch
@@ -111,7 +111,7 @@ def _check_layout(method: Method, layout: Layout) -> None:
 def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
     schedule = terms.schedule
     for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
-        require(terms.value(name) >= 1, f"{name} is {terms.value(name)}; the least is 1")
+        require(terms.value(name) >= 1, f"{name}: expected 1 or more, got {terms.value(name)}")
     require(
         slots <= schedule.h, f"h is {schedule.h}, too short for {slots} slots of one step or more; the least is {slots}"
     )
@@ -122,13 +122,12 @@ def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
     name, shortest = min((schedule.h, "h"), (initial_h(terms), "h_init"))[::-1]
     most = max_tau(method, shortest, slots)
     require(
-        0 <= schedule.tau <= most, f"tau is {schedule.tau}; {method.name} with {name} = {shortest} takes 0 to {most}"
+        0 <= schedule.tau <= most,
+        f"tau: expected 0 to {most} by {method.name} with {name} = {shortest}, got {schedule.tau}",
     )
     require(not schedule.own_tau or may_own_tau(terms), "own_tau is true, but these terms need one tau for all nodes")
     _check_lag(method, terms)
-    require(
-        0.0 <= schedule.mix <= 1.0, f"mix is {schedule.mix}; it lies between 0 (the anchor) and 1 (the local weights)"
-    )
+    require(0.0 <= schedule.mix <= 1.0, f"mix: expected 0 (the anchor) to 1 (the local weights), got {schedule.mix}")
 
 
 def _check_lag(method: Method, terms: Terms) -> None:
@@ -160,7 +159,7 @@ def _check_optimizers(terms: Terms) -> None:
 def _check_windows(terms: Terms) -> None:
     admission = terms.admission
     for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
-        require(terms.value(name) >= least, f"{name} is {terms.value(name)}; the least is {least}")
+        require(terms.value(name) >= least, f"{name}: expected {least} or more, got {terms.value(name)}")
     # Elsewhere the sum of a window is over deltas of one base.
     most = _MOST_STALE if method_named(terms.method).max_staleness else 0
     require(
@@ -242,7 +241,7 @@ def _check_phases(terms: Terms) -> None:
         )
     require(
         0.0 <= terms.outer.rewarm_momentum <= 1.0,
-        f"rewarm_momentum is {terms.outer.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",
+        f"rewarm_momentum: expected 0 (forget) to 1 (keep), got {terms.outer.rewarm_momentum}",
     )
 
 
@@ -380,9 +379,9 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
     outer = terms.outer
     for name, value in (("outer_lr", outer.lr), ("weight_decay", terms.inner.weight_decay)):
         require(value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
-    require(outer.lr <= _MOST_OUTER_LR, f"outer_lr is {outer.lr}; the most is {_MOST_OUTER_LR:g}")
+    require(outer.lr <= _MOST_OUTER_LR, f"outer_lr: expected at most {_MOST_OUTER_LR:g}, got {outer.lr}")
     momentum = outer.momentum
-    require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
+    require(0.0 <= momentum < 1.0, f"outer_momentum: expected 0 or more and below 1, as 0.9, got {momentum}")
     require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes only 0")
     for name, (reader, neutral) in _OUTER_ONLY_FOR.items():
         value = terms.value(name)
@@ -393,10 +392,10 @@ def check_outer(terms: Terms, kind: OuterKind) -> None:
     clip, buffer, spread = outer.clip, outer.buffer, outer.spread
     if clip is not None:
         require(clip > 0.0, f"outer_clip is {clip}; it must be above 0, or left out")
-    require(buffer >= 1, f"outer_buffer is {buffer}; the least is 1, where every delta steps the momentum")
+    require(buffer >= 1, f"outer_buffer: expected 1 or more, got {buffer}; with 1 every delta steps the momentum")
     most = 1.0 / buffer
     require(0.0 <= spread <= most, f"outer_spread is {spread}; with outer_buffer = {buffer} it is 0 to {most:g}")
-    require(outer.restart >= 0, f"outer_restart is {outer.restart}; the least is 0, for never")
+    require(outer.restart >= 0, f"outer_restart: expected 0 (never) or more, got {outer.restart}")
 
 
 # --- Control variates

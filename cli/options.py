@@ -12,7 +12,7 @@ import typer.main
 
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, ended_in_one_line, say_error
 from farloop.config.logs import LogLevel
-from farloop.monitoring.units import nearest
+from farloop.monitoring.units import nearest, range_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,6 +80,9 @@ def _usage_line(error: Any) -> str:
     name = parameter.envvar if from_environment else parameter.opts[0]
     if choices := parameter.type_descriptor.choices:
         return f"{name}: there is no {given!r}; {nearest(given, choices)}"
+    if found["type"] in ("greater_than_equal", "less_than_equal"):
+        bounds = parameter.type_descriptor.parameter_info
+        return f"{name}: expected {range_text(bounds.min, bounds.max)}, got {given}"
     wanted = WANTED.get(found["type"].partition("_")[0])
     return f"{name}: {f'expected {wanted}' if wanted else found['msg'].lower()}, got {given!r}"
 

@@ -180,9 +180,9 @@ def _model_of(model: _Model) -> plain.Model:
 def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
     where = f"nodes[{number}]"
     if node.count < 1:
-        raise ValueError(f"{where}: count is {node.count}; the least is 1")
+        raise ValueError(f"{where}: count: expected 1 or more, got {node.count}")
     if node.count > plain.MOST_NODES:
-        raise ValueError(f"{where}: count is {node.count}; the most is {plain.MOST_NODES}")
+        raise ValueError(f"{where}: count: expected at most {plain.MOST_NODES}, got {node.count}")
     max_layers = node.max_layers
     if node.memory_bytes is not None:
         if max_layers is not None:

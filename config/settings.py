@@ -469,8 +469,8 @@ def _resolve(
             settings.check(section, name, rule)
         largest, value = MOST_WHOLE if section == "run" and name != "seed" else _MOST, setting.value
         if type(value) is int and abs(value) > largest:
-            bound = f"the least is {-largest}" if value < 0 else f"the most is {largest}"
-            raise settings.error(section, name, f"{bound}, not {value}")
+            wanted = f"{-largest} or more" if value < 0 else f"at most {largest}"
+            raise settings.error(section, name, f"expected {wanted}, got {value}")
     return settings
 
 

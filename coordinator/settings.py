@@ -84,7 +84,7 @@ class CoordinatorConfig:
     http_names: str = ""
     """Public host names under which these pages may be asked for, as run.example.com, with commas between them. IP
     addresses and private names need not be given; * takes any name."""
-    min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="share; expected 0 to 1, as 0.5")] = None
+    min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="0 to 1, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
     bulk_url: Annotated[str, check_bulk_url] = ""
@@ -116,7 +116,7 @@ class CoordinatorConfig:
     map_buffers: bool = False
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
-    egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="price; expected 0 or more")] = 0.0
+    egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="0 or more")] = 0.0
     """What 10⁹ bytes that leave a site cost: for the metrics alone."""
     egress_currency: str = "USD"
     """The currency of that price, as dashboards name it."""
@@ -131,7 +131,7 @@ class CoordinatorConfig:
     probe_bytes: Annotated[int, AtLeast(0)] = 32 << 20
     """Most bytes of one probe, which measures one direction of a link while nobody waits for bytes; 0 measures by what
     has to be sent anyway, alone."""
-    probe_share: Annotated[float, AtLeast(0.0, wanted="share; expected 0 or more, as 0.01")] = PROBE_SHARE
+    probe_share: Annotated[float, AtLeast(0.0, wanted="0 or more, as 0.01")] = PROBE_SHARE
     """Share of the bytes that a node's link moves for the run that probes of the link may take, beyond one of 64 KiB in
     each direction."""
     probe_idle_s: Annotated[float, TIME] = QUIET_S

@@ -103,19 +103,24 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
 
 
+def range_text(least: float | None, most: float | None) -> str:
+    """`1 to 64`, `1 or more`, `at most 64`."""
+    if least is None:
+        return f"at most {most}"
+    return f"{least} or more" if most in (None, math.inf) else f"{least} to {most}"
+
+
 @dataclass(frozen=True, slots=True)
 class AtLeast:
     """A rule of a setting's values, beside its type: `Annotated[int, AtLeast(1)]`. Called, it raises ValueError."""
 
     least: float
     most: float = math.inf
-    wanted: str = ""  # in words, as "share; expected 0 to 1"
+    wanted: str = ""  # in words, as "0 to 1, as 0.5"
 
     def __call__(self, value: float) -> None:
         if not self.least <= value <= self.most:
-            raise ValueError(
-                f"{value:g} is not a {self.wanted}" if self.wanted else f"the least is {self.least}, not {value}"
-            )
+            raise ValueError(f"expected {self.wanted or range_text(self.least, self.most)}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +137,10 @@ class OneOf:
 def check_duration(seconds: float) -> None:
     """Raises ValueError unless it is above 0."""
     if seconds <= 0.0:
-        raise ValueError(f"{seconds:g} is not a duration; expected seconds above 0, as 600")
+        raise ValueError(f"expected seconds above 0, as 600, got {seconds:g}")
 
 
-TIME = AtLeast(0.0, wanted="time; expected 0 seconds or more, as 60")
+TIME = AtLeast(0.0, wanted="0 seconds or more, as 60")
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

@@ -32,7 +32,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("credit", "memory", "attempts"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
 
 
 # --- Layout files: the output of `farloop plan --json`, plus the addresses of the nodes

@@ -19,7 +19,7 @@ def _check_least(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; the least is 1")
+            raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
 class CardKind(StrEnum):
@@ -88,9 +88,9 @@ class Node:
         if not (math.isfinite(self.layer_s) and self.layer_s >= 0.0):
             raise ValueError(f"layer_s of {self.name} is {self.layer_s}; expected seconds of at least 0")
         if self.slots < 1:
-            raise ValueError(f"slots of {self.name} is {self.slots}; the least is 1")
+            raise ValueError(f"slots of {self.name}: expected 1 or more, got {self.slots}")
         if self.max_layers is not None and self.max_layers < 1:
-            raise ValueError(f"max_layers of {self.name} is {self.max_layers}; the least is 1")
+            raise ValueError(f"max_layers of {self.name}: expected 1 or more, got {self.max_layers}")
 
     @property
     def fabric(self) -> CardKind:
@@ -148,7 +148,7 @@ class Model:
     def __post_init__(self) -> None:
         _check_least(self, "layers", "microbatches")
         if self.microbatches > MOST_MICROBATCHES:
-            raise ValueError(f"microbatches is {self.microbatches}; the most is {MOST_MICROBATCHES}")
+            raise ValueError(f"microbatches: expected at most {MOST_MICROBATCHES}, got {self.microbatches}")
         for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s", "sync_bytes"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0.0):

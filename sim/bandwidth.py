@@ -81,8 +81,8 @@ class Training:
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"{name} is {value:g}; it must be a number above 0")
         for name in ("layers", "h", "layers_per_fragment"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; the least is 1")
-        require(self.layers <= MOST_LAYERS, f"layers is {self.layers}; the most is {MOST_LAYERS}")
+            require(getattr(self, name) >= 1, f"{name}: expected 1 or more, got {getattr(self, name)}")
+        require(self.layers <= MOST_LAYERS, f"layers: expected at most {MOST_LAYERS}, got {self.layers}")
         if self.method == "data-parallel":
             require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
             require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")

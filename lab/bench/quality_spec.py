@@ -279,7 +279,7 @@ def _config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, Any], l
     method = method_named(RunConfig(**{**base, **overrides}).method)
     config = RunConfig(**{**{key: value for key, value in base.items() if key not in method.fixed}, **overrides})
     if config.nodes < 1:
-        raise ValueError(f"nodes is {config.nodes}; the least is 1")
+        raise ValueError(f"nodes: expected 1 or more, got {config.nodes}")
     return dataclasses.replace(
         config,
         name="quality",

@@ -31,7 +31,8 @@ def _check_least(owner: object, least: float, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         require(
-            value is None or (math.isfinite(value) and value >= least), f"{name} is {value}; the least is {least:g}"
+            value is None or (math.isfinite(value) and value >= least),
+            f"{name}: expected {least:g} or more, got {value}",
         )
 
 

@@ -160,7 +160,7 @@ def test_a_slot_above_the_size_limit_shifts_no_other_slot() -> None:
         (transformer(6), "strided", {"fragments": 7}, "take 1 to 6"),
         (transformer(6), "sequential", {"fragments": 0}, "take 1 to 6"),
         (transformer(6), "balanced", {"fragments": 19}, "18 tensors; take 1 to 18"),
-        (transformer(3), "strided", {"blocks_per_fragment": 0}, "the least is 1"),
+        (transformer(3), "strided", {"blocks_per_fragment": 0}, "expected 1 or more, got 0"),
         *(
             (transformer(6), "strided", {"stages": starts}, "this model has 6 numbered blocks")
             for starts in [(0,), (3, 3), (4, 2), (6,), (-1,)]

@@ -116,8 +116,11 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         ({"outer_lrr": "1"}, "there is no term 'outer_lrr' that can change; did you mean outer_lr?"),
         ({"LR": "0.001"}, "there is no term 'LR' that can change; did you mean lr?"),
         ({"schedule": "WSD"}, "lr.shape: there is no 'WSD'; did you mean wsd?"),
-        *(({key: str(2**64 - 1)}, f"{key} is {2**64 - 1}; the most is {2**40}") for key in ("steps", "h", "min_nodes")),
-        ({"outer_lr": "1e308"}, "outer_lr is 1e+308; the most is 100"),
+        *(
+            ({key: str(2**64 - 1)}, f"{key}: expected at most {2**40}, got {2**64 - 1}")
+            for key in ("steps", "h", "min_nodes")
+        ),
+        ({"outer_lr": "1e308"}, "outer_lr: expected at most 100, got 1e+308"),
         ({"norm_band": "1e308"}, "norm_band is 1e+308; the most is 1e+06, or set screen = off"),
         ({"bytes_goal": "200"}, "bytes_goal chose h when the run began: set h"),
         ({"zebra": "1"}, "there is no term 'zebra' that can change; there are anneal_at, "),
@@ -130,7 +133,7 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         ({"outer_correction": "1"}, "outer_correction is true or false, not '1'"),
         ({"lr.drops": "a"}, "lr.drops is positions, as 300,450, not 'a'"),
         ({"schedule": "wsdd"}, "lr.shape: there is no 'wsdd'; did you mean wsd?"),
-        ({"tau": "10"}, "tau is 10; streaming with h = 10 takes 0 to 9"),
+        ({"tau": "10"}, "tau: expected 0 to 9 by streaming with h = 10, got 10"),
         ({"h": "1"}, "h is 1, too short for 2 slots of one step or more; the least is 2"),
         ({"mix": "1.0"}, "mix is 0.5 and can be at most 0.99"),
         ({"outer_lr": "0.7"}, "nothing would change: outer_lr is 0.7 already"),
@@ -138,7 +141,7 @@ def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
         ({"decay_share": "-inf"}, "lr.decay_share: expected a finite number; got -inf"),
         ({"floor": "2"}, "floor is 2, but a window can close with 1 contributions: at most 1"),
         # Windows change first, and the first of them lie in rounds of the old length.
-        ({"h": "40", "tau": "30"}, "tau is 30; streaming with h = 10 takes 0 to 9, until the rounds have"),
+        ({"h": "40", "tau": "30"}, "tau: expected 0 to 9 by streaming with h = 10, got 30, until the rounds have"),
         ({"codec_up_of": "rome"}, "codec_up_of: expected NODE=VALUE with blanks between nodes, as rome=q4; got 'ro"),
         ({"codec_up_of": "rome=q4 rome=q8"}, "codec_up_of: rome is given twice"),
         ({"codec_up_of.": "q8"}, "codec_up_of.: expected a node behind the point, as codec_up_of.rome"),

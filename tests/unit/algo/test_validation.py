@@ -117,16 +117,16 @@ NEED_A_MEAN = ("co2", "decoupled", "async", "data-parallel")
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
-        ("streaming", {name: 0}, f"{name} is 0; the least is 1")
+        ("streaming", {name: 0}, f"{name}: expected 1 or more, got 0")
         for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds", "min_nodes", "floor")
     ),
     ("streaming", {"h": 8}, "h is 8, too short for 9 slots of one step or more; the least is 9"),
-    ("streaming", {"tau": 30}, "tau is 30; streaming with h = 30 takes 0 to 29"),
-    ("streaming", {"tau": -1}, "tau is -1; streaming with h = 30 takes 0 to 29"),
-    ("streaming", {"mix": 1.01}, "mix is 1.01; it lies between 0"),
-    ("streaming", {"mix": -0.01}, "mix is -0.01; it lies between 0"),
+    ("streaming", {"tau": 30}, "tau: expected 0 to 29 by streaming with h = 30, got 30"),
+    ("streaming", {"tau": -1}, "tau: expected 0 to 29 by streaming with h = 30, got -1"),
+    ("streaming", {"mix": 1.01}, r"mix: expected 0 .* to 1 .*, got 1\.01"),
+    ("streaming", {"mix": -0.01}, r"mix: expected 0 .* to 1 .*, got -0\.01"),
     ("streaming", {"clip": 0.0}, "clip is 0.0; it must be a number above 0"),
-    ("streaming", {"max_stale_rounds": -1}, "max_stale_rounds is -1; the least is 0"),
+    ("streaming", {"max_stale_rounds": -1}, "max_stale_rounds: expected 0 or more, got -1"),
     ("streaming", {"max_staleness": 1}, "max_staleness is 1; streaming takes 0 to 0"),
     ("streaming", {"quorum": 0}, "quorum is 0; the run starts with min_nodes = 4, so it can be 1 to that"),
     ("streaming", {"quorum": 5}, "quorum is 5; the run starts with min_nodes = 4, so it can be 1 to that"),
@@ -146,13 +146,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     # the outer and the inner optimizer
     ("streaming", {"outer_lr": -0.1}, "outer_lr is -0.1; it must be a number of at least 0"),
-    ("streaming", {"outer_lr": 100.1}, "outer_lr is 100.1; the most is 100"),
+    ("streaming", {"outer_lr": 100.1}, "outer_lr: expected at most 100, got 100.1"),
     ("streaming", {"norm_band": 1.1e6}, r"norm_band is 1100000.0; the most is 1e\+06, or set screen = off"),
     *(
         (
             "async" if key == "outer_buffer" else "streaming",
             {key: 2**40 + 1},
-            f"{key} is {2**40 + 1}; the most is {2**40}",
+            f"{key}: expected at most {2**40}, got {2**40 + 1}",
         )
         for key in ("steps", "h", "batch_sequences", "sequence_tokens", "min_nodes", "outer_restart", "outer_buffer")
     ),
@@ -162,18 +162,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"h": 2**40, "batch_sequences": 512},
         f"h is {2**40}; with batch_sequences = 512 the most is {2**39}",
     ),
-    ("streaming", {"outer_momentum": 1.0}, r"outer_momentum is 1.0; it must be in \[0, 1\)"),
-    ("streaming", {"outer_momentum": -0.1}, r"outer_momentum is -0.1; it must be in \[0, 1\)"),
+    ("streaming", {"outer_momentum": 1.0}, "outer_momentum: expected 0 or more and below 1, as 0.9, got 1.0"),
+    ("streaming", {"outer_momentum": -0.1}, "outer_momentum: expected 0 or more and below 1, as 0.9, got -0.1"),
     ("streaming", {"weight_decay": -0.1}, "weight_decay is -0.1"),
-    ("streaming", {"outer_restart": -1}, "outer_restart is -1; the least is 0"),
-    ("streaming", {"rewarm_momentum": 1.5}, r"rewarm_momentum is 1\.5; it lies between 0 .* and 1"),
+    ("streaming", {"outer_restart": -1}, "outer_restart: expected 0 .never. or more, got -1"),
+    ("streaming", {"rewarm_momentum": 1.5}, r"rewarm_momentum: expected 0 .* to 1 .*, got 1\.5"),
     ("sparse", {"outer_momentum": 0.9}, "outer_momentum is 0.9; sparse takes only 0"),
     ("diloco", {"outer_clip": 1.0}, "outer_clip is for the optimizer co2, which diloco does not have"),
     ("diloco", {"outer_spread": 0.1}, "outer_spread is for the optimizer delayed-nesterov"),
     ("co2", {"outer_clip": 0.0}, "outer_clip is 0.0; it must be above 0"),
     ("co2", {"outer_clip": -1.0}, "outer_clip is -1.0"),
     ("co2", {"outer_buffer": 4}, "outer_buffer is for the optimizer delayed-nesterov"),
-    ("async", {"outer_buffer": 0}, "outer_buffer is 0; the least is 1"),
+    ("async", {"outer_buffer": 0}, "outer_buffer: expected 1 or more, got 0"),
     ("async", {"outer_buffer": 4, "outer_spread": 0.3}, "with outer_buffer = 4 it is 0 to 0.25"),
     ("diloco", {"inner_optimizer": "adam"}, "there is no inner_optimizer 'adam'; there are adamw, muon"),
     ("data-parallel", {"inner_optimizer": "muon"}, "data-parallel has no inner optimizer"),

@@ -73,7 +73,7 @@ def test_wrong_usage_ends_with_2() -> None:
         ("status x", "status: got unexpected extra argument(s) (x)"),
         ("demo --nodes x", "--nodes: expected a whole number, got 'x'"),
         ("demo --nodes ٣", "--nodes: expected a whole number, got '٣'"),
-        ("config check x --ranks 0", "--ranks: input should be greater than or equal to 1, got '0'"),
+        ("config check x --ranks 0", "--ranks: expected 1 to 65536, got 0"),
         ("node x --log-level warn", "--log-level: there is no 'warn'; did you mean warning?"),
         *(
             (
@@ -115,7 +115,7 @@ def test_a_bad_file_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
         line = error_line(*words, f"{tmp_path}/x.toml")
         assert line == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
     node = written(tmp_path, "[node]\nname = 'a'\n")
-    assert error_line("node", node, "--nproc", "0") == "--nproc: [node] nproc: the least is 1, not 0"
+    assert error_line("node", node, "--nproc", "0") == "--nproc: [node] nproc: expected 1 or more, got 0"
     keyed = written(tmp_path, "[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
     line = f"cannot read the key file {tmp_path}/a.key: No such file"
     assert error_line("config", "check", keyed).startswith(line)
@@ -252,8 +252,8 @@ def test_this_test_run_is_no_rank() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--nodes", "0"], "--nodes: the least is 1, not 0"),
-        (["--seed", "-1"], "--seed: the least is 0, not -1"),
+        (["--nodes", "0"], "--nodes: expected 1 or more, got 0"),
+        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
         (["--out", "/proc/foo"], "cannot write /proc/foo: no such file or directory; name another place"),
     ],
 )

@@ -286,7 +286,7 @@ def test_published_cells_are_the_last_bandwidths_of_the_grid_that_miss() -> None
         ({"lag": 1, "model": "published"}, "the model published knows no lag: lag is 0, not 1"),
         ({"lag": 1, "method": "data-parallel", "h": 1}, "data-parallel waits for its gradients: lag is 0, not 1"),
         ({"layers_per_fragment": 25}, "layers_per_fragment is 25, but the model has 24 layers"),
-        ({"layers_per_fragment": 0}, "layers_per_fragment is 0; the least is 1"),
+        ({"layers_per_fragment": 0}, "layers_per_fragment: expected 1 or more, got 0"),
         ({"method": "streaming", "h": 7, "layers_per_fragment": 3}, "h is 7, too short for 8 fragments"),
         ({"method": "data-parallel"}, "data-parallel syncs at every step: h is 1, not 100"),
         ({"method": "data-parallel", "h": 1, "overlap": 1}, "data-parallel waits for its gradients"),
@@ -294,9 +294,9 @@ def test_published_cells_are_the_last_bandwidths_of_the_grid_that_miss() -> None
         ({"params": 0.0}, "params is 0; it must be a number above 0"),
         ({"bits": float("nan")}, "bits is nan; it must be a number above 0"),
         ({"step_s": float("inf")}, "step_s is inf; it must be a number above 0"),
-        ({"layers": 0}, "layers is 0; the least is 1"),
-        ({"layers": 20_000}, "layers is 20000; the most is 10000"),
-        ({"h": 0}, "h is 0; the least is 1"),
+        ({"layers": 0}, "layers: expected 1 or more, got 0"),
+        ({"layers": 20_000}, "layers: expected at most 10000, got 20000"),
+        ({"h": 0}, "h: expected 1 or more, got 0"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused_in_a_sentence(change: dict[str, object], sentence: str) -> None:

@@ -448,15 +448,15 @@ def test_machines_are_gathered_into_clusters() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Choice(h=0), "h is 0; the least is 1"),
+        (lambda: Choice(h=0), "h: expected 1 or more, got 0"),
         (lambda: Choice(h=4, tau=4, fragments=2), "tau is 4; with h = 4 it is 3 at most"),
         (lambda: Choice(h=4, tau=0, fragments=5), "fragments is 5, more than the inner steps of a round"),
         (lambda: Choice(method="elastic", h=30), "h is 30; elastic takes only 1"),
-        (lambda: Choice(liveness_s=-1.0), "liveness_s is -1.0; the least is 0"),
+        (lambda: Choice(liveness_s=-1.0), "liveness_s: expected 0 or more, got -1.0"),
         (lambda: Group(step_s=0.0), "step_s is 0.0; it must be above 0"),
         (lambda: Group(loss=1.0), "loss is 1.0; it lies between 0 and below 1"),
         (lambda: Group(up_gbit_s=0.0), "up_gbit_s is 0.0; it must be above 0"),
-        (lambda: Group(crashes_per_hour=float("nan")), "crashes_per_hour is nan; the least is 0"),
+        (lambda: Group(crashes_per_hour=float("nan")), "crashes_per_hour: expected 0 or more, got nan"),
         (lambda: Sweep(key="name", values=(1,)), "key is 'name'; it must be one of"),
         (lambda: FlowScenario(), "steps is missing"),
         (lambda: scenario_of(nodes=()), "nodes: there are none"),
