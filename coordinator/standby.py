@@ -151,6 +151,9 @@ class Contender:
                 only = f": only {self.leader.leader} can go on" if self.leader else ""
                 self._say(f"the record does not have this standby in sync{only}")
                 return None
+            if self.following is not None and self.following.unreadable:  # as of a newer farloop
+                self._say(f"this standby cannot read the state: {self.following.unreadable}")
+                return None
             leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
         except Unreachable as error:
             self._say(f"who leads is not known: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.errors import StorageError
+from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageError
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, reader, recovered
 from farloop.coordinator.storage.segment import (
@@ -100,6 +100,8 @@ class Following:
         self._directory, self._place, self._whole = directory, place, whole
         self._follower: Follower | None = None
         self._of = 0  # the copy that it follows
+        self.unreadable = ""
+        """Why no start could read the folder, while that is so: such a standby must not lead. Any thread."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
         self._thread.start()
@@ -133,11 +135,14 @@ class Following:
                 _log.info("following versions=%s", ",".join(map(str, self._follower.recovery.ledger.versions)))
             if self._follower is not None:
                 self._follower.follow()
+            self.unreadable = ""
         except Adopted:
             self._follower = None
         except (StorageError, OSError) as error:
             self._follower = None
             if whole == self._whole():
-                _log.warning("not followed why=%r note='taking over would read the folder'", str(error))
+                self.unreadable = str(error) if isinstance(error, JournalCorrupt | StateMismatch) else ""
+                note = "it does not take over" if self.unreadable else "taking over would read the folder"
+                _log.warning("not followed why=%r note=%r", str(error), note)
                 return False
         return True

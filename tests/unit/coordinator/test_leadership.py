@@ -18,7 +18,10 @@ from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, term_store
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
+from farloop.coordinator.storage.follower import Following
 from farloop.coordinator.storage.mirror import mark
+from farloop.coordinator.storage.recovery import as_they_are
+from farloop.coordinator.storage.segment import segment_header
 from farloop.lab.chaos import record_server
 
 FIRST = Term(run="8f3c", leader="a", holder="1", term=1, address="tcp://a:7700")
@@ -265,6 +268,26 @@ def test_an_empty_folder_is_recovered_from_copies_where_it_may(tmp_path: Path) -
     c.has_run()
     with pytest.raises(StateMismatch, match="b leads this run"):
         c.lead()
+
+
+def test_a_standby_that_cannot_read_the_state_does_not_take_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its leader is of a newer farloop, whose journal has another format."""
+    leads = Start(tmp_path, "a", **PAIR).lead()
+    assert leads is not None
+    leads.set_in_sync(("b",))
+    b = Start(tmp_path, "b", **PAIR)
+    contender, header = b.contender, bytearray(segment_header(0, 0, 7))
+    header[8] = 99
+    (b.config.state_dir / "journal-000000.log").write_bytes(header)
+    contender.following = Following(b.config.state_dir, as_they_are, lambda: 1)
+    contender.following.stop()
+    assert not contender.following._step() and contender._take_over() is None
+    assert "cannot read the state: " in caplog.text and "format version 99 is unknown here" in caplog.text
+    leads.check()
+    contender.following.unreadable = ""
+    assert contender._take_over() is not None
 
 
 def test_the_record_of_another_run_is_refused(tmp_path: Path) -> None:
