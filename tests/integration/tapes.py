@@ -28,11 +28,9 @@ from farloop.sim import world as simulated_world
 
 TOLD_BY = {
     CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped", "stop"},
-    NodeMachine: {"handle"},
+    NodeMachine: {"handle", "set_digests"},
 }
-"""Methods by which a machine is told: all that a tape has to hold, with what a shell sets (`SET`)."""
-
-SET = {"frozen", "unsaved"}
+"""Methods by which a machine is told: all that a tape has to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +110,14 @@ def _shown(machine: NodeMachine | CoordinatorMachine) -> tuple[object, ...]:
 class TapedNode(NodeMachine):
     """A node's machine that keeps a tape."""
 
-    begun = False
-
     def __init__(self, tapes: list[Tape], **named: Any) -> None:
         self.tape = Tape(Began(ledger=None, named=tuple(named.items())))
         tapes.append(self.tape)
         super().__init__(**named)
-        self.begun = True
 
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name in SET and self.begun:
-            _note(self, self.tape, "__setattr__", (name, value), ())
+    def set_digests(self, frozen: int, unsaved: int) -> None:
+        super().set_digests(frozen, unsaved)
+        _note(self, self.tape, "set_digests", (frozen, unsaved), ())
 
     def handle(self, event: node_ev.Event) -> list[node_ev.Command]:
         answer = super().handle(event)
