@@ -327,8 +327,10 @@ def live_inventory(
         CommandError: the coordinator does not say, or says nothing that can be planned with.
     """
     seen = status.get("inventory")
-    if not isinstance(seen, dict) or not seen.get("nodes"):
-        raise CommandError("the status of this coordinator has no inventory; give one with --inventory")
+    if not isinstance(seen, dict):
+        raise CommandError("the status of this coordinator has no inventory; plan with --inventory FILE alone")
+    if not seen.get("nodes"):
+        raise CommandError("no node has joined this coordinator yet, so there is nothing to plan")
     here = [node for node in seen["nodes"] if node["name"] not in away(status)]
     if not here:
         raise CommandError("no node is connected to this coordinator, so there is nothing to plan")

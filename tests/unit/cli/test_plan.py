@@ -192,8 +192,16 @@ def test_a_coordinator_tells_nodes_and_links() -> None:
     up = made.uplink(made.nodes[2])
     assert up is not None and (up.latency_s, up.bytes_per_s, up.assumed) == (0.02, 2e6, False)
     assert made.nodes[0].layer_s * (2.5 + 0.25) == pytest.approx(0.55)
-    with pytest.raises(CommandError, match="the status of this coordinator has no inventory; give one"):
+    with pytest.raises(CommandError, match="the status of this coordinator has no inventory; plan with --inventory"):
         live_inventory({"run": {}, "nodes": []}, None)
+
+
+def test_before_any_node_has_joined_there_is_nothing_to_plan_with_a_file_or_without(tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text("[model]\nlayers = 4")
+    for path in (None, file):
+        with pytest.raises(CommandError, match="no node has joined this coordinator yet, so there is nothing to plan"):
+            live_inventory(seen(links=[], nodes=[]), path)
 
 
 @pytest.mark.parametrize(
