@@ -72,8 +72,11 @@ class SnapshotRequest:
 class SnapshotService:
     """Decides which session is sent which copy. Sans-I/O; sessions are numbers."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(
+        self, most_bytes: int = MOST_BYTES, dropped: Callable[[EncodedSnapshot], None] = lambda copy: None
+    ) -> None:
+        """`dropped` is called with each copy that is no longer kept."""
+        self._most_bytes, self._dropped = most_bytes, dropped
         self._asked: OrderedDict[int, OrderedDict[int, int]] = OrderedDict()
         """Session → fragment → lowest version that will do, in the order of turns."""
         self._under_way: dict[int, int] = {}  # session → the fragment that is being sent to it, or encoded for it
@@ -151,10 +154,11 @@ class SnapshotService:
         self._asked.pop(session, None)
         self.done(session)
 
-    def committed(self, fragment: int, version: int) -> list[EncodedSnapshot]:
-        """Drop unused copies of former versions; what was dropped."""
+    def committed(self, fragment: int, version: int) -> None:
+        """Drop unused copies of former versions."""
         old = [key for key, copy in self._copies.items() if key[0] == fragment and key[1] < version and not copy.users]
-        return [self._copies.pop(key) for key in old]
+        for key in old:
+            self._dropped(self._copies.pop(key))
 
     def check(self) -> None:
         assert self.held_bytes <= self._most_bytes or len(self._copies) == 1
@@ -177,7 +181,7 @@ class SnapshotService:
         """Drop unused copies, the oldest first, until one more fits."""
         for key in [key for key, copy in self._copies.items() if not copy.users]:
             if self.held_bytes + num_bytes > self._most_bytes:
-                del self._copies[key]
+                self._dropped(self._copies.pop(key))
 
     def _start_request(
         self, session: int, fragment: int, copy: EncodedSnapshot | None, num_bytes: int
@@ -211,7 +215,7 @@ class Downloads:
         copies are written once for all nodes."""
         self._store, self._ledger, self._compute = store, ledger, compute
         self._run, self._fatal, self._bulk = run, fatal, bulk
-        self._serving = SnapshotService()
+        self._serving = SnapshotService(dropped=self._forget_object)
         self._encoding = False  # whether a copy is being made; one at a time is
         self._untold: tuple[SnapshotRequest, EncodedSnapshot] | None = None
         """A copy of a version that is durable but not announced yet."""
@@ -274,9 +278,7 @@ class Downloads:
         self._advance()
 
     def committed(self, fragment: int, version: int) -> None:
-        dropped = self._serving.committed(fragment, version)
-        if self._bulk is not None:
-            self._bulk.delete([copy.key for copy in dropped if copy.in_store])
+        self._serving.committed(fragment, version)
         if self._untold is not None:
             self._encoded(*self._untold)
 
@@ -300,6 +302,10 @@ class Downloads:
             self._bulk.put(copy.key, copy.data, over)
         else:
             over(False)
+
+    def _forget_object(self, copy: EncodedSnapshot) -> None:
+        if copy.in_store and self._bulk is not None:
+            self._bulk.delete([copy.key])
 
     def _encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
         if self._ledger.versions[turn.fragment] < copy.blob.version:

@@ -65,6 +65,18 @@ def test_joiners_of_one_moment_share_one_copy_that_is_kept_until_its_version_is_
     assert serving.held_bytes == 0
 
 
+def test_every_copy_that_is_no_longer_kept_is_told_once() -> None:
+    gone: list[EncodedSnapshot] = []
+    serving = Serving(SIZE, gone.append)  # there is room for one
+    for version in (7, 8):
+        serving.ask(1, 0, version)
+        serving.turn(version)
+        serving.done(1)
+    assert [copy.blob.version for copy in gone] == [7]
+    serving.committed(0, 9)
+    assert [copy.blob.version for copy in gone] == [7, 8] and serving.held_bytes == 0
+
+
 def test_a_session_is_sent_one_snapshot_at_a_time_and_sessions_take_turns(serving: Serving) -> None:
     for fragment in (0, 1):
         for session in (1, 2):
