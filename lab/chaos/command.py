@@ -114,7 +114,11 @@ def _storm(
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
     check_bulk(bulk)
-    kinds = [kind for kind in _kinds(wanted) if bulk == "store" or kind not in OF_STORE]
+    kinds = _kinds(wanted)
+    if bulk == "session":
+        if wanted and (of_store := [kind for kind in kinds if kind in OF_STORE]):
+            raise CommandError(f"--faults: {', '.join(of_store)} needs --bulk store")
+        kinds = [kind for kind in kinds if kind not in OF_STORE]
     from farloop.config.run_spec import plan_run
     from farloop.lab.bench.http_store import ObjectServer
     from farloop.lab.chaos.storm import Storm

@@ -98,6 +98,7 @@ REFUSED = [
         "demo --resume none",
         "demo --data none",
         "lab chaos --faults foo",
+        "lab chaos --faults store_away",
         "lab throttle foo --to 127.0.0.1:7700",
     ),
     *(f"coordinator {RUN} --restore foo://x", f"coordinator {RUN} --adopt-newest", "coordinator none.toml"),
