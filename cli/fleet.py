@@ -82,7 +82,7 @@ def _of_machine(machine: MachineStatus, *, has_gpu: bool) -> Iterable[Finding]:
         fix = "run as a user that may read them; training does without"
         yield warn("sysfs", f"{name}: not readable: {'; '.join(machine['unread'])}", fix)
 
-    if (off_s := machine["clock_off_s"]) is not None and abs(off_s) > DRIFT_S:
+    if (off_s := machine.get("clock_off_s")) is not None and abs(off_s) > DRIFT_S:
         fix = "set its clock by NTP: signed URLs may fail, and logs cannot be compared; training does not depend on it"
         yield warn("clock", f"{name}: {duration_text(abs(off_s))} {'ahead' if off_s > 0 else 'behind'}", fix)
 
@@ -94,7 +94,7 @@ def _needed(node: NodeStatus, status: Status) -> int:
 
 
 def _of_disk(machine: MachineStatus, needed: int) -> Iterable[Finding]:
-    free, used = machine["disk_free_bytes"], machine["disk_used_bytes"] or 0
+    free, used = machine.get("disk_free_bytes"), machine.get("disk_used_bytes") or 0  # none of an older coordinator
     if free is not None and free + used < needed:
         detail = f"{machine['name']}: {size_text(free)} free, {size_text(max(0, needed - used))} to come"
         fix = "make room, choose another [node] state_dir, or keep less: save_optimizer = false"
@@ -126,7 +126,7 @@ def fleet_tables(status: Status) -> RenderableType:
         machine, name = machines.get(node["name"]), node["name"]
         memory, free, off_s = None, None, None
         if machine:
-            memory, free, off_s = machine["memory_bytes"], machine["disk_free_bytes"], machine["clock_off_s"]
+            memory, free, off_s = machine["memory_bytes"], machine.get("disk_free_bytes"), machine.get("clock_off_s")
         there.add_row(
             name,
             Text(node["state"], "" if node["connected"] else "red"),

@@ -53,6 +53,14 @@ def test_each_fault_has_a_level_and_a_fix(changes: dict[str, Any], level: str, w
     assert (finding.level, finding.what) == (level, what) and detail in finding.detail and finding.fix
 
 
+def test_the_status_of_an_older_coordinator_has_no_clocks_and_no_disks() -> None:
+    status = told()
+    for name in ("clock_off_s", "disk_free_bytes", "disk_used_bytes"):
+        del cast(dict[str, Any], status["inventory"]["nodes"][0])[name]
+    assert [finding.what for finding in findings(status)] == ["fleet"]
+    fleet.print_fleet(status)
+
+
 def test_what_a_node_keeps_already_needs_no_room_and_a_part_of_the_model_less() -> None:
     machine = {"disk_free_bytes": 10**9, "disk_used_bytes": 10**9}
     run = {"nodes": 1, "node_disk_bytes": 2 * 10**9, "parameters": 100}
