@@ -62,6 +62,7 @@ def nesterov_step_(
     ν = 1 and μ = 0 give target − Δ exactly.
     """
     if (momentum := state.get("momentum")) is None:
+        assert settings.momentum == 0.0
         return sgd_step_(target, state, delta, settings, version, gap)
     momentum.mul_(settings.momentum)
     momentum.add_(delta)
@@ -79,6 +80,7 @@ def heavy_ball_step_(
     A constant delta moves the target by ν/(1 − μ) in the end, as Nesterov's does, but by ν alone at first.
     """
     if (momentum := state.get("momentum")) is None:
+        assert settings.momentum == 0.0
         return sgd_step_(target, state, delta, settings, version, gap)
     momentum.mul_(settings.momentum)
     momentum.add_(delta)
@@ -102,6 +104,7 @@ def delayed_nesterov_step_(
     share = 1.0 / every
     momentum, accumulated = state.get("momentum"), state.get("accumulated")
     if momentum is None or accumulated is None:
+        assert settings.momentum == 0.0
         target.sub_((delta * share).mul_(settings.lr))
         return
     is_full = version % every == 0
