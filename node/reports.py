@@ -130,8 +130,8 @@ class StageLog:
 
 # --- Hello, Progress and the farewell
 #
-# `hello` and `starts_in` are called in the link's thread. State that they share with the training thread is replaced as
-# a whole.
+# `hello` is called and `starts_in` is set in the link's thread. State that they share with the training thread is
+# replaced as a whole.
 
 PROGRESS_S = 1.0  # between two reports to the coordinator
 

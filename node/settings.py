@@ -51,7 +51,7 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(layers=4, dim=128, heads=4, hidden=352, context=1024),
     # 10.7 M: one small GPU.
     "small": ModelConfig(layers=6, dim=384, heads=6, hidden=1024, context=2048),
-    # 35 M with a vocabulary of 32 000: the smallest model of arXiv 2501.18512 (`farloop lab bench quality --preset`).
+    # 35 M with a vocabulary of 32 000: the smallest model of arXiv 2501.18512 (`examples/paper-35m.toml`).
     "medium": ModelConfig(layers=6, dim=512, heads=8, hidden=1376, context=2048),
     # 122 M, the size of GPT-2 small, all but 0.2 M of it in layers: 18 of them make six fragments of three.
     "base": ModelConfig(layers=18, dim=768, heads=12, hidden=1920, context=2048),

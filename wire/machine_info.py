@@ -1,6 +1,6 @@
 """Facts of a node about its machine and its network cards: bounded, typed, each with its source.
 
-The node fills it in, and the coordinator trims it before keeping it (`trimmed`). Training does not need it: a node that
+The node fills it in, and a coordinator that receives it trims it (`trimmed`). Training does not need it: a node that
 reports nothing takes part like any other.
 """
 

@@ -438,7 +438,8 @@ class Place(Message):
 
 @message(36, Role.NODE)
 class Placed(Message):
-    """Node → coordinator: the delta is written; or the store failed, and the blob is to go by the session."""
+    """Node → coordinator: the delta is written, or the update or snapshot is read; or the store failed, and the blob
+    is to go by the session."""
 
     blob: BlobId
     detail: str = ""

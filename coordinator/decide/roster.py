@@ -9,7 +9,7 @@ from typing import Final, Literal
 from farloop.algo.spec import Fragment, NodeId
 from farloop.algo.stages import Part, is_in
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.wire.machine_info import NOTHING, Inventory, trimmed
+from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.messages import AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
@@ -96,7 +96,7 @@ class Member:
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
         self.expires_at, self.detail = None, ""
         self.device, self.heard_at, self.progress_at = hello.device, now, now
-        self.inventory, self.can_evaluate = trimmed(hello.inventory), hello.can_evaluate
+        self.inventory, self.can_evaluate = hello.inventory, hello.can_evaluate
         if hello.round is not None:
             self.stage = "training"
             self.start_round = hello.round if self.start_round is None else self.start_round
