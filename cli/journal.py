@@ -95,7 +95,7 @@ def show_journal(
 
 
 def _with_earlier_keys(items: "Items") -> "Items":
-    """The journal forgets old records, but no change of the keys: its first summary has them."""
+    """The journal forgets old records; its first summary has the changes of the keys, of old ones what still holds."""
     from farloop.coordinator.decide.records import LedgerSaved
     from farloop.coordinator.storage.segment import Gap
 
