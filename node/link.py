@@ -733,7 +733,7 @@ class NodeLink:
         def over(why: str, moved: Moved) -> None:
             self._moved(BytesByKind(control=moved[0]), BytesByKind(**{blob.kind.name.lower(): moved[1]}))
             if self._reading.get(blob) is not into:  # its session is over, or a snapshot holds it
-                return
+                return self._read_next()
             del self._reading[blob]
             if session.state is State.OPEN:
                 self._send(msg.Placed(blob=blob, detail=why))

@@ -15,7 +15,17 @@ from tcp_infos import resent
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.node.link import LOOK_S, Downloads, LinkConfig, NodeLink, Probing, Traffic, read_known, write_known
+from farloop.node.link import (
+    LOOK_S,
+    MOST_READS,
+    Downloads,
+    LinkConfig,
+    NodeLink,
+    Probing,
+    Traffic,
+    read_known,
+    write_known,
+)
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.limits import THIN_CHUNK, Limits
@@ -458,6 +468,31 @@ def test_as_many_lanes_are_opened_as_are_wanted_and_the_coordinator_takes(
 ) -> None:
     wires = Wires(lanes, max_lanes=max_lanes)
     assert wires.opened == list(range(1, opened + 1)) and wires.link.num_lanes == opened
+
+
+class Reads:
+    """An object store that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, Callable[[str, tuple[int, int]], None]]] = []
+
+    def get(self, url: str, into: bytearray, right: Any, over: Callable[[str, tuple[int, int]], None]) -> None:
+        self.begun.append((url, over))
+
+
+def test_reads_that_a_snapshot_makes_needless_let_the_next_ones_begin() -> None:
+    reads, link = Reads(), Wires(1).link
+    link._objects, session = cast(Any, reads), link._session
+    assert session is not None
+    versions = range(1, MOST_READS + 1)
+    for blob in (*map(update, versions), update(1, fragment=1)):
+        link._places[blob] = f"f{blob.fragment}"
+        link._announced(session, blob, 8, 0, 0.0)
+    assert [url for url, _ in reads.begun] == ["f0" for _ in versions]
+    link._announced(session, snapshot(MOST_READS), 8, 0, 0.0)
+    for _, over in list(reads.begun):
+        over("", (0, 8))
+    assert [url for url, _ in reads.begun][MOST_READS:] == ["f1"]
 
 
 def test_a_link_that_is_known_to_be_long_and_fat_begins_with_four_lanes() -> None:
