@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from farloop.algo.methods import method_named
 from farloop.algo.schedule import first_rounds, is_last
 from farloop.algo.terms import Terms
 from farloop.config.memory import Memory, memory_of
@@ -76,6 +77,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
     data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
     h = _h_text(terms)
     every = "every step" if h == "1" else f"every {h} steps"
+    trains_here = method_named(terms.method).inner and not loops_bring_data(file.run)
     return [
         ("run", identity.name if unread else f"{identity.name}, fingerprint {identity.fingerprint()}"),
         ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
@@ -85,6 +87,7 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         *((node, f"sends by {codec}") for node, codec in terms.codecs.up_of),
         *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.schedule.h_share_of),
         *([("merge", terms.outer.merge)] if terms.outer.merge else []),
+        *([("inner step", f"{terms.inner.optimizer}, lr {terms.schedule.lr.peak:g}")] if trains_here else []),
         ("outer step", f"lr {terms.outer.lr:g}, momentum {terms.outer.momentum:g}"),
         ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
         ("traffic", f"about {size_text(sent[0])} up, {size_text(sent[1])} down per node, {every}"),

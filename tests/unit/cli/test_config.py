@@ -431,8 +431,12 @@ def test_the_example_names_every_model_that_is_built_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"), [("method = 'data-parallel'", "every step"), ("h = 15", "every 15 steps")]
+    ("setting", "inner", "told"),
+    [("method = 'data-parallel'", None, "every step"), ("h = 15\nlr = 0.004", "muon, lr 0.004", "every 15 steps")],
 )
-def test_traffic_is_told_for_a_round(tmp_path: Path, setting: str, told: str) -> None:
-    lines, _ = check(run_file(tmp_path, f"{NANO}{setting}\n"))
-    assert dict(lines)["traffic"].endswith(f" down per node, {told}")
+def test_the_inner_step_and_the_traffic_of_a_round_are_told(
+    tmp_path: Path, setting: str, inner: str | None, told: str
+) -> None:
+    lines = dict(check(run_file(tmp_path, f"{NANO}{setting}\n"))[0])
+    assert lines.get("inner step") == inner
+    assert lines["traffic"].endswith(f" down per node, {told}")
