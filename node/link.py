@@ -708,6 +708,8 @@ class NodeLink:
 
     def _announced(self, session: Session, blob: BlobId, size: int, digest: int, now: float) -> None:
         """A blob comes by the session, or is to be read from the store."""
+        if session.state is not State.OPEN:  # this end has said good-bye
+            return
         if blob.kind is BlobKind.SNAPSHOT:  # it holds these
             for other in [b for b in (*self._reading, *self._to_read) if b.fragment == blob.fragment]:
                 if other.version <= blob.version:
