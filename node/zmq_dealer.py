@@ -503,15 +503,20 @@ class LinkThread:
         objects = HttpObjects(clock.post, lambda: limit.rate(clock.minute_of_day()))
         link = self._link = NodeLink(config, self._dialer, clock, random.uniform, objects=objects)
         link.start(self._hello, self._deliver)
-        folder = config.kept and config.kept.parent
-        measuring = asyncio.create_task(_measure_disk(link, folder), name="disk") if folder else None
+        over = threading.Event()
+        measuring = None
+        if config.kept:
+            told = (link, config.kept.parent, over)
+            measuring = threading.Thread(target=_measure_disk, args=told, name="disk", daemon=True)
+            measuring.start()
         await self._closing.wait()
-        if measuring is not None:
-            measuring.cancel()
+        over.set()
         if not self._failed:
             link.close()
         objects.close()
         await self._dialer.finish(self._linger_s)
+        if measuring is not None:
+            measuring.join(1.0)  # not longer: its disk may hang
 
     def _fail(self, error: Exception) -> None:
         """An error of the link itself: the thread runs until `close`, since others may still call."""
@@ -520,12 +525,13 @@ class LinkThread:
             self._deliver(LinkFailed(error))
 
 
-async def _measure_disk(link: NodeLink, folder: Path) -> None:
-    """Keep what the link tells of the disk, for as long as it lives. A disk that hangs must not hold the link."""
+def _measure_disk(link: NodeLink, folder: Path, over: threading.Event) -> None:
+    """Keep what the link tells of the disk. In a daemon thread: a disk that hangs holds neither link nor process."""
     while True:
         with contextlib.suppress(OSError):
-            link.disk = await asyncio.to_thread(disk_of, folder)
-        await asyncio.sleep(DISK_S)
+            link.disk = disk_of(folder)
+        if over.wait(DISK_S):
+            return
 
 
 def public_of(secret: bytes) -> bytes:
