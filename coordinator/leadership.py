@@ -284,20 +284,21 @@ class Leadership:
         that does not answer is not waited for. Raises Deposed."""
         with self._lock:
             if self.term.term == 1:
-                self.set_in_sync(self.term.in_sync, lambda: True, anew=True)
+                self._change(self.term.in_sync, lambda: True)
 
-    def set_in_sync(
-        self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, anew: bool = False
-    ) -> bool:
+    def set_in_sync(self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
-        `anew`: also if it is recorded.
         One thread at a time decides the names (`Mirror`).
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
+        with self._lock:
+            return self.term.in_sync == names or self._change(names, unless)
 
-        before = self.term if anew else None
+    def _change(self, names: tuple[str, ...], unless: Callable[[], bool]) -> bool:
+        """Record these names in a term of its own, under the lock. As `set_in_sync`."""
+        before = self.term
 
         def change() -> bool:
-            while self.term.in_sync != names or self.term is before:
+            while self.term is before or self.term.in_sync != names:
                 new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
                 self._store.replace(new, self._version)  # its answer may be lost: what is there decides
                 found, version = self._store.read()
@@ -314,8 +315,7 @@ class Leadership:
                 raise StorageFailed(self._root, f"{what}: {error}")
             return given_up
 
-        with self._lock:
-            return _patiently(change, over, "changed", "the run is held until it is") or False
+        return _patiently(change, over, "changed", "the run is held until it is") or False
 
     def check(self) -> None:
         """Raises Deposed: another leads. A store that does not answer says nothing."""
