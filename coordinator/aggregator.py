@@ -172,7 +172,6 @@ class Result:
     """By requested codec, the one chosen for the fragment's next deltas; others stay as requested."""
     gap: float = 1.0  # Λ of co2's step
     weights: tuple[float, ...] | None = None  # weights of the deltas, if a robust rule set them
-    seconds: float = 0.0  # that computing it took
     cosines: tuple[float | None, ...] = ()  # cosines of the deltas, then of those in quarantine; empty if not measured
 
 

@@ -524,11 +524,6 @@ class CoordinatorExecutor:
         addends, apart = self._deltas.addends(draft), self._deltas.apart(draft)
         ledger, started = self._store.ledger, self._clock.now()
 
-        def compute() -> Result:
-            began = self._clock.now()
-            result = self._store.compute(draft, addends, apart)
-            return dataclasses.replace(result, seconds=self._clock.now() - began)
-
         def computed(result: Result) -> None:
             merge_s = self._clock.now() - started
             done = partial(self._committed, result, merge_s, self._clock.now())
@@ -550,7 +545,7 @@ class CoordinatorExecutor:
 
             self._compute.submit(partial(commits.longest, ledger, draft, addends), overflowed, self._fatal)
 
-        self._compute.submit(compute, computed, failed)
+        self._compute.submit(partial(self._store.compute, draft, addends, apart), computed, failed)
 
     def _committed(self, result: Result, merge_s: float, computed_at: float, record: rec.WindowCommitted) -> None:
         self._deltas.forget([addend.blob for addend in record.blobs])

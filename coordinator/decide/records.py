@@ -17,6 +17,7 @@ from farloop.wire.reasons import Reason, RemoteProtocolError
 _T = TypeVar("_T")
 KINDS: dict[type[Any], int] = {}
 """Numbers of record classes on disk: never reused, never 0."""
+_CLASSES: dict[int, type[Any]] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -25,7 +26,7 @@ def _record(kind: int) -> Callable[[type[_T]], type[_T]]:
 
     def declare(cls: type[_T]) -> type[_T]:
         made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
-        KINDS[made] = kind
+        KINDS[made], _CLASSES[kind] = kind, made
         return made
 
     return declare
@@ -400,7 +401,7 @@ def encode(record: Record) -> tuple[int, bytes]:
 def decode(kind: int, data: bytes | memoryview) -> Record:
     """The record of these bytes.
     Raises ValueError: the kind is unknown, or the bytes are not a record of it; one sentence."""
-    cls = next((cls for cls, number in KINDS.items() if number == kind), None)
+    cls = _CLASSES.get(kind)
     if cls is None:
         raise ValueError(f"a record of kind {kind} is unknown here")
     try:
