@@ -506,8 +506,8 @@ class LinkThread:
         over = threading.Event()
         measuring = None
         if config.kept:
-            told = (link, config.kept.parent, over)
-            measuring = threading.Thread(target=_measure_disk, args=told, name="disk", daemon=True)
+            arguments = (link, config.kept.parent, over)
+            measuring = threading.Thread(target=_measure_disk, args=arguments, name="disk", daemon=True)
             measuring.start()
         await self._closing.wait()
         over.set()
