@@ -48,8 +48,7 @@ def slots(count: int) -> Layout:
     """Fragment i has slot i."""
     tensors = [TensorSlot(name=f"t{i}", shape=(256,), offset=0) for i in range(count)]
     return Layout(
-        slots=count,
-        fragments=tuple(Fragment(index=i, slot=i, numel=256, tensors=(t,)) for i, t in enumerate(tensors)),
+        slots=count, fragments=tuple(Fragment(index=i, slot=i, numel=256, tensors=(t,)) for i, t in enumerate(tensors))
     )
 
 

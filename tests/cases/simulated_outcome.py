@@ -150,11 +150,7 @@ class SampleBook:
 
 
 def check_samples(
-    records: Sequence[rec.Record],
-    diaries: Diaries,
-    terms: Terms,
-    *,
-    liars: Collection[NodeId] = (),
+    records: Sequence[rec.Record], diaries: Diaries, terms: Terms, *, liars: Collection[NodeId] = ()
 ) -> SampleBook:
     """Assert it of a run's journal and of the diaries of every start of every node; the book, for more questions.
 

@@ -44,11 +44,7 @@ def window(fragment: int, expected: list[str], arrived: list[str], **changes: An
 def score(index: int, loss: float | None = None) -> EvaluationStatus:
     """The losses of a run that learns: 5.545 at its start, 2.2 after 20 rounds."""
     learned = 1.9 + 3.645 * math.exp(-index / 7) + 0.04 * math.sin(2.3 * index)
-    return {
-        "loss": learned if loss is None else loss,
-        "position": 30.0 * index,
-        "outer_steps": index,
-    }
+    return {"loss": learned if loss is None else loss, "position": 30.0 * index, "outer_steps": index}
 
 
 def happening(age_s: float, kind: str, node: str, code: str, sentence: str, **changes: Any) -> EventStatus:

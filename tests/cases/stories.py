@@ -21,6 +21,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import pytest
+
 INDENT, WIDTH = "    ", 120
 
 
@@ -48,6 +50,15 @@ class StoryText:
                 for after in play(events).splitlines():
                     lines += wrap(after, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
         return lines
+
+
+def all_stories(test_file: str, *names: str) -> pytest.MarkDecorator:
+    """Those of `stories/<name>.txt` beside a test, each for its arguments `path` and `story`."""
+    paths = [Path(test_file).with_name("stories") / f"{name}.txt" for name in names]
+    stories = [(path, story) for path in paths for story in read_stories(path)]
+    return pytest.mark.parametrize(
+        ("path", "story"), stories, ids=[f"{path.stem}: {one.name}" for path, one in stories]
+    )
 
 
 def read_stories(path: Path) -> list[StoryText]:

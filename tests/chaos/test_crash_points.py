@@ -32,10 +32,7 @@ CRASHING = Path(__file__).with_name("crashing.py")
 STEPS = 80
 HITS = (1, 2, 5)
 
-DEFAULT = {
-    ("record-write-torn", 2),
-    ("commit-durable", 1),
-}
+DEFAULT = {("record-write-torn", 2), ("commit-durable", 1)}
 """Of the matrix, what every run of the tests tries."""
 
 

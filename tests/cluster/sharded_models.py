@@ -258,19 +258,13 @@ def rounds(
         assert theirs.first(index, first)
         check(f"another first anchor of {index}", _lead(rank, ours.first, index, 5) in (False, None))
         check(f"the first anchor of {index}", _lead(rank, ours.first, index, first) in (True, None))
-        check(
-            f"first anchor of {index}",
-            not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
-        )
+        check(f"first anchor of {index}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]))
         moved = theirs.anchors[index].read() + noise(fragment.numel, 3 + index)
         zero_padding_(fragment, moved)
         blob = pack_anchor(moved, fragment, 0, EPOCH)
         assert theirs.install(index, 0, bytearray(blob), EPOCH)
         _lead(rank, ours.install, index, 0, bytearray(blob), EPOCH)
-        check(
-            f"anchor of {index}",
-            not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
-        )
+        check(f"anchor of {index}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]))
         if leads:
             check(f"digest of {index}", ours.digests == theirs.digests)
     for number, spelling in enumerate(codecs):
@@ -302,19 +296,11 @@ def rounds(
                 assert not theirs.apply(index, version[index], bytearray(down), spelling, EPOCH, 0), "another digest"
                 theirs.versions[index] = version[index]
                 good = _lead(
-                    rank,
-                    ours.apply,
-                    index,
-                    version[index],
-                    bytearray(down),
-                    spelling,
-                    EPOCH,
-                    theirs.digests[index],
+                    rank, ours.apply, index, version[index], bytearray(down), spelling, EPOCH, theirs.digests[index]
                 )
                 check(f"update by {told}", good in (True, None))
                 check(
-                    f"anchor after {told}",
-                    not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index]),
+                    f"anchor after {told}", not _part_differs(rank, index, ours.anchors[index], theirs.anchors[index])
                 )
                 own = ()
                 if turn:
@@ -339,8 +325,7 @@ def rounds(
                     theirs.correct(index, 0.01)
                     _lead(rank, ours.correct, index, 0.01)
                     check(
-                        f"drift after {told}",
-                        not _part_differs(rank, index, ours.drifts[index], theirs.drifts[index]),
+                        f"drift after {told}", not _part_differs(rank, index, ours.drifts[index], theirs.drifts[index])
                     )
                     check(f"corrected weights after {told}", same_weights(rank))
     for replica in (ours, theirs):

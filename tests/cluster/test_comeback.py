@@ -12,10 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 HARD = [("rows", 4, "columns", 3), ("both", 4, "rows", 1), ("replicas", 4, "tensor_parallel", 2)]
 
 
-@pytest.mark.parametrize(
-    ("way", "count", "next_way", "next_count"),
-    [("rows", 2, "rows", 3), *slow(*HARD)],
-)
+@pytest.mark.parametrize(("way", "count", "next_way", "next_count"), [("rows", 2, "rows", 3), *slow(*HARD)])
 def test_any_number_of_ranks_reads_what_others_wrote(
     tmp_path: Path, way: str, count: int, next_way: str, next_count: int
 ) -> None:

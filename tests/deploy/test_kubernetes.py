@@ -104,9 +104,7 @@ def server() -> Iterator[Cluster]:
     for name in ("etcd", "containerd", "runc", "dnsmasq", "iptables", "jq", "gcc", "nsenter"):
         tool(name)
     directory = f"/run/farloop-k8slab-{os.getpid()}"
-    made = Cluster(
-        env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": directory, "K8SLAB_KUBECTL": tool("kubectl")},
-    )
+    made = Cluster(env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": directory, "K8SLAB_KUBECTL": tool("kubectl")})
     try:
         made.lab("up", timeout_s=300)
         yield made

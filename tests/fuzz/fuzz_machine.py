@@ -13,14 +13,7 @@ from fuzz_mutator import join, packed_edit, shuffled, split
 from fuzz_target import Target
 from plain_runs import plain_hello, plain_offer, plain_progress, plain_terms
 
-from farloop.algo.spec import (
-    Fragment,
-    Identity,
-    Layout,
-    NodeId,
-    RunSpec,
-    TensorSlot,
-)
+from farloop.algo.spec import Fragment, Identity, Layout, NodeId, RunSpec, TensorSlot
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
@@ -191,12 +184,4 @@ def bent_message(chance: Random, body: bytes) -> bytes:
     return packed_edit(chance, body) if body else bytes(chance.choice((0, 1, 11, 150, 700)))
 
 
-TARGETS = (
-    Target(
-        name="machine",
-        run=check_machine,
-        allowed=(),
-        seeds=stories,
-        mutate=shuffled(bent_message),
-    ),
-)
+TARGETS = (Target(name="machine", run=check_machine, allowed=(), seeds=stories, mutate=shuffled(bent_message)),)

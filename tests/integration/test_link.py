@@ -19,11 +19,7 @@ import zmq
 import zmq.asyncio
 from plain_runs import plain_hello, plain_spec
 
-from farloop.algo.spec import (
-    BlobId,
-    BlobKind,
-    NodeId,
-)
+from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import Peer
 from farloop.coordinator.net.zmq_router import ZmqRouter
@@ -97,13 +93,7 @@ class Station:
             case wire_ev.MessageReceived(message=msg.Hello()):
                 self._peers.append(peer)
                 welcome = msg.Welcome(
-                    protocol=1,
-                    epoch=1,
-                    spec=SPEC,
-                    lane_token=peer.token,
-                    versions=(),
-                    windows=(),
-                    rounds=(),
+                    protocol=1, epoch=1, spec=SPEC, lane_token=peer.token, versions=(), windows=(), rounds=()
                 )
                 peer.session.send(welcome, now)
                 self._loop.call_soon(self._link.flush, peer)
@@ -180,10 +170,7 @@ class Station:
 
 @contextlib.contextmanager
 def station(
-    endpoint: str,
-    key: Path | None = None,
-    allow: Path | None = None,
-    timing: Timing | None = None,
+    endpoint: str, key: Path | None = None, allow: Path | None = None, timing: Timing | None = None
 ) -> Iterator[Station]:
     there = Station(endpoint, key, allow, timing or Timing())
     try:

@@ -9,16 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import slow
 
-from farloop.algo.sample_order import (
-    BLOCK,
-    arrivals,
-    part_of,
-    permute,
-    quotas,
-    sample_index,
-    source_of,
-    splitmix64,
-)
+from farloop.algo.sample_order import BLOCK, arrivals, part_of, permute, quotas, sample_index, source_of, splitmix64
 from farloop.algo.terms import LearningRate, Rewarm
 
 keys = st.integers(0, 2**64 - 1)

@@ -238,11 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("scafcom", {"control_variates": False}, "scafcom runs with control_variates = True only, not False"),
     # a sum of disjoint parts
     *((name, {"merge": "sum"}, f"merge is sum, but {name} steps by a mean") for name in NEED_A_MEAN),
-    (
-        "streaming",
-        {"merge": "sum", **LAGS, "eager": True},
-        "merge is sum, but an eager start needs the mean",
-    ),
+    ("streaming", {"merge": "sum", **LAGS, "eager": True}, "merge is sum, but an eager start needs the mean"),
     ("streaming", {"merge": "summ"}, "merge is 'summ'; .* sum"),
     ("streaming", {"merge": "mean"}, "merge is mean, which is the default: leave it out"),
     ("diloco", {**VARIATES, "merge": "sum"}, "merge is sum; with control_variates it must be left out, for updates"),

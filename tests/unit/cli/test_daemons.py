@@ -150,10 +150,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path: P
         (["--copy-to", "ftp://x"], "begins with s3://, gs://, az://, file://"),
         (["--copy-to", (tmp_path / "file" / "x").as_uri()], store),
         (["--restore", ""], "--restore '': the URL of an object store begins with s3://"),
-        (
-            ["--copy-every", "0"],
-            "--copy-every: [coordinator] copy_every_s: expected seconds above 0, as 600, got 0",
-        ),
+        (["--copy-every", "0"], "--copy-every: [coordinator] copy_every_s: expected seconds above 0, as 600, got 0"),
         (["--copy-to", "file:///x", "--set", "run.h=0"], "--set: [run] h: expected 1 or more, got 0"),
         (["--copy-every", "nan"], '--copy-every: [coordinator] copy_every_s: expected a finite number, got "nan"'),
     ):

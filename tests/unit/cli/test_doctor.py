@@ -12,16 +12,7 @@ import statuses
 from machines import Machine
 
 from farloop.cli import doctor
-from farloop.cli.doctor import (
-    Way,
-    as_the_coordinator_sees,
-    buffers,
-    disk,
-    examine,
-    limit_findings,
-    machine,
-    way_of,
-)
+from farloop.cli.doctor import Way, as_the_coordinator_sees, buffers, disk, examine, limit_findings, machine, way_of
 from farloop.cli.doctor import _coordinator as dial
 from farloop.cli.findings import Finding, fail, ok, print_findings
 from farloop.cli.keys import write_pair

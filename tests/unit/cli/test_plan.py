@@ -150,10 +150,7 @@ def test_links_of_sites_without_nodes_are_left_out() -> None:
         (("--inventory", str(EXAMPLES / "two-islands.toml"), "--plot", "plan.gif"), "--plot is a file named"),
         (("--inventory", str(EXAMPLES / "twelve-sites.toml"), "--skip", "0.9"), "the most that can be planned is 0.67"),
         (("--inventory", str(EXAMPLES / "two-islands.toml"), "--mode", "X"), "there is no 'X'"),
-        (
-            ("--inventory", str(EXAMPLES / "two-islands.toml"), "--stages", "0"),
-            "--stages: expected 1 or more, got 0",
-        ),
+        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--stages", "0"), "--stages: expected 1 or more, got 0"),
     ],
 )
 def test_bad_words_end_in_one_line(words: tuple[str, ...], said: str) -> None:

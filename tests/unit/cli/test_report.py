@@ -104,7 +104,7 @@ def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction() -> 
             progress("a", steps=90, sent=1) | {"lost_steps": 30},
             progress("b", steps=950, sent=1),
             progress("b", steps=400, sent=1) | {"lost_steps": 4},
-        ],
+        ]
     )
     assert (came["inner_steps"], came["merged_steps"]) == (1440, (90 - 10) + 1000)
     assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * came["merged_steps"]

@@ -96,10 +96,7 @@ def test_settings_that_cannot_be_are_one_line_and_end_with_2(words: str, line: s
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [
-        ("--plot x.gif", "--plot is a file named .svg, .png or .pdf"),
-        ("nowhere.toml", "nowhere.toml: cannot be read"),
-    ],
+    [("--plot x.gif", "--plot is a file named .svg, .png or .pdf"), ("nowhere.toml", "nowhere.toml: cannot be read")],
 )
 def test_a_file_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
     assert line in error_line("lab", "schedule", *words.split())

@@ -61,10 +61,7 @@ def test_the_statuses_of_these_tests_have_what_is_always_written() -> None:
 
 
 def on_screen(
-    told: Status,
-    size: tuple[int, int] = (120, 32),
-    then: Then | None = None,
-    look: Callable[[], Status] | None = None,
+    told: Status, size: tuple[int, int] = (120, 32), then: Then | None = None, look: Callable[[], Status] | None = None
 ) -> list[str]:
     """The screen of a run, after `then`."""
 

@@ -149,10 +149,7 @@ def test_who_can_be_asked_is_let_in_for_that_alone(start: Start) -> None:
     assert recorded(commands) == [rec.EpochSeen(epoch=3)], "for a start that winds the run back instead"
     assert accepted(commands).recalls and accepted(commands).protocol == 1
     assert start.machine.members[A].session is None and start.machine.holding is not None
-    for changes, why in (
-        ({"anchors": ()}, (Reason.HOLDING, True)),
-        ({"history": 1 << 40}, (Reason.MALFORMED, False)),
-    ):
+    for changes, why in (({"anchors": ()}, (Reason.HOLDING, True)), ({"history": 1 << 40}, (Reason.MALFORMED, False))):
         said = refused(start.dials(B, *NEW, **changes))
         assert (said.reason, said.retriable) == why
 

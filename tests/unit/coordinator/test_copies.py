@@ -17,13 +17,7 @@ from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
-from farloop.coordinator.storage.copies import (
-    Copying,
-    StateCopy,
-    read_manifest,
-    restore,
-    write_copy,
-)
+from farloop.coordinator.storage.copies import Copying, StateCopy, read_manifest, restore, write_copy
 from farloop.coordinator.storage.store import Store
 from farloop.quant.digest import digest
 from farloop.wire.messages import AnchorRef

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from coordinator_run import A, B, C, Run, merged, outcome, published, tell
 from plain_runs import plain_offer, plain_progress
-from stories import StoryText, check_story, read_stories
+from stories import StoryText, all_stories, check_story
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RunSpec, WindowTerms
@@ -38,13 +38,9 @@ def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, 
     return run
 
 
-FILE = Path(__file__).with_name("stories") / "late.txt"
-STORIES = read_stories(FILE)
-
-
-@pytest.mark.parametrize("story", STORIES, ids=[story.name for story in STORIES])
-def test_stories(spec: RunSpec, story: StoryText, rewrite: bool) -> None:
-    check_story(FILE, story, late_run(spec, **story.settings).told, rewrite=rewrite)
+@all_stories(__file__, "late")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, late_run(spec, **story.settings).told, rewrite=rewrite)
 
 
 def test_a_held_delta_that_a_commit_makes_useless_is_let_go(spec: RunSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from coordinator_run import A, B, C, Commands, Run, accepted, brief, merged, outcome, published, recorded, tell, told
 from plain_runs import plain_progress
-from stories import StoryText, check_story, read_stories
+from stories import StoryText, all_stories, check_story
 
 from farloop.algo import schedule
 from farloop.algo.spec import Lease, NodeId, RoundPlan, RunSpec
@@ -38,11 +38,7 @@ def plan(index: int) -> RoundPlan:
     return RoundPlan(index=index, start=10 * index, length=10)
 
 
-FILES = (Path(__file__).with_name("stories") / name for name in ("nodes.txt", "participation.txt", "windows.txt"))
-STORIES = [(path, story) for path in FILES for story in read_stories(path)]
-
-
-@pytest.mark.parametrize(("path", "story"), STORIES, ids=[f"{path.stem}: {story.name}" for path, story in STORIES])
+@all_stories(__file__, "nodes", "participation", "windows")
 def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
     check_story(path, story, Run(spec, **story.settings).told, rewrite=rewrite)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from coordinator_run import Commands, Run, accepted, refused, told
 from plain_runs import plain_progress
-from stories import StoryText, check_story, read_stories
+from stories import StoryText, all_stories, check_story
 
 from farloop.algo.spec import Fragment, Layout, NodeId, RunSpec, TensorSlot
 from farloop.coordinator.decide import events as ev
@@ -56,13 +56,9 @@ def run(make_run: MakeRun) -> Staged:
     return make_run(A0, B0, A1, B1)
 
 
-FILE = Path(__file__).with_name("stories") / "stages.txt"
-STORIES = read_stories(FILE)
-
-
-@pytest.mark.parametrize("story", STORIES, ids=[story.name for story in STORIES])
-def test_stories(spec: RunSpec, story: StoryText, rewrite: bool) -> None:
-    check_story(FILE, story, Staged(spec, **story.settings).told, rewrite=rewrite)
+@all_stories(__file__, "stages")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Staged(spec, **story.settings).told, rewrite=rewrite)
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,7 @@ def test_an_overlay_sets_the_host_of_every_runbook_as_the_page_says(tmp_path: Pa
 
 @needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_with_the_component_pods_are_scraped_where_they_serve_and_grafana_gets_the_dashboards(
-    overlay: str,
-) -> None:
+def test_with_the_component_pods_are_scraped_where_they_serve_and_grafana_gets_the_dashboards(overlay: str) -> None:
     objects = objects_of(f"{overlay}+monitoring")
     maps = {one["metadata"]["name"]: one for one in objects if one["kind"] == "ConfigMap"}
     for name, dashboard in DASHBOARDS.items():

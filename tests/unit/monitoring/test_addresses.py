@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 
 from farloop.monitoring import addresses
-from farloop.monitoring.addresses import (
-    Address,
-    look_up,
-    network_of,
-    parse_host_port,
-    parse_tcp,
-    resolved,
-    same_host,
-)
+from farloop.monitoring.addresses import Address, look_up, network_of, parse_host_port, parse_tcp, resolved, same_host
 
 
 def test_addresses_are_parsed() -> None:

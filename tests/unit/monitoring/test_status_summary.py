@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from farloop.config.logs import pairs_of
 from farloop.monitoring.status import Status, WindowStatus
-from farloop.monitoring.status_summary import (
-    cleaned,
-    named,
-    printable,
-    reduction,
-    sync_text,
-    view_of,
-)
+from farloop.monitoring.status_summary import cleaned, named, printable, reduction, sync_text, view_of
 from farloop.monitoring.units import NOTHING
 
 

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from node_story import (
-    A,
-    B,
-    Story,
-    slots,
-)
+from node_story import A, B, Story, slots
 from torch import nn
 
 from farloop.algo.spec import BlobKind, Lease, NodeId

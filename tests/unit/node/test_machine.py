@@ -5,17 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_story import (
-    FINISHED,
-    A,
-    B,
-    Story,
-    applied,
-    encode,
-    forgotten,
-    merged,
-)
-from stories import StoryText, check_story, read_stories
+from node_story import FINISHED, A, B, Story, applied, encode, forgotten, merged
+from stories import StoryText, all_stories, check_story
 
 from farloop.algo import schedule
 from farloop.algo.spec import Lease, Revision
@@ -28,12 +19,8 @@ from farloop.wire.reasons import Reason
 H = 4
 HALF = merged(0.5)
 
-STORIES = [
-    (path, story) for path in sorted(Path(__file__).with_name("stories").glob("*.txt")) for story in read_stories(path)
-]
 
-
-@pytest.mark.parametrize(("path", "story"), STORIES, ids=[f"{path.stem}: {story.name}" for path, story in STORIES])
+@all_stories(__file__, "going_on", "histories", "waiting")
 def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
     check_story(path, story, Story(**story.settings).play, rewrite=rewrite)
 

@@ -121,8 +121,7 @@ def test_a_bond_counts_only_members_whose_link_is_up(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "kind"),
-    [({"gids": {0: ("IB/RoCE v1", "eth3")}}, "roce-v1"), ({"node_type": "4: RNIC"}, "iwarp")],
+    ("port", "kind"), [({"gids": {0: ("IB/RoCE v1", "eth3")}}, "roce-v1"), ({"node_type": "4: RNIC"}, "iwarp")]
 )
 def test_roce_of_the_first_version_and_iwarp_are_classes_of_their_own(
     machine: Machine, port: dict[str, Any], kind: str

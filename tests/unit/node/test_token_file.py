@@ -78,10 +78,7 @@ def test_held_out_documents_are_the_validation_text_unless_they_are_far_from_its
 def test_nothing_is_left_of_a_build_that_fails_and_an_old_file_stays(tmp_path: Path) -> None:
     path = written(tmp_path / "t.bin")
     before = path.read_bytes()
-    with (
-        pytest.raises(ZeroDivisionError),
-        TokenWriter(path, vocabulary=400, end_token=1, tokenizer="bytes") as writer,
-    ):
+    with pytest.raises(ZeroDivisionError), TokenWriter(path, vocabulary=400, end_token=1, tokenizer="bytes") as writer:
         writer.add([2, 3], closes=True, held_out=False)
         assert len(list(tmp_path.iterdir())) == 3, "parts under other names"
         raise ZeroDivisionError

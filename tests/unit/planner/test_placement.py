@@ -12,15 +12,7 @@ from slow_cases import examples
 
 from farloop.planner.fabric import Fabric, fabric_of, islands_of
 from farloop.planner.mode import Crossover, across_groups, inside_groups
-from farloop.planner.placement import (
-    Costs,
-    all_reduce_s,
-    best_order,
-    descend,
-    dp_s,
-    matching_s,
-    min_max_split,
-)
+from farloop.planner.placement import Costs, all_reduce_s, best_order, descend, dp_s, matching_s, min_max_split
 
 # --- Layers per stage
 

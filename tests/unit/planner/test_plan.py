@@ -8,18 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import four_sites, two_islands, world
 
-from farloop.planner.inventory import (
-    COORDINATOR,
-    Card,
-    CardKind,
-    Hub,
-    Inventory,
-    Link,
-    Mode,
-    Model,
-    Node,
-    PlanRequest,
-)
+from farloop.planner.inventory import COORDINATOR, Card, CardKind, Hub, Inventory, Link, Mode, Model, Node, PlanRequest
 from farloop.planner.placement import Transport
 from farloop.planner.plan import Plan, make_plan
 

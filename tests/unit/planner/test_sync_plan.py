@@ -6,13 +6,7 @@ from hypothesis import strategies as st
 
 from farloop.planner.inventory import Hub
 from farloop.planner.plan import Prediction, Worker, star
-from farloop.planner.sync_plan import (
-    Pace,
-    choose,
-    dylu_h,
-    lighter,
-    steps_within,
-)
+from farloop.planner.sync_plan import Pace, choose, dylu_h, lighter, steps_within
 
 # --- Bits and steps: rounds end alike
 

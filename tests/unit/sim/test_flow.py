@@ -462,10 +462,7 @@ def test_machines_are_gathered_into_clusters() -> None:
         (lambda: scenario_of(nodes=()), "nodes: there are none"),
         (lambda: scenario_of(nodes=(Group(site="paris"),)), "site 'paris' is not among the sites"),
         (lambda: scenario_of(nodes=(Group(), Group())), "nodes: the name 'nodes' is there twice"),
-        (
-            lambda: scenario_of(nodes=(Group(joins_at_s=5),)),
-            "joins_at_s: one group must be there at the start",
-        ),
+        (lambda: scenario_of(nodes=(Group(joins_at_s=5),)), "joins_at_s: one group must be there at the start"),
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3.5,))), "values: h cannot be 3.5: it takes whole numbers"),
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3,))), "values: h cannot be 3: fragments is 6, more than"),
         (

@@ -30,10 +30,7 @@ def test_training_gets_closer_to_what_both_nodes_want(method: str) -> None:
     assert outcome.evaluations[-1].loss < 0.9 * outcome.evaluations[0].loss
 
 
-@pytest.mark.parametrize(
-    "codec",
-    ["ternary", *slow("q4r", "lattice", "randk", "sign", "lowrank")],
-)
+@pytest.mark.parametrize("codec", ["ternary", *slow("q4r", "lattice", "randk", "sign", "lowrank")])
 def test_gradients_of_every_step_may_be_quantized(codec: str) -> None:
     """K: TernGrad, QSGD and rand-k send unbiased gradients, 1-bit methods feed the error back; nodes stay equal."""
     outcome = simulate("data-parallel", steps=60, codec_up=codec)

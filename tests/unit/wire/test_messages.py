@@ -16,13 +16,7 @@ from plain_runs import plain_hello, plain_offer, plain_progress
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire import messages
 from farloop.wire.bounds import MOST_CHARACTERS, MOST_DIGEST, MOST_ITEMS, MOST_NUMBER, MOST_WORDS
-from farloop.wire.frames import (
-    BULK_HEADER_BYTES,
-    BulkFrame,
-    ControlFrame,
-    parse_bulk,
-    parse_control,
-)
+from farloop.wire.frames import BULK_HEADER_BYTES, BulkFrame, ControlFrame, parse_bulk, parse_control
 from farloop.wire.limits import Limits
 from farloop.wire.machine_info import LONGEST, MOST_NICS, Inventory, Nic
 from farloop.wire.messages import (
@@ -258,11 +252,7 @@ def bent(message: Any) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "message",
-    SAID,
-    ids=lambda m: type(m).__name__,
-)
+@pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
 def test_every_field_of_what_a_node_says_is_bounded(message: Message) -> None:
     assert decode(encode(message)) == message
     cases = bent(message)

@@ -66,10 +66,7 @@ def launches() -> dict[tuple[str, str], Launch]:
         assert path is not None
         operations = _encoders(path)
         if spelling in FORMATS:
-            operations |= {
-                "decode": _decode(path),
-                "add": _add(path),
-            }
+            operations |= {"decode": _decode(path), "add": _add(path)}
         found |= {(spelling, operation): launch for operation, launch in operations.items()}
     x = torch.zeros(_NUMEL)
     sums, partials = torch.zeros(_NUMEL // 4096, dtype=torch.float64), torch.zeros(_NUMEL // 2048, dtype=torch.int64)
@@ -199,13 +196,7 @@ KINDS = {"q4", "q4r", "norm", "digest"}
 READ = {"encode": 1, "encode, odd length": 1, "encode, residual": 2, "add": 1}
 WRITTEN = {"encode, residual": 1, "decode": 1, "add": 1}
 """Tensors of fp32, without the payload."""
-REGISTERS = {
-    "encode": 96,
-    "encode, odd length": 96,
-    "encode, residual": 80,
-    "sum": 96,
-    "add": 80,
-}
+REGISTERS = {"encode": 96, "encode, odd length": 96, "encode, residual": 80, "sum": 96, "add": 80}
 """More than 64 only where many operands are held at once, and nowhere so many that fewer than 20 warps run."""
 ROUNDED = {f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "sqrt")} | {"add.rn.f64", "mul.rn.f64"}
 
