@@ -32,6 +32,10 @@ NewFolder = Annotated[
 
 Seeds = Annotated[int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")]
 
+Bulk = Annotated[
+    str, typer.Option(metavar="session|store", help="store: also by an object store on this machine, in the same run.")
+]
+
 Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")]
 
 NodesDevice = Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")]
@@ -127,6 +131,7 @@ def memory(
         list[int] | None,
         typer.Option(min=1, max=64, help="Measure what farloop adds to each of so many ranks of a loop; repeatable."),
     ] = None,
+    bulk: Bulk = "session",
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -142,13 +147,18 @@ def memory(
     Example: farloop lab bench memory --ranks 1 --ranks 2
     """
     check_model(model)
+    check_bulk(bulk)
     from farloop.lab.bench.memory import measure, measure_ranks, text
+    from farloop.lab.bench.processes import stores
 
+    if ranks and bulk == "store":
+        raise CommandError("--bulk store is measured of a coordinator and a node: leave out --ranks")
     out = _empty_folder(out, "memory").resolve()
     if ranks:
         rows = [row for count in ranks for row in measure_ranks(model, count, out / str(count))]
     else:
-        rows = measure(model, out)
+        with stores(bulk) as urls:
+            rows = [row for url in urls for row in measure(model, out / ("store" if url else "session"), url)]
     _print_result({"rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]}, text(rows), as_json)
 
 
@@ -183,6 +193,7 @@ def loop(
     h: Annotated[int, typer.Option(min=3, help="Inner steps between two exchanges of a fragment.")] = 30,
     turns: Annotated[int, typer.Option(min=1, help="Rounds without farloop, and as many with it, in turns.")] = 5,
     link: Annotated[str, typer.Option(metavar="RATE/RTT", help="Emulate the link to the coordinator.")] = "",
+    bulk: Bulk = "session",
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -196,11 +207,12 @@ def loop(
     """
     check_model(model)
     check_links(link)
+    check_bulk(bulk)
     from farloop.lab.bench.loop import measure, text
     from farloop.node.settings import PRESETS
 
     out = _empty_folder(out, "loop").resolve()
-    rows = measure(PRESETS[model], h, turns, out, link, lambda what: typer.echo(what, err=True))
+    rows = measure(PRESETS[model], h, turns, out, link, bulk, lambda what: typer.echo(what, err=True))
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
@@ -217,9 +229,7 @@ def sync(
         typer.Option(metavar="RATE/RTT", help="Emulate each node's link to the coordinator; repeatable."),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also say where the time of a round goes.")] = False,
-    bulk: Annotated[
-        str, typer.Option(metavar="session|store", help="store: also by an object store on this machine.")
-    ] = "session",
+    bulk: Bulk = "session",
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -243,7 +253,7 @@ def sync(
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds)
-    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace, by_store=bulk == "store")
+    rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace, bulk=bulk)
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 
@@ -260,6 +270,7 @@ def coordinator(
     ] = 8,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes of nodes.", show_default="all cores")] = None,
     step_s: Annotated[float, typer.Option("--step", metavar="S", min=0, max=3600, help="Seconds of a step.")] = 0.0,
+    bulk: Bulk = "session",
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -277,11 +288,14 @@ def coordinator(
     Example: farloop lab bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
     check_codecs([codec])
+    check_bulk(bulk)
     from farloop.lab.bench.coordinator import measure, text
+    from farloop.lab.bench.processes import stores
 
     out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
     counts = dict.fromkeys(nodes or (2, 8, 32, 128))
-    rows = [measure(n, int(parameters), codec, rounds, processes, step_s, out) for n in counts]
+    with stores(bulk) as urls:
+        rows = [measure(n, int(parameters), codec, rounds, processes, step_s, url, out) for n in counts for url in urls]
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 

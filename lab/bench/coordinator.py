@@ -25,6 +25,7 @@ class Row:
     """One number of nodes; seconds of the monotonic clock."""
 
     nodes: int
+    bulk: str  # "session" or "store": what deltas and updates went by
     rounds: int
     round_s_median: float
     gb_per_s: float
@@ -44,17 +45,21 @@ def measure(
     rounds: int,
     processes: int,
     step_s: float,
+    store: str,
     out: Path,
 ) -> Row:
     """This number of nodes, whose steps last `step_s` and whose files and logs are in a folder of `out`.
 
+    `store`: URL of the object store that deltas and updates go by; empty: they go by the session.
     Raises CommandError: a process failed, or took too long.
     """
-    out = out / str(nodes)
+    bulk = "store" if store else "session"
+    out = out / f"{nodes}-{bulk}"
     out.mkdir(parents=True)
     weights = {"weights": torch.zeros(parameters, dtype=torch.float32, device="cpu")}
     run = {"name": "coordinator", "nodes": nodes, "steps": rounds + WARM_UP, "method": "diloco"}
-    address = f"tcp://127.0.0.1:{write_run(out, weights, {**run, 'h': 1, 'tau': 0, 'mix': 0.0}, codec=codec)}"
+    port = write_run(out, weights, {**run, "h": 1, "tau": 0, "mix": 0.0}, codec=codec, store=store)
+    address = f"tcp://127.0.0.1:{port}"
     commands = {"coordinator": ["-m", "farloop.lab.bench.sync_trace", "marks.json", "coordinator", "run.toml"]}
     cuts = [nodes * part // min(processes, nodes) for part in range(min(processes, nodes) + 1)]
     for first, last in pairwise(cuts):
@@ -73,6 +78,7 @@ def measure(
     round_s = statistics.median(later - earlier for earlier, later in pairwise(closings))
     return Row(
         nodes=nodes,
+        bulk=bulk,
         rounds=rounds,
         round_s_median=round_s,
         gb_per_s=1e-9 * sent / round_s,
@@ -88,13 +94,13 @@ def measure(
 def text(rows: Sequence[Row]) -> str:
     """A table of what `measure` found."""
     lines = [
-        f"{'nodes':>5}  {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
+        f"nodes  bulk     {'round':>8}  {'GB/s':>6}  {'told p50, p99':>16}  {'held p50, p99':>16}  CPU a node  memory"
     ]
     for row in rows:
         told_s, held_s = ((row.told_s_p50, row.told_s_p99), (row.held_s_p50, row.held_s_p99))
         times = "  ".join(f"{1e3 * p50:6.0f}, {1e3 * p99:5.0f} ms" for p50, p99 in (told_s, held_s))
         lines.append(
-            f"{row.nodes:5}  {row.round_s_median:6.2f} s  {row.gb_per_s:6.3f}  {times}  "
+            f"{row.nodes:5}  {row.bulk:<7}  {row.round_s_median:6.2f} s  {row.gb_per_s:6.3f}  {times}  "
             f"{1e3 * row.cpu_s_per_commit_and_node:7.2f} ms  {size_text(row.peak_bytes)}"
         )
     return "\n".join(lines)

@@ -24,6 +24,8 @@ from farloop.node.machine import NodeMachine
 from farloop.node.zmq_dealer import ZmqDialer
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.registry import codec_named
+from farloop.runtime.http_objects import HttpObjects
+from farloop.runtime.ports import Objects
 from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -37,14 +39,22 @@ _deltas: dict[Fragment, Tensor] = {}  # of all nodes of this process
 class Node:
     """One node. `told` and `held`: when it heard of each version, and had its update, in monotonic seconds."""
 
-    def __init__(self, number: int, config: LinkConfig, step_s: float, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        config: LinkConfig,
+        step_s: float,
+        failed: Callable[[Exception], None],
+        clock: LoopClock,
+        objects: Objects,
+    ) -> None:
         self._step_s, self._steps = step_s, False
         self.machine = NodeMachine(name=NodeId(f"node-{number}"), incarnation=1)
         self.told: dict[int, float] = {}
         self.held: dict[int, float] = {}
         self.ended = asyncio.Event()
         self._blobs: dict[BlobId, bytearray] = {}
-        self.link = NodeLink(config, ZmqDialer(config, failed), LoopClock(failed), random.uniform)
+        self.link = NodeLink(config, ZmqDialer(config, failed), clock, random.uniform, objects=objects)
         self.link.start(self._hello, self._on_event)
 
     def _hello(self) -> msg.Hello:
@@ -152,9 +162,9 @@ async def _run(address: str, first: int, count: int, step_s: float) -> list[Node
         if not failed.done():
             failed.set_exception(error)
 
-    nodes = [
-        Node(number, LinkConfig(coordinator=address, lanes=1), step_s, fail) for number in range(first, first + count)
-    ]
+    config, clock = LinkConfig(coordinator=address, lanes=1), LoopClock(fail)
+    objects = HttpObjects(clock.post)  # its threads are those of all nodes of this process
+    nodes = [Node(number, config, step_s, fail, clock, objects) for number in range(first, first + count)]
 
     async def report() -> None:
         while True:

@@ -5,6 +5,7 @@ it slept, which here is mostly waiting for Python's interpreter lock.
 """
 
 import contextlib
+import os
 import socket
 import statistics
 import threading
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from farloop.config.exit_codes import CommandError
-from farloop.lab.bench.processes import WITHOUT_GPU, emulated, write_run
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated, stores, write_run
 from farloop.local.processes import Children
 from farloop.node.library import Node, join
 from farloop.node.model.built_in import GPT, build
@@ -99,7 +100,7 @@ def spent() -> Spent:
 class Row:
     """A step of the loop, alone or with farloop: means in seconds."""
 
-    loop: str  # "alone" or "farloop"
+    loop: str  # "alone", "farloop", or "by store"
     steps: int
     compute: Spent  # forward and backward
     update: Spent  # `node.step`, or what it stands for: clipping, optimizer.step, zero_grad; without `blocked_s`
@@ -170,43 +171,62 @@ def measure(
     turns: int,
     out: Path,
     link: str,
+    bulk: str,
     say: Callable[[str], None],
 ) -> list[Row]:
     """Turns of H steps without farloop and with it, after two rounds that do not count; one thread computes.
 
-    `link`: from the node to the coordinator, as RATE/RTT; none if empty. Raises CommandError: a process failed.
+    `link`: from the node to the coordinator, and to the store, as RATE/RTT; none if empty. `bulk`: "store" for turns in
+    which deltas and updates go by an object store, too. Raises CommandError: a process failed.
     """
     spent()
     torch.set_num_threads(1)
-    loop = Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)
-    with (
-        coordinator(loop, out, h, (turns + 3) * h) as port,
-        emulated(link, port, 1) as (at,),
-        join(
-            f"tcp://127.0.0.1:{at}",
-            loop.module,
-            loop.optimizer,
-            name="loop",
-            state_dir=out / "loop",
-            give_up_s=60.0,
-            signals=False,
-        ) as node,
-    ):
-        alone, exchanging = _Sums("alone", None), _Sums("farloop", node)
-        for _ in range(2 * h):
-            loop.step(node)
+    made = [Loop(build(model, 0), torch.device("cpu"), SEQUENCES, TOKENS)]
+    sums = [_Sums("alone", None)]
+    with contextlib.ExitStack() as stack:
+        for store in stack.enter_context(stores(bulk)):
+            name, loop = "by store" if store else "farloop", Loop(build(model, 0), made[0].device, SEQUENCES, TOKENS)
+            folder = out / name.replace(" ", "-")
+            folder.mkdir()
+            port = stack.enter_context(coordinator(loop, folder, h, (turns + 3) * h, store))
+            if store and link:
+                stack.enter_context(_proxied(link, store))
+            (at,) = stack.enter_context(emulated(link, port, 1))
+            address, kept = f"tcp://127.0.0.1:{at}", folder / "loop"
+            joining = join(
+                address, loop.module, loop.optimizer, name="loop", state_dir=kept, give_up_s=60.0, signals=False
+            )
+            node = stack.enter_context(joining)
+            made.append(loop)
+            sums.append(_Sums(name, node))
+            for _ in range(2 * h):
+                loop.step(node)
         for turn in range(turns):
             say(f"turn {turn + 1} of {turns}")
-            alone.turn(loop, h)
-            exchanging.turn(loop, h)
-    return [alone.row, exchanging.row]
+            for kind in range(len(sums)):  # each follows each: a transfer may end in the turn after its own
+                of = (turn + kind) % len(sums)
+                sums[of].turn(made[of], h)
+    return [of.row for of in sums]
+
+
+@contextlib.contextmanager
+def _proxied(link: str, store: str) -> Iterator[None]:
+    """This process, not its children, reaches the store over an emulated link: its server is its own proxy."""
+    before = dict(os.environ)
+    with emulated(link, int(store.rpartition(":")[2]), 1) as (port,):
+        os.environ.update({"http_proxy": f"http://127.0.0.1:{port}", "no_proxy": ""})
+        yield
+    os.environ.update({name: before.get(name, "") for name in ("http_proxy", "no_proxy")})
 
 
 def text(rows: Sequence[Row]) -> str:
-    """A table of what `measure` found: where the time of a step goes, alone and with farloop."""
-    alone, with_node = rows
+    """Tables of what `measure` found: where the time of a step goes, alone and with farloop."""
+    return "\n\n".join(_table(rows[0], row) for row in rows[1:])
+
+
+def _table(alone: Row, with_node: Row) -> str:
     step_s = alone.compute.wall + alone.update.wall
-    lines = [f"{'ms of a step, mean':<32}{'alone':>9}{'farloop':>12}"]
+    lines = [f"{'ms of a step, mean':<32}{'alone':>9}{with_node.loop:>12}"]
 
     def add(what: str, before: float, after: float) -> None:
         change = 100 * (after - before) / step_s
@@ -221,6 +241,7 @@ def text(rows: Sequence[Row]) -> str:
         add("  ready, no core free", before.queue, after.queue)
         add("  asleep", before.asleep, after.asleep)
     add("waiting for updates", 0.0, with_node.blocked_s)
+    add("in all", step_s, with_node.compute.wall + with_node.update.wall + with_node.blocked_s)
     lines.append(f"{8e-6 * with_node.bytes_per_s:.1f} Mbit/s crossed the link, both directions together.")
     if with_node.quiet_s:
         lines.append(f"farloop's part of a step() with nothing to exchange: {1e6 * with_node.quiet_s:.0f} µs (median).")
@@ -228,14 +249,16 @@ def text(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def coordinator(loop: Loop, out: Path, h: int, steps: int) -> Iterator[int]:
+def coordinator(loop: Loop, out: Path, h: int, steps: int, store: str = "") -> Iterator[int]:
     """Its port, while it runs in `out` for one node with the weights that the loop has now."""
     sequences, tokens = loop.batch.shape
     first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
     run = {"name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1)}
-    port = write_run(out, first, {**run, "batch_sequences": sequences, "sequence_tokens": tokens - 1})
+    port = write_run(out, first, {**run, "batch_sequences": sequences, "sequence_tokens": tokens - 1}, store=store)
     with Children(out, stop_s=0.0) as children:
-        child = children.start("coordinator", ["coordinator", "run.toml"], cwd=out, environ=WITHOUT_GPU)
+        child = children.start(
+            "coordinator", ["coordinator", "run.toml"], cwd=out, environ={**WITHOUT_GPU, "http_proxy": ""}
+        )
         _wait_for(port, children, child.log)
         yield port
 

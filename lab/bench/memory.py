@@ -19,7 +19,7 @@ from farloop.config.memory import BESIDE_A_SNAPSHOT, JOINS, memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import load_run
 from farloop.config.sources import dump_toml
-from farloop.lab.bench.processes import WITHOUT_GPU, run_together, status_bytes
+from farloop.lab.bench.processes import WITHOUT_GPU, run_together, status_bytes, with_store
 from farloop.local.processes import free_port
 from farloop.monitoring.units import size_text
 from farloop.node.library import join
@@ -64,20 +64,22 @@ class Peak:
 def text(peaks: Sequence[Peak]) -> str:
     """A line for each."""
     return "\n".join(
-        f"{peak.who:<12} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
+        f"{peak.who:<20} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
         f"({peak.measured_bytes / peak.parameters:.1f} B a parameter): {peak.ratio:.2f}"
         + (f"; the loop alone {size_text(peak.loop_bytes)}" if peak.loop_bytes else "")
         for peak in peaks
     )
 
 
-def measure(model: str, out: Path) -> list[Peak]:
+def measure(model: str, out: Path, store: str) -> list[Peak]:
     """Peaks of the coordinator and of the node of a short run. Files and logs are in `out`.
 
-    Raises CommandError: a process failed, or took too long, or this is not Linux.
+    `store`: URL of the object store that deltas and updates go by; empty: they go by the session. Raises CommandError:
+    a process failed, or took too long, or this is not Linux.
     """
     if not status_bytes("VmHWM"):
         raise CommandError("only Linux tells the peak memory of a process (/proc/self/status): run this there")
+    out.mkdir(parents=True, exist_ok=True)
     port = free_port()
     run: dict[str, dict[str, object]] = {
         "run": {**_RUN, "model": model},
@@ -85,7 +87,7 @@ def measure(model: str, out: Path) -> list[Peak]:
         "coordinator": {"state_dir": str(out / "state"), "bind": f"tcp://127.0.0.1:{port}", "http": ""},
     }
     node = {"name": "a", "coordinator": f"tcp://127.0.0.1:{port}", "state_dir": str(out / "a")}
-    (out / "run.toml").write_text(dump_toml(run))
+    (out / "run.toml").write_text(dump_toml(with_store(run, store)))
     (out / "node.toml").write_text(dump_toml({"node": node, "data": {"max_bytes": 200_000}}))
     spec = planned(load_run(out / "run.toml", flags=[], environ={}), weights=False).spec
     memory = memory_of(spec)
@@ -98,7 +100,11 @@ def measure(model: str, out: Path) -> list[Peak]:
     commands = {who: ["-m", "farloop.cli.main", who, file] for who, file in words.items()}
     peaks = run_together(commands, out, WITHOUT_GPU)
     parameters = spec.identity.layout.num_parameters
-    return [Peak(who=who, parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who]) for who in told]
+    by = " by store" if store else ""
+    return [
+        Peak(who=f"{who}{by}", parameters=parameters, predicted_bytes=told[who], measured_bytes=peaks[who])
+        for who in told
+    ]
 
 
 # --- The ranks of a loop

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farloop.config.exit_codes import CommandError, write_output
 from farloop.config.sources import dump_toml
+from farloop.lab.bench.http_store import ObjectServer
 from farloop.local.processes import Children, free_port
 from farloop.local.relay import Link, Relay, RelayThread
 
@@ -22,19 +23,43 @@ _POLL_S = 0.05
 
 
 def write_run(
-    out: Path, weights: Mapping[str, Tensor], run: Mapping[str, object], *, codec: str = "", **coordinator: object
+    out: Path,
+    weights: Mapping[str, Tensor],
+    run: Mapping[str, object],
+    *,
+    codec: str = "",
+    store: str = "",
+    **coordinator: object,
 ) -> int:
     """Write `out`/run.toml, with these first weights, and state in `out`/state. Returns the coordinator's port.
 
-    `codec`: of both directions, with an outer momentum; empty: the method's. `coordinator`: more settings of it.
+    `codec`: of both directions, with an outer momentum; empty: the method's. `store`: URL of the object store that
+    deltas and updates go by; empty: they go by the session. `coordinator`: more settings of it.
     """
     port = free_port()
     write_output(out / FIRST, save(dict(weights)))
     both = {"codec_up": codec, "codec_down": codec, "outer_lr": 0.7, "outer_momentum": 0.9} if codec else {}
     quiet = {"state_dir": "state", "bind": f"tcp://127.0.0.1:{port}", "http": "", "probe_bytes": 0}
     tables = {"run": {**run, **both, "init": FIRST}, "coordinator": {**quiet, **coordinator}}
-    (out / "run.toml").write_text(dump_toml(tables))
+    (out / "run.toml").write_text(dump_toml(with_store(tables, store)))
     return port
+
+
+def with_store(tables: Mapping[str, Mapping[str, object]], store: str) -> dict[str, dict[str, object]]:
+    """The settings of a run whose deltas and updates go by this store; unchanged if it is empty."""
+    more = {"run": {"bulk": "store"}, "coordinator": {"bulk_url": store}} if store else {}
+    return {name: {**table, **more.get(name, {})} for name, table in tables.items()}
+
+
+@contextmanager
+def stores(bulk: str) -> Iterator[Sequence[str]]:
+    """What deltas and updates go by in the runs that are compared: the session (empty), and for `bulk` "store" also the
+    URL of an object store in this process."""
+    if bulk == "session":
+        yield [""]
+        return
+    with ObjectServer().serving() as server:
+        yield ["", server.url]
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farloop.lab.bench.http_store import ObjectServer
-from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together, write_run
+from farloop.lab.bench.processes import WITHOUT_GPU, emulated, run_together, stores, write_run
 from farloop.lab.bench.sync_nodes import weights
 from farloop.lab.bench.sync_trace import Marks, Trace, trace_of
 from farloop.local.processes import free_port
@@ -62,10 +61,10 @@ def measure(
     *,
     links: Sequence[str] = ("",),
     trace: bool = False,
-    by_store: bool = False,
+    bulk: str = "session",
 ) -> list[Row]:
     """gloo, farloop with each codec over each link, and gloo again: the row of gloo has the rounds of both, because a
-    machine's speed changes. Links are emulated for farloop alone. `by_store`: also by an object store in this process,
+    machine's speed changes. Links are emulated for farloop alone. `bulk`: "store" for rows of an object store, too,
     without link and trace.
 
     Files and logs are in `out`. With `trace` farloop's rows say where the time went. Raises CommandError: a process
@@ -76,11 +75,9 @@ def measure(
     for link in links:
         for codec in codecs:
             rows.append(_farloop(what, codec, out / f"farloop-{len(rows)}", link, trace=trace))
-    if by_store:
-        with ObjectServer().serving() as server:
-            rows += [
-                _farloop(what, codec, out / f"store-{codec}", "", trace=False, store=server.url) for codec in codecs
-            ]
+    with stores(bulk) as (_, *urls):
+        for url in urls:
+            rows += [_farloop(what, codec, out / f"store-{codec}", "", trace=False, store=url) for codec in codecs]
     again = _gloo(what, out / "gloo-after")
     both = _Ran(seconds=[*first.seconds, *again.seconds], ends=[*first.ends, *again.ends])
     sent = 2 * (what.nodes - 1) * 4 * what.parameters  # each node sends 2·(n − 1)/n of the model
@@ -121,8 +118,7 @@ def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool, s
     first = {f"weights.{k}": w for k, w in enumerate(weights(what.parameters))}
     steps = what.rounds + WARM_UP
     run = {"name": "sync", "nodes": what.nodes, "steps": steps, "method": "diloco", "h": 1, "tau": 0, "mix": 0.0}
-    bulk = {"bulk_url": store} if store else {}
-    port = write_run(out, first, run | ({"bulk": "store"} if store else {}), codec=codec, **bulk)
+    port = write_run(out, first, run, codec=codec, store=store)
     names = [f"node-{k}" for k in range(what.nodes)]
     run_coordinator = ["farloop.lab.bench.sync_trace", "coordinator.marks.json"] if trace else ["farloop.cli.main"]
     with emulated(link, port, what.nodes) as ports:

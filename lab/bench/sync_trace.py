@@ -85,7 +85,9 @@ class Marks(list[Mark]):
         from farloop.coordinator import commits
         from farloop.coordinator.executor import CoordinatorExecutor
 
-        self.after(CoordinatorExecutor, "_store_delta", "arrived", lambda _, offer, data: offer.blob.version + 1)
+        self.after(
+            CoordinatorExecutor, "_store_delta", "arrived", lambda _, offer, data, **_how: offer.blob.version + 1
+        )
         self.after(CoordinatorExecutor, "_commit", "stored", lambda _, command: command.draft.version)
         self.after(commits, "compute", "computed", lambda ledger, buffers, draft, *rest: draft.version)
         self.after(CoordinatorExecutor, "_publish", "told", lambda _, nodes, committed: committed.version)

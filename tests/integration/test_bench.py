@@ -70,11 +70,11 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_the_one_that_starts_it
 @pytest.mark.timeout(600)
 def test_the_peak_memory_of_two_processes_is_about_what_was_predicted(tmp_path: Path) -> None:
     """In a model as small as this one nearly all of it is the process itself."""
-    words = ("lab", "bench", "memory", "--model", "nano", "--out", str(tmp_path / "out"), "--json")
+    words = ("lab", "bench", "memory", "--model", "nano", "--out", str(tmp_path / "out"), "--json", "--bulk", "store")
     result = CliRunner().invoke(app, words, prog_name="farloop")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert [row["who"] for row in found["rows"]] == ["coordinator", "node"]
+    assert [row["who"] for row in found["rows"]] == ["coordinator", "node", "coordinator by store", "node by store"]
     assert all(0.2 < row["ratio"] < 1.0 for row in found["rows"]), found
     again = CliRunner().invoke(app, words, prog_name="farloop")
     assert again.exit_code == 2 and "is not empty" in again.output
@@ -109,12 +109,15 @@ def test_a_synchronisation_is_measured_beside_gloo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> None:
     words = ["lab", "bench", "loop", "--model", "nano", "--h", "12", "--turns", "2", "--link", "100mbit/10ms"]
+    words += ["--bulk", "store"]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert [(row["loop"], row["steps"]) for row in rows] == [("alone", 24), ("farloop", 24)]
-    alone, exchanging = rows
-    assert 0.0 == alone["bytes_per_s"] < exchanging["bytes_per_s"]
+    assert [(row["loop"], row["steps"]) for row in rows] == [("alone", 24), ("farloop", 24), ("by store", 24)]
+    alone, by_session, by_store = rows
+    assert 0.0 == alone["bytes_per_s"] < min(by_session["bytes_per_s"], by_store["bytes_per_s"])
+    log = (tmp_path / "out" / "by-store" / "coordinator.log").read_text()
+    assert "object store fail" not in log and "went by the session" not in log
     for row in rows:
         for spent in (row["compute"], row["update"]):
             assert spent["core"] > 0.0 and spent["queue"] >= 0.0 and spent["core"] < 1.5 * spent["wall"]
@@ -126,6 +129,8 @@ def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> N
         ("coordinator --parameters inf", "--parameters"),
         ("coordinator --nodes 2 --nodes 0", "--nodes"),
         ("loop --h 2", "--h"),
+        ("loop --bulk disk", "--bulk: expected session or store, got disk"),
+        ("memory --bulk store --ranks 2", "leave out --ranks"),
         ("sync --rounds 1 --trace", "--trace needs --rounds 2 or more"),
         ("quality --variant dilco", "farloop: error: 'dilco': 'dilco' is neither a method nor KEY=VALUE"),
         ("sync --link fast", "'fast' is not a link: write rate/round-trip time"),
@@ -183,11 +188,11 @@ def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_
 
 @pytest.mark.slow
 def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
-    words = "lab bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2"
+    words = "lab bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2 --bulk store"
     result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert [row["nodes"] for row in rows] == [1, 3]
+    assert [(row["nodes"], row["bulk"]) for row in rows] == [(n, bulk) for n in (1, 3) for bulk in ("session", "store")]
     for row in rows:
         assert 0 < row["told_s_p50"] <= row["told_s_p99"] and row["told_s_p50"] <= row["held_s_p50"]
         assert row["gb_per_s"] > 0 and row["cpu_s_per_commit_and_node"] > 0 and row["peak_bytes"] > 1 << 20
