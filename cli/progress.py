@@ -144,7 +144,7 @@ def _presence(node: NodeStatus) -> str:
     """A node's state, coarsely: training, waiting and evaluating alternate every round and are not reported."""
     if not node["connected"]:
         return f"is away: {node['reason']}" if node["reason"] else "is away"
-    if node["state"] in ("joining", "paused", "draining", "finished"):
+    if node["state"] in ("joining", "draining", "finished"):
         return f"is {node['state']}"
     return f"takes part ({node['device']})" if node["device"] else "takes part"
 

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 Tone = Literal["good", "wait", "bad"]  # how a state is coloured
 
 _TONES: dict[str, Tone] = {
-    "waiting": "wait", "training": "good", "held": "bad", "holding": "bad", "finished": "good", "evaluating": "good",
+    "waiting": "wait", "training": "good", "held": "bad", "holding": "bad", "finished": "good",
 }  # fmt: skip
 
 DATA_PARALLEL_BYTES = 8

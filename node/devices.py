@@ -1,7 +1,7 @@
 """What a node does on an accelerator and not on a CPU: which one it takes, locked host memory, a stream of its own, and
 copies between the two that are queued and not waited for.
 
-On CPUs the same calls do nothing. No GPU has run this yet: tests run it on a pretend CUDA device.
+On CPUs the same calls do nothing. Tests run it on a pretend CUDA device, `farloop lab bench gpu` on a real one.
 """
 
 import logging

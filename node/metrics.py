@@ -24,7 +24,7 @@ from farloop.wire.uplink import Uplink
 # The training thread hands in what it also reports to the coordinator, once a second; a scrape reads that one value.
 # The coordinator shows the same facts of all of its nodes as gauges, for nodes that cannot be scraped.
 
-_STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})  # states of a node that takes part
+_STARTED: Final = frozenset({"training", "waiting"})  # states of a node that takes part
 
 
 class Metrics(Collector):

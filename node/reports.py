@@ -235,7 +235,6 @@ class Reports:
             history=history,
             announced=announced,
             holds=machine.holds,
-            begins=True,
             saved=self.saved,
             can_evaluate=self._can_evaluate,
             process=self._state.process,

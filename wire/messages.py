@@ -85,7 +85,7 @@ def message(number: int, *senders: Role, optional: bool = False) -> Callable[[ty
 # --- Progress reports of a node
 
 
-NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
+NodeState = Literal["joining", "ready", "training", "waiting", "draining", "finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +304,6 @@ class Hello(Message):
     holds: tuple[int, ...] | None = None
     """The stages of the model that it holds, for as long as it lives; None for all of it."""
     inventory: Inventory = NOTHING  # its machine and network cards
-    begins: bool = False
-    """It needs no snapshot of version 0 where the weights that it begins with have the digest in the run's identity,
-    and asks for one (`Fetch`) where they have not."""
     saved: SavedAnchors | None = None
     """What lies on its disk, until it has started. It holds none of it: see `Welcome.restores`."""
     can_evaluate: bool = True  # whether its loop can measure the loss on the fixed set

@@ -102,7 +102,7 @@ class StragglerGrace(Lateness):
 # A live node is left out when none of its deltas was merged for some rounds, for any reason: refused, dropped, stalled
 # or quarantined. If too large a share of the live nodes is left out, the model would become that of the others. Then
 # the coordinator raises an alarm and, where windows wait for all nodes, commits nothing until these nodes are merged
-# again or leave. Nodes that leave, drain, pause or disconnect are not live: a run may shrink.
+# again or leave. Nodes that leave, drain or disconnect are not live: a run may shrink.
 
 ROUNDS: Final = 3
 """Without a merge, after which a live node is left out: more than a joiner takes to its first send, or a late delta."""
@@ -110,7 +110,7 @@ ROUNDS: Final = 3
 FLOOR_SHARE: Final = 0.5  # least share of the live nodes that are merged, unless said otherwise
 ALARM: Final = "participation"
 
-_TAKE_NO_PART: Final = frozenset({"draining", "paused", "finished"})
+_TAKE_NO_PART: Final = frozenset({"draining", "finished"})
 """States in which a node has a good reason not to send."""
 
 

@@ -218,7 +218,7 @@ class Membership:
 
     def _catch_up(self, member: Member, hello: msg.Hello, fragment: int, held: msg.AnchorRef | None) -> None:
         updates = self._ledger.updates_after(fragment, held)
-        if held is None and hello.begins and self._ledger.versions[fragment] == 0:
+        if held is None and self._ledger.versions[fragment] == 0:
             return  # it may have the same weights already, and asks if not
         if updates is None:
             self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
@@ -328,10 +328,7 @@ class Membership:
     # --- samples
 
     def on_progress(self, member: Member, progress: msg.Progress, now: float) -> None:
-        paused = member.paused
         member.report(progress, now)
-        if member.paused and not paused:
-            self.leave_out(member.name)
         if member.stalled and member.progress_at == now:
             member.absent, member.reason = False, Reason.NONE
             self._expect_again(member, now)

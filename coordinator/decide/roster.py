@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final, Literal
+from typing import Literal
 
 from farloop.algo.spec import Fragment, NodeId
 from farloop.algo.stages import Part, is_in
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.messages import AnchorRef, Hello, NodeState, Progress
+from farloop.wire.messages import AnchorRef, Hello, Progress
 from farloop.wire.reasons import Reason
 
 # --- Members
@@ -23,9 +23,6 @@ MOST_MEMBERS = 1024  # names that are remembered; beyond it, the node that left 
 
 SLOW_TASKS = 10.0  # factor for the first inner step, which compiles the model, and for evaluations
 _STEP_TIMES = 15  # measurements that the usual inner step is the median of
-
-_DOES_STEPS: Final[frozenset[NodeState]] = frozenset({"training", "evaluating"})
-"""In all other states a node that reports need not do steps."""
 
 Stage = Literal["joining", "ready", "training", "left"]
 
@@ -69,12 +66,8 @@ class Member:
 
     @property
     def counts(self) -> bool:
-        """Whether new windows expect it; not while its operator pauses it."""
-        return self.stage == "training" and not self.absent and not self.paused
-
-    @property
-    def paused(self) -> bool:
-        return self.progress is not None and self.progress.state == "paused"
+        """Whether new windows expect it."""
+        return self.stage == "training" and not self.absent
 
     def has(self, fragment: Fragment) -> bool:
         return is_in(fragment, self.holds)
@@ -115,7 +108,7 @@ class Member:
 
     def report(self, progress: Progress, now: float) -> None:
         """Handle a report. Speed excludes waiting, or nodes that wait would look slow."""
-        if progress.inner_steps > self._most_steps or progress.state not in _DOES_STEPS:
+        if progress.inner_steps > self._most_steps or progress.state != "training":
             self.progress_at = now
         self._most_steps = max(self._most_steps, progress.inner_steps)
         self.progress = progress

@@ -60,7 +60,7 @@ class Node:
     def _hello(self) -> msg.Hello:
         return msg.Hello(
             protocol_min=msg.PROTOCOL_VERSION, protocol_max=msg.PROTOCOL_VERSION, node=self.machine.name,
-            incarnation=1, fingerprint=None, layout=None, epoch_seen=0, anchors=(), round=None, begins=True,
+            incarnation=1, fingerprint=None, layout=None, epoch_seen=0, anchors=(), round=None,
             can_evaluate=False,
         )  # fmt: skip
 

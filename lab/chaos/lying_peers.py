@@ -172,10 +172,10 @@ def idle(peer: Peer) -> Iterator[float]:
 
 
 def undecided(peer: Peer) -> Iterator[float]:
-    """Goes back and forth, pauses, and sends no delta."""
+    """Goes back and forth, drains and does not, and sends no delta."""
     peer.greet_ready()
     for turn in range(10_000):
-        _progress(peer, 5 + turn % 2, "paused" if turn % 20 > 15 else "training")
+        _progress(peer, 5 + turn % 2, "draining" if turn % 20 > 15 else "training")
         yield 0.5
 
 

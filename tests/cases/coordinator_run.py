@@ -15,7 +15,7 @@ of them; `brief` writes commands as text. `run.told` is both, for stories (`stor
     1 commits of ab | 1 commits of a0,b0           deltas of a and b come, and the commit is durable
     12 rounds of ab                                of each fragment as many windows, for which a and b send good deltas
                                                    and the others bad ones, as long as these windows wait for them
-    a reports paused                               that this is its state
+    a reports draining                             that this is its state
     2s | clock jumps 30 | restart
     1?                                             which nodes the window of fragment 1 waits for
     versions?                                      of all fragments

@@ -132,7 +132,7 @@ MESSAGES: st.SearchStrategy[msg.Message] = st.one_of(
     ),
     st.builds(msg.Ready, history=st.just(0) | NUMBERS),
     st.builds(
-        report, state=st.sampled_from(["training", "paused", "waiting", "draining"]), position=REALS, round=NUMBERS,
+        report, state=st.sampled_from(["training", "waiting", "draining"]), position=REALS, round=NUMBERS,
         inner_steps=NUMBERS, tokens=NUMBERS, loss=st.none() | REALS, tokens_per_s=REALS, blocked_s=REALS,
         lost_steps=NUMBERS, sample_watermark=NUMBERS, sent=st.builds(msg.BytesByKind, delta=NUMBERS),
         samples_left=st.none() | st.just(0) | NUMBERS,

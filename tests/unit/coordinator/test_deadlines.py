@@ -112,10 +112,6 @@ def alternating(world: World) -> None:
     world.report(B, inner_steps=5 + world.ticks % 2)
 
 
-def pausing(world: World) -> None:
-    world.report(B, state="paused", inner_steps=5)
-
-
 def waiting(world: World) -> None:
     world.report(B, state="waiting", inner_steps=5)
 
@@ -135,7 +131,7 @@ def world(spec: RunSpec) -> World:
     return world
 
 
-@pytest.mark.parametrize("lie", [alternating, pausing, waiting, offering])
+@pytest.mark.parametrize("lie", [alternating, waiting, offering])
 def test_a_node_that_falls_silent_does_not_hold_the_run(world: World, lie: Callable[[World], None]) -> None:
     """F: whatever it reports. Before it had a deadline, nothing was committed any more."""
     fell = world.falls(lie)
@@ -316,16 +312,6 @@ def test_where_no_node_is_to_be_dropped_the_alarm_is_all(spec: RunSpec) -> None:
     world.recovers()
     world.run(20.0)
     assert ALARM not in world.alarms
-
-
-def test_a_node_that_pauses_leaves_the_windows_at_once_and_comes_back(world: World) -> None:
-    """D: its operator's wish holds no node, and is no fault."""
-    then = world.falls(pausing)
-    world.run(60.0)
-    assert len(world.committed_since(then)) > 25 and not world.alarms
-    world.recovers()
-    world.run(10.0)
-    assert world.b_is_expected() == {True}
 
 
 def test_a_run_that_no_node_is_connected_to_says_who_is_missing(world: World) -> None:

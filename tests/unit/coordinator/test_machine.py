@@ -58,15 +58,14 @@ def test_a_new_node_is_welcomed_with_all_that_it_must_know(spec: RunSpec) -> Non
 
 def test_a_node_gets_snapshots_of_what_it_lacks_and_the_updates_that_it_missed(spec: RunSpec) -> None:
     """I, R, S: one that begins has the run's first weights, unless it asks; no alarm if it does."""
-    assert brief(Run(spec).greet(A, anchors=())) == "accept a; snapshot 0 to a; snapshot 1 to a"
     run = Run(spec, min_nodes=2)
-    assert brief(run.greet(A, anchors=(), begins=True)) == "accept a"
+    assert brief(run.greet(A, anchors=())) == "accept a"
     assert brief(run.say(A, msg.Fetch(fragment=1, first=True))) == "snapshot 1 to a" and not run.alarms
     run = Run(spec, "a")
     run.commit(1, A)
-    assert brief(run.greet(B, anchors=(), begins=True)) == "accept b; snapshot 1 to b"
+    assert brief(run.greet(B, anchors=())) == "accept b; snapshot 1 to b"
     digest_of_1 = (msg.AnchorRef(fragment=1, version=0, digest=101),)
-    assert brief(run.greet(C, anchors=digest_of_1)) == "accept c; snapshot 0 to c; publish 1.1 to c"
+    assert brief(run.greet(C, anchors=digest_of_1)) == "accept c; publish 1.1 to c"
 
 
 def test_a_node_goes_on_from_anchors_on_its_disk_if_they_are_of_this_run_and_not_too_old(spec: RunSpec) -> None:
@@ -80,10 +79,10 @@ def test_a_node_goes_on_from_anchors_on_its_disk_if_they_are_of_this_run_and_not
     )
     saved = msg.SavedAnchors(run=run.spec.identity.fingerprint(), history=0, anchors=refs)
     told = run.greet(B, anchors=(), saved=saved)
-    assert brief(told) == "accept b; snapshot 0 to b; publish 1.1 to b"
+    assert brief(told) == "accept b; publish 1.1 to b"
     assert isinstance(told[0], ev.Accept) and told[0].welcome.restores == (1,)
     for other in (dataclasses.replace(saved, run="other"), dataclasses.replace(saved, history=2)):
-        assert brief(run.greet(C, anchors=(), saved=other)).endswith("snapshot 0 to c; snapshot 1 to c")
+        assert brief(run.greet(C, anchors=(), saved=other)).endswith("accept c; snapshot 1 to c")
     assert not run.alarms
 
 

@@ -58,12 +58,3 @@ def test_steps_that_go_back_or_come_again_are_no_progress() -> None:
     assert (node.progress_at, node.seconds_per_step) == (11.0, 1.0), "measured once"
     node.report(plain_progress(inner_steps=7), 15.0)
     assert node.progress_at == 15.0
-
-
-def test_a_node_that_pauses_does_not_count_until_it_goes_on() -> None:
-    """D: its operator wants it so, and no window waits for it."""
-    node = training()
-    node.report(plain_progress(state="paused"), 6.0)
-    assert node.paused and not node.counts and node.stalls_at is None
-    node.report(plain_progress(), 7.0)
-    assert node.counts

@@ -283,7 +283,7 @@ def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None
     assert metrics.standing == (False, "starting")
     for state in get_args(msg.NodeState):
         metrics.update(plain_progress(state=state, detail=NOT_MERGED), versions={}, connected=True)
-        started = state in ("training", "waiting", "paused", "evaluating")
+        started = state in ("training", "waiting")
         assert metrics.standing == (started, f"{state}: {NOT_MERGED}")
     metrics.update(PROGRESS, versions={}, connected=True)
     assert metrics.standing == (True, "training")
