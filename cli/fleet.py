@@ -118,7 +118,7 @@ def _of_link(link: LinkStatus, machines: dict[str, MachineStatus]) -> Iterable[F
 def fleet_tables(status: Status) -> RenderableType:
     """A row for each node: its machine, and its link."""
     there = table(
-        "node", "state", "farloop", "devices", "disk free", "clock", left=("state", "devices"), fold=("node",)
+        "node", "state", "farloop", "devices", "disk free", "clock", left=("state",), fold=("node", "devices")
     )
     ways = table("node", "up", "down", "round trip", "sent again", fold=("node",))
     machines, links = _machines(status), {(link["from"], link["to"]): link for link in _links(status)}

@@ -50,6 +50,7 @@ WRONG_SERVER_KEY = (  # or a coordinator without keys, whose hanging up may look
     "it hangs up: wrong server_key, or the coordinator has no keys; the node's server_key must hold the .pub that "
     "belongs to the coordinator's key"
 )
+HANGS_UP = "it hangs up: it is ending, or has other keys than in the last session"
 
 
 class ZmqDialer:
@@ -346,6 +347,8 @@ class ZmqConnection:
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
                     why = WRONG_SERVER_KEY if self._ends[0].key else ONE_END_ENCRYPTS
+                    if self._dialer.reached == self._ends[0].address:
+                        why = HANGS_UP
                     lane.connection = (told["value"], end_of(told["value"])[0])
                     if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)

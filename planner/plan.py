@@ -417,7 +417,7 @@ def _unknown_of(inventory: Inventory) -> str:
     nodes = inventory.nodes
     far = [node.name for node in nodes if None in (inventory.uplink(node), inventory.downlink(node))]
     if len(far) == len(nodes):
-        return "links to the coordinator are not given"
+        return "links to the coordinator are neither given nor measured yet"
     more = f" and {len(far) - 4} more" if len(far) > 4 else ""
     return f"the coordinator's link is not known in both directions for {', '.join(far[:4])}{more}"
 

@@ -528,6 +528,22 @@ def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_pat
             assert isinstance(closed, wire_ev.SessionClosed) and "wrong server_key" in closed.detail
 
 
+def test_a_coordinator_that_hangs_up_after_a_session_is_not_told_as_a_wrong_key(endpoint: str) -> None:
+    """As one that is ending does: its port takes connections a little longer."""
+    with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+        with station(endpoint):
+            wait_for(delivered, msg.Welcome)
+        wait_for(delivered, wire_ev.SessionClosed)
+        with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as listener:
+            listener.accept()[0].close()
+            for _ in range(3):
+                closed = wait_for(delivered, wire_ev.SessionClosed)
+                assert isinstance(closed, wire_ev.SessionClosed)
+                if "hangs up" in closed.detail:
+                    break
+        assert "it is ending" in closed.detail
+
+
 def test_an_outage_is_told_of_again_once_in_a_while(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -271,7 +271,7 @@ def test_whose_link_to_the_coordinator_is_not_known_is_told(tmp_path: Path) -> N
     for links, parameters, said in (
         (STAR, 1e6, ""),
         (STAR[:-1], 1e6, "the coordinator's link is not known in both directions for c: the sync"),
-        ([], 1e6, "links to the coordinator are not given:"),
+        ([], 1e6, "links to the coordinator are neither given nor measured yet:"),
         (STAR, 0.0, "the size of the parameters is not given:"),
     ):
         file.write_text(json.dumps({"model": {"layers": 1, "parameters": parameters}}))
