@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md and docs/cli.md from the code: `python docs/reference.py`, after either changed.
+"""Writes docs/configuration.md and docs/cli.md from the code, and tables of measurements from docs/results/:
+`python docs/reference.py`, after any of them changed.
 
 Committed rather than made while the site is built: they are read beside the code too, a change of an option shows in
 its diff, and the site builds without torch. `tests/unit/docs/test_reference_pages.py` holds them to the code.
@@ -8,7 +9,8 @@ import dataclasses
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +197,71 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
 
+_RESULTS = re.compile(
+    r"(?P<head><!-- rows of (?P<file>\S+?)(?: (?P<list>[\w.-]+))?(?: by (?P<keys>[\w ]+))?: (?P<cells>.+?) -->\n"
+    r"(?:\|.*\n){2})(?:\|.*\n)*|(?P<mark><!-- measured: (?P<files>.+?) -->\n)(?:- .*\n)*",
+)
+
+
+def measured(page: Path) -> str:
+    """The page with its measurements as the files of docs/results/ have them, which `farloop lab … --json` writes.
+
+    Below `<!-- rows of FILE LIST by KEY KEY: CELL | CELL -->` and the head of a table comes a row for each item of the
+    list (`rows` if none is named). A cell is a format of the item's fields, as `{x:.1f}`, or `{x:1e3*.0f}` of 1e3 · x,
+    and empty where the item lacks a field. `by`: items that agree in the first key are one row, whose fields are the
+    values of the last key. Below `<!-- measured: FILE FILE -->` comes what each file is from.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        if match["mark"]:
+            return match["mark"] + "".join(_origin(page, name) for name in match["files"].split())
+        found = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
+        for key in (match["list"] or "rows").split("."):
+            found = found[int(key) if isinstance(found, list) else key]
+        items = [{"key": key, **item} for key, item in found.items()] if isinstance(found, dict) else found
+        if keys := (match["keys"] or "").split():
+            items = [{keys[0]: first, **fields} for first, fields in _nested(items, keys).items()]
+        rows = [[_cell(cell, item) for cell in match["cells"].split(" | ")] for item in items]
+        rows = [row for row in rows if any(row[1:])]
+        assert all(map(any, zip(*rows, strict=True))), f"{page.name}: {match['file']}: a column is empty"
+        return match["head"] + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+    return _RESULTS.sub(made, page.read_text(encoding="utf-8"))
+
+
+class _Scaled(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        factor, star, rest = format_spec.rpartition("*")
+        return format(float(factor) * value, rest) if star else format(value, format_spec)
+
+
+def _cell(cell: str, item: Mapping[str, Any]) -> str:
+    try:
+        return _Scaled().vformat(cell, (), {key: value for key, value in item.items() if value is not None})
+    except KeyError:
+        return ""
+
+
+def _nested(items: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for item in items:
+        inner = found
+        for key in keys[:-1]:
+            inner = inner.setdefault(item[key], {})
+        inner[item[keys[-1]]] = item
+    return found
+
+
+def _origin(page: Path, name: str) -> str:
+    of = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    return f"- [{Path(name).stem}]({name}): `{of['command']}`, commit {of['commit']}, {of['date']}, {of['machine']}\n"
+
+
 def pages() -> dict[Path, str]:
-    """Every page that is made, and what stands in it."""
-    return {DOCS / "configuration.md": configuration(), DOCS / "cli.md": commands()}
+    """Every page that is made, or in part, and what stands in it."""
+    shown = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if "results/" in page.read_text()]
+    whole = {DOCS / "configuration.md": configuration(), DOCS / "cli.md": commands()}
+    return whole | {page: measured(page) for page in shown if page not in whole}
 
 
 if __name__ == "__main__":

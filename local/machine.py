@@ -1,14 +1,27 @@
-"""The machine and the commit that results are from."""
+"""What a result is from: the command, the day, the machine and the commit."""
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from farloop.monitoring.units import plural
+
+
+def origin() -> dict[str, str]:
+    """What a result is recorded with: `docs/reference.py` shows it below the tables that it makes of the rows."""
+    return {
+        "command": shlex.join(["farloop", *sys.argv[1:]]),
+        "date": f"{datetime.now(UTC):%F}",
+        "machine": machine(),
+        "commit": source_commit() or "unknown",
+    }
 
 
 def cpu_model() -> str:

@@ -12,7 +12,6 @@ import torch
 from farloop.lab.bench.codec_quality import DISTRIBUTIONS, QualityRow, codec_quality, outer_sample, random_sample
 from farloop.lab.bench.codec_speed import STEADY, Bench, Pace, SpeedRow, Where, codec_rows
 from farloop.lab.bench.training import Settings, cpu_threads, default_threads, outer_gradients
-from farloop.local.machine import machine, source_commit
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of
 
@@ -54,8 +53,6 @@ class CodecReport:
     speed: tuple[SpeedRow, ...]
     quality: tuple[QualityRow, ...]
     outer: str | None  # the run that the outer gradients are from
-    machine: str
-    commit: str | None
 
 
 def run(plan: Plan, say: Callable[[str], None] = lambda what: None) -> CodecReport:
@@ -71,8 +68,6 @@ def run(plan: Plan, say: Callable[[str], None] = lambda what: None) -> CodecRepo
         speed=tuple(_speed(plan, say, began)),
         quality=quality,
         outer=plan.outer.describe() if plan.outer else None,
-        machine=machine(),
-        commit=source_commit(),
     )
 
 

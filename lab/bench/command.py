@@ -40,9 +40,7 @@ Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core
 
 NodesDevice = Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")]
 
-KeptRuns = Annotated[
-    Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and .md, and the figures.")
-]
+KeptRuns = Annotated[Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json and the figures.")]
 
 _WIDE = 140  # columns of the quality table in a file or pipe
 
@@ -96,6 +94,7 @@ def codecs(
     from farloop.lab.bench.codecs import LONG, QUICK_ELEMENTS, SHORT, Plan, places, run
     from farloop.lab.bench.quality_spec import check_device
     from farloop.lab.plots.codecs import plot_quality
+    from farloop.local.machine import origin
     from farloop.quant.registry import CODECS, codec_named
 
     for name in device or []:
@@ -112,7 +111,7 @@ def codecs(
         folder=out,
     )
     report = run(plan, lambda what: typer.echo(what, err=True))
-    files, found = [out / "codecs.json"], dumps(dataclasses.asdict(report), indent=1)
+    files, found = [out / "codecs.json"], dumps({**origin(), **dataclasses.asdict(report)}, indent=1)
     write_output(files[0], found)
     for kind in ("svg", "png") if quality else ():
         files.append(out / f"codecs-quality.{kind}")
@@ -173,7 +172,7 @@ def gpu(
     """Measure on a CUDA device: kernels against the reference, copies, codecs, a loop with a node.
 
     Each part has a time limit, prints JSON lines as numbers come, and is a row with the reason where
-    it fails; then the command exits with 1. A table is in gpu.md.
+    it fails; then the command exits with 1. All rows are in gpu.json.
 
     Example: farloop lab bench gpu --parts codecs,loop-device
     """
@@ -254,7 +253,9 @@ def sync(
     out = _empty_folder(out, "sync")
     what = Measured(parameters=int(parameters), nodes=nodes, rounds=rounds)
     rows = measure(what, codecs, out.resolve(), links=["", *(link or [])], trace=trace, bulk=bulk)
-    _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
+    gloo_s = rows[0].s_per_round_median
+    found = [{**dataclasses.asdict(row), "to_gloo": row.s_per_round_median / gloo_s} for row in rows]
+    _print_result({"rows": found}, text(rows), as_json)
 
 
 @bench_app.command()
@@ -341,10 +342,10 @@ def _empty_folder(out: Path | None, command: str) -> Path:
 
 
 def _print_result(found: Mapping[str, Any], text: str, as_json: bool) -> None:
-    """Print the text; or as JSON what was found, with the machine and the commit that it was measured on."""
-    from farloop.local.machine import machine, source_commit
+    """Print the text; or as JSON what was found, and what it is from."""
+    from farloop.local.machine import origin
 
-    typer.echo(dumps({"machine": machine(), "commit": source_commit(), **found}, indent=1) if as_json else text)
+    typer.echo(dumps({**origin(), **found}, indent=1) if as_json else text)
 
 
 @bench_app.command()
@@ -409,10 +410,11 @@ def quality(
     """
     check_model(model or "micro")
     from farloop.cli.progress import progress_console
-    from farloop.lab.bench.comparison import markdown, report, table, watched
+    from farloop.lab.bench.comparison import report, table, watched
     from farloop.lab.bench.quality import CPU, RunFailed, run_all
     from farloop.lab.bench.quality_spec import asked_for, check_device, command_of, plan_grid
     from farloop.lab.plots.quality import plot_frontier
+    from farloop.local.machine import origin
     from farloop.node.settings import DataConfig
 
     check_device(device)
@@ -433,8 +435,7 @@ def quality(
     parameters = plan.variants[0].specs[0].identity.layout.num_parameters
     command = command_of(asked, options=words)
     found = report(plan, results, parameters=parameters, within_percent=within, command=command)
-    write_output(out / "quality.json", dumps(dataclasses.asdict(found), indent=1))
-    write_output(out / "quality.md", markdown(found))
+    write_output(out / "quality.json", dumps({**origin(), **dataclasses.asdict(found)}, indent=1))
     files = [out / "quality.json"]
     if any(variant.fewer_bytes is not None for variant in found.variants):
         over = "1 seed" if asked.seeds == 1 else f"mean and its 95 % interval of {asked.seeds} seeds"
@@ -444,7 +445,7 @@ def quality(
                 figure,
                 found.variants,
                 title=f"{count_text(parameters)} parameters",
-                caption=f"{made_of}; {over}; commit {found.commit or 'unknown'}",
+                caption=f"{made_of}; {over}; commit {origin()['commit']}",
             )
             files.append(figure)
     if as_json:

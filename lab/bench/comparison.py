@@ -14,8 +14,7 @@ from scipy.special import stdtrit
 
 from farloop.lab.bench.quality import QualityPlan, RunResult, Watch
 from farloop.lab.bench.quality_spec import MUON
-from farloop.local.machine import machine, source_commit
-from farloop.monitoring.units import NOTHING, count_text, factor_text, size_text
+from farloop.monitoring.units import NOTHING, factor_text, size_text
 
 CONFIDENCE = 0.95
 
@@ -67,8 +66,6 @@ class Report:
     variants: tuple[Comparison, ...]  # the baseline first
     within_percent: float  # largest difference that is called none
     command: str  # repeats it
-    machine: str
-    commit: str | None
 
 
 def compare(results: Mapping[str, Sequence[RunResult]], *, parameters: int = 0) -> tuple[Comparison, ...]:
@@ -137,8 +134,6 @@ def report(
         variants=compare(results, parameters=parameters),
         within_percent=within_percent,
         command=command,
-        machine=machine(),
-        commit=source_commit(),
     )
 
 
@@ -149,7 +144,7 @@ def difference_text(comparison: Comparison) -> str:
     return f"{comparison.mean_percent:+.2f} ± {comparison.high_percent - comparison.mean_percent:.2f} %"
 
 
-# --- What `farloop lab bench quality` shows: a bar while runs are trained, then a table (terminal, Markdown)
+# --- What `farloop lab bench quality` shows: a bar while runs are trained, then a table
 
 
 if TYPE_CHECKING:
@@ -193,27 +188,6 @@ def table(found: Report) -> Table:
         color = {"yes": "green", "no": "red", "open": "yellow"}.get(verdict)
         shown.add_row(variant.label, *_cells(variant, number, f"[{color}]{verdict}[/]" if color else verdict))
     return shown
-
-
-def markdown(found: Report) -> str:
-    """To stand in a document: the table, and how it was made."""
-    titles = ["variant", *(title or f"in ±{found.within_percent:g} %" for title in _COLUMNS)]
-    rows = [titles, ["---"] * len(titles)]
-    for number, variant in enumerate(found.variants):
-        verdict = "" if number == 0 else _verdict(variant, found.within_percent)
-        rows.append([f"`{variant.label}`", *_cells(variant, number, verdict)])
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    seeds = f"{len(found.seeds)} {'seed' if len(found.seeds) == 1 else 'seeds'}"
-    tokens = count_text(found.variants[0].tokens)
-    parts = [
-        text,
-        f"Mean ± standard deviation over {seeds}; {tokens} tokens in a run of `{found.baseline}`. Difference to it: "
-        "mean of pairs of equal seeds ± half of the 95 % interval; to Muon: to data parallel with it. Bytes of a node, "
-        "snapshots apart; syncs are whole models that a node sent; a run's seconds are of one core.",
-        f"`{found.command}`",
-        f"{found.machine}; commit {found.commit or 'unknown'}.",
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _cells(variant: Comparison, number: int, verdict: str) -> list[str]:

@@ -25,6 +25,7 @@ class Row:
     """One number of nodes; seconds of the monotonic clock."""
 
     nodes: int
+    parameters: int
     bulk: str  # "session" or "store": what deltas and updates went by
     rounds: int
     round_s_median: float
@@ -78,6 +79,7 @@ def measure(
     round_s = statistics.median(later - earlier for earlier, later in pairwise(closings))
     return Row(
         nodes=nodes,
+        parameters=parameters,
         bulk=bulk,
         rounds=rounds,
         round_s_median=round_s,

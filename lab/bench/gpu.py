@@ -30,7 +30,7 @@ from farloop.config.exit_codes import CommandError
 from farloop.lab.bench.codec_speed import QUICK, Bench, SpeedRow, Where, codec_rows
 from farloop.lab.bench.loop import Loop, coordinator
 from farloop.lab.bench.processes import FIRST
-from farloop.local.machine import machine, source_commit
+from farloop.local.machine import origin
 from farloop.monitoring.status import dumps
 from farloop.node.devices import locked_zeros
 from farloop.node.library import Node, join
@@ -106,7 +106,7 @@ def measure(
     def add_row(row: Row) -> None:
         rows.append(row)
         say(dumps(row))
-        (out / "gpu.md").write_text(_markdown(rows))
+        (out / "gpu.json").write_text(dumps({**rows[0], "rows": rows[1:]}, indent=1))
 
     def run(part: str) -> None:
         limit_s = min(PARTS[part], deadline - time.monotonic()) if not dry else _DRY_LIMIT_S
@@ -116,7 +116,7 @@ def measure(
             _run(part, _command(part, model, dry=dry), out, limit_s, add_row)
 
     device = "CPU, dry run: the numbers say nothing" if dry else torch.cuda.get_device_name()
-    add_row({"part": "machine", "what": device, "is": machine(), "cuda": torch.version.cuda, "commit": source_commit()})
+    add_row({"part": "machine", "what": device, "cuda": torch.version.cuda, **origin()})
     together = [part for part in parts if part in _TOGETHER]
     with ThreadPoolExecutor(max(1, len(together))) as pool:
         list(pool.map(run, together))
@@ -124,15 +124,6 @@ def measure(
         if part not in together:
             run(part)
     return not any("failed" in row for row in rows)
-
-
-def _markdown(rows: Sequence[Row]) -> str:
-    """A table for the documentation."""
-    lines = ["| part | what | found |", "| --- | --- | --- |"]
-    for row in rows:
-        found = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("part", "what"))
-        lines.append(f"| {row['part']} | {row.get('what', '')} | {found} |")
-    return "\n".join(lines) + "\n"
 
 
 def _run(part: str, command: list[str], out: Path, limit_s: float, add_row: Callable[[Row], None]) -> None:

@@ -90,9 +90,9 @@ def chaos(
     else:
         storm, told = _storm(minutes, seed, nodes, faults, bulk, folder, say)
         outcome, shown = storm, [faults_table(storm), result_table(storm, folder)]
-    from farloop.local.machine import machine, source_commit
+    from farloop.local.machine import origin
 
-    report = outcome.figures() | told | {"seed": seed, "machine": machine(), "commit": source_commit() or ""}
+    report = origin() | outcome.figures() | told | {"seed": seed}
     write_output(folder / "chaos.json", dumps(report, indent=1))
     if as_json:
         typer.echo(dumps(report))
@@ -200,12 +200,8 @@ def _prepare(folder: Path) -> None:
 def faults_table(outcome: "Outcome") -> Table:
     """A row per kind of fault: count and recovery times."""
     shown = table("fault", "times", "recovered", "mean", "max", left=("fault",))
-    rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
-    recovered = outcome.figures()["recovery_s"]
-    for name, what, kind in [*rows, ("kill_node: the node itself", "node_back", "kill_node")]:
-        if times := outcome.faults[kind]:
-            each = recovered.get(what, {"count": 0, "mean": None, "max": None})
-            shown.add_row(name, str(times), str(each["count"]), _s(each["mean"]), _s(each["max"]))
+    for name, each in outcome.figures()["recovery_s"].items():
+        shown.add_row(name, str(each["times"]), str(each["count"]), _s(each["mean"]), _s(each["max"]))
     return shown
 
 

@@ -243,6 +243,7 @@ class Outcome:
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""
+        kinds: list[tuple[str, Kind]] = [*zip(KINDS, KINDS, strict=True), ("node_back", "kill_node")]
         measured = [s for what, seconds in self.recovery_s.items() if what != "node_back" for s in seconds]
         return {
             "faults": {kind: self.faults[kind] for kind in KINDS if self.faults[kind]},
@@ -253,8 +254,14 @@ class Outcome:
             "recovery_s_mean": statistics.fmean(measured) if measured else None,
             "recovery_s_max": max(measured, default=None),
             "recovery_s": {
-                what: {"count": len(seconds), "mean": statistics.fmean(seconds), "max": max(seconds)}
-                for what, seconds in sorted(self.recovery_s.items())
+                what: {
+                    "times": self.faults[kind],
+                    "count": len(seconds := self.recovery_s.get(what, [])),
+                    "mean": statistics.fmean(seconds) if seconds else None,
+                    "max": max(seconds, default=None),
+                }
+                for what, kind in kinds
+                if self.faults[kind]
             },
             "rss_bytes": {
                 name: {"first": sizes[min(len(sizes) - 1, SETTLED)], "last": sizes[-1], "max": max(sizes)}

@@ -31,7 +31,6 @@ from farloop.lab.bench.codec_tables import error_text, summary_of
 from farloop.lab.bench.codecs import OPS, CodecReport, Plan, places, run
 from farloop.lab.bench.training import OuterGradients, Settings, cpu_threads, default_threads, outer_gradients
 from farloop.lab.plots.codecs import plot_quality
-from farloop.local.machine import machine, source_commit
 from farloop.quant.registry import CODECS, codec_named
 from farloop.quant.spelling import PARAMETERS
 
@@ -209,7 +208,6 @@ def test_the_json_has_what_is_promised(report: CodecReport) -> None:
     keys = {"codec", "op", "device", "threads", "gb_per_s", "ratio_to_memcpy", "warmup_s"}
     assert all(keys <= row.keys() for row in plain["speed"])
     assert all({"codec", "data", "bits", "rel_mse", "cosine"} <= row.keys() for row in plain["quality"])
-    assert (plain["machine"], plain["commit"]) == (machine(), source_commit())
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
@@ -260,6 +258,7 @@ def test_the_benchmark_writes_json_and_plots(tmp_path: Path) -> None:
     words = ["--codec", "q4", "--codec", "q8", "--threads", "1", "--device", "cpu", "--elements", "4096", "--quick"]
     words = ["lab", "bench", "codecs", *words, "--no-quality", "--out", str(tmp_path)]
     told = found(*words)
+    assert all(told[key] for key in ("command", "date", "machine", "commit"))
     assert {row["codec"] for row in told["speed"]} >= {"memcpy", "q4", "q8"}
     assert json.loads((tmp_path / "codecs.json").read_text()) == told
     assert [path.name for path in tmp_path.iterdir()] == ["codecs.json"]
