@@ -6,7 +6,7 @@
     node.leave()
 
 `step` takes the place of `optimizer.step()`: it sets the learning rate, clips and steps the inner optimizer (or, with
-a method that has none, sends the gradients), then exchanges whatever is due (docs/step.md). The daemon's trainer uses
+a method that has none, sends the gradients), then exchanges whatever is due (docs/models.md). The daemon's trainer uses
 the same call.
 """
 
@@ -258,7 +258,7 @@ class Node:
         """One inner step after `loss.backward()`; gradients are cleared. True while the run goes on.
 
         Parameter groups keep their ratios to the run's learning rate, and the gradient is clipped to the run's norm. A
-        gradient with NaN or Inf changes no weight; it is logged and counted. docs/step.md gives the details.
+        gradient with NaN or Inf changes no weight; it is logged and counted. docs/models.md gives the details.
 
         Args:
             loss: of this step, for the displays: a number, or a tensor of one element; on CUDA shown a step later.

@@ -1,4 +1,4 @@
-"""The inner step of `Node.step` (docs/step.md), and the default inner optimizers.
+"""The inner step of `Node.step` (docs/models.md), and the default inner optimizers.
 
 The defaults are torch's AdamW, or a Muon of our own for matrices with AdamW for the rest. Their moments survive merges
 and are never exchanged.

@@ -281,7 +281,7 @@ class Merges:
             kind = type(self._parts[0]).__name__
             raise LoopError(
                 f"{kind} undoes merges: it keeps copies of the weights, and put back those from before a "
-                "merge. Change them in join(on_merge=…), or take an optimizer that keeps none (docs/step.md)"
+                "merge. Change them in join(on_merge=…), or take an optimizer that keeps none (docs/models.md)"
             )
 
     def _pieces(self, index: int) -> list[tuple[nn.Parameter, TensorSlot]]:

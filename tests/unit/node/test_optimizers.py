@@ -1,4 +1,4 @@
-"""The table of docs/step.md: each row is tried here, if its package is installed."""
+"""The table of docs/models.md: each row is tried here, if its package is installed."""
 
 import importlib
 import re
@@ -16,7 +16,7 @@ from farloop.node.arguments import check_hooks
 from farloop.node.errors import LoopError
 from farloop.node.library import join
 
-TABLE = Path(__file__).parents[3] / "docs" / "step.md"
+TABLE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 class Row(NamedTuple):

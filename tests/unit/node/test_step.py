@@ -1,4 +1,4 @@
-"""What `Node.step` does to a training loop's parameters (docs/step.md), with a driver that only takes notes."""
+"""What `Node.step` does to a training loop's parameters (docs/models.md), with a driver that only takes notes."""
 
 import dataclasses
 import math
