@@ -4,21 +4,26 @@
 of them; `brief` writes commands as text. `run.told` is both, for stories (`stories.py`). The words:
 
     a greets | a joins | a returns | a is reborn   a hello: a newcomer's; the same and ready; in round 0; a new start's
-    a greets 7 | a returns 7                       ... of the process 7 (0 unless named)
-    a is ready | a is ready 7                      (7: the digest of its frozen weights)
-    a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
+    a greets process=7                             ... with these fields
+    a is ready frozen=7
+    a leaves | a parts | a parts SILENT            (parts: its session ends; DRAINED and CLOSED if no reason is named)
     a offers 1 | a sends 1 | a spoils 1            a delta of fragment 1: offered; also stored; also found CORRUPT
-    a offers 1.3 | a sends 1.3                     for window 3, where that is not the open one
+    a offers 1.3 | a sends 1.3 | a sends 1 steps=0 for window 3, where that is not the open one; with these fields
     a stores 1                                     the first delta of fragment 1 that a has offered is stored
-    a fetches 1 | a steps 5                        asks for an anchor; reports that many inner steps
+    a fetches 1 | a steps 5 | a uses 80            asks for an anchor; reports that many inner steps; samples
+    5 steps of ab | 5 steps of ab in 20s           they report one step more each second; every 20 seconds
+    a scores 0,1                                   the loss of these versions
     1 is durable | 1 fails                         the commit of fragment 1
     1 commits of ab | 1 commits of a0,b0           deltas of a and b come, and the commit is durable
     12 rounds of ab                                of each fragment as many windows, for which a and b send good deltas
                                                    and the others bad ones, as long as these windows wait for them
+    finish of ab                                   all windows that are left, with deltas of a and b
     a reports draining                             that this is its state
-    2s | clock jumps 30 | restart
+    2s | clock jumps 30 | restart | stop | release
+    restart as 2 | rewind as 8                     in this epoch; in a history of its own
     1?                                             which nodes the window of fragment 1 waits for
-    versions?                                      of all fragments
+    versions? | awaited?                           of all fragments; who has not heard of the end
+    samples?                                       what became of them, what is free, and how many each node holds
 
 Behind the commands of a story, in square brackets: alarms that are new or another, up to the first semicolon, and
 those that ended.
@@ -29,9 +34,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from plain_runs import plain_hello, plain_offer, plain_progress
+from stories import literal
 
 from farloop.algo.schedule import opening_rounds
-from farloop.algo.spec import NodeId, RunSpec
+from farloop.algo.spec import Lease, NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
@@ -79,6 +85,8 @@ class Run:
         """Deltas that were let in."""
         self.pending: dict[int, ev.Commit] = {}
         """Commits that are not durable yet, by fragment."""
+        self.steps: dict[NodeId, int] = {}
+        """That they have reported."""
         self._known: dict[str, str] = {}
         """Alarms that a story has told of."""
         self.begin()
@@ -187,8 +195,14 @@ class Run:
     def part(self, node: NodeId, reason: Reason = Reason.CLOSED) -> Commands:
         return self.handle(ev.NodeDisconnected(session=self.sessions[node], node=node, reason=reason))
 
-    def leave(self, node: NodeId) -> Commands:
-        return self.say(node, msg.Leave(reason=Reason.DRAINED))
+    def leave(self, node: NodeId, reason: Reason = Reason.DRAINED) -> Commands:
+        return self.say(node, msg.Leave(reason=reason))
+
+    def step(self, node: NodeId, steps: int, **changes: Any) -> Commands:
+        """It reports so many inner steps of 64 tokens."""
+        self.steps[node] = steps
+        done = {"inner_steps": steps, "tokens": 64 * steps, "loss": None, "sample_watermark": 0, **changes}
+        return self.say(node, plain_progress(**done))
 
     def offer(self, node: NodeId, fragment: int = 1, window: int | None = None, **changes: Any) -> msg.Offer:
         """A new delta of the node, for the open window unless another one is named. It is not said yet."""
@@ -237,6 +251,13 @@ class Run:
     def alarms(self) -> dict[str, str]:
         return self.machine.alarms
 
+    def finish(self, *nodes: NodeId) -> Commands:
+        """All windows are committed in the order of the schedule: what the last one's commit brings about."""
+        commands: Commands = []
+        while windows := self.machine.windows:
+            commands = self.commit(min(windows, key=lambda f: (windows[f].terms.round, -f)), *nodes)
+        return commands
+
     # --- tables
 
     def play(self, script: str) -> Commands:
@@ -247,41 +268,76 @@ class Run:
         return commands
 
     def told(self, line: str) -> str:
-        """What follows the last event of this line, and what became of alarms."""
-        if line == "versions?":
-            return f"versions {', '.join(map(str, self.ledger.versions))}"
+        """What follows the last event of this line, and what became of alarms; or the answer to its question."""
         if line.endswith("?"):
-            fragment = int(line[:-1])
-            version = self.machine.windows[fragment].terms.window
-            return f"window {fragment}.{version} waits for {', '.join(sorted(self.missing(fragment))) or 'no node'}"
+            events, _, question = line.rpartition("; ")
+            self.play(events) if events else None
+            return self._answer(question[:-1])
         after, before, self._known = brief(self.play(line)), self._known, dict(self.alarms)
-        changes = [f"{name}: {why.partition('; ')[0]}" for name, why in self._known.items() if before.get(name) != why]
+        changes = [f"{name}: {self.gist(why)}" for name, why in self._known.items() if before.get(name) != why]
         changes += [f"ended: {name}" for name in before if name not in self._known]
         return "\n".join([*filter(None, [after]), *(f"[{change}]" for change in changes)])
 
+    def gist(self, alarm: str) -> str:
+        """What a story tells of an alarm."""
+        return alarm.partition("; ")[0]
+
+    def _answer(self, question: str) -> str:
+        if question == "versions":
+            return ", ".join(map(str, self.ledger.versions))
+        if question == "awaited":
+            return ", ".join(self.machine.awaited) or ("no node: all have left" if self.machine.all_left else "no node")
+        if question != "samples":
+            fragment = int(question)
+            version = self.machine.windows[fragment].terms.window
+            return f"window {fragment}.{version} waits for {', '.join(sorted(self.missing(fragment))) or 'no node'}"
+        leases = self.ledger.leases
+        fates = ", ".join(f"{fate} {count}" for fate, count in leases.fates().items())
+        held = ", ".join(f"{node} {leases.outstanding(node, start)}" for node, start in sorted(leases.held))
+        return f"{fates}; free {_spans(leases.returned)}; held {held}"
+
     def _happens(self, who: str, does: str = "", *words: str) -> Commands:
         node = NodeId(who)
-        match does, *words:
+        fields = {key: literal(value) for key, _, value in (word.partition("=") for word in words if "=" in word)}
+        match does, *(word for word in words if "=" not in word):
             case ("",) if who == "restart":
                 return self.restart()
+            case "as", epoch:
+                number = int(epoch)
+                return self.restart(rec.EpochClaimed(epoch=number) if who == "restart" else rec.Rewound(epoch=number))
+            case ("",) if who == "stop":
+                self.machine.stop()
+                return []
+            case ("",) if who == "release":
+                return self.handle(ev.HoldReleased())
             case ("",):
                 return self.pass_time(float(who.removesuffix("s")))
-            case "greets", *process:
-                return self.greet(node, process=int(process[0]) if process else 0)
+            case ("greets",):
+                return self.greet(node, **fields)
             case ("joins",):
-                return self.join(node)
-            case "returns", *process:
-                return self.greet(node, round=0, process=int(process[0]) if process else 0)
+                return self.join(node, **fields)
+            case ("returns",):
+                return self.greet(node, **{"round": 0, **fields})
             case "is", "reborn":
                 return self.greet(node, incarnation=self.incarnations[node] + 1)
-            case "is", "ready", *frozen:
-                return self.say(node, msg.Ready(frozen=int(frozen[0]) if frozen else 0))
+            case "is", "ready":
+                return self.say(node, msg.Ready(**fields))
             case "is", "durable":
                 return self.durable(int(who))
             case "commits", "of", nodes:
                 return self.commit(int(who), *_named(nodes))
             case "rounds", "of", nodes:
                 return self.rounds(int(who), _named(nodes))
+            case "of", nodes:
+                return self.finish(*_named(nodes))
+            case "steps", "of", nodes, *every:
+                seconds = float(every[1].removesuffix("s")) if every else 1.0
+                commands: Commands = []
+                for _ in range(int(who)):
+                    commands += self.pass_time(seconds)
+                    for one in _named(nodes):
+                        commands += self.step(one, self.steps.get(one, 0) + 1)
+                return commands
             case "reports", state:
                 return self.say(node, plain_progress(state=state, inner_steps=0, tokens=0, loss=None))  # type: ignore[arg-type]
             case "jumps", seconds:
@@ -292,14 +348,14 @@ class Run:
                 draft = self.draft(int(who))
                 failed = ev.CommitFailed(fragment=draft.fragment, detail="the disk is full")
                 return self.handle(failed)
-            case ("leaves",):
-                return self.leave(node)
+            case "leaves", *reason:
+                return self.leave(node, Reason[reason[0]] if reason else Reason.DRAINED)
             case "parts", *reason:
                 return self.part(node, Reason[reason[0]] if reason else Reason.CLOSED)
             case "offers", which:
-                return self.say(node, self.offer(node, *map(int, which.split("."))))
+                return self.say(node, self.offer(node, *map(int, which.split(".")), **fields))
             case "sends", which:
-                return self.store(node, *map(int, which.split(".")))
+                return self.store(node, *map(int, which.split(".")), **fields)
             case "spoils", fragment:
                 return self.spoil(node, int(fragment))
             case "stores", fragment:
@@ -310,14 +366,24 @@ class Run:
             case "fetches", fragment:
                 return self.say(node, msg.Fetch(fragment=int(fragment)))
             case "steps", steps:
-                report = plain_progress(inner_steps=int(steps), tokens=64 * int(steps), loss=None, sample_watermark=0)
-                return self.say(node, report)
+                return self.step(node, int(steps))
+            case "uses", watermark:
+                used = {"sample_watermark": int(watermark), "samples_left": 240 - int(watermark), **fields}
+                return self.step(node, 1, **used)
+            case "scores", versions:
+                score = tuple(map(int, versions.split(",")))
+                return self.say(node, msg.Evaluation(loss=2.5, versions=score, position=10.0, seconds=1.0))
         raise ValueError(f"nothing is called {who} {does} {' '.join(words)}")
 
 
 def _named(nodes: str) -> list[NodeId]:
     """`ab` are two, and so are `a0,b0`."""
     return [NodeId(name) for name in (nodes.split(",") if "," in nodes else nodes) if name]
+
+
+def _spans(leases: Iterable[Lease]) -> str:
+    """`240+80` are 80 samples from 240 on."""
+    return ", ".join(f"{lease.start}+{lease.count}" for lease in leases) or "none"
 
 
 def known(ledger: Ledger) -> rec.LedgerSaved:
@@ -374,14 +440,22 @@ def brief(commands: Commands) -> str:
 
 def _brief(command: ev.Command) -> str:
     match command:
-        case ev.Accept(node=node):
-            return f"accept {node}"
+        case ev.Accept(node=node, welcome=welcome):
+            keeps = f", which has {_spans(welcome.leases)}" if welcome.leases is not None else ""
+            return f"accept {node}{keeps}" + (" for its anchors" if welcome.recalls else "")
         case ev.Refuse(refused=said):
-            return f"refuse {said.reason.name}"
+            return f"refuse {said.reason.name}" + (" for now" if said.retriable else "")
         case ev.CloseSession(session=session, reason=reason):
             return f"close {session} {reason.name}"
-        case ev.Tell(node=node, message=msg.Start(round=plan, slot=slot)):
-            return f"{node}: start {plan.index}" + (f" slot {slot}" if slot else "")
+        case ev.Tell(node=node, message=msg.Start(round=plan, slot=slot, lease=lease)):
+            samples = f" with {_spans([lease])}" if lease else ""
+            return f"{node}: start {plan.index}" + (f" slot {slot}" if slot else "") + samples
+        case ev.Tell(node=node, message=msg.Grant(lease=lease)):
+            return f"{node}: grant {_spans([lease])}"
+        case ev.Tell(node=node, message=msg.Leave(reason=reason)):
+            return f"{node}: leave {reason.name}"
+        case ev.Tell(node=node, message=msg.Recall(fragment=fragment)):
+            return f"{node}: recall {fragment}"
         case ev.Tell(node=node, message=msg.Outcome(reason=reason)):
             return f"{node}: {reason.name}"
         case ev.Tell(node=node, message=message):
@@ -399,14 +473,29 @@ def _brief(command: ev.Command) -> str:
             return f"commit {draft.fragment}.{draft.version} of {merged}{lost}"
         case ev.Record(record=rec.NodeStarted(node=node, round=round_index, slot=slot)):
             return f"started {node} {round_index}" + (f" slot {slot}" if slot else "")
-        case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
-            return f"left {node} {reason.name}"
+        case ev.Record(record=rec.NodeLeft(node=node, reason=reason, consumed=consumed, stored=stored)):
+            return f"left {node} {reason.name}" + (f" ({consumed} used, {stored} stored)" if consumed or stored else "")
+        case ev.Record(record=rec.LeaseGranted(node=node, lease=lease, consumed=consumed, stored=stored, since=since)):
+            return f"granted {node} {_spans([lease])} ({consumed} used, {stored} stored" + (
+                f", since {since})" if since else ")"
+            )
+        case ev.Record(record=rec.EvaluationTaken(versions=versions)):
+            return f"score of {','.join(map(str, versions))}"
         case ev.Record(record=rec.RoundFixed(round=plan)):
             return f"fixed {plan.index}"
         case ev.Record(record=rec.InputDropped(blob=blob, reason=reason)):
             return f"dropped {blob.fragment} of {blob.node} {reason.name}"
         case ev.Forget(blob=blob):
             return f"forget {blob.fragment} of {blob.node}"
+        case ev.Record(record=rec.EpochSeen(epoch=epoch)):
+            return f"seen epoch {epoch}"
+        case ev.Record(record=rec.Adopted() as found):
+            taken = [f"{anchor.fragment}.{anchor.version} of {anchor.node}" for anchor in found.anchors]
+            lost = [f"{anchor.fragment}.{anchor.version}" for anchor in found.lost]
+            without = [f"without {', '.join(found.missing)}"] if found.missing else []
+            return f"epoch {found.epoch} adopts {', '.join([*(taken or ['nothing']), *without])}" + (
+                f", lost {', '.join(lost)}" if lost else ""
+            )
         case ev.Record(record=command):
             pass
         case _:

@@ -2,15 +2,14 @@
 
     # A node that leaves is not waited for.
     with: nodes=ab
-    a sends 1; b leaves
-        commit 1.1 of a, b DRAINED; left b DRAINED
+    a sends 1; b leaves → commit 1.1 of a, b DRAINED; left b DRAINED
 
-A story is a paragraph: a sentence or two, settings that are not plain, and lines of events in their order. Indented
-below a line stand the commands that followed the last of its events; there are none if nothing followed. A paragraph
-without events says what a file is about; its settings are those of all stories behind it. The words for events and
-commands stand in `node_story.py` and `coordinator_run.py`.
+A story is a paragraph: a sentence or two, settings that are not plain, and lines of events in their order. Behind the
+arrow of a line, or indented below it where that is too long, stands what followed the last of its events; a line
+without either was followed by nothing. A paragraph without events says what a file is about; its settings are those of
+all stories behind it. The words for events and commands stand in `node_story.py` and `coordinator_run.py`.
 
-`pytest --rewrite` writes the indented lines anew. Read the difference before you commit it.
+`pytest --rewrite` writes what follows anew. Read the difference before you commit it.
 """
 
 import ast
@@ -23,7 +22,7 @@ from typing import Any
 
 import pytest
 
-INDENT, WIDTH = "    ", 120
+ARROW, INDENT, WIDTH = " → ", "    ", 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +45,15 @@ class StoryText:
         lines: list[str] = []
         for events in self.lines:
             if not events.startswith(INDENT):
+                events = events.partition(ARROW)[0]
+                after = play(events).splitlines()
+                line = f"{events}{ARROW}{' '.join(after)}" if after else events
+                if len(line) <= WIDTH:
+                    lines.append(line)
+                    continue
                 lines.append(events)
-                for after in play(events).splitlines():
-                    lines += wrap(after, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
+                for told in after:
+                    lines += wrap(told, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
         return lines
 
 

@@ -1,11 +1,13 @@
 """A coordinator that goes on from what nodes hold: which it waits for, what it asks for and records (protocol S)."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Commands, Run, accepted, recorded, refused, snapshots, told
+from coordinator_run import A, B, C, Commands, Run, accepted, recorded, snapshots, told
 from plain_runs import plain_hello
+from stories import StoryText, all_stories, check_story, literal
 
 from farloop.algo import schedule
 from farloop.algo.schedule import opening_rounds
@@ -29,7 +31,6 @@ from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 PATIENCE_S = 60.0
-LATER_S = LISTEN_S + PATIENCE_S
 EMPTY = msg.Held(anchors=(), windows=(), final=(), rounds=(), revisions=())
 
 
@@ -37,6 +38,11 @@ def ref(fragment: int, version: int, digest: int | None = None) -> msg.AnchorRef
     """Version 0 is that of the spec."""
     usual = 100 + fragment if version == 0 else 1000 * fragment + version
     return msg.AnchorRef(fragment=fragment, version=version, digest=usual if digest is None else digest)
+
+
+def refs(*words: str) -> tuple[msg.AnchorRef, ...]:
+    """`0.2` is version 2 of fragment 0."""
+    return tuple(ref(*map(int, word.split("."))) for word in words if word)
 
 
 def window(fragment: int, number: int, round_index: int, **changes: Any) -> WindowTerms:
@@ -47,23 +53,50 @@ def window(fragment: int, number: int, round_index: int, **changes: Any) -> Wind
 OLD = (ref(0, 0), ref(1, 0))
 NEW = (ref(0, 2), ref(1, 1))
 WINDOW = window(0, 3, 2)
-FORK = ref(0, 2, digest=9)
 
 
 class Start(Run):
-    """A start over a copy in which a and b have just begun."""
+    """A start over a copy in which a and b have just begun. Its stories have words of their own:
 
-    def __init__(self, spec: RunSpec, fetched: dict[int, rec.AnchorFetched] | None = None, newest: bool = True) -> None:
-        """`newest`: what one node alone knows is taken, too."""
+    a dials 0.2 1.1 | a holds 0.2 1.1     greets with versions 2 and 1 of fragments 0 and 1; says in its session, too,
+                                          that it holds them, and which terms follow
+    a brings 0.2                          offers the anchor, which comes and is durable
+    a loses 0.2 | a spoils 0.2            it stops coming; it is not what a said
+    """
+
+    def __init__(self, spec: RunSpec, *, known: str = "ab", fetched: str = "", newest: bool = True) -> None:
+        """`known`: by the copy. `fetched`: which anchor b has brought. `newest`: what one node alone knows is taken."""
         self.plans = schedule.first_rounds(spec.terms, count=5)
-        adopt = AdoptionSettings(untrue=untrue, patience_s=PATIENCE_S, fetched=fetched or {}, newest=newest)
+        brought = [rec.AnchorFetched(anchor=anchor, node=B, blob_digest=1) for anchor in refs(fetched)]
+        adopt = AdoptionSettings(
+            untrue=untrue, patience_s=PATIENCE_S, fetched={one.anchor.fragment: one for one in brought}, newest=newest
+        )
         super().__init__(spec, machine={"adopt": adopt})
-        started = (rec.NodeStarted(node=node, incarnation=1, round=0) for node in (A, B))
+        started = (rec.NodeStarted(node=NodeId(node), incarnation=1, round=0) for node in known)
         assert self.begin(*started) == []
 
     @property
     def waits(self) -> str:
         return self.alarms[ALARM]
+
+    def gist(self, alarm: str) -> str:
+        return alarm.partition("it waits for ")[2].partition(", which may hold newer")[0] or alarm
+
+    def _happens(self, who: str, does: str = "", *words: str) -> Commands:
+        if does not in ("dials", "holds", "brings", "loses", "spoils"):
+            return super()._happens(who, does, *words)
+        node, anchors = NodeId(who), refs(*(word for word in words if "=" not in word))
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        said = {key: refs(*value.split(",")) if "." in value else literal(value) for key, value in given.items()}
+        match does:
+            case "dials":
+                return self.dials(node, *anchors, **said)
+            case "holds":
+                held = {"windows": ()} if said.pop("terms", "") == "unknown" else {}
+                return self.meets(node, *anchors, held=held, **said)
+            case "brings":
+                return self.bring(node, *anchors)
+        return self.handle(ev.AnchorFailed(node=node, anchor=anchors[0], spoiled=does == "spoils"))
 
     def at(self, seconds: float) -> Commands:
         """Since the start."""
@@ -124,12 +157,6 @@ def three(both: Start) -> Start:
     return both
 
 
-@pytest.fixture
-def careful(spec: RunSpec) -> Start:
-    """As without --adopt-newest."""
-    return Start(spec, newest=False)
-
-
 def asked(commands: Commands) -> list[tuple[NodeId, int]]:
     """Who is to bring which fragment."""
     tells = [command for command in commands if isinstance(command, ev.Tell)]
@@ -141,40 +168,9 @@ def adopted(commands: Commands) -> rec.Adopted:
     return record
 
 
-# --- which nodes it waits for
-
-
-def test_who_can_be_asked_is_let_in_for_that_alone(start: Start) -> None:
-    commands = start.dials(A, *NEW, history=0)
-    assert recorded(commands) == [rec.EpochSeen(epoch=3)], "for a start that winds the run back instead"
-    assert accepted(commands).recalls and accepted(commands).protocol == 1
-    assert start.machine.members[A].session is None and start.machine.holding is not None
-    for changes, why in (({"anchors": ()}, (Reason.HOLDING, True)), ({"history": 1 << 40}, (Reason.MALFORMED, False))):
-        said = refused(start.dials(B, *NEW, **changes))
-        assert (said.reason, said.retriable) == why
-
-
-def test_all_that_the_copy_knows_are_waited_for_and_named(start: Start) -> None:
-    start.meets(A, *NEW)
-    assert asked(start.at(LISTEN_S)) == [] and "node b, which may hold newer versions" in start.waits
-    assert start.machine.next_timer() == 100.0 + PATIENCE_S
-    assert asked(start.at(PATIENCE_S)) == [(A, 0)], "one at a time"
-    assert adopted(start.bring(A, *NEW)).missing == (B,)
-
-
-def test_nodes_that_the_copy_has_never_met_have_the_time_to_dial_again(both: Start) -> None:
-    assert asked(both.at(LISTEN_S - 0.1)) == []
-    both.meets(C, ref(0, 5))
-    assert set(asked(both.at(LISTEN_S))) == {(C, 0), (A, 1)}
-
-
-def test_a_node_whose_training_hangs_is_waited_for_no_longer_than_one_that_is_away(start: Start) -> None:
-    """Its session lives, and the thread that would answer does not."""
-    start.meets(A, *NEW)
-    start.dials(B, *NEW)
-    assert asked(start.at(LISTEN_S)) == [] and "node b, to say what they hold" in start.waits
-    assert start.machine.next_timer() == 100.0 + PATIENCE_S
-    assert asked(start.at(PATIENCE_S)) == [(A, 0)]
+@all_stories(__file__, "adoption")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Start(spec, **story.settings).told, rewrite=rewrite)
 
 
 def test_names_without_end_are_not_remembered(both: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,21 +182,6 @@ def test_names_without_end_are_not_remembered(both: Start, monkeypatch: pytest.M
     for number in range(2):
         both.dials(NodeId(f"name-{number}"))
     assert "node old" not in both.waits and "the anchors to come" in both.waits
-
-
-def test_a_process_that_stood_still_gives_nodes_their_time_and_one_that_stops_asks_for_nothing(
-    spec: RunSpec, both: Start
-) -> None:
-    start = Start(spec)
-    start.machine.clock_jumped(1000.0)
-    start.now += 1000.0
-    start.dials(A, *NEW)
-    assert start.at(1000.0 + LISTEN_S) == [] and "node b" in start.waits
-    both.machine.stop()
-    assert both.at(LISTEN_S) == [] and both.machine.next_timer() is None
-
-
-# --- what it asks for
 
 
 def test_what_is_adopted_is_recorded_once_all_of_it_is_here(both: Start) -> None:
@@ -228,55 +209,6 @@ def test_what_is_adopted_is_recorded_once_all_of_it_is_here(both: Start) -> None
         assert snapshots(commands) == [0, 1]
 
 
-def test_what_an_earlier_start_brought_home_is_not_asked_for_again(spec: RunSpec) -> None:
-    start = Start(spec, {0: rec.AnchorFetched(anchor=NEW[0], node=B, blob_digest=1)})
-    start.meets(A, *NEW)
-    start.meets(B, *OLD)
-    assert asked(start.at(LISTEN_S)) == [(A, 1)]
-    assert [anchor.node for anchor in adopted(start.bring(A, NEW[1])).anchors] == [B, A]
-
-
-def test_spoiled_bytes_are_asked_of_another_node_or_the_version_is_lost(both: Start) -> None:
-    both.at(LISTEN_S)
-    both.bring(A, NEW[0])
-    both.handle(ev.AnchorFailed(node=A, anchor=NEW[1], spoiled=False))
-    assert "1 of 2" in both.waits, "it only stopped coming: once more"
-    record = adopted(both.handle(ev.AnchorFailed(node=A, anchor=NEW[1], spoiled=True)))
-    assert [anchor.fragment for anchor in record.anchors] == [0] and record.lost == (NEW[1],)
-
-
-def test_who_goes_away_with_the_newest_is_waited_for_as_long_as_any(both: Start) -> None:
-    both.at(LISTEN_S)
-    both.part(A)
-    assert "node a" in both.waits and both.machine.next_timer() is not None
-    assert asked(both.meets(A, *NEW)) == [(A, 0)]
-    both.part(A)
-    record = adopted(both.at(LATER_S))
-    assert record.anchors == () and record.lost == NEW, "b alone is here, and has nothing that the copy has not"
-
-
-def test_a_node_that_leaves_is_not_waited_for(both: Start) -> None:
-    both.leave(B)
-    both.part(B, Reason.DRAINED)
-    assert asked(both.at(LISTEN_S)) == [(A, 0)]
-
-
-def test_where_no_node_knows_more_the_run_just_goes_on(start: Start) -> None:
-    for node in (A, B):
-        start.meets(node, *OLD, epoch_seen=1)
-    assert not [record for record in recorded(start.at(LISTEN_S)) if isinstance(record, rec.Adopted)]
-    assert start.machine.holding is None and start.ledger.history == 0
-
-
-def test_without_the_terms_that_follow_nothing_is_adopted(start: Start) -> None:
-    start.meets(A, *NEW, held={"windows": ()})
-    start.meets(B, *OLD)
-    start.at(LISTEN_S)
-    start.bring(A, *NEW)
-    assert "no node tells under which terms fragment 0 goes on after version 2" in start.waits
-    assert start.ledger.versions == [0, 0]
-
-
 def test_an_anchor_that_was_not_asked_for_or_of_another_name_is_not_taken(both: Start) -> None:
     """Room for all of it is made as soon as it is let in: it has one name, so that no node has many on their way."""
     both.at(LISTEN_S)
@@ -286,28 +218,6 @@ def test_an_anchor_that_was_not_asked_for_or_of_another_name_is_not_taken(both: 
         assert both.say(A, anchor_offer(A, NEW[0], **changes)) == []
 
 
-def test_a_holder_that_offers_nothing_is_not_asked_before_another(three: Start) -> None:
-    three.bring(C, NEW[1])
-    assert three.machine.next_timer() == 100.0 + PATIENCE_S
-    three.at(PATIENCE_S)
-    assert asked(three.at(LATER_S)) == [(C, 0)]
-    assert adopted(three.bring(C, NEW[0])).anchors[0].node == C
-
-
-@pytest.mark.parametrize("how", ["it stands still", "its session ends"])
-def test_a_holder_whose_anchor_stops_coming_is_not_asked_before_another(three: Start, how: str) -> None:
-    three.bring(C, NEW[1])
-    if how == "it stands still":
-        commands = three.handle(ev.AnchorFailed(node=A, anchor=NEW[0], spoiled=False))
-    else:
-        three.part(A)
-        commands = three.meets(A, *NEW)
-    assert asked(commands) == [(C, 0)]
-
-
-# --- what it believes
-
-
 def test_samples_beyond_belief_are_not_believed(start: Start) -> None:
     start.meets(A, *NEW, held={"granted_to": (1 << 64) - 1})
     start.meets(B, *OLD)
@@ -315,15 +225,6 @@ def test_samples_beyond_belief_are_not_believed(start: Start) -> None:
     record = adopted(start.bring(A, *NEW))
     rec.encode(record)
     assert record.frontier <= 1 << 60 and record.rounds == (RoundPlan(index=2, start=20, length=10),)
-
-
-def test_a_history_that_begins_is_named_above_all_that_nodes_follow(start: Start) -> None:
-    """A greeting tells of one as soon as the Welcome is here, and of its epoch once the node follows."""
-    for node in (A, B):
-        start.meets(node, *NEW, epoch_seen=3, history=7)
-    start.at(LISTEN_S)
-    start.bring(A, NEW[0])
-    assert adopted(start.bring(B, NEW[1])).epoch == 8
 
 
 def revision(number: int, terms: Any, windows: tuple[int, ...] = (4, 4), round_index: int = 4) -> Revision:
@@ -359,36 +260,6 @@ def test_what_cannot_be_true_is_not_gone_on_under(three: Start, held: dict[str, 
     record = adopted(three.bring(C, NEW[1]))
     assert [anchor.node for anchor in record.anchors] == [A, C] and not three.alarms and record.revisions == ()
     assert all(terms.codec_up == terms.codec_down == "q4" for terms in record.windows)
-
-
-def test_a_version_that_one_node_alone_knows_does_not_become_the_model(careful: Start) -> None:
-    """Its bytes have the digest that its own node names: no other node's word stands for them."""
-    careful.meets(A, *NEW)
-    assert asked(careful.at(PATIENCE_S)) == [] and "node a alone knows" in careful.waits, "b does not come"
-    careful.meets(B, *OLD)
-    assert asked(careful.at(LISTEN_S)) == []
-    assert "you to decide: node a alone knows version 2 of fragment 0" in careful.waits
-    assert "--adopt-newest" in careful.waits and "farloop keys revoke a" in careful.waits
-    assert asked(careful.at(LATER_S)) == [] and careful.ledger.versions == [0, 0]
-
-
-def test_nor_where_its_node_follows_a_history_of_its_own(careful: Start) -> None:
-    careful.meets(A, *NEW, history=9)
-    careful.meets(B, *OLD)
-    assert asked(careful.at(LISTEN_S)) == [] and "node a alone knows" in careful.waits
-
-
-def test_one_that_was_told_of_its_commit_stands_for_a_version_too(careful: Start) -> None:
-    careful.meets(A, *NEW)
-    careful.meets(B, *OLD, announced=NEW)
-    assert asked(careful.at(LISTEN_S)) == [(A, 0)]
-    assert adopted(careful.bring(A, *NEW)).missing == ()
-
-
-def test_who_is_a_run_s_only_node_is_believed(careful: Start) -> None:
-    del careful.ledger.started[B]
-    careful.meets(A, *NEW)
-    assert asked(careful.at(LISTEN_S)) == [(A, 0)]
 
 
 # --- what nodes hold, against each other and against the copy
