@@ -22,7 +22,6 @@ from farloop.node.settings import NodeConfig
 from farloop.node.state_dir import NodeState
 from farloop.sim.network import Dial, VirtualDialer
 from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.virtual_store import VirtualObjects
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
 from farloop.wire.messages import Message, Offer
 from farloop.wire.session import State
@@ -56,7 +55,7 @@ class SimulatedLink(NodeLink):
             rng.uniform,
             limits=scenario.limits,
             timing=scenario.timing,
-            objects=VirtualObjects(process, scenario.store, rng) if scenario.store is not None else None,
+            objects=scenario.store(process, rng) if scenario.store is not None else None,
             check=True,
         )
         self._process = process

@@ -1,7 +1,8 @@
 """What a simulated run is made of: the problem that is trained, its terms, its nodes and their links. Plain values."""
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +14,9 @@ from farloop.algo.stages import Part
 from farloop.algo.terms import Terms
 from farloop.coordinator.decide.roster import EXPIRE_S
 from farloop.coordinator.net.sessions import UNLIMITED, RateLimits
+from farloop.runtime.ports import Objects
 from farloop.sim.network import LinkConditions
+from farloop.sim.virtual_time import Process
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.uplink import UplinkLimit
 
@@ -65,16 +68,6 @@ class NodeSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConditions:
-    """Of the object store that deltas and updates go by."""
-
-    seconds: tuple[float, float] = (0.02, 0.2)  # shortest and longest request
-    fails: float = 0.0  # share of requests that fail
-    spoils: float = 0.0  # share of reads that bring other bytes
-    loses: float = 0.0  # share of deltas of which nothing is there, though the answer said so
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A run; equal scenarios give equal outcomes."""
 
@@ -89,7 +82,8 @@ class Scenario:
     uplink: UplinkLimit = field(default_factory=UplinkLimit)  # what each end may send
     background_share: float = 1.0  # share of the coordinator's uplink that downloads get while updates are sent
     lane_buffer_s: float = math.inf  # a lane of the coordinator is full while this much of the link's time waits in it
-    store: StoreConditions | None = None  # None: all blobs go by sessions
+    store: Callable[[Process, random.Random], Objects] | None = None
+    """A process's way to an object store, whose URLs are a method and a key; None: all blobs go by sessions."""
     floor_share: float | None = None  # the coordinator's; its own default unless given
     adapt: str = "off"  # what it does about nodes that become slow
     drops_silent: bool = True  # whether windows go on without a node that misses its deadline

@@ -15,7 +15,6 @@ class EventQueue:
         self.now = 0.0  # virtual monotonic seconds
         self._actions: list[tuple[float, int, Action]] = []
         self._entered = itertools.count()
-        self.objects: dict[str, bytes] = {}  # in the object store of this world
 
     def at(self, when: float, action: Action) -> None:
         """Enter an action; one for the past happens now."""

@@ -30,7 +30,6 @@ from farloop.node.state_dir import NodeState
 from farloop.sim.network import CONNECT_TIMEOUT_S, Connection, Dial, LinkConditions, PhysicalLink, VirtualRouterSocket
 from farloop.sim.node import SimulatedNode
 from farloop.sim.scenario import NodeSetup, Scenario
-from farloop.sim.virtual_store import VirtualObjects, sign
 from farloop.sim.virtual_time import EventQueue, Process, VirtualClock, VirtualWorker
 
 KNOCK_S = 1.0  # TCP asks again for a connection that is not answered
@@ -84,7 +83,8 @@ class SimulatedCoordinator:
         self.socket = VirtualRouterSocket(process, scenario.lane_buffer_s)
         bulk, limits = None, scenario.limits
         if scenario.store is not None:
-            bulk = BulkPlane(VirtualObjects(process, scenario.store, rng), sign, clock, self.machine.alarms)
+            objects = scenario.store(process, rng)
+            bulk = BulkPlane(objects, lambda method, key: f"{method} {key}", clock, self.machine.alarms)
             limits = replace(limits, early_pool_bytes=0)
         self.router = SessionRouter(
             self.socket,

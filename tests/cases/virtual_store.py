@@ -2,18 +2,32 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from farloop.runtime.ports import Buffer, Moved
-from farloop.sim.scenario import StoreConditions
 from farloop.sim.virtual_time import Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualStore:
+    """The store of one world."""
+
+    seconds: tuple[float, float] = (0.02, 0.2)  # shortest and longest request
+    fails: float = 0.0  # share of requests that fail
+    spoils: float = 0.0  # share of reads that bring other bytes
+    loses: float = 0.0  # share of deltas of which nothing is there, though the answer said so
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def __call__(self, process: Process, rng: random.Random) -> "VirtualObjects":
+        return VirtualObjects(self, process, rng)
 
 
 class VirtualObjects:
     """One process's way to the store. A URL is a method and a key."""
 
-    def __init__(self, process: Process, conditions: StoreConditions, rng: random.Random) -> None:
-        self._process, self._conditions, self._rng = process, conditions, random.Random(rng.random())
-        self._objects = process.agenda.objects
+    def __init__(self, store: VirtualStore, process: Process, rng: random.Random) -> None:
+        self._process, self._conditions, self._rng = process, store, random.Random(rng.random())
+        self._objects = store.objects
 
     def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
         held = bytes(data)  # as it is now: nobody may change what is being written
@@ -56,11 +70,6 @@ class VirtualObjects:
 
     def _happens(self, share: float) -> bool:
         return share > 0.0 and self._rng.random() < share
-
-
-def sign(method: str, key: str) -> str:
-    """The URL of one request."""
-    return f"{method} {key}"
 
 
 def _key(url: str, method: str) -> str:
