@@ -5,10 +5,8 @@ import gc
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,8 +24,6 @@ from farloop.coordinator.admin import over
 from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
-from farloop.coordinator.decide.closing import RETRY_S
-from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.leadership import Leadership, Unusable, term_store
 from farloop.coordinator.net.zmq_mirror import MirrorServer
 from farloop.coordinator.net.zmq_router import BindError, check_bind
@@ -41,7 +37,7 @@ from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
 from farloop.coordinator.storage.objects import Sign, note_objects, signer, try_store
 from farloop.coordinator.storage.recovery import Place, as_they_are
-from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.store import Store, patiently
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import check_listen
@@ -51,7 +47,6 @@ from farloop.node.library import Node
 from farloop.node.trainer import train
 from farloop.pipeline.trainer import train_stage
 from farloop.quant.registry import warm_for
-from farloop.runtime.http_objects import Failed
 from farloop.runtime.log_queue import say
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
@@ -166,10 +161,10 @@ def tell_of_stores(config: CoordinatorConfig, bulk: Sign | None) -> threading.Th
     """Try the object stores of a run beside its start, and say in one line what is wrong with one: the run goes on
     without it, so nobody would notice before the first delta or copy."""
 
-    def look(setting: str, attempt: Callable[[], None]) -> None:
+    def look(setting: str, attempt: Callable[[], object]) -> None:
         try:
             attempt()
-        except (CopyFailed, Failed, OSError, HTTPException) as error:
+        except CopyFailed as error:
             fix = "farloop doctor RUN.toml tries each step"
             _log.warning("object store fails setting=%s why=%r fix=%r", setting, str(error), fix)
 
@@ -291,7 +286,7 @@ def open_run(
                 ExitCode.REFUSED,
             )
 
-    store = _once_there_is_room(
+    store = patiently(
         lambda: Store.recover(
             directory,
             accept=the_planned_one,
@@ -328,19 +323,6 @@ def open_run(
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
         _log.warning("kept %s cause='the run keeps its terms; farloop run set changes them'", term)
     return store
-
-
-def _once_there_is_room(recover: Callable[[], Store | None]) -> Store | None:
-    """On a full disk, a restart waits for free space, like a running coordinator."""
-    held = False
-    while True:
-        try:
-            return recover()
-        except NoRoom as error:
-            if not held:
-                _log.warning("storage hold begin what='start' why=%r fix=%r", str(error), error.fix)
-            held = True
-            time.sleep(RETRY_S)
 
 
 def different_run(kept: RunSpec, wanted: RunSpec) -> str:

@@ -7,7 +7,6 @@ is measured; its rate is the coordinator's measurement of this node, or the rate
 import asyncio
 import contextlib
 import dataclasses
-import email.utils
 import os
 import platform
 import secrets
@@ -17,8 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -34,7 +31,7 @@ from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.coordinator.storage.bucket import CopyFailed
-from farloop.coordinator.storage.objects import signer
+from farloop.coordinator.storage.objects import TRIAL_BYTES, signer, skew, try_store
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import Address, bound_socket, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import InventoryStatus
@@ -471,55 +468,36 @@ def _data(path: Path | None, max_bytes: int) -> Finding:
 
 
 _STORE: Final = "object store"
-_TRIAL_BYTES: Final = 1 << 16
-_LIFE: Final = "a signature fails where clocks differ by 15 minutes: set this machine's by NTP"
-
-
-def _skew(client: Client) -> str:
-    """How far the store's clock is from this machine's, if that matters."""
-    try:
-        apart_s = abs((datetime.now(UTC) - email.utils.parsedate_to_datetime(client.date)).total_seconds())
-    except (TypeError, ValueError):
-        return ""
-    return f"; its clock is {duration_text(apart_s)} from this one ({_LIFE})" if apart_s > 60.0 else ""
 
 
 def object_store(url: str) -> list[Finding]:
     """Write, read and delete a small object as coordinator and nodes do."""
-    data, key, step = os.urandom(_TRIAL_BYTES), f"doctor/{secrets.token_hex(16)}", "open"
-    with closing(Client()) as client:
-        try:
-            sign = signer(url)
-            step = "PUT"
-            client.put(sign("PUT", key), memoryview(data))
-            client.put(sign("PUT", key), memoryview(bytes(_TRIAL_BYTES)))
-            step = "GET"
-            once = client.fetch(sign("GET", key)) == data
-            ranges = client.ask("GET", sign("GET", key), {"Range": "bytes=0-0"}, None, (200, 206)).status == 206
-            client.close()
-            step = "DELETE"
-            client.delete(sign("DELETE", key))
-        except (CopyFailed, Failed, OSError, HTTPException) as error:
-            fix = "see docs/object-store.md: credentials, the endpoint, and a policy that allows PUT, GET and DELETE"
-            return [fail(_STORE, f"{url}: {step}: {error}{_skew(client)}", fix)]
-        lacks = [*([] if ranges else ["ranges: a cut read begins anew"]), *([] if once else ["If-None-Match"])]
-        found = f"{url}: PUT, GET and DELETE by signed URLs{_skew(client)}"
+    try:
+        sign = signer(url)
+        lacks = try_store(sign)
+        from_a_node = f"From a node: farloop doctor node.toml --store '{sign('PUT', f'trial/{secrets.token_hex(16)}')}'"
+    except CopyFailed as error:
+        fix = "see docs/object-store.md: credentials, the endpoint, and a policy that allows PUT, GET and DELETE"
+        return [fail(_STORE, f"{url}: {str(error).removeprefix(f'{url}: ')}", fix)]
+    found = "; ".join([f"{url}: PUT, GET and DELETE by signed URLs", *lacks])
     if lacks:
-        return [warn(_STORE, f"{found}; it has no {', no '.join(lacks)}", "another store, or go on: nothing is lost")]
-    return [ok(_STORE, f"{found}. From a node: farloop doctor node.toml --store '{sign('PUT', key)}'")]
+        return [warn(_STORE, f"{found}. {from_a_node}", "mend it, or go on: nothing is lost")]
+    return [ok(_STORE, f"{found}. {from_a_node}")]
 
 
 def store_from_here(url: str) -> Finding:
     """Write a small object by the URL that the coordinator's doctor printed."""
-    began = time.monotonic()
+    began, host = time.monotonic(), urlsplit(url).netloc
+    if not host:
+        return fail(_STORE, f"{url} is not a URL", "give the one that farloop doctor RUN.toml printed, in quotes")
     with closing(Client()) as client:
         try:
-            client.put(url, memoryview(bytes(_TRIAL_BYTES)))
+            client.put(url, memoryview(bytes(TRIAL_BYTES)))
         except Failed as error:
-            fix = "a URL lives 10 minutes: make a new one; let HTTPS out to that host, or set HTTPS_PROXY"
-            return fail(_STORE, f"{urlsplit(url).netloc}: {error}{_skew(client)}", fix)
+            fix = "a URL lives 10 minutes: make a new one, in quotes; let HTTPS out to that host, or set HTTPS_PROXY"
+            return fail(_STORE, "; ".join([f"{host}: {str(error).removeprefix(f'{host}: ')}", *skew(client)]), fix)
         took = duration_text(time.monotonic() - began)
-        return ok(_STORE, f"{urlsplit(url).netloc}: a PUT by a signed URL took {took}{_skew(client)}")
+        return ok(_STORE, "; ".join([f"{host}: a PUT by a signed URL took {took}", *skew(client)]))
 
 
 def _no_keys(address: Address) -> Finding:

@@ -92,8 +92,7 @@ class BulkPlane:
         def done(why: str, moved: Moved) -> None:
             self._counted(0, moved)
             if why:
-                what = "; is there such a bucket?" if (method, why[:3]) == ("PUT", "404") else ""
-                self.failed(f"{method} {key}: {why}{what}")
+                self.failed(f"{method} {key}: {why}")
             over(not why)
 
         try:

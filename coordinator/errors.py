@@ -38,7 +38,7 @@ class MachineBroken(Exception):
 class StorageError(Exception):
     """Base of all."""
 
-    retriable: ClassVar[bool] = False  # whether the same call, made again later in this process, may succeed
+    retriable: bool = False  # whether the same call, made again later in this process, may succeed
     next_step: ClassVar[str] = ""
     """What a person does about it, where the message does not say it: shown behind it when a command ends."""
 
@@ -107,7 +107,13 @@ class StorageFailed(StorageError):
 class ObjectFailed(StorageFailed):
     """The object store does not give what a record has there."""
 
-    next_step = "check the object store with farloop doctor, then start again: what it has is recovered"
+    fix: ClassVar[str] = "check the object store with farloop doctor"
+    next_step = f"{fix}, then start again: what it has is recovered. What it has lost a copy has: --state NEW --restore URL"
+
+    def __init__(self, path: Path, detail: str, *, passes: bool = False) -> None:
+        """`passes`: it may give it later, without anybody's doing."""
+        super().__init__(path, detail)
+        self.retriable = passes
 
 
 class Fenced(StorageError):

@@ -25,12 +25,18 @@ PAUSES_S: Final = (0.1, 0.4)  # before a request that moved nothing is tried aga
 _T = TypeVar("_T")
 _Job = Callable[[Any], None]  # of a client
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_HINTS: Final = {
+    ("PUT", 301): "; the bucket is in another region: set AWS_REGION to it",
+    ("PUT", 404): "; is there such a bucket?",
+    ("GET", 404): "; it was deleted, perhaps by a lifecycle rule",
+}
 
 
 class Failed(Exception):
     """The store did not do it. One line, without the URL: that is a key to the object."""
 
     away = False  # whether it gave no answer, as it will give none to others
+    passes = False  # whether the same request may succeed later, without anybody's doing
 
 
 class _Connection(http.client.HTTPConnection):
@@ -80,6 +86,7 @@ class Client:
         self.sent = self.received = 0
         self.date = ""  # of the last answer
         self._open: dict[str, _Connection] = {}  # by scheme and host
+        self._way = ""  # of the last request: the host, and the proxy that it is asked by
 
     def put(self, url: str, data: memoryview) -> None:
         """Write an object, if there is none of its name."""
@@ -138,6 +145,7 @@ class Client:
         where, until = f"{parts.scheme}://{parts.netloc}", time.monotonic() + _patience_s(len(body or b""))
         proxy, target = proxy_of(parts), url.removeprefix(where)
         connection = self._open.setdefault(where, self._open.get(where) or _connection(parts, proxy))
+        self._way = parts.netloc + (f" by the proxy {proxy.hostname}:{proxy.port}" if proxy else "")
         if proxy is not None and parts.scheme == "http":
             target, headers = url, headers | _authorization(proxy)
         before = connection.sent
@@ -161,7 +169,7 @@ class Client:
         self.date = answer.getheader("Date", "")
         if answer.status not in wanted:
             said = f"{answer.status} {answer.reason}"
-            raise OSError(said) if answer.status in _AGAIN else Failed(said)
+            raise OSError(said) if answer.status in _AGAIN else Failed(said + _HINTS.get((method, answer.status), ""))
         return answer
 
     def close(self) -> None:
@@ -187,9 +195,10 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 tries, before = (tries if progress() == before else 0), progress()
-                if tries == len(PAUSES_S) or isinstance(error, (TimeoutError, ssl.SSLCertVerificationError)):
-                    failed = Failed(str(error) or type(error).__name__)
-                    failed.away = isinstance(error, (TimeoutError, ConnectionError))
+                untrusted = isinstance(error, ssl.SSLCertVerificationError)
+                if tries == len(PAUSES_S) or isinstance(error, TimeoutError) or untrusted:
+                    failed = Failed(f"{self._way}: {error or type(error).__name__}")
+                    failed.away, failed.passes = isinstance(error, (TimeoutError, ConnectionError)), not untrusted
                     raise failed from error
             time.sleep(PAUSES_S[tries])
             tries += 1

@@ -20,7 +20,7 @@ from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.errors import FolderChanged, NoRoom, StateMismatch, StorageError
+from farloop.coordinator.errors import FolderChanged, NoRoom, ObjectFailed, StateMismatch, StorageError
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files
@@ -42,6 +42,7 @@ from farloop.coordinator.storage.recovery import (
 from farloop.coordinator.storage.segment import Entry, Gap, Segments
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
+from farloop.runtime.ports import T
 from farloop.runtime.system import trim_heap
 
 _log = logging.getLogger(__name__)
@@ -61,8 +62,24 @@ with q4 and two nodes), and the tails have half as many commits on average."""
 MOST_RESULT_BYTES = 256 << 20
 """Of new buffers that are computed or made durable at a time, beyond one commit's. As many are kept for later ones."""
 _LARGE_BYTES = 16 << 20  # of an anchor: below that nothing much is kept
-_RETRY_S = 1.0  # between two tries to open a file while none can be opened
+_RETRY_S = 1.0  # between two tries while there is no room, no descriptor, or no answer of an object store
 _LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What a start reads. While the disk is full or the object store is away it waits, like a running coordinator.
+    Raises StorageError."""
+    held = False
+    while True:
+        try:
+            return read()
+        except (NoRoom, ObjectFailed) as error:
+            if not error.retriable:
+                raise
+            if not held:
+                _log.warning("storage hold begin what='start' why=%r fix=%r", str(error), error.fix)
+            held = True
+            time.sleep(_RETRY_S)
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ def test_doctor_tries_the_store_from_both_ends(server: ObjectServer) -> None:
     assert store_from_here(found.detail.split("'")[1]).level == "ok"
 
 
-def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer) -> None:
+def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.fault = lambda method, path: "403" if method == "GET" else ""
     (found,) = object_store(STORE)
     assert found.level == "fail" and "GET: 403" in found.detail
@@ -112,9 +112,21 @@ def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer) -> None
     assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail
     server.fault, server.life_s = lambda method, path: "", 0.0
     assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail, "expired"
+    assert "in quotes" in (store_from_here("a").fix or "")
     server.life_s, server.date = 600.0, "Fri, 27 Nov 2020 06:45:41 GMT"
     (found,) = object_store(STORE)
-    assert "set this machine's by NTP" in found.detail, "clocks are compared"
+    assert found.level == "warn" and "set this machine's by NTP" in found.detail, "clocks are compared"
+    server.fault = lambda method, path: "403"
+    (found,) = object_store(STORE)
+    assert "PUT: 403" in found.detail and "set this machine's by NTP" in found.detail
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    (found,) = object_store(STORE)
+    assert f"PUT: 127.0.0.1:{server.server_port} by the proxy 127.0.0.1:9: [Errno 111]" in found.detail
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    signer.cache_clear()
+    (found,) = object_store(STORE)
+    assert found.detail == f"{STORE}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 
 def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, server: ObjectServer) -> None:
@@ -133,15 +145,23 @@ def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, se
 
 
 def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer) -> None:
+    """It waits for a store that is away, and ends in one line where an object is gone."""
     run = by_store(new_run, steps=40)
     coordinator = run.start_coordinator()
     for name in "ab":
         run.start_metronome(name, pace_s=0.1)
     run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
     coordinator.kill()
+    server.fault = lambda method, path: "503" if method == "GET" else ""
+    again = run.start_coordinator()
+    run.until_said(again.log, "storage hold begin")
+    server.fault = lambda method, path: "404" if method == "GET" else ""
+    assert run.until_ended(again) == ExitCode.STORAGE
+    assert "perhaps by a lifecycle rule" in again.last_line and "--restore URL" in again.last_line
+    server.fault = lambda method, path: ""
     run.start_coordinator()
     run.hurry()
-    assert_all_agree(run, run.until_done(*(d for d in run.daemons if d is not coordinator)), "a", "b")
+    assert_all_agree(run, run.until_done(*(d for d in run.daemons if d not in (coordinator, again))), "a", "b")
     assert not verify(run.state_dir).faults
     server.objects.clear()
     shown = farloop("journal", "verify", str(run.state_dir), columns=200)
