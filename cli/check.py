@@ -99,7 +99,8 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _bulk_lines(file: RunFile, sent: Sequence[float], nodes: int) -> list[Line]:
-    """What a round costs the coordinator's network and disk by either plane, where it is asked for, or has a price."""
+    """What a round costs the coordinator's network and disk by either plane, where it is asked for, or has a price; and
+    below which price of the store's own egress that is cheaper. The store sends each delta once, each update to all."""
     price, config = file.coordinator.egress_price_per_gb, file.coordinator
     if not price and not config.bulk_url:
         return []
@@ -108,10 +109,13 @@ def _bulk_lines(file: RunFile, sent: Sequence[float], nodes: int) -> list[Line]:
     told = [
         f"by {plane} {size_text(out[plane])} out"
         + (f" ({out[plane] * price / 1e9:.3g} {config.egress_currency})" if price else "")
-        + f", {size_text(disk[plane])} to disk"
+        + f", {size_text(disk[plane]) if disk[plane] else 'names'} to disk"
         for plane in out
     ]
-    fees = "; cheaper by the store if that has no egress fee of its own" if price and nodes > 1 else ""
+    sends, saves = (sent[0] + sent[1]) * nodes, (out["session"] - out["store"]) * price / 1e9
+    fees = f"; the store sends {size_text(sends)}"
+    if saves:
+        fees += f": cheaper where it charges less than {saves / sends * 1e9:.3g} {config.egress_currency} a GB"
     return [("bulk", f"{file.run.bulk}; a round: {', '.join(told)}{fees}")]
 
 

@@ -66,7 +66,7 @@ def plan(
     With --live, nodes and links come from a running coordinator; parameters, H and bits
     that the file leaves out come from its run. The output ends with the farloop run set
     command that applies the planned bits and H. docs/routing.md explains the file and
-    the plan.
+    the plan; farloop config check compares the cost of sessions and an object store.
 
     With --layout, the plan is written as a layout file for pipeline nodes, and the lines
     for RUN.toml are shown. If the file exists, nodes keep their stages and only paths

@@ -117,7 +117,7 @@ class CoordinatorConfig:
     """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
     mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
     egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="0 or more")] = 0.0
-    """What 10⁹ bytes that leave a site cost: for the metrics alone."""
+    """What 10⁹ bytes that leave a site cost, for metrics and `farloop config check`."""
     egress_currency: str = "USD"
     """The currency of that price, as dashboards name it."""
     congestion: str = ""

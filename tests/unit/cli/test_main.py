@@ -13,9 +13,11 @@ import zmq
 from command_line import commands, error_line, farloop, found
 
 from farloop.algo.methods import METHODS
+from farloop.cli.check import _bulk_lines
 from farloop.cli.main import app
 from farloop.cli.ranks import rank_of
 from farloop.config.exit_codes import ExitCode
+from farloop.config.settings import load_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -141,6 +143,19 @@ def test_what_is_set_of_a_nodes_link_is_told(tmp_path: Path) -> None:
         assert " ".join(line.split()) in " ".join(text.split()), line
     bare = farloop("config", "check", written(tmp_path, plain)).stdout
     assert not any(word in bare for word in ("lanes", "bulk", "tau", "uplink"))
+
+
+def test_what_a_round_costs_by_either_plane_is_told(tmp_path: Path) -> None:
+    """50 clusters with 4 GB up and 2 GB down: by hand."""
+    told = "state_dir = 's'\nbulk_url = 's3://runs/a'\negress_price_per_gb = 0.05\negress_currency = 'EUR'\n"
+    file = load_run(Path(written(tmp_path, f"[run]\nbulk = 'store'\n[coordinator]\n{told}")), flags=[], environ={})
+    assert _bulk_lines(file, [4e9, 2e9], 50) == [
+        (
+            "bulk",
+            "store; a round: by session 100 GB out (5 EUR), 202 GB to disk, by store 2.00 GB out (0.1 EUR), names to "
+            "disk; the store sends 300 GB: cheaper where it charges less than 0.0163 EUR a GB",
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", ["run.toml", "node-a.toml", "node-b.toml"])
