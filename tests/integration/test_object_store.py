@@ -157,7 +157,7 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
     run.until_said(again.log, "storage hold begin")
     server.fault = lambda method, path: "404" if method == "GET" else ""
     assert run.until_ended(again) == ExitCode.STORAGE
-    assert "perhaps by a lifecycle rule" in again.last_line and "--restore URL" in again.last_line
+    assert "perhaps by a lifecycle rule" in again.last_line and "a copy brings back" in again.last_line
     server.fault = lambda method, path: ""
     run.start_coordinator()
     run.hurry()
