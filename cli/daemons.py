@@ -95,6 +95,12 @@ def run_coordinator(
     if file.coordinator.copy_to:
         _can_copy(file.coordinator.copy_to)
     config = file.coordinator
+    _bound(lambda: check_bind(config.bind))  # before the record and the state folder are touched
+    if config.mirror:
+        _bound(lambda: check_bind(config.mirror, "mirror"))
+    if config.http:
+        http = parse_host_port(config.http, listens=True)
+        check_listen(http.host, http.port)
     with ExitStack() as ending:
         mirror = follower = None
         place: Place = MappedBuffers(config.state_dir) if config.map_buffers else as_they_are
@@ -109,10 +115,6 @@ def run_coordinator(
                 if restore_from and adopt_patience_s is None:
                     adopt_patience_s = PATIENCE_S
             mirror = Mirror(config.state_dir, leadership)
-        _bound(lambda: check_bind(config.bind))  # before the state folder is touched
-        if config.http:
-            http = parse_host_port(config.http, listens=True)
-            check_listen(http.host, http.port)
         bulk = _noted_objects(file, plan, DISK if mirror is None else MirroredFiles(mirror))
         if restore_from:
             restored(config.state_dir, plan, restore_from)

@@ -29,6 +29,7 @@ from farloop.config.exit_codes import CommandError
 from farloop.config.memory import memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
+from farloop.coordinator.leadership import Unreachable, term_store
 from farloop.coordinator.net.zmq_router import most_connections
 from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.coordinator.storage.objects import TRIAL_BYTES, signer, skew, try_store
@@ -319,6 +320,10 @@ def _run_findings(file: RunFile) -> list[Finding]:
     findings.append(port("port", parse_tcp(config.bind, listens=True), "[coordinator] bind"))
     if config.http:
         findings.append(port("http port", parse_host_port(config.http, listens=True), "[coordinator] http"))
+    if config.mirror:
+        findings.append(port("mirror port", parse_tcp(config.mirror, listens=True), "[coordinator] mirror"))
+    if config.leads_by:
+        findings.append(_record(config.leads_by))
     if config.bulk_url:
         findings += object_store(config.bulk_url)
     if config.key is None or config.allow is None:
@@ -498,6 +503,18 @@ def store_from_here(url: str) -> Finding:
             return fail(_STORE, "; ".join([f"{host}: {str(error).removeprefix(f'{host}: ')}", *skew(client)]), fix)
         took = duration_text(time.monotonic() - began)
         return ok(_STORE, "; ".join([f"{host}: a PUT by a signed URL took {took}", *skew(client)]))
+
+
+def _record(url: str) -> Finding:
+    """Who leads the run."""
+    try:
+        found, _ = term_store(url).read()
+    except (CopyFailed, Unreachable) as error:
+        return fail("record", str(error), "check [coordinator] leads_by, and this host's credentials for it")
+    if found is None:
+        return ok("record", f"{url}: nobody has led yet")
+    in_sync = ", ".join(found.in_sync) or "nobody"
+    return ok("record", f"{url}: {found.leader} leads since term {found.term}, in sync with it: {in_sync}")
 
 
 def _no_keys(address: Address) -> Finding:

@@ -37,6 +37,8 @@ def fetch(url: str, option: str = "--url") -> Status:
     try:
         with open_page(page, TIMEOUT_S) as answer:
             if answer.status != 200 and answer.headers.get_content_type() != "application/json":
+                if answer.status == 503:  # a standby says for whom it stands by
+                    raise CommandError(f"{page}: {cleaned(answer.read(300).decode(errors='replace').strip())}")
                 raise CommandError(
                     f"{page} answers {answer.status}; is this a farloop coordinator's [coordinator] http?"
                 )

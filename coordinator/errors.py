@@ -131,6 +131,8 @@ class Deposed(StorageError):
     next_step = "start this one again, and it stands by"
 
     def __init__(self, path: Path, leader: str, term: int) -> None:
+        if not leader:
+            self.next_step = "put it back, or start the coordinator that led last with --force-lead"  # type: ignore[misc]
         leads = f"{leader} leads the run since term {term}" if leader else "the record of the run's leader is gone"
         super().__init__(path, leads)
 

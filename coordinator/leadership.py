@@ -335,15 +335,15 @@ class Leadership:
         return Deposed(self._root, found.leader if found else "", found.term if found else 0)
 
 
-def read_patiently(store: TermStore, stopped: Callable[[], bool]) -> tuple[Term | None, Version] | None:
-    """Read the record, however long its store does not answer; None once `stopped`. Raises Unusable."""
+def patiently(call: Callable[[], T], stopped: Callable[[], bool], what: str = "read") -> T | None:
+    """Call a store, however long it does not answer; None once `stopped`. Raises Unusable."""
 
     def over(error: Unreachable) -> bool:
         if isinstance(error, Unusable):
             raise error
         return stopped()
 
-    return None if stopped() else _patiently(store.read, over, "read", "who leads is not known; trying again")
+    return None if stopped() else _patiently(call, over, what, "who leads is not settled; trying again")
 
 
 def _patiently(call: Callable[[], T], over: Callable[[Unreachable], bool], what: str, note: str) -> T | None:

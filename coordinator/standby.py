@@ -6,11 +6,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from farloop.coordinator.errors import StateMismatch
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, read_patiently
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, patiently
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK
@@ -58,7 +59,7 @@ class Contender:
                 here.
             KeyFileError
         """
-        while (found := read_patiently(self._store, stopped)) is not None:
+        while (found := patiently(self._store.read, stopped)) is not None:
             self.leader, version = found
             if self.leader is not None and self.leader.run != self._own.run:
                 raise StateMismatch(
@@ -66,12 +67,15 @@ class Contender:
                     f"the record holds the leader of another run (fingerprint {self.leader.run}, the file's is "
                     f"{self._own.run}); give this run a [coordinator] leads_by of its own",
                 )
+            if self.leader is None and not force and has_run(self._root) and is_marked(self._root):
+                raise StateMismatch(
+                    self._root,
+                    f"a record said who leads its run, and {self._config.leads_by} has none: put it back, or start the "
+                    "coordinator that led last with --force-lead",
+                )
             if force or self._may_begin(self.leader):
-                try:
-                    leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
-                except Unreachable as error:
-                    _log.warning("record not changed why=%r", str(error))
-                    continue
+                claim = partial(Leadership.claim, self._store, self._root, self._next(self.leader), version)
+                leadership = patiently(claim, stopped, "changed")
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
                     return leadership

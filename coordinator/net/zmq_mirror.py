@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -244,6 +245,7 @@ class MirrorClient:
             return
         self._say(["join", self._name, held])
         self._say(["version", self._name, version_of()])
+        self._say(["clock", self._name, datetime.now(UTC).timestamp()])
 
     def _hang_up(self) -> None:
         if self._socket is not None:

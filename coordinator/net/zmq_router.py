@@ -77,12 +77,12 @@ class BindError(OSError):
             super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
 
 
-def check_bind(endpoint: str) -> None:
+def check_bind(endpoint: str, setting: str = "bind") -> None:
     """Raises BindError where the endpoint cannot be bound now."""
     try:
         bound_socket(parse_tcp(endpoint, listens=True)).close()
     except OSError as error:
-        raise BindError(endpoint, error) from error
+        raise BindError(endpoint, error, setting) from error
 
 
 def require_keys(

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -34,6 +35,7 @@ from farloop.coordinator.errors import NoRoom, StorageError, StorageFailed
 from farloop.coordinator.leadership import Leadership
 from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock
 from farloop.monitoring.status import StandbyStatus
+from farloop.monitoring.units import duration_text
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ YIELD_S: Final = 8.0
 """How long a leader that hears neither standby nor nodes leaves the record as it is: more than a standby waits."""
 CHECK_S: Final = 2.0  # between two looks at the record
 ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
+CLOCK_OFF_S: Final = 60.0  # between two wall clocks before that is one
 
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
 _MARK: Final = "has-standbys"  # file of a folder that was led or mirrored by a record
@@ -145,6 +148,7 @@ class Mirror:
         self._joining: dict[str, tuple[bytes, dict[str, tuple[int, str]]]] = {}
         self._known_routes = set[bytes]()
         self._versions = dict[str, str]()  # of farloop, by name of the standby
+        self._clocks_off = dict[str, float]()  # seconds, likewise
         self._digests: dict[str, tuple[Identity, str]] = {}
         self._sequence = 0
         self._bytes = 0
@@ -174,6 +178,8 @@ class Mirror:
                     self._joining[name] = route, {file: (size, digest) for file, (size, digest) in held.items()}
             case ["version", str(name), str(version)]:
                 self._versions[name] = version
+            case ["clock", str(name), float(clock_s)]:
+                self._clocks_off[name] = clock_s - datetime.now(UTC).timestamp()
             case ["ping"] if route in self._known_routes:
                 self.send(route, [b'["pong"]'])
             case ["ping"]:
@@ -247,6 +253,10 @@ class Mirror:
         found = {}
         if self.serves and not self.leadership.term.in_sync and self._now() - self._alone_since > ALONE_S:
             found["standby"] = "none is in sync: should this host be lost, the run stops; start one, or read its log"
+        off = {name: off_s for name, off_s in self._clocks_off.items() if abs(off_s) > CLOCK_OFF_S}
+        for name in off.keys() & {each.name for each in list(self._standbys.values())}:
+            apart = f"{duration_text(abs(off[name]))} {'ahead of' if off[name] > 0 else 'behind'} this host's"
+            found["clock"] = f"{name}'s is {apart}: set both by NTP; no decision needs them, an object store may"
         if why := self.leadership.why_held:
             whom = f"standby {self._waits_for} does not answer" if self._waits_for else "a standby asks to be let in"
             found["leads_by"] = f"{whom}, and the record of the leader cannot be changed: {why}; mend either of the two"

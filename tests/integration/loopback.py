@@ -123,6 +123,7 @@ class Run:
     def __init__(self, folder: Path, **settings: object) -> None:
         self.folder, self.state_dir = folder, folder / "state"
         self.port, self.http = free_port(), free_port()
+        self.host = "127.0.0.1"  # of the pages
         self.daemons: list[Daemon] = []
         self.programs: dict[str, Path] = {}
         """By name of a process, the `farloop` of another environment that it is started with."""
@@ -257,7 +258,7 @@ class Run:
     def page(self, path: str) -> tuple[int, str]:
         """Status and body of one of the coordinator's pages."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self.host}:{self.http}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

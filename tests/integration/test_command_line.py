@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from farloop.cli.doctor import connect, port, wall_clock
 from farloop.cli.main import app
 from farloop.cli.status import fetch
+from farloop.config.exit_codes import CommandError
 from farloop.config.logs import print_anywhere
 from farloop.local.processes import free_port, free_ports, page
 from farloop.monitoring.addresses import Address
@@ -169,10 +170,13 @@ def test_own_pages_are_read_past_the_proxy_of_the_environment(name: str, monkeyp
     routes = {
         "/status": lambda: Response(content_type="application/json", body=json.dumps(told).encode()),
         "/healthz": lambda: Response(status=503, body=b"stands still"),
+        "/b/status": lambda: Response(status=503, body=b"b stands by for a\n"),
     }
     with Endpoint("127.0.0.1", 0, routes) as endpoint:
         assert fetch(f"127.0.0.1:{endpoint.port}") == told
         assert wall_clock(f"127.0.0.1:{endpoint.port}").detail.startswith("within ")
+        with pytest.raises(CommandError, match="b stands by for a"):
+            fetch(f"127.0.0.1:{endpoint.port}/b/status")
         assert probe(f"127.0.0.1:{endpoint.port}/status") == ""
         assert probe(f"127.0.0.1:{endpoint.port}/healthz").endswith("/healthz answers 503: stands still")
         assert page(endpoint.port, 5) == told

@@ -15,13 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
+import object_server
 import pytest
 from loopback import DEADLINE_S, POLL_S, Daemon, environment
 from test_commands import ROOT, blocks, typed
 
-from farloop.local.processes import free_port
+from farloop.local.processes import free_port, page
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -155,6 +157,47 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             daemon.end()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("obstore") is None, reason="needs the extra 'cloud' (obstore)")
+def test_a_second_coordinator_by_two_clusters_step_by_step(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader is killed; the run goes on to its end with the other."""
+    ports = {host: (free_port(), free_port(), free_port()) for host in ("coordinator", "second")}
+    places = {
+        f"{name}.example:{7700 + what}": f"127.0.0.1:{each[what]}"
+        for name, each in zip("ab", ports.values(), strict=True)
+        for what in (0, 1)
+    }
+    small = {"steps = 2000": f"steps = 100\n{NANO}", "nproc = 8": "nproc = 1", 'model = "small"\n': ""}
+    reader = opened("docs/two-clusters.md", small | places | {"s3://BUCKET/": "s3://runs/"})
+    reader.make_keys("oslo", "lima")
+    for node in ("oslo", "lima"):
+        reader.run(f"farloop keys authorize keys/{node}.pub --allow allowed", "coordinator")
+        reader.write("# node.toml", node, "node.toml", **{"oslo": node, "tcp://coordinator.example:7700": BOTH})
+    assert f'`coordinator = "{BOTH}"`' in reader.text
+    shutil.copytree(reader.machine("coordinator"), reader.machine("second"), dirs_exist_ok=True)
+    with object_server.serving(monkeypatch):
+        for host, (bind, mirror, http) in ports.items():
+            own = {"0.0.0.0:7700": f"0.0.0.0:{bind}", ":9700": f":{http}", "0.0.0.0:7701": f"0.0.0.0:{mirror}"}
+            reader.write("# run.toml\n", host, "run.toml", **own)
+            own["leads_by"] = f'name = "{host}"\nleads_by'  # the two hosts have one name here
+            first = (reader.machine(host) / "run.toml").read_text()
+            reader.write("# run.toml, on both hosts", host, "run.toml", before=first, **own)
+            reader.run("farloop doctor run.toml", host)
+            reader.start("farloop coordinator run.toml", host, host)
+            reader.until_answered(http)
+        for node in ("oslo", "lima"):
+            reader.start("farloop node node.toml", node, node)
+        deadline = time.monotonic() + DEADLINE_S
+        while not (
+            (status := page(ports["coordinator"][2])) and status["standby"]["in_sync"] and status["outer_steps"]
+        ):
+            assert time.monotonic() < deadline, reader.logs()
+            time.sleep(POLL_S)
+        reader.daemons.pop(0).kill()
+        reader.wait_for_the_end()
+    assert (reader.machine("second") / "state/model.safetensors").is_file()
+
+
 def two_machines(http: int, run: str = NANO) -> dict[str, str]:
     """Smaller: two nodes that meet a coordinator at coordinator.example:7700."""
     port = free_port()
@@ -243,6 +286,8 @@ def test_quickstart_by_hand(opened: Open, tmp_path: Path) -> None:
         assert (reader.machine("here") / "out/example/coordinator" / file).is_file()
     assert not reader.left, "commands of the page that were not run"
 
+
+BOTH = "tcp://a.example:7700, tcp://b.example:7700"
 
 START_PATHS = {
     "Two laptops": {"oslo": "coordinator", "lima": "lima"},

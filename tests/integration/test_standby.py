@@ -2,11 +2,15 @@
 that nodes were told."""
 
 import json
+import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,31 +43,32 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 class Pair:
     """Coordinators a and b of one run, with one file."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, **hosts: str) -> None:
+        """`hosts`: of a coordinator that is not on loopback."""
         self.run = run
         self.ports = {name: (free_port(), free_port(), free_port()) for name in ("a", "b")}
-        run.tables["coordinator"] |= {
-            "leads_by": f"file://{run.folder}/record",
-            "peers": ", ".join(f"tcp://127.0.0.1:{mirror}" for _, _, mirror in self.ports.values()),
-        }
+        self.hosts = {"a": "127.0.0.1", "b": "127.0.0.1"} | hosts
+        peers = ", ".join(f"tcp://{self.hosts[name]}:{mirror}" for name, (_, _, mirror) in self.ports.items())
+        run.tables["coordinator"] |= {"leads_by": f"file://{run.folder}/record", "peers": peers}
         self.daemons: dict[str, Daemon] = {}
         self.file = run.write_toml()
 
     @property
     def addresses(self) -> str:
-        return ", ".join(f"tcp://127.0.0.1:{bind}" for bind, _, _ in self.ports.values())
+        return ", ".join(f"tcp://{self.hosts[name]}:{bind}" for name, (bind, _, _) in self.ports.items())
 
     def start(self, name: str, *options: str) -> Daemon:
-        bind, http, mirror = self.ports[name]
-        own = {"name": name, "bind": f"tcp://127.0.0.1:{bind}", "http": f"127.0.0.1:{http}",
-               "mirror": f"tcp://127.0.0.1:{mirror}", "state_dir": str(self.run.folder / name)}  # fmt: skip
+        (bind, http, mirror), host = self.ports[name], self.hosts[name]
+        own = {"name": name, "bind": f"tcp://{host}:{bind}", "http": f"{host}:{http}",
+               "mirror": f"tcp://{host}:{mirror}", "state_dir": str(self.run.folder / name)}  # fmt: skip
         sets = [word for key, value in own.items() for word in ("--set", f"coordinator.{key}={value}")]
         self.daemons[name] = self.run.start(name, *FARLOOP, "coordinator", str(self.file), *sets, *options)
         return self.daemons[name]
 
     def look_at(self, name: str) -> None:
         """From now on the run's pages and files are this one's."""
-        self.run.http, self.run.state_dir = self.ports[name][1], self.run.folder / name
+        self.run.host, self.run.http = self.hosts[name], self.ports[name][1]
+        self.run.state_dir = self.run.folder / name
 
     def begin(self) -> None:
         """a leads, b stands by and has all."""
@@ -205,6 +210,91 @@ def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -
     assert_one_line(pair.daemons["a"], "b leads the run since term 4", "start this one again, and it stands by")
     later = run.until("windows commit", partial(further_than, before=after))
     assert later["run"]["epoch"] == after["run"]["epoch"]
+
+
+AHEAD = """
+import datetime
+import time
+
+real = time.time
+time.time = lambda: real() + 3.01 * 3600
+
+
+class Ahead(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(hours=3.01)
+
+
+datetime.datetime = Ahead
+from farloop.cli.main import main
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_hours_off_is_named_and_nothing_depends_on_it(pair: Pair, tmp_path: Path) -> None:
+    """b's, which stands by, leads, and stands by again."""
+    pair.run.programs = {"b": program(tmp_path / "farloop-ahead", sys.executable, AHEAD)}
+    before = pair.trains()
+    told = "b's is 3h 00m ahead of this host's: set both by NTP"
+    before = pair.run.until("it is named", lambda status: any(told in why for why in status["alarms"]), timeout_s=30)
+    for leader, standby in (("a", "b"), ("b", "a")):
+        pair.daemons[leader].kill()
+        pair.goes_on_at(standby, before)
+        pair.start(leader)
+        before = pair.until_in_sync(leader)
+        assert before["run"]["started_s"] < 1800
+
+
+def program(path: Path, interpreter: str, text: str) -> Path:
+    """An executable file."""
+    path.write_text(f"#!{interpreter}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_when_the_leaders_host_is_gone(new_run: NewRun, tmp_path: Path) -> None:  # noqa: F811
+    """It is in a network namespace, whose card goes down before it dies: nobody is sent a packet that says so."""
+    space, inside, outside = f"fl{os.getpid()}", "198.18.7.2", "198.18.7.1"  # RFC 2544's, of no real network
+    with ExitStack() as stack:
+        for number, words in enumerate((
+            f"netns add {space}",
+            f"link add {space} type veth peer name card netns {space}",
+            f"addr add {outside}/30 dev {space}",
+            f"link set {space} up",
+            f"-n {space} addr add {inside}/30 dev card",
+            f"-n {space} link set card up",
+        )):  # fmt: skip
+            done = ip(words)
+            if done.returncode and number < 2:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+            assert done.returncode == 0, done.stderr
+            if number == 0:
+                stack.callback(ip, f"netns delete {space}")
+        run = new_run(steps=100_000, **PACED)
+        keys = new_keys(run, "coordinator", "n", "m")
+        authorize(run, "n", "m")
+        command = f'exec ip netns exec {space} {sys.executable} {" ".join(FARLOOP)} "$@"\n'
+        run.programs = {"a": program(tmp_path / "farloop-in-a", "/bin/sh", command)}
+        pair = Pair(run, a=inside)
+        pair.begin()
+        run.start_metronome("n", pace_s=0.1, coordinator=pair.addresses, **keys_of(keys, "n"))
+        run.start_node("m", coordinator=pair.addresses, **keys_of(keys, "m"))
+        pair.until_in_sync("b")
+        before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+        assert ip(f"-n {space} link set card down").returncode == 0
+        pair.daemons["a"].kill()
+        pair.goes_on_at("b", before)
+
+
+def ip(words: str) -> subprocess.CompletedProcess[str]:
+    """Run iproute2's command."""
+    if (command := shutil.which("ip")) is None:
+        pytest.skip("ip is not installed (Debian: iproute2)")
+    return subprocess.run([command, *words.split()], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow

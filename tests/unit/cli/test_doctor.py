@@ -19,6 +19,7 @@ from farloop.cli.keys import write_pair
 from farloop.cli.status import fetch, saved
 from farloop.config.exit_codes import CommandError
 from farloop.coordinator.errors import NoFolder
+from farloop.coordinator.leadership import Term, term_store
 from farloop.monitoring.addresses import parse_tcp
 from farloop.monitoring.status import InventoryStatus, LinkStatus
 from farloop.node.machine_info import Limits, read_inventory
@@ -60,6 +61,17 @@ def test_a_good_run_has_nothing_that_fails(tmp_path: Path) -> None:
     assert [finding for finding in findings.values() if finding.level == "fail"] == []
     assert "fingerprint" in findings["run"].detail
     assert findings["keys"].detail == "none, and none are needed on loopback"
+
+
+def test_of_several_coordinators_the_record_is_read(tmp_path: Path) -> None:
+    record = f"leads_by = 'file://{tmp_path}/r'\nmirror = 'tcp://127.0.0.1:0'\npeers = 'tcp://b:1'"
+    path = run_toml(tmp_path, coordinator=record)
+    assert found(path)["record"].detail.endswith("nobody has led yet")
+    term = Term(run="1", leader="a", holder="1", term=7, address="", in_sync=("b",))
+    assert term_store(f"file://{tmp_path}/r").replace(term, 0)
+    assert found(path)["record"].detail.endswith("a leads since term 7, in sync with it: b")
+    (tmp_path / "r" / "leader" / "00000002.json").write_text("{}")
+    assert found(path)["record"].level == "fail"
 
 
 def test_a_wrong_file_is_a_finding_beside_the_others(tmp_path: Path) -> None:

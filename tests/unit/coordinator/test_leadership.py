@@ -13,9 +13,10 @@ from typing import Any
 
 import object_server
 import pytest
+from terms_in_memory import Terms
 
 from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, term_store
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, Version, term_store
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.follower import Following
@@ -231,6 +232,39 @@ def test_a_second_one_stands_by(tmp_path: Path) -> None:
     assert Start(tmp_path, "a", **PAIR).lead() is not None
     b = Start(tmp_path, "b", **PAIR)
     assert b.lead() is None and b.stands_by
+
+
+def test_a_folder_that_a_record_was_about_does_not_begin_without_one(tmp_path: Path) -> None:
+    """The record was deleted: which of the folders is the newest is not known here."""
+    a = Start(tmp_path, "a", **PAIR)
+    a.has_run()
+    mark(a.config.state_dir)
+    with pytest.raises(StateMismatch, match=r"a record said who leads its run, and file://.* has none: put it back"):
+        a.lead()
+    assert a.lead(force=True) is not None
+
+
+def test_a_record_that_cannot_be_written_is_tried_again_with_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with credentials that may only read. One line; an answer that was lost does no harm."""
+    a, terms, pauses = Start(tmp_path, "a", **PAIR), Terms(), list[float]()
+    monkeypatch.setattr(a.contender, "_store", terms)
+    monkeypatch.setattr("farloop.coordinator.leadership.time.sleep", pauses.append)
+    replace = terms.replace
+
+    def refused(term: Term, version: Version) -> bool:
+        terms.deaf = len(pauses) == 8
+        if len(pauses) < 8:
+            raise Unreachable("403: AccessDenied")
+        return replace(term, version)
+
+    monkeypatch.setattr(terms, "replace", refused)
+    leads = a.lead()
+    assert leads is not None and leads.term.term == 1 and len(pauses) == 9
+    assert [line.message for line in caplog.records if "403" in line.message] == [
+        "record not changed why='403: AccessDenied' note='who leads is not settled; trying again'"
+    ]
 
 
 def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> None:

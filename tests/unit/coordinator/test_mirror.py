@@ -3,6 +3,7 @@ that forget what was not synced."""
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Condition, Lock, Thread
 from typing import Any
@@ -276,6 +277,14 @@ def test_a_standby_of_the_leaders_name_is_refused(pair: Pair) -> None:
     pair.mirror.tick()
     assert sent == [["refused", "another coordinator of the name a leads since term 1: give each a name of its own"]]
     assert not pair.mirror.has_standbys
+
+
+def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> None:
+    pair.begin(spec)
+    pair.join()
+    for off_s, alarm in ((7230.0, "b's is 2h 00m ahead of this host's"), (-90.0, "b's is 1m 30s behind"), (5.0, "")):
+        pair.mirror.received(b"1", ["clock", "b", datetime.now(UTC).timestamp() + off_s])
+        assert pair.mirror.alarms().get("clock", "").startswith(alarm) and (alarm or not pair.mirror.alarms())
 
 
 def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None:

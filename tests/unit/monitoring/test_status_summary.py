@@ -51,9 +51,10 @@ def test_versions_are_shown_where_one_differs() -> None:
     told["inventory"] = {
         "nodes": [{"name": name, "connected": name != "b", "farloop": v} for name, v in versions.items()]
     }
-    told["standby"] = {"farloop": {"s": "0.3.0"}}
+    told["standby"] = {"farloop": {"s": "0.3.0"}, "in_sync": ["s"]}
     line = "0.1.0 at a, c, e and 1 more; 0.3.0 at standby s; an unknown version at d"
     assert view_of(told).notes == (f"versions: the coordinator runs farloop 0.2.0; {line}",)
+    assert "s stands by" in view_of(told).facts
     told["standby"]["farloop"]["s"] = "0.2.0"
     for machine in told["inventory"]["nodes"]:
         machine["connected"] = machine["farloop"] in ("0.2.0", "")
