@@ -13,7 +13,7 @@ of them; `brief` writes commands as text. `run.told` is both, for stories (`stor
     a fetches 1 | a steps 5 | a uses 80            asks for an anchor; reports that many inner steps; samples
     5 steps of ab | 5 steps of ab in 20s           they report one step more each second; every 20 seconds
     a scores 0,1                                   the loss of these versions
-    1 is durable | 1 fails                         the commit of fragment 1
+    1 is durable | 1 fails | 1 overflows           the commit of fragment 1; its sum, for the last of its deltas
     1 commits of ab | 1 commits of a0,b0           deltas of a and b come, and the commit is durable
     12 rounds of ab                                of each fragment as many windows, for which a and b send good deltas
                                                    and the others bad ones, as long as these windows wait for them
@@ -348,6 +348,11 @@ class Run:
                 draft = self.draft(int(who))
                 failed = ev.CommitFailed(fragment=draft.fragment, detail="the disk is full")
                 return self.handle(failed)
+            case ("overflows",):
+                draft = self.draft(int(who))
+                return self.handle(
+                    ev.SumOverflow(fragment=draft.fragment, longest=draft.blobs[-1].blob, why="too much")
+                )
             case "leaves", *reason:
                 return self.leave(node, Reason[reason[0]] if reason else Reason.DRAINED)
             case "parts", *reason:
