@@ -170,9 +170,7 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
 
 @pytest.mark.timeout(300)  # twice, unknown nodes are listened for
 @pytest.mark.parametrize(("point", "hit"), cases(ADOPT_MATRIX))
-def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_what_the_nodes_hold(
-    tmp_path: Path, point: str, hit: int
-) -> None:
+def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_the_nodes(tmp_path: Path, point: str, hit: int) -> None:
     with story(tmp_path, "ab") as told:
         coordinator = told.start()
         told.nodes.pace_s = 0.02

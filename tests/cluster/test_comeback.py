@@ -13,9 +13,7 @@ HARD = [("rows", 4, "columns", 3), ("both", 4, "rows", 1), ("replicas", 4, "tens
 
 
 @pytest.mark.parametrize(("way", "count", "next_way", "next_count"), [("rows", 2, "rows", 3), *slow(*HARD)])
-def test_any_number_of_ranks_reads_what_others_wrote(
-    tmp_path: Path, way: str, count: int, next_way: str, next_count: int
-) -> None:
+def test_any_number_of_ranks_reads_files(tmp_path: Path, way: str, count: int, next_way: str, next_count: int) -> None:
     (wrote, states), *_ = ranks(count, saved, way=way, folder=tmp_path)
     assert ranks(next_count, loaded, way=next_way, folder=tmp_path)[0] == (wrote, states)
     assert all(wrote.values()) and [len(digests) for _, digests in states] == [3, 3]

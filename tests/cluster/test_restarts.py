@@ -133,9 +133,7 @@ def test_a_rank_that_others_wait_for_in_vain_is_named(new_run: NewRun, how: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["encode", "merge"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_the_middle_of_a_fragment_costs_one_window_at_most(
-    new_run: NewRun, point: str, rank: int
-) -> None:
+def test_a_rank_killed_within_a_fragment_costs_one_window_at_most(new_run: NewRun, point: str, rank: int) -> None:
     """T4. Steps that no delta holds are done again: alone in its run, a node does them besides the run's own."""
     run = own_run(new_run, steps=40, method="streaming", h=10, tau=2, nodes=1)
     run.start_coordinator()

@@ -44,9 +44,7 @@ def test_the_workflow_has_nothing_that_zizmor_minds() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_object_of_an_overlay_and_of_a_component_is_one_of_that_kubernetes_version(
-    version: str, tmp_path: Path
-) -> None:
+def test_every_object_of_overlay_and_component_is_of_that_kubernetes_version(version: str, tmp_path: Path) -> None:
     """Of a custom resource the Job or the pods in it: tests/unit/deploy checks the rest."""
     names = [name for name in RENDERED if "image" not in name or int(version[2:]) >= 31]
     found = {json.dumps(known_to_kubernetes(one)): name for name in names for one in objects_of(name)}

@@ -212,9 +212,7 @@ def small_mtu() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_node_doctor_and_status_name_the_mtu_of_a_way_that_loses_large_packets(
-    small_mtu: tuple[str, str], new_run: NewRun
-) -> None:
+def test_node_doctor_and_status_name_the_mtu_that_loses_packets(small_mtu: tuple[str, str], new_run: NewRun) -> None:
     run = new_run(steps=1000, h=4, tau=1, nodes=1)
     run.tables["coordinator"] |= {"bind": f"tcp://*:{run.port}", "http": "", "insecure": True}
     node = {"name": "a", "coordinator": f"tcp://10.77.0.2:{run.port}", "insecure": True, "threads": 1}

@@ -194,9 +194,7 @@ def test_health_answers_while_other_pages_hang_and_these_are_refused_beyond_a_bo
         assert len(made) == 1
 
 
-def test_beyond_the_budget_the_slowest_connection_gives_way(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_slowest_connection_gives_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(endpoint_module, "MAX_CONNECTIONS", 2)
     with Endpoint("127.0.0.1", 0, ROUTES, request_limit_s=60) as endpoint:
         with crowd(endpoint.port, 3, b"GET /st") as clients:

@@ -95,9 +95,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
-    given: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_an_argument_of_a_wrong_type_is_refused_in_one_line(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     arguments = {"model": nn.Linear(1, 1), "name": "a", "state_dir": tmp_path / "s", "give_up_s": 0.1}
     with pytest.raises(LoopError, match=re.escape(words)) as caught:
         join(**{"coordinator": NOWHERE, **arguments, **given})  # type: ignore[arg-type]
@@ -183,9 +181,7 @@ def test_the_loss_is_asked_of_a_node_that_measures_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_a_node_that_leaves_saves_the_optimizer_as_it_is_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
-) -> None:
+def test_a_node_that_leaves_saves_its_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Also where no copy of an anchor was written whole before the anchor changed."""
     if not copies:
         monkeypatch.setattr(NodeExecutor, "_save", lambda self: None)

@@ -84,9 +84,7 @@ def play(run: Run) -> dict[str, dict[str, int]]:
     return {node["name"]: dict(node["bytes_by_kind"]) for node in status["nodes"]}
 
 
-def test_a_signed_url_is_for_one_object_which_is_written_once_and_read_in_ranges(
-    server: ObjectServer, client: Client
-) -> None:
+def test_a_signed_url_is_for_one_object_written_once_and_read_in_ranges(server: ObjectServer, client: Client) -> None:
     sign, data = signer(STORE), os.urandom(9 << 20)
     client.put(sign("PUT", "f0/a"), memoryview(data))
     client.put(sign("PUT", "f0/a"), memoryview(b"other"))  # 412: it is there, and stays

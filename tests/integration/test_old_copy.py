@@ -66,7 +66,7 @@ def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
 
 
 @pytest.mark.slow
-def test_the_epoch_of_another_run_holds_nothing_and_that_of_a_former_one_until_the_folders_are_gone(
+def test_the_epoch_of_another_run_holds_nothing_and_an_old_one_until_folders_are_gone(
     new_run: NewRun,
 ) -> None:
     run = new_run(steps=100_000, nodes=1, **PACED)

@@ -88,7 +88,7 @@ def convex_instances(draw: st.DrawFn) -> tuple[Tables, int, tuple[int, ...]]:
 
 
 @given(instance=convex_instances())
-def test_on_convex_curves_it_finds_the_choice_that_uses_up_the_budget(
+def test_on_convex_curves_the_choice_uses_up_the_budget(
     instance: tuple[Tables, int, tuple[int, ...]],
 ) -> None:
     tables, extra, indices = instance

@@ -90,9 +90,7 @@ def test_a_kind_keeps_what_it_needs(kind: OuterKind, with_momentum: tuple[str, .
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(scale=st.floats(1e-6, 1e6), seed=st.integers(1, 1000))
-def test_without_momentum_at_a_rate_of_one_every_kind_is_the_plain_average(
-    kind: OuterKind, scale: float, seed: int
-) -> None:
+def test_without_momentum_at_rate_one_every_kind_is_the_average(kind: OuterKind, scale: float, seed: int) -> None:
     """A6 (bit), with a momentum buffer or without."""
     start, delta = numbers(100, seed=0), numbers(100, seed=seed) * scale
     assert torch.equal(run(dataclasses.replace(PLAIN_AVERAGE, kind=kind), [delta], start)[0], start - delta)

@@ -105,9 +105,7 @@ def test_data_that_has_not_come_is_not_drawn_and_the_draw_is_the_same_again(
 
 
 @given(sample=positions, at=st.floats(100, 199), seed=seeds, less=st.floats(0, 0.5), more=st.floats(0, 0.49))
-def test_a_larger_replay_keeps_whatever_a_smaller_one_replays(
-    sample: int, at: float, seed: int, less: float, more: float
-) -> None:
+def test_a_larger_replay_keeps_what_a_smaller_has(sample: int, at: float, seed: int, less: float, more: float) -> None:
     replayed = source_of(sample, at, brings(less), seed) == 0
     assert not replayed or source_of(sample, at, brings(less + more), seed) == 0
 

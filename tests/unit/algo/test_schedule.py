@@ -170,7 +170,7 @@ def test_rounds_cover_the_run_without_gap_or_overlap(run_and_cut: tuple[Terms, L
 
 
 @given(runs())
-def test_every_slot_has_one_window_per_round_and_every_fragment_one_last_word(
+def test_every_slot_has_one_window_a_round_and_every_fragment_one_last_word(
     run_and_cut: tuple[Terms, Layout],
 ) -> None:
     """A, C30, C32: none is skipped or doubled, the last is final and is sent at the run's last step."""
@@ -284,9 +284,7 @@ def test_every_node_has_a_share_of_every_round(rates: dict[str, float], shares: 
 
 
 @given(data=st.data(), length=st.integers(2, 500), best=st.integers(1, 10**6))
-def test_a_share_or_a_rate_that_is_a_number_of_steps_gives_that_number(
-    data: st.DataObject, length: int, best: int
-) -> None:
+def test_a_share_or_rate_that_is_a_step_count_gives_that_count(data: st.DataObject, length: int, best: int) -> None:
     """Though in fp64 it may be a bit less: of 8 steps a node at half of 0.66 was given 3, and not 4."""
     steps = data.draw(st.integers(1, length))
     assert schedule.steps_by_share(length, steps / length) == steps

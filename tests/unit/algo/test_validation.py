@@ -255,9 +255,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "sentence"), REFUSED)
-def test_impossible_terms_are_refused_with_the_nearest_possible_value(
-    name: str, changes: dict[str, Any], sentence: str
-) -> None:
+def test_impossible_terms_are_refused_with_the_nearest_value(name: str, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refusal:
         check(terms_of(name, **changes), layout_of(name))
     assert len(str(refusal.value).splitlines()) == 1
@@ -323,9 +321,7 @@ def test_a_merge_keeps_no_more_than_a_nodes_share() -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 9, None])
 @pytest.mark.parametrize("h", [9, 30, 100])
-def test_the_longest_overlap_is_the_last_that_keeps_the_slots_undecided_at_a_time(
-    h: int, in_flight: int | None
-) -> None:
+def test_the_longest_overlap_is_the_last_that_keeps_the_slots_undecided_at_once(h: int, in_flight: int | None) -> None:
     """Protocol D, by counting: within a step all that is due is encoded before anything is merged."""
     method, slots = replace(METHODS["streaming"], in_flight=in_flight), 9
     sends = [round_ * h + due_step(slot, slots, h) for round_ in range(3) for slot in range(slots)]
@@ -348,9 +344,7 @@ def test_the_longest_overlap_is_the_last_that_keeps_the_slots_undecided_at_a_tim
         ("streaming", 5, {**QSR, "h_init": 10}, 9),
     ],
 )
-def test_a_node_may_have_the_overlap_that_the_run_could_have(
-    name: str, slots: int, changes: dict[str, Any], most: int
-) -> None:
+def test_a_node_may_have_the_overlap_a_run_may_have(name: str, slots: int, changes: dict[str, Any], most: int) -> None:
     terms = terms_of(name, **changes)
     check_own_tau(0, terms, slots)
     check_own_tau(most, terms, slots)

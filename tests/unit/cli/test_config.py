@@ -177,9 +177,7 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("--set coordinator.allow=a", "--set: [coordinator] allow: needs key"),
     ],
 )
-def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
-    tmp_path: Path, text: str, line: str
-) -> None:
+def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_value(tmp_path: Path, text: str, line: str) -> None:
     name, equals, value = text.partition("=")
     with pytest.raises(ConfigError) as error:
         if text.startswith("--set "):

@@ -106,9 +106,7 @@ def test_the_flags_of_an_old_copy_do_not_contradict_each_other() -> None:
             adoption(patience_s, wanted=wanted, rewind=rewind)
 
 
-def test_other_terms_are_said_and_the_runs_own_are_kept(
-    tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_terms_are_said_and_the_runs_kept(tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     open_run(tmp_path / "state", plan).close()
     terms = plan.spec.terms
     changed = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, terms=terms.replace(steps=700)))
@@ -131,9 +129,7 @@ def test_every_part_of_an_identity_can_be_told(plan: Plan) -> None:
         assert field.name in told or "differ" in told
 
 
-def test_a_method_that_divides_the_model_otherwise_is_named_and_the_first_weights_are_not(
-    tmp_path: Path, plan: Plan
-) -> None:
+def test_a_method_that_divides_the_model_otherwise_is_named_the_weights_are_not(tmp_path: Path, plan: Plan) -> None:
     open_run(tmp_path / "state", plan).close()
     other = plan_run(dataclasses.replace(plan.config, method="diloco"), DATA)
     with pytest.raises(CommandError, match=r"method was streaming, is diloco, the division of the model") as refused:

@@ -189,9 +189,7 @@ def test_a_command_ends_with_the_code_of_its_process(code: int, told: ExitCode) 
         (PermissionError(13, "Permission denied"), ExitCode.USAGE, "permission denied; name another place"),
     ],
 )
-def test_an_output_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, error: OSError, code: ExitCode, line: str
-) -> None:
+def test_an_unwritable_output_file_is_one_line(tmp_path: Path, error: OSError, code: ExitCode, line: str) -> None:
     path = tmp_path / "new" / "out.json"
     with pytest.raises(CommandError, match=re.escape(f"cannot write {path}: {line}")) as caught, writing(path):
         raise error

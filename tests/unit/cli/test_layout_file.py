@@ -246,7 +246,7 @@ def test_what_a_file_does_not_allow_is_one_line_and_leaves_it_as_it_is(layout: P
         assert f"{words.split()[0]} goes with --layout FILE" in line
 
 
-def test_a_file_speaks_of_each_node_that_a_coordinator_has_and_addresses_are_the_nodes_own_otherwise(
+def test_a_file_names_each_node_of_a_coordinator_and_addresses_are_the_nodes_own_otherwise(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "sites.json"

@@ -169,7 +169,7 @@ def read_late(pipe: int) -> None:
     assert pairs_of(lines[-2])["event"] == "last" and lines[-1] == "farloop: error: the very last\n"
 
 
-def test_no_caller_waits_for_a_line_to_be_printed_or_for_a_pipe_that_has_no_reader(
+def test_no_caller_waits_for_a_line_to_be_printed_or_a_pipe_without_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with small_pipe(monkeypatch) as pipe:

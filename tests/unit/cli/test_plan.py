@@ -299,9 +299,7 @@ def coordinator() -> Iterator[str]:
         thread.join()
 
 
-def test_a_running_coordinator_is_planned_for_and_the_command_that_sets_the_rates_is_given(
-    coordinator: str, tmp_path: Path
-) -> None:
+def test_a_running_coordinator_is_planned_and_its_set_command_given(coordinator: str, tmp_path: Path) -> None:
     """What the file does not say of model, H and bits is the run's."""
     file = tmp_path / "model.toml"
     file.write_text("[model]\nlayers = 8\nparameters = 25e6\n[plan]\nh = 200\n")

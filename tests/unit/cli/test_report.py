@@ -190,9 +190,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(folder, summary())
 
 
-def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every_time(
-    html: str, tmp_path: Path
-) -> None:
+def test_the_report_is_one_well_formed_page_with_two_drawings_and_same_every_time(html: str, tmp_path: Path) -> None:
     page = Page(html)
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert [tag for tag, _ in page.elements].count("svg") == 2 and len(ids) == len(set(ids))

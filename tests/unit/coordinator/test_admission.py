@@ -45,9 +45,7 @@ def hello(**changes: Any) -> Hello:
         ({"incarnation": 1}, Reason.OLD_INCARNATION, "start 2 of a has joined, this is 1"),
     ],
 )
-def test_a_refusal_names_the_two_values_that_disagree(
-    ledger: Ledger, changes: dict[str, Any], reason: Reason, detail: str
-) -> None:
+def test_a_refusal_names_both_values(ledger: Ledger, changes: dict[str, Any], reason: Reason, detail: str) -> None:
     refused = refusal(hello(**changes), A, ledger, Member(name=A, incarnation=2))
     assert refused is not None and (refused.reason, refused.retriable) == (reason, False)
     assert detail in refused.detail
@@ -141,9 +139,7 @@ def test_a_delta_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[st
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(640, True), (639, True), (0, True), (641, False), (6400, False)])
-def test_where_samples_are_granted_a_step_has_the_tokens_of_the_batch_at_most(
-    spec: RunSpec, tokens: int, fits: bool
-) -> None:
+def test_where_samples_are_granted_a_step_has_a_batch_at_most(spec: RunSpec, tokens: int, fits: bool) -> None:
     """Fewer where sequences are padded."""
     identity = dataclasses.replace(spec.identity, num_samples=1000)
     spec = dataclasses.replace(spec, identity=identity)

@@ -316,9 +316,7 @@ def test_what_is_wanted_of_what_nodes_hold(
         ([claim(ref(0, 2, 5), ref(1, 0, 6), history=4)], ("fragment 1 is at version 0",)),
     ],
 )
-def test_what_only_a_person_can_decide_is_named(
-    ledger: Ledger, claims: list[NodeClaim], words: tuple[str, ...]
-) -> None:
+def test_what_a_person_must_decide_is_named(ledger: Ledger, claims: list[NodeClaim], words: tuple[str, ...]) -> None:
     fault = survey(dict(zip((A, B), claims, strict=False)), ledger).fault
     assert all(word in fault for word in words), fault
 

@@ -155,9 +155,7 @@ STEPS = st.lists(MESSAGES | st.sampled_from(["gone", "back", "later", "settled",
 
 @settings(max_examples=examples(25))
 @given(method=st.sampled_from(METHODS), steps=STEPS)
-def test_any_sequence_of_well_typed_messages_leaves_a_state_that_recovers(
-    method: str, steps: list[msg.Message | str]
-) -> None:
+def test_any_well_typed_messages_leave_a_state_that_recovers(method: str, steps: list[msg.Message | str]) -> None:
     run = Told(method)
     for step in steps:
         match step:

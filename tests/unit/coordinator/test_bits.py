@@ -93,9 +93,7 @@ def spectrum(*decays: float) -> Tensor:
     [("topk:k=128", gaussian(1e-2, 1e-4, 1e-4)), ("lowrank:rank=4", spectrum(0.9, 0.5))],
     ids=["topk", "lowrank"],
 )
-def test_tensors_with_more_to_lose_get_a_larger_k_or_rank_and_the_fragment_fewer_bytes(
-    codec: str, delta: Tensor
-) -> None:
+def test_tensors_with_more_to_lose_get_a_larger_k_or_rank_and_fragments_fewer_bytes(codec: str, delta: Tensor) -> None:
     name = codec.partition(":")[0]
     chosen, equal = codec_named(next_codec(f"{codec},policy=l-greco", delta, FRAGMENT) or ""), codec_named(codec)
     shares = getattr(chosen, {"topk": "k", "lowrank": "rank"}[name])

@@ -158,9 +158,7 @@ MANIFEST = "ckpt/00000001/manifest.json"
         (lambda text: text.replace(b'"format_version": 1', b'"format_version": 2'), "has format 2"),
     ],
 )
-def test_a_bad_manifest_restores_nothing(
-    shelf: Shelf, tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
-) -> None:
+def test_bad_manifests_restore_nothing(shelf: Shelf, tmp_path: Path, spoil: Callable[[bytes], bytes], why: str) -> None:
     shelf.objects[MANIFEST] = spoil(shelf.objects[MANIFEST])
     with pytest.raises(CopyFailed, match=why):
         restore(shelf, tmp_path / "new")

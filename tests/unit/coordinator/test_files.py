@@ -133,9 +133,7 @@ def has_direct_writes(folder: Path) -> bool:
     return True
 
 
-def test_a_direct_write_that_the_disk_refuses_is_storage_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direct_write_that_a_disk_refuses_is_storage_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DISK.create(tmp_path / "file")
     monkeypatch.setattr(os, "pwrite", refuse(errno.EIO))
     if has_direct_writes(tmp_path):

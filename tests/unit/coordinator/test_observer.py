@@ -329,9 +329,7 @@ def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
     assert node["connected"] and node["reason"] == Reason.STALLED.sentence
 
 
-def test_a_node_that_waits_for_its_start_is_told_with_those_it_waits_for(
-    scene: Scene, log: Callable[[str], list[str]]
-) -> None:
+def test_a_node_that_waits_for_its_start_says_for_which_nodes(scene: Scene, log: Callable[[str], list[str]]) -> None:
     scene.start()
     scene.join(B)
     scene.say(B, msg.Ready())
@@ -427,9 +425,7 @@ def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, mon
     assert path.read_bytes() == scene.observer.status_json != before
 
 
-def test_a_start_after_the_end_keeps_the_status_of_the_one_that_ended_the_run(
-    scene: Scene, reopen: Callable[[], Scene]
-) -> None:
+def test_a_start_after_the_end_keeps_the_status_of_the_last_start(scene: Scene, reopen: Callable[[], Scene]) -> None:
     path = scene.file.with_name("status.json")
     scene.join(A)
     scene.store.ledger.finished = scene.machine.ledger.finished = True

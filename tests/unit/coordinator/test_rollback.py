@@ -89,9 +89,7 @@ def ledger(spec: RunSpec) -> Ledger:
         ),
     ],
 )
-def test_a_greeting_proves_where_a_node_stands(
-    ledger: Ledger, changes: dict[str, Any], kind: Kind, detail: str
-) -> None:
+def test_greetings_prove_where_a_node_is(ledger: Ledger, changes: dict[str, Any], kind: Kind, detail: str) -> None:
     standing = standing_of(hello(**changes), ledger)
     assert standing.kind == kind
     assert detail in standing.detail and bool(detail) == bool(standing.detail) == standing.is_in_doubt

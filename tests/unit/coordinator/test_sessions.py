@@ -131,9 +131,7 @@ def test_who_sends_an_unreadable_greeting_hears_why_as_often_as_it_may_greet(doo
 
 
 @pytest.mark.parametrize("owner", [None, A])
-def test_a_trial_comes_back_as_often_as_its_sender_may_greet_and_begins_nothing(
-    door: Door, owner: NodeId | None
-) -> None:
+def test_a_trial_comes_back_as_often_as_its_sender_may_greet_without_begin(door: Door, owner: NodeId | None) -> None:
     trial, burst = Trial(padding=b"x" * 16_000), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(frame(trial), owner) for _ in range(2 * burst)]
     assert met == [trial] * burst + [None] * burst
@@ -183,9 +181,7 @@ def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     assert door.meets(lane_hello(1, 1, peer.token, 1), A) is None
 
 
-def test_late_frames_are_those_of_the_session_that_ended_and_no_strangers(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_frames_are_of_the_session_that_ended_no_strangers(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a cut of 11 s they were counted as malformed, of no node."""
     peer = door.greeted(A)
     for number in (1, 2):

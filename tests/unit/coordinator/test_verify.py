@@ -65,9 +65,7 @@ def told(folder: Path) -> tuple[str, str]:
     return fault.where, fault.what
 
 
-def test_terms_with_nan_are_named_with_their_place(
-    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terms_with_nan_are_named_by_place(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("farloop.algo.terms._require_finite", lambda name, value: None)
         lr = dataclasses.replace(spec.terms.schedule.lr, drop_factor=float("nan"))

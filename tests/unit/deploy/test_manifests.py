@@ -77,9 +77,7 @@ def settings(overlay: str, name: str, pod: Object, folder: Path, flags: Sequence
 
 
 @pytest.mark.parametrize("overlay", RENDERED)
-def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_mounts(
-    overlay: str, tmp_path: Path
-) -> None:
+def test_files_in_config_maps_are_good_and_agree_with_ports_probes_and_mounts(overlay: str, tmp_path: Path) -> None:
     for name, _, pod in pods(overlay):
         file = settings(overlay, name, pod, tmp_path)
         (container,) = pod["containers"]
@@ -183,9 +181,7 @@ def test_services_and_policies_select_pods_and_ports_that_are_there_and_no_budge
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_daemon_may_dial_what_its_settings_name_and_its_pages_are_for_prometheus_alone(
-    overlay: str, tmp_path: Path
-) -> None:
+def test_a_daemon_may_dial_what_its_settings_name_its_pages_are_for_prometheus(overlay: str, tmp_path: Path) -> None:
     for name, labels, pod in pods(overlay):
         file = settings(overlay, name, pod, tmp_path)
         policies = [

@@ -110,9 +110,7 @@ def test_a_golden_state_is_read_as_it_was_written(name: str, states: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", [name for name in golden() if "/9" in name])
-def test_a_state_of_an_earlier_start_is_still_read_after_this_start_wrote_to_it(
-    name: str, states: Path, tmp_path: Path
-) -> None:
+def test_an_earlier_starts_state_is_read_after_this_start_wrote_it(name: str, states: Path, tmp_path: Path) -> None:
     """The next start finds the same weights, in a segment that this version began."""
     directory = Path(shutil.copytree(states / name, tmp_path / "state"))
     first, second = held(directory)["start"], held(directory)["start"]

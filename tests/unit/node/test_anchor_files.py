@@ -93,9 +93,7 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_ranks_that_begin_at_once_do_not_truncate_each_others_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_begin_at_once_truncate_no_others_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: False)  # as each of them may have found
     for start in (512, 0):
         files = Files(tmp_path)
@@ -123,9 +121,7 @@ def test_ranks_write_their_parts_and_other_ranks_read_theirs(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_large_anchors_and_updates_are_read_back_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
+def test_large_anchors_and_updates_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     """Past the page cache, or where the file system has no such writes; neither ends with a whole page."""
     if not direct:
         monkeypatch.setattr(fcntl, "fcntl", lambda fd, what, value=0: no_direct_writes(value))
@@ -158,9 +154,7 @@ class Crash(BaseException):
     """A power cut."""
 
 
-def test_a_crash_at_any_point_leaves_the_anchor_before_or_the_one_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_anywhere_leaves_the_anchor_before_or_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call to the system in turn is the last."""
     versions, calls = list[int](), 0
     while True:

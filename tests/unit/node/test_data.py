@@ -396,9 +396,7 @@ def test_a_capped_folder_is_a_sample_that_depends_on_nothing_but_its_files(tmp_p
         ({}, "nowhere", "no file or folder"),
     ],
 )
-def test_a_path_without_text_is_an_error_of_one_line(
-    tmp_path: Path, files: dict[str, str | bytes], name: str, words: str
-) -> None:
+def test_a_path_without_text_is_one_line(tmp_path: Path, files: dict[str, str | bytes], name: str, words: str) -> None:
     with pytest.raises(CorpusError, match=words) as raised:
         load_corpus(write(tmp_path, **files) / name)
     assert "\n" not in str(raised.value)

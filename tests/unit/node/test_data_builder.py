@@ -115,9 +115,7 @@ def test_a_folder_is_every_file_in_it_and_a_text_file_one_document(tmp_path: Pat
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_bad_record_is_named_with_its_file_and_line_and_left_out_if_asked_to(
-    tmp_path: Path, line: bytes, words: str
-) -> None:
+def test_a_bad_record_is_named_by_file_and_line_or_left_out_if_asked(tmp_path: Path, line: bytes, words: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}\n')
     said = refused([str(path)], tmp_path)
@@ -215,9 +213,7 @@ def test_a_bad_record_stops_the_training_of_a_tokenizer_with_its_place(tmp_path:
     assert not list(tmp_path.glob("*t.json*"))
 
 
-def test_no_source_fills_the_text_that_a_tokenizer_is_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_source_fills_the_text_a_tokenizer_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read in turn, and no further than needed."""
     monkeypatch.setattr(builder, "TRAINING_CHARACTERS", 300)
     sources = [jsonl(tmp_path / f"{word}.jsonl", [f"{word} "] * 100) for word in ("kittiwake", "guillemot")]

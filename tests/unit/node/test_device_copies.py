@@ -166,9 +166,7 @@ def rounds(replica: Replica, count: int, *, first: int = 1, ahead: bool = False)
 @torch.no_grad()
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("anchors", "most", "payloads"), [("host", 8.0, 1.2), ("device", 0.0, 1.2)])
-def test_a_round_moves_each_anchor_to_the_device_and_back_once(
-    anchors: str, most: float, payloads: float, ahead: bool
-) -> None:
+def test_a_round_moves_each_anchor_there_and_back_once(anchors: str, most: float, payloads: float, ahead: bool) -> None:
     """Bytes a parameter: of anchors, and of payloads of 4 bits in both directions."""
     with Device("lazy") as cuda:
         replica = replica_on(anchors)
@@ -244,9 +242,7 @@ def test_a_skipped_step_is_told_at_a_later_one() -> None:
 
 @pytest.mark.parametrize(("memory", "place"), [(80 << 30, "device"), (1 << 20, "host")])
 @torch.no_grad()
-def test_auto_keeps_anchors_on_the_device_where_there_is_room(
-    memory: int, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_keeps_anchors_on_a_device_with_room(memory: int, place: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with Device("lazy", memory=memory) as cuda:
         replica = replica_on("auto")

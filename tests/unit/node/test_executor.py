@@ -334,9 +334,7 @@ def test_what_the_link_reports_as_final_is_raised_in_the_training_thread(play: P
         play.executor.settle()
 
 
-def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_coordinator_is_refused_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S: the highest epoch is remembered by the first merge; a disk that refuses it is one line."""
     first = Play(tmp_path).welcome(epoch=3)
     first.executor.settle()
@@ -357,9 +355,7 @@ def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
 
 
 @pytest.mark.parametrize("damage", ["", "0-2.anchor", "0-3.update"])
-def test_a_restarted_node_goes_on_from_its_disk_and_asks_for_a_snapshot_of_what_is_damaged(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_restarted_node_goes_on_from_its_disk_and_fetches_what_is_damaged(tmp_path: Path, damage: str) -> None:
     play = Play(tmp_path).begin()
     for _ in range(3):
         play.step()
@@ -457,9 +453,7 @@ def test_weights_below_fp32_without_masters_are_warned_of(
 
 
 @pytest.mark.parametrize(("most", "granted", "decided"), [(64, 16, 3), (2, 16, 2), (1, 16, 1), (64, 8, 2)])
-def test_steps_in_which_nothing_is_due_are_decided_at_once(
-    tmp_path: Path, most: int, granted: int, decided: int
-) -> None:
+def test_steps_with_nothing_due_are_decided_at_once(tmp_path: Path, most: int, granted: int, decided: int) -> None:
     """Up to the merge, to the samples that are granted, and to what is asked for; one after the other they are the
     same. The first step of a node is decided alone: what comes before it is merged at once."""
     terms = {"steps": 20, "h": 5, "tau": 3, "batch_sequences": 4, "sequence_tokens": 3}
@@ -516,9 +510,7 @@ def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> Non
         assert play.exchange(up_s=3.0, commit_s=1.0, down_s=2.0) == expected
 
 
-def test_an_update_that_comes_before_its_merge_is_applied_by_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_comes_early_is_applied_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replica, "can_apply_ahead", lambda replica, index: True)
     added_here, add = list[int](), Replica._add
 
@@ -565,9 +557,7 @@ def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
     assert chose == [f"overlap chosen tau={chosen} why='updates come in time over this link'"] * bool(chosen)
 
 
-def test_the_overlap_that_is_logged_and_reported_is_the_one_that_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_overlap_logged_and_reported_is_the_one_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The link takes some hundred steps, another number after each step, and a round has room for 19."""
     caplog.set_level(logging.INFO, "farloop.node.executor")
     play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
@@ -653,9 +643,7 @@ def test_the_driver_leaves_at_its_deadline_and_says_that_the_outcome_is_missing(
     play.driver.close()
 
 
-def test_the_driver_tells_the_coordinator_of_an_error_before_it_raises_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_tells_of_an_error_before_it_raises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a user's evaluation, for one: the coordinator need not wait until the node is given up."""
     play = driven(tmp_path)
 
@@ -684,9 +672,7 @@ def test_a_driver_that_is_closed_by_an_error_of_the_loop_tells_it_and_no_interru
     assert [leave.detail for leave in play.link.of(msg.Leave) if isinstance(leave, msg.Leave)] == told
 
 
-def test_a_driver_without_a_coordinator_gives_up_or_knows_that_the_run_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_alone_gives_up_or_knows_that_the_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play(tmp_path, driven=True)
     play.link.deliver(Unreachable("no session"))
     with pytest.raises(Unreachable, match="no session"):

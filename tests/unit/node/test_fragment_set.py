@@ -192,9 +192,7 @@ def test_where_training_goes_on_a_merge_is_due_when_the_delta_is_decided(
 
 
 @pytest.mark.parametrize(("share", "gap", "expected"), [(None, 1.0, 0.25), (0.5, 1.0, 0.5), (0.5, 2.0, 0.25)])
-def test_an_eager_start_holds_the_own_delta_as_the_outer_step_will(
-    share: float | None, gap: float, expected: float
-) -> None:
+def test_an_eager_start_holds_the_own_delta_as_the_step_will(share: float | None, gap: float, expected: float) -> None:
     """Its likely weight, times the gain of the step; unknown at first: one of as many as the run waits for."""
     under = terms(method="co2", lag=1, tau=0, mix=0.0, eager=True, outer_lr=1.0, outer_momentum=0.2)
     fresh = late(terms=window(5, gap))

@@ -109,7 +109,7 @@ def test_in_the_built_in_model_muon_has_all_matrices_of_the_blocks() -> None:
     assert count == sum(p.numel() for name, p in module.named_parameters() if name.startswith("blocks") and p.ndim == 2)
 
 
-def test_a_model_without_hidden_matrices_has_adamw_and_one_without_others_muon_alone(
+def test_a_model_without_matrices_has_adamw_and_one_without_others_muon_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert isinstance(optimizer_of(nn.LayerNorm(4), "muon"), AdamW)

@@ -463,9 +463,7 @@ class Wires(VirtualHost):
 
 
 @pytest.mark.parametrize(("lanes", "max_lanes", "opened"), [(1, 16, 1), (4, 16, 4), (9, 3, 3), (9, 1, 1), (0, 16, 1)])
-def test_as_many_lanes_are_opened_as_are_wanted_and_the_coordinator_takes(
-    lanes: int, max_lanes: int, opened: int
-) -> None:
+def test_as_many_lanes_are_opened_as_wanted_and_the_coordinator_takes(lanes: int, max_lanes: int, opened: int) -> None:
     wires = Wires(lanes, max_lanes=max_lanes)
     assert wires.opened == list(range(1, opened + 1)) and wires.link.num_lanes == opened
 

@@ -123,9 +123,7 @@ def test_a_bond_counts_only_members_whose_link_is_up(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("port", "kind"), [({"gids": {0: ("IB/RoCE v1", "eth3")}}, "roce-v1"), ({"node_type": "4: RNIC"}, "iwarp")]
 )
-def test_roce_of_the_first_version_and_iwarp_are_classes_of_their_own(
-    machine: Machine, port: dict[str, Any], kind: str
-) -> None:
+def test_first_roce_and_iwarp_are_classes_of_their_own(machine: Machine, port: dict[str, Any], kind: str) -> None:
     machine.netdev("eth3", speed=40_000, pci="0000:af:00.0")
     machine.port("mlx4_0", layer="Ethernet", pci="0000:af:00.0", **port)
     assert [(nic.kind, nic.netdev) for nic in seen(machine).values()] == [(kind, "eth3")]

@@ -152,9 +152,7 @@ def test_the_loss_that_balances_experts_is_added_where_the_config_asks_for_it() 
         assert named_model._loss_for(whole)(whole, TOKENS) == causal_lm_loss(whole, TOKENS), "of an evaluation"
 
 
-def test_saved_tensors_that_are_too_large_or_not_used_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_tensors_too_large_or_unused_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_model, "_MOST_FIXED", 100)
     saved_with_biases(tmp_path / "wide", "deepseek_v3", n_routed_experts=8)
     with pytest.raises(
@@ -296,9 +294,7 @@ def test_a_tied_head_that_has_become_a_parameter_of_its_own_is_refused(
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
     ],
 )
-def test_a_config_that_cannot_be_trained_is_refused_in_one_line(
-    tmp_path: Path, values: dict[str, object], line: str
-) -> None:
+def test_an_untrainable_config_is_refused_in_one_line(tmp_path: Path, values: dict[str, object], line: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=line):
         plan(folder(tmp_path / "model", **values))

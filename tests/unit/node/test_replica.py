@@ -154,7 +154,7 @@ def test_an_update_moves_the_anchor_by_what_it_decodes_to_and_its_digest_is_comp
     assert replica.versions[0] == -1, "this anchor is not announced as held"
 
 
-def test_an_update_that_is_applied_ahead_makes_the_same_anchor_and_changes_nothing_before(
+def test_an_update_applied_ahead_makes_the_same_anchor_and_changes_none_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_module, "_WORTH_AHEAD", 1)

@@ -50,9 +50,7 @@ def reports(machine: NodeMachine, tmp_path: Path) -> Reports:
 # --- reports and greetings
 
 
-def test_a_report_is_due_every_second_and_its_speed_is_that_since_the_last(
-    machine: NodeMachine, reports: Reports
-) -> None:
+def test_a_report_is_due_every_second_with_the_speed_since_the_last(machine: NodeMachine, reports: Reports) -> None:
     assert reports.is_due(100.0)
     assert reports.progress(MOVED, None, 100.0).tokens_per_s == 0.0, "of what was before nothing is known"
     reports.reported(100.0)
@@ -367,9 +365,7 @@ def test_what_is_remembered_of_used_leases_does_not_grow() -> None:
     counts=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=10),
     takes=st.lists(st.integers(0, 30), max_size=20),
 )
-def test_every_granted_sample_is_taken_once_in_order_whatever_the_steps(
-    counts: list[tuple[int, int]], takes: list[int]
-) -> None:
+def test_every_granted_sample_is_taken_once_and_in_order(counts: list[tuple[int, int]], takes: list[int]) -> None:
     cursor, granted, start = LeaseCursor(), list[int](), 0
     for count, gap in counts:
         cursor.grant(Lease(start=start + gap, count=count))

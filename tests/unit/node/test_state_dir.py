@@ -57,9 +57,7 @@ def test_a_folder_is_kept_from_nodes_of_other_names_as_long_as_its_own_runs(tmp_
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"incarnation": "x", "epoch": 0}', "\0\xff", '{"incarnation": 1}', None]
 )
-def test_a_state_that_cannot_be_used_is_one_line_with_its_file_and_the_mend(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_an_unusable_state_is_one_line_with_its_file_and_the_mend(tmp_path: Path, content: str | None) -> None:
     folder = tmp_path / "state"
     if content is None:  # a file stands where the folder should be
         folder.write_text("")

@@ -467,9 +467,7 @@ def test_the_built_in_optimizers_take_the_run_s_rate_for_all_their_groups(kind: 
         ("own", (3.0, 4.0), (3.0, 4.0)),
     ],
 )
-def test_the_gradient_is_clipped_to_the_run_s_norm(
-    clip: str, gradients: tuple[float, float], stepped: tuple[float, float]
-) -> None:
+def test_the_gradient_is_clipped(clip: str, gradients: tuple[float, float], stepped: tuple[float, float]) -> None:
     loop = Loop(plain, max_norm=1.0, clip=clip)
     loop.step(*gradients)
     for layer, gradient in zip(loop.weights, stepped, strict=True):
@@ -478,9 +476,7 @@ def test_the_gradient_is_clipped_to_the_run_s_norm(
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("clip", ["run", "own"])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(
-    clip: str, bad: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_not_finite_is_skipped_and_counted(clip: str, bad: float, caplog: pytest.LogCaptureFixture) -> None:
     """Clipping an infinite gradient made every weight NaN."""
     loop = Loop(lambda module: AdamW(module.parameters(), weight_decay=0.1), max_norm=1.0, clip=clip)
     for _ in range(4):
@@ -660,9 +656,7 @@ def test_who_decides_is_one_of_two(argument: str, words: str) -> None:
 # --- what a script need not say
 
 
-def test_what_differs_between_machines_comes_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_differs_by_machine_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"coordinator": "tcp://127.0.0.1:1", "name": "oslo", "state_dir": str(tmp_path / "a")}.items():
         monkeypatch.setenv(f"FARLOOP_NODE__{key.upper()}", value)
     with pytest.raises(Unreachable):
@@ -764,9 +758,7 @@ def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
         (0, {"lag": 1}, "lag = 1"),
     ],
 )
-def test_a_node_s_own_overlap_is_held_against_the_run_once_that_is_known(
-    tau: int | None, terms: dict[str, int], fault: str
-) -> None:
+def test_a_node_s_overlap_is_checked_once_the_run_is_known(tau: int | None, terms: dict[str, int], fault: str) -> None:
     """D: whether a send can meet its own merge depends on the run's rounds and slots."""
     spec = plain_spec(method="diloco", steps=900, h=30, **terms)
     if not fault:

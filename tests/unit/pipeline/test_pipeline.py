@@ -242,9 +242,7 @@ def test_what_is_written_is_read_again_and_what_else_a_plan_says_is_passed_over(
         (None, "cannot read the layout"),
     ],
 )
-def test_a_layout_that_cannot_be_is_told_of_in_one_line(
-    tmp_path: Path, change: dict[str, Any] | str | None, said: str
-) -> None:
+def test_an_impossible_layout_is_one_line(tmp_path: Path, change: dict[str, Any] | str | None, said: str) -> None:
     path = tmp_path / "layout.json"
     if change is not None:
         plain = json.loads(layout_json(LAYOUT, ADDRESSES))

@@ -105,9 +105,7 @@ def with_kinds(kinds: list[CardKind], inside: Link) -> Inventory:
         ([PLAIN] * 2, TWO_MS, [(0, 1)]),
     ],
 )
-def test_islands_are_of_kinds_that_can_talk_and_are_near(
-    kinds: list[CardKind], inside: Link, islands: list[tuple[int, ...]]
-) -> None:
+def test_islands_can_talk_and_are_near(kinds: list[CardKind], inside: Link, islands: list[tuple[int, ...]]) -> None:
     assert placed(with_kinds(kinds, inside)) == islands
 
 

@@ -47,9 +47,7 @@ WHOLE = of_shapes((40, 90), (7,), (TILE // 512 + 3, 512), (100,), (300,))
 
 @pytest.mark.parametrize("path", ["kernels", "reference"])
 @pytest.mark.parametrize("spelling", [*BLOCKS, "q4r:step=0.5/0.7/1/1.4/2", "q4r:policy=absolute,step=0.001"])
-def test_what_ranks_encode_of_their_parts_makes_the_whole_payload(
-    spelling: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_encode_makes_the_whole_payload(spelling: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all codecs that a sharded model may have: scales, codes, residuals and decoded numbers, bit for bit."""
     if path == "reference":
         monkeypatch.setattr(blocks, "fast_path", lambda *_, **__: None)

@@ -157,9 +157,7 @@ def test_the_decoded_tiles_are_what_is_decoded(codec: Codec) -> None:
     places=st.sets(st.integers(0, 10**6), min_size=1, max_size=3),
 )
 @settings(max_examples=examples(10))
-def test_what_is_not_finite_is_refused_and_the_first_of_it_named(
-    codec: Codec, fragment: Fragment, bad: int, places: set[int]
-) -> None:
+def test_what_is_not_finite_is_refused_by_index(codec: Codec, fragment: Fragment, bad: int, places: set[int]) -> None:
     real = [slot.offset + i for slot in fragment.tensors for i in range(slot.numel)]
     indices = [real[place % len(real)] for place in places]
     x = gaussian(fragment)
@@ -298,9 +296,7 @@ def test_a_sum_of_several_is_one_after_the_other(codec: Codec, fragment: Fragmen
 @every_codec
 @on(flat(0), flat(65), flat(4096), flat(2 * 4096 + 700), MIXED, MATRICES)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_update_is_applied_as_it_is_added_and_gives_the_digest(
-    codec: Codec, fragment: Fragment, in_place: bool
-) -> None:
+def test_an_update_is_applied_as_added_and_gives_the_digest(codec: Codec, fragment: Fragment, in_place: bool) -> None:
     payload = codec.encode(gaussian(fragment), fragment, seed=2)
     base, expected = gaussian(fragment, 1), gaussian(fragment, 1)
     codec.decode_add_(payload, expected, 1.0, fragment, seed=2)

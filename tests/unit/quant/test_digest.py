@@ -73,9 +73,7 @@ def test_parts_combine_to_the_digest_of_the_whole(cuts: list[int], first_index: 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("index", [0, 4095, 4096, 9000])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_found_in_the_same_pass(
-    wrong: float, index: int, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_is_found(wrong: float, index: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
         monkeypatch.setattr(digest_module, "fast_digest", lambda device: None)
     x = numbers(9001)

@@ -201,9 +201,7 @@ def test_survivors_commit_within_two_seconds_of_the_boundary_once_a_connection_c
 @pytest.mark.parametrize("method", ["streaming", *slow("diloco")])
 @pytest.mark.parametrize("fault", ["stop", "cut"])
 @pytest.mark.parametrize("at", MOMENTS[::2])
-def test_survivors_commit_within_the_liveness_time_out_and_two_seconds_of_silence(
-    method: str, fault: str, at: float
-) -> None:
+def test_survivors_commit_within_liveness_and_two_seconds_of_silence(method: str, fault: str, at: float) -> None:
     """B20, C, V: a node that stands still, and one whose link drops everything and says nothing."""
     for_s = 16.0
     gone: Fault = PauseNode(node=B, at=at, for_s=for_s) if fault == "stop" else CutLink(node=B, at=at, for_s=for_s)

@@ -109,9 +109,7 @@ def test_a_flipped_sign_is_seen_where_the_others_agree_and_asked_for() -> None:
     ],
     ids=["plain", "growing-rounds", "streaming", "momentum"],
 )
-def test_honest_nodes_are_never_refused_however_much_they_differ(
-    foreign: float, seed: int, choices: dict[str, Any]
-) -> None:
+def test_honest_nodes_that_differ_much_are_never_refused(foreign: float, seed: int, choices: dict[str, Any]) -> None:
     """Disjoint classes to alike, warm-up and decay, rounds that grow, by the strictest screen."""
     outcome = train(foreign=foreign, seed=seed, screen="full", **choices)
     assert not refusals(outcome)

@@ -194,9 +194,7 @@ def seconds(world: PipelineWorld, source: str) -> list[float]:
         (("047", "135"), (19.75, 15.75)),
     ],
 )
-def test_the_worked_example_takes_as_long_as_its_arithmetic_says(
-    paths: tuple[str, ...], expected: tuple[float, float]
-) -> None:
+def test_the_worked_example_takes_as_long_as_computed(paths: tuple[str, ...], expected: tuple[float, float]) -> None:
     """Latency = 2·cycle + 7.75: three forwards of 1, the loss of 0.25, three backwards of 1.5, and the links twice."""
     world = PipelineWorld(example(*paths), steps=3, microbatches=1, delay=example_delay)
     world.run(FAR)

@@ -252,9 +252,7 @@ def test_a_near_link_has_chunks_that_take_time(mbit: float, least_kib: int, most
 
 @pytest.mark.parametrize("up", [*slow(True), False])
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_lane_that_takes_everything_and_brings_nothing_costs_time_outs_and_then_little(
-    from_the_start: bool, up: bool
-) -> None:
+def test_a_lane_that_takes_all_and_brings_nothing_costs_time_outs_then_little(from_the_start: bool, up: bool) -> None:
     """T: until its connection is given up, which is not announced. It has brought nothing ever, or nothing of late."""
     pipe = IdealPipe(*(250.0,) * 4, rtt_s=0.1)
     if not from_the_start:

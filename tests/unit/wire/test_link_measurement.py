@@ -60,9 +60,7 @@ def test_with_any_budget_it_is_right_or_silent(mbit: float, rtt_s: float, budget
 
 @settings(max_examples=25)  # tens of thousands of arrivals each
 @given(mbit=st.floats(10, 10_000), rtt_s=st.floats(0.001, 0.3), share=st.floats(0.01, 1.0), bucket=st.floats(0, 1))
-def test_less_than_one_bandwidth_delay_product_is_never_believed(
-    mbit: float, rtt_s: float, share: float, bucket: float
-) -> None:
+def test_less_than_one_delay_product_is_never_believed(mbit: float, rtt_s: float, share: float, bucket: float) -> None:
     link = SlowStart(
         bytes_per_s=mbit * MBIT, rtt_s=rtt_s, chunk_bytes=16 << 10, bucket_bytes=bucket * mbit * MBIT * rtt_s
     )
@@ -404,9 +402,7 @@ def test_a_new_connection_on_which_a_later_segment_came_lacks_a_large_one() -> N
         *((True, sizes, n) for sizes, n in [((10,), 45), ((222,), 257), ((223,), 265), ((56, 10**5), 91 + 100042)]),
     ],
 )
-def test_wire_bytes_include_the_framing_of_zeromq_and_what_curve_adds(
-    curve: bool, sizes: tuple[int, ...], num_bytes: int
-) -> None:
+def test_wire_bytes_include_zeromqs_framing_and_curves(curve: bool, sizes: tuple[int, ...], num_bytes: int) -> None:
     assert wire_bytes([bytes(size) for size in sizes], curve=curve) == num_bytes
 
 

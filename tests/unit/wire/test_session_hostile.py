@@ -267,9 +267,7 @@ def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_oth
 
 @pytest.mark.parametrize("num_blobs", [1, 8])
 @pytest.mark.parametrize("bytes_per_s", [125e3, 125e6])
-def test_on_links_from_thin_to_fat_nothing_is_sent_twice_and_the_lane_stays_busy(
-    bytes_per_s: float, num_blobs: int
-) -> None:
+def test_on_thin_and_fat_links_nothing_is_sent_twice_and_lanes_stay_busy(bytes_per_s: float, num_blobs: int) -> None:
     node, coordinator = opened(None, TIMING)
     world = World(3, Weather(delay_s=0.1, bulk_bytes_per_s=bytes_per_s), node, coordinator)
     size = 8_000_000 // num_blobs

@@ -135,9 +135,7 @@ def test_the_first_fault_of_all_parts_is_told_and_an_error_raised() -> None:
             on_parts(broken, num_blocks=MANY, block=256)
 
 
-def test_kernels_lie_in_the_users_cache_and_old_fingerprints_are_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_lie_in_a_users_cache_and_old_ones_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "farloop" / "farloop-kernels"

@@ -220,9 +220,7 @@ def test_deltas_and_what_they_lose(pair: tuple[BlockCodec, BlockKernels], dtype:
     each_with((*SPELLINGS, *ONLY_ENCODED), [None] if TRITON else [None, *DTYPES]),
     indirect=["encoder"],
 )
-def test_the_first_number_that_is_not_finite_is_found(
-    encoder: tuple[BlockCodec, BlockKernels], dtype: torch.dtype | None
-) -> None:
+def test_the_first_bad_number_is_found(encoder: tuple[BlockCodec, BlockKernels], dtype: torch.dtype | None) -> None:
     """Infinities, and NaNs of few and of many ones."""
     codec, kernels = encoder
     numel = 2500
