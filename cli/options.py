@@ -180,12 +180,6 @@ def check_model(name: str) -> None:
         raise CommandError(f"--model: there is no {name!r}; {nearest(name, PRESETS)}")
 
 
-def check_bulk(name: str) -> None:
-    """Raises CommandError unless it is a way for deltas and updates."""
-    if name not in ("session", "store"):
-        raise CommandError(f"--bulk: expected session or store, got {name}")
-
-
 def check_links(*names: str) -> None:
     """Raises CommandError unless each is a link, or empty."""
     from farloop.local.relay import Link, LinkError

@@ -2,6 +2,7 @@
 
 import email.utils
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from farloop.coordinator.storage.bucket import Bucket, CopyFailed
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.monitoring.units import duration_text
 from farloop.runtime.http_objects import Client, Failed
+
+_log = logging.getLogger(__name__)
 
 TRIAL_BYTES: Final = 1 << 16
 _LIFE: Final = "a signature fails where clocks differ by 15 minutes: set this machine's by NTP"
@@ -68,8 +71,9 @@ def note_objects(directory: Path, url: str, files: Files = DISK) -> None:
     """Remember where a run's objects are. Raises StorageError."""
     text = json.dumps({"url": url}, allow_nan=False).encode()
     with suppress(OSError):
-        if files.read_bytes(directory / _FILE) == text:
+        if (before := files.read_bytes(directory / _FILE)) == text:
             return
+        _log.warning("bulk_url changed to=%s was=%r fix='copy its objects there, or put it back'", url, before.decode())
     files.make_directory(directory)
     with files.replacing(directory / _FILE) as temporary:
         files.write_bytes(temporary, text)
@@ -86,7 +90,7 @@ def read_object(directory: Path, key: str, files: Files = DISK) -> bytes:
         raise StorageFailed(path, f"does not say where {key} is: {error}") from error
     except (CopyFailed, Failed) as error:
         passes = isinstance(error, Failed) and error.passes
-        raise ObjectFailed(path, f"{key} cannot be read: {error}", passes=passes) from error
+        raise ObjectFailed(path, f"{url}/{key} cannot be read: {error}", passes=passes) from error
     if xxhash.xxh3_64(data).hexdigest() != key[-16:]:
         raise ObjectFailed(path, f"{key} does not have the digest in its name")
     return bytes(data)

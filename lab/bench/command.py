@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,6 @@ from farloop.cli.options import (
     AsJson,
     Commands,
     TextData,
-    check_bulk,
     check_codecs,
     check_links,
     check_model,
@@ -33,7 +32,7 @@ NewFolder = Annotated[
 Seeds = Annotated[int | None, typer.Option(min=1, show_default="3", help="Runs per variant; an interval needs two.")]
 
 Bulk = Annotated[
-    str, typer.Option(metavar="session|store", help="store: also by an object store on this machine, in the same run.")
+    Literal["session", "store"], typer.Option(help="store: also by an object store on this machine, in the same run.")
 ]
 
 Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")]
@@ -146,7 +145,6 @@ def memory(
     Example: farloop lab bench memory --ranks 1 --ranks 2
     """
     check_model(model)
-    check_bulk(bulk)
     from farloop.lab.bench.memory import measure, measure_ranks, text
     from farloop.lab.bench.processes import stores
 
@@ -206,7 +204,6 @@ def loop(
     """
     check_model(model)
     check_links(link)
-    check_bulk(bulk)
     from farloop.lab.bench.loop import measure, text
     from farloop.node.settings import PRESETS
 
@@ -247,7 +244,6 @@ def sync(
     check_links(*(link or []))
     from farloop.lab.bench.sync import Measured, measure, text
 
-    check_bulk(bulk)
     if trace and rounds < 2:
         raise CommandError("--trace needs --rounds 2 or more: processor time is counted from one round to the next")
     out = _empty_folder(out, "sync")
@@ -289,7 +285,6 @@ def coordinator(
     Example: farloop lab bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
     check_codecs([codec])
-    check_bulk(bulk)
     from farloop.lab.bench.coordinator import measure, text
     from farloop.lab.bench.processes import stores
 

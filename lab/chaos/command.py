@@ -24,12 +24,12 @@ from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.table import Table
 
-from farloop.cli.options import AsJson, check_bulk, check_model, facts, table
+from farloop.cli.options import AsJson, check_model, facts, table
 from farloop.cli.progress import progress_console
 from farloop.config.exit_codes import CommandError, ExitCode, cannot_write, write_output
 from farloop.config.run_config import RunConfig
@@ -53,7 +53,7 @@ def chaos(
     nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
     faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
     bulk: Annotated[
-        str, typer.Option(metavar="session|store", help="store: deltas and updates go by an object store, which fails.")
+        Literal["session", "store"], typer.Option(help="store: deltas and updates go by an object store, which fails.")
     ] = "session",
     standby: Annotated[
         int, typer.Option(metavar="FAULTS", help="Of two coordinators instead, one leading, one standing by: so many.")
@@ -113,7 +113,6 @@ def _storm(
         raise CommandError(f"--minutes is a number above 0, as 5, not {minutes:g}")
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
-    check_bulk(bulk)
     kinds = _kinds(wanted)
     if bulk == "session":
         if wanted and (of_store := [kind for kind in kinds if kind in OF_STORE]):

@@ -129,7 +129,7 @@ def test_a_loop_is_measured_alone_and_with_farloop_in_turns(tmp_path: Path) -> N
         ("coordinator --parameters inf", "--parameters"),
         ("coordinator --nodes 2 --nodes 0", "--nodes"),
         ("loop --h 2", "--h"),
-        ("loop --bulk disk", "--bulk: expected session or store, got disk"),
+        ("loop --bulk disk", "--bulk: there is no 'disk'; there are session, store"),
         ("memory --bulk store --ranks 2", "leave out --ranks"),
         ("sync --rounds 1 --trace", "--trace needs --rounds 2 or more"),
         ("quality --variant dilco", "farloop: error: 'dilco': 'dilco' is neither a method nor KEY=VALUE"),

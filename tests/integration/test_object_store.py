@@ -150,21 +150,22 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
         run.start_metronome(name, pace_s=0.1)
     run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
     coordinator.kill()
-    server.fault = lambda method, path: "503" if method == "GET" else ""
+    run.tables["coordinator"]["bulk_url"] = "s3://runs/second"
     again = run.start_coordinator()
-    run.until_said(again.log, "storage hold begin")
-    server.fault = lambda method, path: "404" if method == "GET" else ""
     assert run.until_ended(again) == ExitCode.STORAGE
+    assert "bulk_url changed" in again.said and "s3://runs/second/" in again.last_line
     assert "perhaps by a lifecycle rule" in again.last_line and "a copy brings back" in again.last_line
+    run.tables["coordinator"]["bulk_url"] = STORE
+    server.fault = lambda method, path: "503" if method == "GET" else ""
+    run.until_said(run.start_coordinator().log, "storage hold begin")
     server.fault = lambda method, path: ""
-    run.start_coordinator()
     run.hurry()
-    assert_all_agree(run, run.until_done(*(d for d in run.daemons if d not in (coordinator, again))), "a", "b")
+    assert_all_agree(run, run.until_done(), "a", "b")
     assert not verify(run.state_dir).faults
     server.objects.clear()
     shown = farloop("journal", "verify", str(run.state_dir), columns=200)
     assert shown.exit_code == ExitCode.STORAGE and shown.stdout.count("damaged") == 1
-    assert "objects cannot be had, as f" in shown.stdout and "bring them back" in shown.stdout
+    assert "objects cannot be had, as s3://runs/first/" in shown.stdout and "bring them back" in shown.stdout
     assert "make a copy" not in shown.stdout
 
 
