@@ -108,7 +108,7 @@ class ObjectFailed(StorageFailed):
     """The object store does not give what a record has there."""
 
     fix: ClassVar[str] = "check the object store with farloop doctor"
-    next_step = f"{fix}, then start again: what it has is recovered. What is gone for good a copy brings back"
+    next_step = f"{fix}, then start again: what it has is recovered. What is gone for good: docs/object-store.md"
 
     def __init__(self, path: Path, detail: str, *, passes: bool = False) -> None:
         """`passes`: it may give it later, without anybody's doing."""

@@ -154,7 +154,7 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
     again = run.start_coordinator()
     assert run.until_ended(again) == ExitCode.STORAGE
     assert "bulk_url changed" in again.said and "s3://runs/second/" in again.last_line
-    assert "perhaps by a lifecycle rule" in again.last_line and "a copy brings back" in again.last_line
+    assert "perhaps by a lifecycle rule" in again.last_line and "gone for good: docs/" in again.last_line
     run.tables["coordinator"]["bulk_url"] = STORE
     server.fault = lambda method, path: "503" if method == "GET" else ""
     run.until_said(run.start_coordinator().log, "storage hold begin")
@@ -167,6 +167,24 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
     assert shown.exit_code == ExitCode.STORAGE and shown.stdout.count("damaged") == 1
     assert "objects cannot be had, as s3://runs/first/" in shown.stdout and "bring them back" in shown.stdout
     assert "make a copy" not in shown.stdout
+
+
+def test_a_run_whose_objects_are_gone_goes_on_from_a_copy(new_run: NewRun, server: ObjectServer) -> None:
+    """With what its nodes hold beyond that."""
+    run = by_store(new_run, steps=40)
+    copies = f"file://{run.folder}/copies"
+    run.tables["coordinator"] |= {"copy_to": copies, "copy_every_s": 2.0}
+    coordinator = run.start_coordinator()
+    for name in "ab":
+        run.start_metronome(name, pace_s=0.3)
+    run.until("every fragment has three versions", lambda status: min(status["versions"]) >= 3)
+    coordinator.kill()
+    server.objects.clear()
+    shutil.rmtree(run.state_dir)
+    again = run.start_coordinator("--restore", copies, "--adopt-from-nodes")
+    run.hurry()
+    assert_all_agree(run, run.until_done(), "a", "b")
+    assert f"from {copies}: versions " in again.said
 
 
 def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: ObjectServer) -> None:
