@@ -334,11 +334,12 @@ def commit(
     codec_down: str,
     pool: Pool = NO_POOL,
     in_place: bool = False,
+    expendable: bool = False,
 ) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
 
     `in_place`: the old buffers may become the new ones. They do where it is known before that every number stays
-    finite, so that an error leaves them as they were.
+    finite, so that an error leaves them as they were. `expendable`: they do, and an error leaves them lost.
     Raises NonFiniteError: the sum or the step left what fp32 holds.
     """
     codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
@@ -356,7 +357,7 @@ def commit(
     assert isinstance(codec, BlockCodec)
     header, update = _header(codec, step), pool.buffer(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
-    in_place = in_place and isinstance(delta, Sum) and _stays_finite(buffers, delta, step, codec)
+    in_place = expendable or (in_place and isinstance(delta, Sum) and _stays_finite(buffers, delta, step, codec))
     if in_place:
         new_target, new_anchor, new_momentum = buffers.target, buffers.anchor, momentum
     else:
@@ -382,9 +383,9 @@ def commit(
         )
     )
     if isinstance(found, int):
-        assert not in_place
+        assert expendable or not in_place
         raise NonFiniteError(found)
-    assert not in_place or math.isfinite(found.largest)
+    assert expendable or not in_place or math.isfinite(found.largest)
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
     after = Buffers(version=step.version, anchor=new_anchor, target=new_target, outer=outer)
     after = replace(after, largest=math.inf if outer.keys() - {"momentum"} else found.largest)

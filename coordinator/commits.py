@@ -263,22 +263,25 @@ def repeat(
     ledger: Ledger,
     buffers: Buffers,
     record: WindowCommitted,
-    update: Callable[[], bytes],
+    update: Callable[[], bytes | bytearray],
     inputs: Inputs | None,
     codecs: Codecs,
     pool: Pool = NO_POOL,
+    *,
+    expendable: bool = False,
 ) -> tuple[Buffers, bool]:
     """Repeat one commit after a restart: the anchor from the update, the rest from the inputs.
 
     `codecs` is the result of `codecs_of` before the record entered the ledger, which is far ahead by now. Without
     inputs (gradients are not stored) the target becomes the anchor, and the optimizer's state stays that of the
     snapshot. Returns the buffers, and whether target and optimizer state match the record. Where the kernels make the
-    commit in one pass and all of it matches, `update` is not read. Raises WrongAnchor: the anchor does not match.
+    commit in one pass and all of it matches, `update` is not read. `expendable`: such a commit is written over the
+    buffers, and is an error where anything differs. Raises WrongAnchor: the anchor does not match, or an error.
     """
     step, delta = step_of(ledger, record, codecs.terms), None
     if record.blobs and inputs is not None:
         delta = _merged(inputs, step, record, codecs)
-        if (again := _in_one_pass(buffers, delta, step, record, codecs, pool)) is not None:
+        if (again := _in_one_pass(buffers, delta, step, record, codecs, pool, expendable)) is not None:
             return again, True
     anchor = pool.copy(buffers.anchor)
     aggregator.apply_update_(anchor, update(), step, codecs.down)
@@ -295,16 +298,24 @@ def repeat(
 
 
 def _in_one_pass(
-    buffers: Buffers, delta: Tensor | Sum, step: Step, record: WindowCommitted, codecs: Codecs, pool: Pool
+    buffers: Buffers,
+    delta: Tensor | Sum,
+    step: Step,
+    record: WindowCommitted,
+    codecs: Codecs,
+    pool: Pool,
+    expendable: bool,
 ) -> Buffers | None:
     """The buffers after a commit; None if the kernels take several passes, or come to another result."""
     if aggregator.kernels_of(buffers, delta, step, codecs.terms, codecs.down) is None:
         return None
     with suppress(NonFiniteError):
-        result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool)
+        result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool, expendable=expendable)
         found = result.anchor_digest, result.target_digest, result.outer_digest
         if found == (record.anchor_digest, record.target_digest, record.momentum_digest):
             return result.buffers
+    if expendable:
+        raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageError
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, reader, recovered
+from farloop.coordinator.storage.recovery import Place, Recovery, as_they_are, recovered
 from farloop.coordinator.storage.segment import (
     SEGMENT_HEADER_BYTES,
     Entry,
@@ -38,9 +38,8 @@ class Follower:
     def __init__(self, directory: Path, files: Files = DISK, place: Place = as_they_are) -> None:
         """Read it, as a start does. Raises StorageError, OSError."""
         self._directory, self._files, self._place = directory, files, place
-        self._read = reader(directory, files)
         segments = Segments(directory, files)
-        self.recovery: Recovery = recovered(segments, self._read, place)
+        self.recovery: Recovery = recovered(segments, place)
         self.number, last = segments.numbers[-1], segments.last
         self._salt, self._sequence, self._end = last.salt, last.next_sequence, last.end
 
@@ -82,7 +81,7 @@ class Follower:
         recovery.take(entry)
         match record:
             case rec.WindowCommitted(fragment=fragment):
-                buffers = recovery.repeat_next(fragment, self._read)
+                buffers = recovery.repeat_next(fragment)
                 recovery.buffers[fragment] = self._place(buffers)
             case rec.SnapshotTaken(fragment=fragment, version=version):
                 recovery.restart_from[fragment] = (recovery.restart_from[fragment][1], version)

@@ -329,8 +329,8 @@ class Journal:
         if self._last is None:
             return self._read() if numbers else None
         number, found = self._last
-        path = segment_path(self._directory, number)
-        if number != max(numbers, default=None) or scan_segment(path, number, self._files) != found:
+        path, trusted = segment_path(self._directory, number), found.next_sequence
+        if number != max(numbers, default=None) or scan_segment(path, number, self._files, trusted=trusted) != found:
             return self._read()
         return None
 
@@ -496,7 +496,7 @@ class Journal:
             self.durable = self.num_records
         return self.durable
 
-    def read(self, attachment: Attachment, offset: int, nbytes: int) -> bytes:
+    def read(self, attachment: Attachment, offset: int, nbytes: int) -> bytes | bytearray:
         """Bytes [offset, offset + nbytes) of an attachment, durable or not. Any thread may call it.
 
         Raises:
@@ -505,7 +505,7 @@ class Journal:
         """
         return read_attachment(self._directory, attachment, offset, nbytes, self._files)
 
-    def whole(self, attachment: Attachment) -> bytes:
+    def whole(self, attachment: Attachment) -> bytes | bytearray:
         return self.read(attachment, 0, attachment.size)
 
     def close(self) -> None:

@@ -3,9 +3,9 @@
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,10 @@ from farloop.coordinator.storage.segment import (
     Gap,
     Items,
     Segments,
-    read_attachment,
     refuse_half_salvaged,
     segment_numbers,
 )
-from farloop.coordinator.storage.state_reader import journal_folder, ledger_of, steadily
+from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily
 from farloop.quant.digest import digest
 from farloop.quant.errors import BadBlob
 
@@ -196,15 +195,15 @@ class Attachments:
 # --- Recovery
 #
 # Used by a start, `journal verify` and `journal salvage`. A start reads the last segment, which begins with a summary
-# of all earlier records, and then older ones as far back as deltas and updates are needed. Damage is ignored if nothing
-# needs the damaged part.
+# of all earlier records, and then the records of older ones as far back as deltas and updates are needed. Of what is
+# attached to these it reads the deltas of the commits that it repeats, and compares the outcome. Whatever differs, it
+# verifies all of the journal and repeats the commits again. Damage is ignored if nothing needs the damaged part.
 
 _log = logging.getLogger(__name__)
 
-_READERS = 4  # snapshots that are read at a time
+_RESTORED = 4  # fragments at a time: a disk gives one reader half of what it can
 MOST_REUSED_BYTES = 256 << 20  # of buffers before a commit, which a later one is written into
 
-Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 Place = Callable[[Buffers], Buffers]  # puts the buffers of a fragment where they are kept
 First = Callable[[], Sequence[Tensor]]  # draws or reads the anchors of version 0
 
@@ -237,7 +236,9 @@ class Recovery:
     older: bool = False  # ignore snapshots newer than the ledger: the journal's end was lost
     adopted: dict[int, int] = field(default_factory=dict)  # Adopted versions by fragment: they may have no snapshot
     unread: list[int] = field(default_factory=list)  # older segments that were not looked at
+    unverified: list[int] = field(default_factory=list)  # these, and those of which only the records were read
     first: First | None = None
+    drawing: threading.Lock = field(default_factory=threading.Lock)  # for its numbers the state of torch is changed
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)
     """Commits that can be repeated, by fragment and version."""
     pool: Pool = field(default_factory=lambda: Pool(MOST_REUSED_BYTES))
@@ -282,13 +283,13 @@ class Recovery:
             what = f"record {item.sequence} ({kind}) does not fit the records before it"
             raise Inconsistent(self.directory, what) from error
 
-    def take_older(self, segments: Segments) -> None:
+    def take_older(self, segments: Segments, *, trusting: bool) -> None:
         """Take the newest segment that was not read: where its bulk bytes are, and its commits, which can be repeated.
 
         Its ledger is its own, from the summary that it begins with.
         """
         older = Recovery(directory=self.directory, files=self.files, ledger=self.ledger, lost=True)
-        for item in segments.items_of(self.unread.pop()):
+        for item in segments.items_of(self.unread.pop(), trusting=trusting):
             older.take(item)
         self.attachments.take_older(older.attachments)
         for fragment, done in older.done.items():
@@ -315,22 +316,22 @@ class Recovery:
         blobs = [*ledger.inputs, *(blob for key in spooled for blob in found.addends(*key))]
         return any(found.input(blob) is None for blob in blobs)
 
-    def restore(self, read: Read, place: Place = as_they_are) -> None:
-        """The buffers of every fragment, where `place` puts them.
+    def restore(self, place: Place = as_they_are, *, trusting: bool = False) -> None:
+        """The buffers of every fragment, where `place` puts them. `trusting`: each commit that is repeated is written
+        over the buffers before it, and one that differs is an error.
 
         Raises:
             JournalCorrupt: the damage that was passed over matters.
             SnapshotCorrupt, StateMismatch, StorageFailed
         """
-        self.buffers, self.restart_from = [], []
-        count = len(self.ledger.versions)
-        with ThreadPoolExecutor(_READERS, "read snapshots") as pool:  # a disk gives one reader half of what it can
-            loads = deque(pool.submit(self._load, index) for index in range(min(_READERS, count)))
-            for index in range(count):
-                snapshot = loads.popleft().result()
-                if index + _READERS < count:
-                    loads.append(pool.submit(self._load, index + _READERS))
-                self.buffers.append(place(self._restore(index, snapshot, read)))
+
+        def restored(index: int) -> tuple[Buffers, int]:
+            buffers, saved = self._restore(index, trusting)
+            return place(buffers), saved
+
+        with ThreadPoolExecutor(_RESTORED, "restore") as pool:
+            found = list(pool.map(restored, range(len(self.ledger.versions))))
+        self.buffers, self.restart_from = [buffers for buffers, _ in found], [(saved, saved) for _, saved in found]
         if self.fault is not None:
             self.alarms["journal"] = passed_over(self.fault)
 
@@ -340,23 +341,11 @@ class Recovery:
         done = self.done.get(index, {})
         return version <= newest and all(following in done for following in range(version + 1, newest + 1))
 
-    def _load(self, index: int) -> snapshots.Snapshot | SnapshotCorrupt | None:
-        """The newest good snapshot of a fragment, or why there is none. Any thread."""
-        try:
-            return snapshots.load_latest(
-                self.directory,
-                index,
-                fingerprint=self.ledger.spec.identity.fingerprint(),
-                files=self.files,
-                at_most=self.ledger.versions[index] if self.older else None,
-            )
-        except SnapshotCorrupt as fault:
-            return fault
-
     def _drawn(self, index: int, fault: SnapshotCorrupt) -> snapshots.Snapshot:
         """Version 0 as it was drawn or read when the run began, where no good snapshot is left and every commit is.
         Raises `fault`."""
-        anchors = self.first() if self.first is not None and self.leads_on(index, 0) else ()
+        with self.drawing:
+            anchors = self.first() if self.first is not None and self.leads_on(index, 0) else ()
         identity = self.ledger.spec.identity
         if index >= len(anchors) or digest(anchors[index]) != identity.anchor_digests[index]:
             raise fault
@@ -366,20 +355,26 @@ class Recovery:
         first = Buffers.begin(anchors[index], self.ledger.spec.terms)
         return snapshots.of_buffers(identity.fingerprint(), index, first)
 
-    def _restore(self, index: int, snapshot: snapshots.Snapshot | SnapshotCorrupt | None, read: Read) -> Buffers:
-        """The fragment's buffers: its newest good snapshot, then every later commit."""
-        newest = self.ledger.versions[index]
+    def _restore(self, index: int, trusting: bool) -> tuple[Buffers, int]:
+        """The fragment's buffers, from its newest good snapshot and every later commit; the snapshot's version. Any
+        thread."""
+        newest, fingerprint = self.ledger.versions[index], self.ledger.spec.identity.fingerprint()
+        at_most = newest if self.older else None
+        try:
+            snapshot = snapshots.load_latest(
+                self.directory, index, fingerprint=fingerprint, files=self.files, at_most=at_most
+            )
+        except SnapshotCorrupt as fault:
+            snapshot = self._drawn(index, fault)
         if snapshot is None:
             raise Inconsistent(self.directory, f"there is no snapshot of fragment {index}")
-        if isinstance(snapshot, SnapshotCorrupt):
-            snapshot = self._drawn(index, snapshot)
         if snapshot.version < self.adopted.get(index, 0):  # it died before there was one
-            buffers = fetched(self.directory, self.ledger, self.attachments, index, self.adopted[index], read)
+            buffers = fetched(self.directory, self.ledger, self.attachments, index, self.adopted[index], self.files)
         else:
             buffers = buffers_of(snapshot)
         done = self.done.get(index, {})
         while (commit := done.get(buffers.version + 1)) is not None and buffers.version < newest:
-            before, buffers = buffers, self._repeat(buffers, commit, read)
+            before, buffers = buffers, self._repeat(buffers, commit, trusting)
             kept = {tensor.data_ptr() for tensor in buffers.tensors}
             self.pool.give([tensor for tensor in before.tensors if tensor.data_ptr() not in kept])
         if buffers.version != newest:
@@ -387,48 +382,46 @@ class Recovery:
                 raise self.fault
             found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
             raise Inconsistent(self.directory, f"{found}, the last commit is {newest}")
-        self.restart_from.append((snapshot.version, snapshot.version))
-        return buffers
+        return buffers, snapshot.version
 
-    def repeat_next(self, index: int, read: Read) -> Buffers:
+    def repeat_next(self, index: int) -> Buffers:
         """The fragment's buffers after the commit that was taken last; they are its buffers before.
         Raises StateMismatch, StorageFailed."""
         buffers = self.buffers[index]
-        return self._repeat(buffers, self.done[index].pop(buffers.version + 1), read)
+        return self._repeat(buffers, self.done[index].pop(buffers.version + 1))
 
-    def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
+    def _repeat(self, buffers: Buffers, commit: _Done, trusting: bool = False) -> Buffers:
         """Repeat one commit: the anchor from the update, the rest from the inputs."""
-        record = commit.record
+        record, read = commit.record, partial(attached, self.directory, files=self.files)
         update = partial(read, self.attachments.update(record.fragment, record.version))
         places = [self.attachments.input(addend.blob) for addend in record.blobs]
         spooled = [(read(place), addend.weight) for place, addend in zip(places, record.blobs, strict=True) if place]
         inputs = spooled if len(spooled) == len(places) else None
         try:
-            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs, self.pool)
+            restored, same = commits.repeat(
+                self.ledger, buffers, record, update, inputs, commit.codecs, self.pool, expendable=trusting
+            )
         except (commits.WrongAnchor, BadBlob) as error:
             raise Inconsistent(self.directory, str(error)) from error
         if not same:
             what = f"optimizer of fragment {record.fragment}"
             why = f"its state of version {record.version} differed when the restart recomputed it"
+            if trusting and inputs is not None:
+                raise Inconsistent(self.directory, f"{what}: {why}")
             _log.warning("alarm what=%r why=%r", what, why)
             self.alarms[what] = why
         return restored
 
 
 def passed_over(fault: StorageError) -> str:
-    """The alarm for damage that nothing needs."""
-    why = f"damaged where the data is no longer needed: {fault}"
+    """The alarm for damage that did not matter."""
+    why = f"damaged where the start did not need the data: {fault}"
     _log.warning("alarm what='journal' why=%r", why)
     return why
 
 
 def recovered(
-    segments: Segments,
-    read: Read,
-    place: Place = as_they_are,
-    *,
-    everything: bool = False,
-    first: First | None = None,
+    segments: Segments, place: Place = as_they_are, *, everything: bool = False, first: First | None = None
 ) -> Recovery:
     """The state of a folder, from as much of its journal as that needs, or from `everything`.
 
@@ -437,12 +430,19 @@ def recovered(
         StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
     """
     segments.require_end()
+    with suppress(JournalCorrupt, SnapshotCorrupt, StateMismatch):  # as where a snapshot is damaged: see what all says
+        return _recovered(segments, place, first, trusting=True, everything=everything)
+    return _recovered(segments, place, first, trusting=False, everything=True)
+
+
+def _recovered(segments: Segments, place: Place, first: First | None, *, trusting: bool, everything: bool) -> Recovery:
     directory, files, numbers = segments.directory, segments.files, list(segments.all_numbers)
     items: list[Entry | Gap] = []
     while numbers and not any(isinstance(item, Entry) and item.begins_a_journal for item in items):
         items[:0] = segments.items_of(numbers.pop())
     recovery = Recovery.begin(directory, items, files)
     recovery.unread, recovery.first = numbers, first
+    recovery.unverified = list(numbers) if trusting else []
     for item in items:
         recovery.take(item)
     saved = [
@@ -450,17 +450,13 @@ def recovered(
         for fragment in range(len(recovery.ledger.versions))
     ]
     while recovery.unread and (everything or recovery.lacks(saved)):
-        recovery.take_older(segments)
+        recovery.take_older(segments, trusting=trusting)
     if recovery.fault is not None and (recovery.lost or recovery.lacks(saved)):
         raise recovery.fault
-    try:
-        recovery.restore(read, place)
-    except (JournalCorrupt, SnapshotCorrupt, StateMismatch):  # as where a snapshot is damaged
-        if not recovery.unread:
-            raise
-        while recovery.unread:
-            recovery.take_older(segments)
-        recovery.restore(read, place)
+    for place_of in filter(None, map(recovery.attachments.input, recovery.ledger.inputs)):
+        if place_of.segment in recovery.unverified and (fault := segments.scan(place_of.segment).fault) is not None:
+            raise fault  # a window may close with this delta as soon as the run goes on
+    recovery.restore(place, trusting=trusting)
     return recovery
 
 
@@ -489,7 +485,7 @@ def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
     """
 
     def look() -> Recovery:
-        return recovered(Segments(directory), reader(directory))
+        return recovered(Segments(directory))
 
     journal_folder(directory)
     found = steadily(look)
@@ -514,16 +510,16 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
     )
 
 
-def refusal(segments: Segments) -> StorageError | None:
+def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
     """Why a start would refuse the folder; None if it would not. Uses the code of a start; changes nothing.
 
     Raises NoRoom: no file can be opened now.
     """
-    directory, files = segments.directory, segments.files
     try:
         refuse_half_salvaged(directory, files)
-        if segments.items():
-            recovered(segments, reader(directory, files))
+        segments = Segments(directory, files)
+        if segments.hold_anything:
+            recovered(segments)
         else:
             refuse_a_lost_journal(directory, files)
         claimed_epoch(directory, files)
@@ -534,21 +530,20 @@ def refusal(segments: Segments) -> StorageError | None:
     return None
 
 
-def reader(directory: Path, files: Files = DISK) -> Read:
-    return lambda attachment: read_attachment(directory, attachment, 0, attachment.size, files)
-
-
 def buffers_of(snapshot: snapshots.Snapshot) -> Buffers:
     tensors = dict(snapshot.tensors)
     anchor, target = tensors.pop("anchor"), tensors.pop("target")
     return Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
 
 
-def fetched(directory: Path, ledger: Ledger, attachments: Attachments, index: int, version: int, read: Read) -> Buffers:
+def fetched(
+    directory: Path, ledger: Ledger, attachments: Attachments, index: int, version: int, files: Files
+) -> Buffers:
     """Buffers of an anchor from a node. Raises StateMismatch, StorageFailed."""
-    record, attachment = attachments.anchor(index, version)
+    record, place = attachments.anchor(index, version)
+    fragment, data = ledger.spec.identity.layout.fragments[index], attached(directory, place, files)
     try:
-        anchor = commits.fetched_anchor(read(attachment), ledger.spec.identity.layout.fragments[index], record.anchor)
+        anchor = commits.fetched_anchor(data, fragment, record.anchor)
     except BadBlob as error:
         raise Inconsistent(directory, f"the anchor that {record.node} brought: {error}") from error
     return commits.adopted(anchor, record.anchor.version, ledger.spec.terms)

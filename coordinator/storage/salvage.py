@@ -28,7 +28,7 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files, no_room
 from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
-from farloop.coordinator.storage.recovery import Recovery, reader
+from farloop.coordinator.storage.recovery import Recovery
 from farloop.coordinator.storage.segment import (
     UNFINISHED,
     Entry,
@@ -94,7 +94,7 @@ def _newest_consistent(directory: Path, files: Files) -> Salvage:
     for end in reversed(ends):
         found = _taken(directory, items[:end], files)
         try:
-            found.restore(reader(directory, files))
+            found.restore()
         except NoRoom:
             raise  # it says nothing of the folder
         except StorageError as error:

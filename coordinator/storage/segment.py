@@ -171,10 +171,13 @@ class Segments:
         self.numbers = sorted(segment_numbers(directory, files))
         self._scans: dict[int, Scan] = {}
 
-    def scan(self, number: int) -> Scan:
-        """A segment that is there. Raises StorageFailed: the disk refused a read."""
+    def scan(self, number: int, *, trusting: bool = False) -> Scan:
+        """A segment that is there. `trusting`: what is attached to its records is not read, unless it is the last.
+        Raises StorageFailed: the disk refused a read."""
         if number not in self._scans:
             path, until = segment_path(self.directory, number), begin_of(self.directory, number + 1, self.files)
+            if trusting and until is not None:
+                return scan_segment(path, number, self.files, until=until, trusted=until)
             self._scans[number] = scan_segment(path, number, self.files, until=until)
         return self._scans[number]
 
@@ -187,14 +190,19 @@ class Segments:
         """Also of those between them that are missing."""
         return range(self.numbers[0], self.numbers[-1] + 1) if self.numbers else range(0)
 
-    def items_of(self, number: int) -> Items:
-        """Of a segment, or of one that is missing."""
+    def items_of(self, number: int, *, trusting: bool = False) -> Items:
+        """Of a segment, or of one that is missing; `trusting` as `scan` has it."""
         if number not in self.numbers:
             return (_missing(self.directory, number),)
-        items = self.scan(number).items
+        items = self.scan(number, trusting=trusting).items
         if number == self.numbers[0] and number > 0 and not begins_a_journal(items):
             return (_missing(self.directory, number - 1), *items)  # it was not pruned
         return items
+
+    @property
+    def hold_anything(self) -> bool:
+        """Whether there is a record, or damage."""
+        return bool(self.numbers and (self.last.items or self.items()))
 
     def items(self) -> tuple[Entry | Gap, ...]:
         """All of the journal."""
@@ -224,7 +232,9 @@ def _missing(directory: Path, number: int) -> Gap:
     return Gap(fault=JournalCorrupt(segment_path(directory, number), 0, "this segment of the journal is missing"))
 
 
-def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK) -> bytes:
+def read_attachment(
+    directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK
+) -> bytes | bytearray:
     """Bytes [offset, offset + nbytes) of an attachment. Opens the file anew, so it depends on no other reader's state.
 
     Raises:
@@ -232,19 +242,15 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
         StorageFailed: they cannot be read.
     """
     if attachment.key:
-        data = read_object(directory, attachment.key, files)
-        return data if nbytes == attachment.size else data[offset : offset + nbytes]
+        stored = read_object(directory, attachment.key, files)
+        return stored if nbytes == attachment.size else stored[offset : offset + nbytes]
     assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
     path = segment_path(directory, attachment.segment)
-    start = attachment.offset + offset
-    data = b""
+    start, data = attachment.offset + offset, bytearray(nbytes)
     try:
         with closing(files.open(path)) as file:
-            while len(data) < nbytes:
-                piece = file.read(start + len(data), nbytes - len(data))
-                if not piece:
-                    raise StorageFailed(path, f"ends at byte {start + len(data)}, before the attachment does")
-                data += piece
+            if (there := file.read_into(start, memoryview(data))) < nbytes:
+                raise StorageFailed(path, f"ends at byte {start + there}, before the attachment does")
     except OSError as error:
         raise no_room(path, error.errno) or StorageFailed(path, f"read: {error.strerror}") from error
     return data
@@ -264,7 +270,7 @@ def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, d
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields, seed=salt))
 
 
-def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | None = None) -> Scan:
+def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | None = None, trusted: int = 0) -> Scan:
     """Read and verify the segment at `path`, which must be the `number`-th.
 
     It has a gap where the header is wrong, where a record is damaged of which a later one says that it was durable, or
@@ -274,6 +280,7 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
     Args:
         until: the first record of the segment that follows; None where none does. What stands behind the last record
             before that is not looked at: a coordinator that was fenced may have written there.
+        trusted: as `read_records` has it.
 
     Raises StorageFailed: the disk refused a read.
     """
@@ -298,7 +305,9 @@ def scan_segment(path: Path, number: int, files: Files = DISK, *, until: int | N
                 fault: JournalCorrupt | None = None
                 file.seek(offset)
                 try:
-                    for entry in read_records(file, path, number, sequence, until, salt, size, offset=offset):
+                    for entry in read_records(
+                        file, path, number, sequence, until, salt, size, offset=offset, trusted=trusted
+                    ):
                         items.append(entry)
                         end = offset = entry.end
                         sequence = entry.sequence + 1
@@ -357,10 +366,12 @@ def read_records(
     size: int,
     *,
     offset: int = SEGMENT_HEADER_BYTES,
+    trusted: int = 0,
 ) -> Iterator[Entry]:
     """Whole records from the file's position on, which is `offset`, up to the first that is not, or to record `until`.
 
-    `size` is the file's.
+    `size` is the file's. Of records before `trusted` what is attached is not read: if they are damaged, only their
+    headers tell.
     Raises JournalCorrupt: a whole record is out of its turn, or not one that this code knows.
     """
     sequence = first_sequence
@@ -373,7 +384,9 @@ def read_records(
         if attachment.offset + attachment.size > size:
             return  # before room is made for what is not there
         body = file.read(header.record_bytes)
-        if _body_digest(file, body, attachment.size, salt) != header.body_digest:
+        if attachment.size and sequence < trusted:
+            file.seek(attachment.offset + attachment.size)
+        elif _body_digest(file, body, attachment.size, salt) != header.body_digest:
             return
         try:
             record = records.decode(header.kind, body)

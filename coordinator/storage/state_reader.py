@@ -75,7 +75,7 @@ def read_journal(directory: Path) -> Items:
     return found[-1]
 
 
-def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes:
+def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes | bytearray:
     """A record's bulk bytes. Raises StorageFailed."""
     return read_attachment(directory, attachment, 0, attachment.size, files)
 

@@ -165,8 +165,8 @@ class StorageQueue:
         self._submit(self._store.require_ours, lambda _: None, failed)
 
     def verify_older(self) -> None:
-        """Verify what the start did not read of the journal, a segment at a time, beside all else. Call it once."""
-        if self._beside is None or self._given_up or not self._store.unread:
+        """Verify what the start did not verify of the journal, a segment at a time, beside all else. Call it once."""
+        if self._beside is None or self._given_up or not self._store.unverified:
             return
 
         def verified(fault: StorageError | None) -> None:

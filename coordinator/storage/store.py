@@ -118,8 +118,8 @@ class Store:
         self.ledger = ledger  # the ledger of durable records; the machine's own is ahead of the disk
         self.buffers = buffers
         self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
-        self.unread: list[int] = []
-        """Older segments that the start did not look at, and `verify_older` has not since."""
+        self.unverified: list[int] = []
+        """Older segments that the start did not verify, and `verify_older` has not since."""
         self.obsolete: deque[str] = deque()
         """Keys of objects whose records are gone."""
         self._journal = journal
@@ -192,7 +192,7 @@ class Store:
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
-        What no start needs of it is read later (`verify_older`).
+        What this start does not need of it is verified later (`verify_older`).
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
         `place` puts buffers where they are kept.
@@ -211,11 +211,11 @@ class Store:
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             for _ in range(_LOOKS):
-                if not (found.numbers and (found.last.items or found.items())):
+                if not found.hold_anything:
                     refuse_a_lost_journal(directory, files)
                     journal.close()
                     return None
-                recovery = recovered(found, journal.whole, place, everything=adopt, first=first)
+                recovery = recovered(found, place, everything=adopt, first=first)
                 store = cls._of(directory, journal, recovery, files, place)
                 accept(store.ledger.spec)
                 seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
@@ -265,7 +265,7 @@ class Store:
     def _of(cls, directory: Path, journal: Journal, found: Recovery, files: Files, place: Place) -> "Store":
         store = cls(directory, journal, found.ledger, found.buffers, files, place)
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
-        store.unread = found.unread
+        store.unverified = found.unverified
         for fragment, (_, saved) in enumerate(found.restart_from):
             for version in range(saved + 1, store.ledger.versions[fragment] + 1):
                 if store._attachments.has_update(fragment, version):  # else it was adopted
@@ -402,10 +402,10 @@ class Store:
     # --- The journal before what the start needed
 
     def verify_older(self) -> StorageError | None:
-        """Read and verify the newest segment that was not looked at yet: what is wrong with it. Any thread.
+        """Read and verify the newest segment that was not verified yet: what is wrong with it. Any thread.
         Raises NoRoom: it cannot be opened now."""
         try:
-            items = Segments(self.directory, self._files).items_of(self.unread[-1])
+            items = Segments(self.directory, self._files).items_of(self.unverified[-1])
             return next((item.fault for item in items if isinstance(item, Gap)), None)
         except NoRoom:
             raise
@@ -413,11 +413,12 @@ class Store:
             return error
 
     def verified(self, fault: StorageError | None) -> None:
-        """Note what `verify_older` found. Nothing needs that segment; it may have been deleted meanwhile."""
-        number = self.unread.pop()
+        """Note what `verify_older` found of a segment, which may have been deleted meanwhile. A node to which a damaged
+        update is sent asks for a snapshot."""
+        number = self.unverified.pop()
         if fault is not None and number >= self._journal.first_segment:
             self.alarms = {**self.alarms, "journal": passed_over(fault)}
-        if not self.unread:
+        if not self.unverified:
             _log.info("journal verified from=%s", self._journal.first_segment)
 
     def take_snapshots(self) -> None:
@@ -449,7 +450,7 @@ class Store:
             self._journal.held_by(Claim(self.directory, self._claimed, self._files))
         brought = {
             anchor.fragment: fetched(
-                self.directory, self.ledger, self._attachments, anchor.fragment, anchor.version, self._journal.whole
+                self.directory, self.ledger, self._attachments, anchor.fragment, anchor.version, self._files
             )
             for anchor in record.anchors
         }
@@ -473,7 +474,7 @@ class Store:
             record.uncertain,
         )
 
-    def read_input(self, blob: BlobId) -> bytes:
+    def read_input(self, blob: BlobId) -> bytes | bytearray:
         attachment = self._attachments.input(blob)
         assert attachment is not None
         return self._journal.whole(attachment)

@@ -125,18 +125,10 @@ def _spooled(record: rec.Record) -> BlobId | None:
 
 def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buffers:
     """State of the fragment at its newest snapshot before version `first`."""
-    fault = None
-    for version in reversed([v for v in snapshots.versions_of(directory, fragment) if v < first]):
-        try:
-            found = snapshots.load(snapshots.snapshot_path(directory, fragment, version))
-        except SnapshotCorrupt as error:
-            fault = fault or error
-            continue
-        if found.fingerprint == fingerprint:
-            return buffers_of(found)
-    if fault is not None:
-        raise fault
-    raise StateMismatch(directory, f"no snapshot of fragment {fragment} is older than version {first}")
+    found = snapshots.load_latest(directory, fragment, fingerprint=fingerprint, at_most=first - 1)
+    if found is None:
+        raise StateMismatch(directory, f"no snapshot of fragment {fragment} is older than version {first}")
+    return buffers_of(found)
 
 
 def _again(
@@ -291,7 +283,7 @@ class _Verifier:
                 self._report.epoch = self._ledger.epoch
                 self._epoch_file(self._ledger.epoch)
             self._snapshots(self._ledger)
-        if (refused := refusal(self._segments)) is not None:
+        if (refused := refusal(self._directory, self._files)) is not None:
             self._report.refused = str(refused)
             if not self._report.faults:
                 where = refused.path.name if refused.path != self._directory else "folder"

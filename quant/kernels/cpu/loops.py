@@ -122,24 +122,35 @@ _FIRST_SHIFT, _SECOND_SHIFT, _THIRD_SHIFT = np.uint64(30), np.uint64(27), np.uin
 
 
 @inlined
+def multiplier_of(index: Number) -> Number:
+    """Of an element in the digest that `digest.py` defines."""
+    z = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
+    z = (z ^ (z >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
+    return (z ^ (z >> _THIRD_SHIFT)) | _ONE
+
+
+@inlined
 def digest_of(x: Numbers, count: Number, index: Number) -> Number:
     """As `digest.py` defines it, of x[0 … count − 1]; `index` is that of x[0]."""
     total = np.uint64(0)
     for i in range(count):
-        z = index + i
-        z = (z ^ (z >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
-        z = (z ^ (z >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
-        z = (z ^ (z >> _THIRD_SHIFT)) | _ONE
-        total += np.uint64(np.uint32(bits(x[i]))) * z
+        total += np.uint64(np.uint32(bits(x[i]))) * multiplier_of(index + i)
     return total
 
 
 @inlined
-def note(found: Numbers, place: Number, x: Numbers, count: Number, index: Number) -> None:
-    """Add a block's digest and largest magnitude to those of its tile."""
-    found[place] += digest_of(x, count, index)
-    largest = np.uint64(largest_magnitude(x, count))
-    found[place + _ONE] = max(found[place + _ONE], largest)
+def note(found: Numbers, x: Numbers, y: Numbers, z: Numbers, count: Number, index: Number) -> None:
+    """Add a block's digests and largest magnitudes of x, y and z to those of its tile."""
+    of_x, of_y, of_z = found[_0], found[_2], found[_4]
+    for i in range(count):
+        multiplier = multiplier_of(index + i)
+        of_x += np.uint64(np.uint32(bits(x[i]))) * multiplier
+        of_y += np.uint64(np.uint32(bits(y[i]))) * multiplier
+        of_z += np.uint64(np.uint32(bits(z[i]))) * multiplier
+    found[_0], found[_2], found[_4] = of_x, of_y, of_z
+    found[_ONE] = max(found[_ONE], np.uint64(largest_magnitude(x, count)))
+    found[_3] = max(found[_3], np.uint64(largest_magnitude(y, count)))
+    found[_5] = max(found[_5], np.uint64(largest_magnitude(z, count)))
 
 
 @inlined
@@ -362,6 +373,10 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
         total = stack_tile()
         sums = stack_doubles()
         v = stack_floats()
+        moved = stack_floats()
+        for i in range(B):
+            moved[i] = np.float32(0.0)
+        stepped = stack_floats()
         decoded = stack_floats()
         noise = stack_words()
         for tile in range(begin, end):
@@ -397,19 +412,17 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                     v[i] = part[i] * delta_scale
                 if momentum_address != 0:
                     for i in range(B):
-                        decoded[i] = mu * momentum[first + i] + v[i]
+                        moved[i] = mu * momentum[first + i] + v[i]
                     for i in range(B):
-                        new_momentum[first + i] = decoded[i]
-                    note(of_tile, _4, decoded, here, index)
+                        new_momentum[first + i] = moved[i]
                     for i in range(B):
-                        v[i] = mu * decoded[i] + v[i]
+                        v[i] = mu * moved[i] + v[i]
                 for i in range(B):
-                    decoded[i] = target[first + i] - v[i] * lr
+                    stepped[i] = target[first + i] - v[i] * lr
                 for i in range(B):
-                    new_target[first + i] = decoded[i]
-                note(of_tile, _2, decoded, here, index)
+                    new_target[first + i] = stepped[i]
                 for i in range(B):
-                    v[i] = decoded[i] - anchor[first + i]
+                    v[i] = stepped[i] - anchor[first + i]
                 magnitude = largest_magnitude(v, B)
                 if magnitude >= INFINITY:
                     return np.int64(first) + first_not_finite(v)
@@ -420,7 +433,7 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                     v[i] = anchor[first + i] + decoded[i]
                 for i in range(B):
                     new_anchor[first + i] = v[i]
-                note(of_tile, _0, v, here, index)
+                note(of_tile, v, stepped, moved, here, index)
         return np.int64(-1)
 
     return BlockLoops(

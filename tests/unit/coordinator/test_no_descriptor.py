@@ -24,7 +24,6 @@ from farloop.coordinator.storage import files, snapshots
 from farloop.coordinator.storage.journal import claim_epoch
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import salvage
-from farloop.coordinator.storage.segment import Segments
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.quant.digest import digest
@@ -177,7 +176,7 @@ def test_want_of_a_descriptor_is_not_taken_for_damage(tmp_path: Path, spec: RunS
     store.close()
     looks: list[Callable[[], Any]] = [
         lambda: snapshots.load_latest(store.directory, 0, fingerprint=spec.identity.fingerprint()),
-        lambda: refusal(Segments(store.directory)),
+        lambda: refusal(store.directory),
         lambda: salvage(store.directory).given_up,
         lambda: verify(store.directory).faults,
     ]

@@ -17,7 +17,7 @@ from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatc
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Segments, segment_numbers, segment_path
+from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Entry, Segments, segment_numbers, segment_path
 from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
@@ -95,7 +95,7 @@ def started(files: VirtualFiles) -> Store | StorageError:
 
 def verify_the_rest(store: Store) -> None:
     """What the start did not look at, as its daemon does while the run goes on."""
-    while store.unread:
+    while store.unverified:
         store.verified(store.verify_older())
 
 
@@ -182,7 +182,7 @@ def test_damage_of_what_nothing_needs_is_an_alarm_and_verify_tells_it_from_other
 
 
 def test_a_start_reads_no_more_of_a_longer_journal(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that no segment was deleted from. The rest is read later, once, and what is wrong with it is an alarm."""
+    """Of one that no segment was deleted from. The rest is verified later, and what is wrong with it is an alarm."""
     monkeypatch.setattr(Journal, "prune", lambda self, before: None)
     read, size, segment_bytes = list[int](), list[int](), 64 << 10
     for rounds in (13, 49):
@@ -196,14 +196,39 @@ def test_a_start_reads_no_more_of_a_longer_journal(spec: RunSpec, monkeypatch: p
         files.bytes_read.clear()
         store = stored_runs.recovered(PLACE, segment_bytes=segment_bytes, files=files)
         read.append(sum(files.bytes_read.values()))
-        of_start = {path for path in journal_of(files) if path in files.bytes_read}
-        assert [segment_path(PLACE, number) for number in store.unread] == [
-            path for path in journal_of(files)[:-1] if path not in of_start
-        ]
+        assert [segment_path(PLACE, number) for number in store.unverified] == journal_of(files)[:-2]
         verify_the_rest(store)
         assert set(journal_of(files)[:-1]) <= set(files.bytes_read) and store.alarms == {}
         assert goes_on(store, run) == [rounds, rounds]
     assert size[1] > 4 * size[0] and read[1] < 1.2 * read[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "goes_on_with_it"), [("WindowCommitted", True), ("InputStored", False), ("InputStored, undecided", False)]
+)
+def test_of_older_segments_a_start_verifies_what_it_uses(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, kind: str, goes_on_with_it: bool
+) -> None:
+    """What is attached: an update that only a node may ask for, the delta of a commit that is repeated, and one of the
+    open window."""
+    stored_runs.shorten(monkeypatch, snapshot_every=40, history=16)
+    run = Stored()
+    store = stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=run.files)
+    if "undecided" in kind:
+        stored_runs.spool(store, 1, stored_runs.NODES[0])
+    for _ in range(20):
+        stored_runs.commit(store, 0)
+    store.close()
+    first = Segments(PLACE, run.files).items_of(0)
+    places = [item.attachment for item in first if isinstance(item, Entry) and type(item.record).__name__ in kind]
+    place = places[0 if "undecided" in kind else -1]
+    flip(run.files, journal_of(run.files)[0], place.offset + place.size - 1)
+    store = started(run.files)
+    assert isinstance(store, Store) == goes_on_with_it
+    if isinstance(store, Store):
+        assert store.alarms == {}
+        verify_the_rest(store)
+        assert "journal-000000.log" in store.alarms["journal"]
 
 
 def test_a_segment_that_was_deleted_before_it_was_verified_is_no_damage(spec: RunSpec) -> None:
@@ -212,10 +237,10 @@ def test_a_segment_that_was_deleted_before_it_was_verified_is_no_damage(spec: Ru
     run.commit(store, 9)
     store.close()
     store = stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=run.files)
-    left, fault = len(store.unread), store.verify_older()
+    left, fault = len(store.unverified), store.verify_older()
     assert left > 0 and fault is None
     run.commit(store, 9)  # with snapshots, after which they are deleted
-    assert not set(store.unread) & segment_numbers(PLACE, run.files)
+    assert not set(store.unverified) & segment_numbers(PLACE, run.files)
     verify_the_rest(store)
     assert store.alarms == {}
 
@@ -223,11 +248,11 @@ def test_a_segment_that_was_deleted_before_it_was_verified_is_no_damage(spec: Ru
 def test_a_damaged_newest_snapshot_makes_a_start_read_on(stored: Stored) -> None:
     files = stored.copy()
     store = started(files.survivor(AllOrNothing(writes=True, names=True)))
-    assert isinstance(store, Store) and store.unread
+    assert isinstance(store, Store) and store.unverified
     for fragment in (0, 1):
         flip(files, snapshot_path(PLACE, fragment, versions_of(PLACE, fragment, files)[-1]), 600)
     store = started(files)
-    assert isinstance(store, Store) and store.unread == []
+    assert isinstance(store, Store) and store.unverified == []
     assert goes_on(store, stored) == VERSIONS
 
 
@@ -267,7 +292,7 @@ def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_i
 def test_salvage_goes_back_to_where_everything_is_whole(stored: Stored) -> None:
     """The newest snapshots are newer than what is left of the journal: a start refuses, and those before them do."""
     files = stored.copy()
-    while refusal(Segments(PLACE, files)) is None:
+    while refusal(PLACE, files) is None:
         files.unlink(journal_of(files)[-1])
     assert isinstance(started(files), StateMismatch)
     found = salvage(PLACE, files)
@@ -310,7 +335,7 @@ def test_a_salvage_that_is_cut_short_at_any_call_is_finished_by_the_next(stored:
             assert goes_on(store, stored) == versions, "it was finished"
             return
         assert image_of(left) == before
-        assert refusal(Segments(PLACE, left)) is not None
+        assert refusal(PLACE, left) is not None
         # What `farloop journal salvage --write` does:
         aside = finish(PLACE, left) if is_unfinished(PLACE, left) else carry_out(PLACE, salvage(PLACE, left), left)
         assert logs(left, aside) == old

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import examples
 from stored_runs import GOLDEN, STORED, SUMMARY
+from virtual_files import VirtualFiles
 
 from farloop.coordinator.decide import records
 from farloop.coordinator.decide.records import EpochClaimed, Record, SnapshotTaken
@@ -95,6 +96,18 @@ def test_a_whole_segment_gives_its_records_and_their_attachments_whatever_room_i
         assert [read_attachment(tmp_path, place, 0, place.size) for place in places] == [b"", b"an encoded delta", b""]
         assert read_attachment(tmp_path, places[1], 3, 7) == b"encoded"
         assert (found.end, found.size, found.torn_bytes, found.salt) == (END, END + room, 0, SALT)
+
+
+def test_of_trusted_records_what_is_attached_is_not_read(tmp_path: Path) -> None:
+    """They are found as by a whole read. Those from the first on that is not trusted are verified."""
+    items = [Item(record=STORED, attachment=bytes(1 << 20)) for _ in range(3)]
+    files, path = VirtualFiles(), segment_path(tmp_path, 0)
+    files.make_directory(tmp_path)
+    files.write_bytes(path, build(items))
+    for trusted in range(4):
+        files.bytes_read.clear()
+        assert scan_segment(path, 0, files, trusted=trusted) == scan_segment(path, 0, files)
+        assert files.bytes_read[path] - len(build(items)) < (3 - trusted << 20) + (1 << 19)
 
 
 @pytest.mark.parametrize("room", [0, 5000])

@@ -33,7 +33,7 @@ class Shelf:
         self.done: list[tuple[Any, ...]] = []
         self.due: list[str] = []  # snapshots
         self.looks = 0
-        self.unread = list[int]()
+        self.unverified = list[int]()
 
     def _do(self, *what: Any) -> Any:
         if self.refusals:
@@ -65,10 +65,10 @@ class Shelf:
         self.done.append(("saved", cut, refused))
 
     def verify_older(self) -> None:
-        self._do("verify", self.unread[-1])
+        self._do("verify", self.unverified[-1])
 
     def verified(self, fault: Exception | None) -> None:
-        self.unread.pop()
+        self.unverified.pop()
 
     def require_ours(self) -> None:
         self.looks += 1
@@ -185,18 +185,18 @@ def test_snapshots_are_written_beside_deltas_one_at_a_time_after_their_commit_is
 
 def test_what_a_start_did_not_read_is_verified_beside_all_else_and_a_snapshot_waits_for_one_segment_at_most() -> None:
     desk = Desk(full(), beside=True)
-    desk.shelf.unread, desk.shelf.due = [1, 2, 3], ["first"]
+    desk.shelf.unverified, desk.shelf.due = [1, 2, 3], ["first"]
     desk.queue.verify_older()
     desk.run()  # no descriptor is left at first
-    assert desk.shelf.done == [("verify", 3), ("verify", 2), ("verify", 1)] and desk.shelf.unread == []
-    desk.shelf.unread, desk.shelf.done = [1, 2, 3], []
+    assert desk.shelf.done == [("verify", 3), ("verify", 2), ("verify", 1)] and desk.shelf.unverified == []
+    desk.shelf.unverified, desk.shelf.done = [1, 2, 3], []
     desk.queue.verify_older()
     desk.queue.commit(DRAFT, DRAFT, 10, lambda _: None)
     desk.run()
     work = [what for what in desk.shelf.done if what[0] in ("verify", "save")]
     assert work == [("verify", 3), ("save", "first"), ("verify", 2), ("verify", 1)]
     desk = Desk(GONE, beside=True)
-    desk.shelf.unread = [1]
+    desk.shelf.unverified = [1]
     desk.queue.verify_older()
     desk.run()
     assert desk.errors == [GONE]

@@ -197,6 +197,20 @@ def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm(tmp_path: Path
     store.close()
 
 
+def test_an_outer_state_that_differs_is_an_alarm_and_the_anchor_is_exact(store: Store) -> None:
+    """P: what was written over before it was found to differ is read again."""
+    first = snapshots.of_buffers(store.ledger.spec.identity.fingerprint(), 0, store.buffers[0])
+    run_rounds(store, 2)
+    anchors = [image(buffers)["anchor"] for buffers in store.buffers]
+    store.close()
+    moved = {**first.tensors, "momentum": torch.ones(512)}
+    snapshots.save(store.directory, dataclasses.replace(first, tensors=moved))
+    store = recovered(store.directory)
+    assert [image(buffers)["anchor"] for buffers in store.buffers] == anchors
+    assert list(store.alarms) == ["optimizer of fragment 0"]
+    store.close()
+
+
 def test_version_0_is_made_again_where_its_only_snapshot_is_damaged_and_the_run_knows_how(store: Store) -> None:
     first = [buffers.anchor.clone() for buffers in store.buffers]
     run_rounds(store, 2)
