@@ -18,7 +18,6 @@ from farloop.sim.flow.scenario import (
     LOCK_STEP,
     METHOD_NAMES,
     SWEPT,
-    Choice,
     Crash,
     FlowScenario,
     Group,
@@ -26,19 +25,20 @@ from farloop.sim.flow.scenario import (
     Model,
     Outage,
     Published,
+    Rules,
     Site,
     Sweep,
     Variant,
 )
 
-_TABLES: Mapping[str, type] = {"model": Model, "coordinator": Hub, "run": Choice, "sweep": Sweep}  # `[name]`
+_TABLES: Mapping[str, type] = {"model": Model, "coordinator": Hub, "run": Rules, "sweep": Sweep}  # `[name]`
 
 _LISTS: Mapping[str, type] = {
     "nodes": Group,
     "sites": Site,
     "outages": Outage,
     "crashes": Crash,
-    "variants": Choice,
+    "variants": Rules,
     "published": Published,
 }
 """`[[name]]`"""
@@ -98,12 +98,12 @@ class _File:
             else:
                 raise self._error("", 0, name, f"there is no such key; {nearest(name, [*plain, *_TABLES, *_LISTS])}")
         run, variants = fields.pop("run", {}), fields.pop("variants", ())
-        choices = [self._variant(number, run, own) for number, own in enumerate(variants)]
-        if not choices:
-            choice = self._make("run", 0, Choice, run)
-            choices = [Variant(name=choice.method, choice=choice)]
+        found = [self._variant(number, run, own) for number, own in enumerate(variants)]
+        if not found:
+            rules = self._make("run", 0, Rules, run)
+            found = [Variant(name=rules.method, rules=rules)]
         try:
-            return FlowScenario(**fields, variants=tuple(choices))
+            return FlowScenario(**fields, variants=tuple(found))
         except ValueError as error:
             raise self._about(str(error)) from error
 
@@ -123,10 +123,10 @@ class _File:
 
     def _variant(self, number: int, run: Mapping[str, Any], own: dict[str, Any]) -> Variant:
         name = own.pop("name", None)
-        method = own.get("method", run.get("method", Choice().method))
+        method = own.get("method", run.get("method", Rules().method))
         left_out = _LOOSE_KEYS if method in LOCK_STEP else frozenset()
-        choice = self._make("variants", number, Choice, {**{k: v for k, v in run.items() if k not in left_out}, **own})
-        return Variant(name=name or choice.method, choice=choice)
+        rules = self._make("variants", number, Rules, {**{k: v for k, v in run.items() if k not in left_out}, **own})
+        return Variant(name=name or rules.method, rules=rules)
 
     def _keys(self, table: str, number: int, owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
         """Checked keys and values."""

@@ -42,21 +42,36 @@ def _check_rates(owner: object) -> None:
         require(rate is None or rate > 0, f"{name} is {rate}; it must be above 0 (leave it out for no limit)")
 
 
+OPEN: Final[Any] = None
+"""What a field is set to that follows from the method."""
+
+_FRAGMENTS: Final = {"streaming": 6, "decoupled": 6}
+"""Where nothing is said: those of a model of 18 layers or so, cut by three; the other methods send it whole."""
+
+_BITS: Final = {"data-parallel": 32.0, "elastic": 32.0}
+"""Gradients go as fp32; deltas and updates as q4 with its scales."""
+
+_Q4_BITS: Final = 4.25
+
+_OF_METHOD: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_rounds", "per_node_h")
+"""What a row of the table of methods decides unless it is given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """How it is trained, as far as it was chosen; what stays open follows from the method."""
+class Rules:
+    """How it is trained. What is left open gets the method's value (algo/methods.py)."""
 
     method: MethodName = "decoupled"
-    h: int | None = None  # inner steps of a round; lock-step methods synchronise every step
-    fragments: int | None = None  # equal parts of the model, each sent once a round, in a slot of its own
-    tau: int | None = None  # inner steps between a send and its merge
-    lag: int | None = None  # rounds that an update comes late: 1 gives it the whole next round to come, without tau
-    quorum: int | None = None  # deltas that can close a window; left open: all that are expected
-    max_staleness: int | None = None  # windows that a delta may come too late and still be merged
-    max_stale_rounds: int | None = None  # rounds that a node runs past a send without an answer before it waits
-    per_node_h: bool | None = None  # slow nodes do fewer inner steps in a round
-    bits_up: float | None = None  # bits per parameter of a delta, scales included
-    bits_down: float | None = None  # bits per parameter of an update
+    h: int = OPEN  # inner steps of a round; lock-step methods synchronise every step
+    fragments: int = OPEN  # equal parts of the model, each sent once a round, in a slot of its own
+    tau: int = OPEN  # inner steps between a send and its merge
+    lag: int = OPEN  # rounds that an update comes late: 1 gives it the whole next round to come, without tau
+    quorum: int | None = OPEN  # deltas that can close a window; None: all that are expected
+    max_staleness: int = OPEN  # windows that a delta may come too late and still be merged
+    max_stale_rounds: int = OPEN  # rounds that a node runs past a send without an answer before it waits
+    per_node_h: bool = OPEN  # slow nodes do fewer inner steps in a round
+    bits_up: float = OPEN  # bits per parameter of a delta, scales included
+    bits_down: float = OPEN  # bits per parameter of an update
     commit_s: float = 0.0  # summing, stepping, encoding and storing one window
     liveness_s: float = 10.0  # silence after which the others go on without a node
     reconfigure_s: float = 30.0
@@ -67,71 +82,36 @@ class Choice:
     clusters: int | None = None  # gather the machines of every group into so many nodes, each a cluster of equal size
 
     def __post_init__(self) -> None:
+        for name, value in self._of_method().items():
+            if getattr(self, name) is OPEN:
+                object.__setattr__(self, name, value)
         _check_least(self, 1, "h", "fragments", "quorum", "checkpoint_steps", "clusters")
         _check_least(self, 0, "tau", "max_staleness", "max_stale_rounds", "commit_s", "liveness_s", "reconfigure_s")
         _check_least(self, 0, "restart_s", "bits_up", "bits_down")
-        rules = self.rules()
         if self.method in LOCK_STEP:
             for name in ("h", "fragments"):
-                require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes only 1")
+                require(getattr(self, name) == 1, f"{name} is {getattr(self, name)}; {self.method} takes only 1")
         require(
-            rules.fragments <= rules.h,
-            f"fragments is {rules.fragments}, more than the inner steps of a round; at most h = {rules.h}",
+            self.fragments <= self.h,
+            f"fragments is {self.fragments}, more than the inner steps of a round; at most h = {self.h}",
         )
         most = METHODS[self.method].max_lag if self.method != "elastic" else 0
-        require(
-            0 <= rules.lag <= most, f"lag is {rules.lag}; {self.method} takes {f'0 to {most}' if most else '0 only'}"
+        require(0 <= self.lag <= most, f"lag is {self.lag}; {self.method} takes {f'0 to {most}' if most else '0 only'}")
+        require(not self.lag or self.tau == 0, f"tau is {self.tau}; with lag = 1 it is 0, for a whole round overlaps")
+        require(self.tau < self.h, f"tau is {self.tau}; with h = {self.h} it is {self.h - 1} at most")
+
+    def _of_method(self) -> dict[str, Any]:
+        row, bits = (
+            METHODS["data-parallel" if self.method == "elastic" else self.method],
+            _BITS.get(self.method, _Q4_BITS),
         )
-        require(
-            not rules.lag or rules.tau == 0, f"tau is {rules.tau}; with lag = 1 it is 0, for a whole round overlaps"
-        )
-        require(rules.tau < rules.h, f"tau is {rules.tau}; with h = {rules.h} it is {rules.h - 1} at most")
+        known = {name: getattr(row, name) for name in _OF_METHOD} | {"tau": 0 if self.lag else row.tau}
+        return known | {"fragments": _FRAGMENTS.get(self.method, 1), "bits_up": bits, "bits_down": bits}
 
-    def rules(self) -> "Rules":
-        """With the method's values (algo/methods.py) in what stayed open."""
-        row = METHODS["data-parallel" if self.method == "elastic" else self.method]
-        bits = _BITS.get(self.method, _Q4_BITS)
-        defaults: dict[str, Any] = {name: getattr(row, name) for name in _OPEN}
-        defaults |= {"fragments": _FRAGMENTS.get(self.method, 1), "bits_up": bits, "bits_down": bits}
-        if self.lag:
-            defaults["tau"] = 0
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Rules)}
-        return Rules(**{**given, **{name: value for name, value in defaults.items() if given[name] is None}})
-
-
-_FRAGMENTS: Final = {"streaming": 6, "decoupled": 6}
-"""Where nothing is said: those of a model of 18 layers or so, cut by three; the other methods send it whole."""
-
-_BITS: Final = {"data-parallel": 32.0, "elastic": 32.0}
-"""Gradients go as fp32; deltas and updates as q4 with its scales."""
-
-_Q4_BITS: Final = 4.25
-
-_OPEN: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_rounds", "per_node_h")
-"""What a row of the table of methods decides unless it is given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """`Choice`, complete."""
-
-    method: MethodName
-    h: int
-    fragments: int
-    tau: int
-    lag: int
-    quorum: int | None
-    max_staleness: int
-    max_stale_rounds: int
-    per_node_h: bool
-    bits_up: float
-    bits_down: float
-    commit_s: float
-    liveness_s: float
-    reconfigure_s: float
-    restart_s: float
-    checkpoint_steps: int
-    clusters: int | None
+    def at_lag(self, lag: int) -> "Rules":
+        """With another lag; tau follows unless it was given."""
+        tau = OPEN if self.tau == self._of_method()["tau"] else self.tau
+        return dataclasses.replace(self, lag=lag, tau=tau)
 
     @property
     def waits(self) -> bool:
@@ -237,7 +217,7 @@ class Variant:
     """One of the ways that are compared."""
 
     name: str
-    choice: Choice
+    rules: Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +245,7 @@ class Published:
 
 
 _GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
-_RULE_KEYS = frozenset(f.name for f in dataclasses.fields(Choice)) - {"method", "per_node_h"}
+_RULE_KEYS = frozenset(f.name for f in dataclasses.fields(Rules)) - {"method", "per_node_h"}
 SWEPT: Final = _GROUP_KEYS | _RULE_KEYS
 _WHOLE = {"count", "machines", "h", "fragments", "tau", "lag", "quorum", "clusters", "checkpoint_steps"}
 _WHOLE |= {"max_staleness", "max_stale_rounds"}
@@ -287,7 +267,7 @@ class FlowScenario:
     sites: tuple[Site, ...] = ()
     outages: tuple[Outage, ...] = ()
     crashes: tuple[Crash, ...] = ()
-    variants: tuple[Variant, ...] = (Variant(name="decoupled", choice=Choice()),)
+    variants: tuple[Variant, ...] = (Variant(name="decoupled", rules=Rules()),)
     sweep: Sweep | None = None
     published: tuple[Published, ...] = ()
 
@@ -343,13 +323,12 @@ def cases(scenario: FlowScenario) -> list[Case]:
     found = []
     for value in scenario.sweep.values if scenario.sweep else (None,):
         for variant in scenario.variants:
-            choice, groups = variant.choice, scenario.nodes
+            rules, groups = variant.rules, scenario.nodes
             if scenario.sweep and value is not None:
                 try:
-                    choice, groups = _swept(scenario.sweep.key, value, choice, groups)
+                    rules, groups = _swept(scenario.sweep.key, value, rules, groups)
                 except ValueError as error:
                     raise ValueError(f"values: {scenario.sweep.key} cannot be {value:g}: {error}") from error
-            rules = choice.rules()
             for repeat in range(scenario.repeats):
                 gathered, seed = _gathered(groups, rules.clusters), scenario.seed + repeat
                 setting = Setting(scenario=scenario, rules=rules, groups=gathered, seed=seed)
@@ -362,14 +341,16 @@ def bytes_per_s(gbit_s: float | None) -> float:
     return _FASTEST if gbit_s is None else gbit_s * 1e9 / 8
 
 
-def _swept(key: str, value: float, choice: Choice, groups: tuple[Group, ...]) -> tuple[Choice, tuple[Group, ...]]:
+def _swept(key: str, value: float, rules: Rules, groups: tuple[Group, ...]) -> tuple[Rules, tuple[Group, ...]]:
     if key in _WHOLE:
         require(value == int(value), "it takes whole numbers")
         value = int(value)
     changed = {key: value}
     if key in _GROUP_KEYS:
-        return choice, tuple(dataclasses.replace(group, **changed) for group in groups)  # type: ignore[arg-type]
-    return dataclasses.replace(choice, **changed), groups  # type: ignore[arg-type]
+        return rules, tuple(dataclasses.replace(group, **changed) for group in groups)  # type: ignore[arg-type]
+    if key == "lag":
+        return rules.at_lag(int(value)), groups
+    return dataclasses.replace(rules, **changed), groups  # type: ignore[arg-type]
 
 
 def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, ...]:

@@ -23,7 +23,7 @@ from farloop.local.relay import Link, Relay, RelayThread
 from farloop.node.library import join
 from farloop.quant.digest import digest
 from farloop.sim.bandwidth import Training, utilization
-from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.scenario import FlowScenario, Group, Model, Rules, Variant, cases
 from farloop.sim.flow.simulator import play
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -87,7 +87,7 @@ def predicted(point: Point) -> float:
 def simulated(point: Point) -> float:
     """Two nodes whose links differ as in the real run."""
     training = point.training
-    choice = Choice(
+    choice = Rules(
         method=training.method,
         h=point.h,
         tau=point.tau,
@@ -101,7 +101,7 @@ def simulated(point: Point) -> float:
         steps=ROUNDS * point.h,
         model=Model(parameters=int(training.params)),
         nodes=tuple(Group(name=n, step_s=STEP_S, up_gbit_s=rate, down_gbit_s=rate) for n, rate in links.items()),
-        variants=(Variant(name="v", choice=choice),),
+        variants=(Variant(name="v", rules=choice),),
     )
     outcome = play(cases(scenario)[0].setting, timeline=True)
     ends = {merge.version: merge.at_s for merge in outcome.windows if merge.fragment == training.fragments - 1}

@@ -186,7 +186,7 @@ def test_json_has_a_row_for_every_variant(tmp_path: Path) -> None:
 
 def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path: Path) -> None:
     scenario = load_scenario(Path(written(tmp_path, GOOD)))
-    lock_step, mine = (variant.choice.rules() for variant in scenario.variants)
+    lock_step, mine = (variant.rules for variant in scenario.variants)
     assert (lock_step.h, lock_step.bits_up) == (1, 32.0)
     assert (mine.h, mine.bits_up, mine.bits_down) == (60, 4, 4.25)
     assert scenario.nodes[1] == Group(name="b", step_s=1.5)

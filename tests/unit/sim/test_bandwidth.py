@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slow_cases import examples
 
 from farloop.sim.bandwidth import MODEL_NAMES, ModelName, Training, required_gbit_s, utilization
-from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.scenario import FlowScenario, Group, Model, Rules, Variant, cases
 from farloop.sim.flow.simulator import play
 
 SLACK = 1e-9
@@ -119,7 +119,7 @@ def test_it_agrees_with_a_walk_over_every_step(training: Training, factor: float
 def flow_utilization(training: Training, gbit_s: Sequence[float], *, rounds: int = 12, warm: int = 4) -> float:
     """Of nodes with these links."""
     bits, fragments = training.bits, training.fragments
-    choice = Choice(
+    choice = Rules(
         method="streaming" if training.method == "streaming" else "diloco",
         h=training.h,
         tau=training.overlap,
@@ -132,7 +132,7 @@ def flow_utilization(training: Training, gbit_s: Sequence[float], *, rounds: int
         Group(name=f"{number}", step_s=training.step_s, up_gbit_s=rate, down_gbit_s=rate)
         for number, rate in enumerate(gbit_s)
     )
-    model, variants = Model(parameters=int(training.params)), (Variant(name="v", choice=choice),)
+    model, variants = Model(parameters=int(training.params)), (Variant(name="v", rules=choice),)
     scenario = FlowScenario(steps=rounds * training.h, nodes=nodes, model=model, variants=variants)
     windows = play(cases(scenario)[0].setting, timeline=True).windows
     at = {merge.version: merge.at_s for merge in windows if merge.fragment == fragments - 1}

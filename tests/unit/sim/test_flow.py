@@ -22,7 +22,6 @@ from farloop.sim.flow.links import SharedLink, Transfer
 from farloop.sim.flow.outcome import Outcome
 from farloop.sim.flow.scenario import (
     METHOD_NAMES,
-    Choice,
     Crash,
     FlowScenario,
     Group,
@@ -31,6 +30,7 @@ from farloop.sim.flow.scenario import (
     Model,
     Outage,
     Published,
+    Rules,
     Site,
     Sweep,
     Variant,
@@ -46,11 +46,11 @@ ROUGH = Group(
 )  # fmt: skip
 
 
-def flow(method: MethodName, *groups: Group, choice: Mapping[str, object] | None = None, **fields: object) -> Outcome:
+def flow(method: MethodName, *groups: Group, rules: Mapping[str, object] | None = None, **fields: object) -> Outcome:
     """The one case of a scenario with one variant; 600 steps unless told otherwise."""
     length = {} if "hours" in fields else {"steps": 600}
-    made = Choice(**{"method": method, **(choice or {})})  # type: ignore[arg-type]
-    variants = (Variant(name=method, choice=made),)
+    made = Rules(**{"method": method, **(rules or {})})  # type: ignore[arg-type]
+    variants = (Variant(name=method, rules=made),)
     scenario = FlowScenario(**{**length, "nodes": groups, "variants": variants, **fields})  # type: ignore[arg-type]
     (case,) = cases(scenario)
     return play(case.setting, timeline=True)
@@ -108,8 +108,8 @@ def test_equal_settings_give_equal_outcomes_and_another_seed_gives_another(metho
 @pytest.mark.parametrize(("fragments", "rounds"), [(1, 20), (3, 20)])
 def test_bytes_are_those_of_the_deltas_and_updates(fragments: int, rounds: int) -> None:
     """1001 parameters in 3 fragments are 334 + 334 + 333; at 4.25 bits, whole bytes each."""
-    choice = {"h": 30, "fragments": fragments, "tau": 0, "bits_up": 4.25, "bits_down": 8.0}
-    outcome = flow("streaming", Group(count=4), choice=choice, model=Model(parameters=1001))
+    rules = {"h": 30, "fragments": fragments, "tau": 0, "bits_up": 4.25, "bits_down": 8.0}
+    outcome = flow("streaming", Group(count=4), rules=rules, model=Model(parameters=1001))
     up, down = ([532], [1001]) if fragments == 1 else ([178, 178, 177], [334, 334, 333])
     # The last slot is sent in every round, the others from the second on; no node needs the run's last update.
     assert outcome.bytes_up == 4 * (sum(up) * (rounds - 1) + up[-1])
@@ -126,8 +126,8 @@ def test_diloco_stands_still_for_as_long_as_its_bytes_and_round_trips_take() -> 
     """4 MB up through 8 Mbit/s, shared by two, and down at 16 Mbit/s each, ten times but for the last way down."""
     hub = Hub(up_gbit_s=0.008)
     group = Group(count=2, down_gbit_s=0.016, rtt_s=0.2)
-    choice = {"h": 60, "bits_up": 16.0, "bits_down": 16.0, "commit_s": 0.5}
-    outcome = flow("diloco", group, choice=choice, coordinator=hub, model=Model(parameters=2_000_000))
+    rules = {"h": 60, "bits_up": 16.0, "bits_down": 16.0, "commit_s": 0.5}
+    outcome = flow("diloco", group, rules=rules, coordinator=hub, model=Model(parameters=2_000_000))
     up_s, down_s, trips_s = 8.0, 2.0, 1.5 * 0.2
     assert outcome.seconds == pytest.approx(600 + 10 * (up_s + trips_s + 0.5) + 9 * (down_s + 0.1))
     assert outcome.compute_s == pytest.approx(2 * 600)
@@ -137,7 +137,7 @@ def test_a_crashed_node_is_away_until_the_next_round_and_what_it_had_not_sent_is
     """Down from 75 s to 175 s; 15 steps since the send at 60 s are lost; it starts again with the round at 240 s, for
     a round takes 60 s and the others waited 10 s for it once, from 120 s to 130 s."""
     group, other = Group(name="a", repair_s=100.0), Group(name="b", count=2)
-    outcome = flow("diloco", group, other, choice={"h": 60}, crashes=(Crash(group="a", at_s=75.5),))
+    outcome = flow("diloco", group, other, rules={"h": 60}, crashes=(Crash(group="a", at_s=75.5),))
     assert (outcome.lost_steps, outcome.crashes) == (15, 1)
     assert outcome.down_s == pytest.approx(100.0)
     nodes = [merge.nodes for merge in outcome.windows]
@@ -150,8 +150,8 @@ def test_the_others_wait_for_a_silent_node_as_long_as_liveness_says() -> None:
     """A link is cut at 100 s; at 120 s its delta is missed; from then on it counts as silent after 30 s: at 130 s."""
     groups = Group(name="a"), Group(name="b", count=2)
     outage = Outage(group="a", at_s=100.0, for_s=1000.0)
-    choice = {"h": 60, "liveness_s": 30.0}
-    diloco = flow("diloco", *groups, choice=choice, outages=(outage,))
+    rules = {"h": 60, "liveness_s": 30.0}
+    diloco = flow("diloco", *groups, rules=rules, outages=(outage,))
     assert [merge.at_s for merge in diloco.windows[:3]] == pytest.approx([60.0, 130.0, 190.0])
     assert diloco.windows[1].nodes == (1, 2)
 
@@ -159,8 +159,8 @@ def test_the_others_wait_for_a_silent_node_as_long_as_liveness_says() -> None:
 def test_decoupled_nodes_go_on_behind_a_cut_link_and_their_work_is_merged_late() -> None:
     groups = Group(name="a"), Group(name="b", count=2)
     outage = Outage(group="a", at_s=100.0, for_s=90.0)
-    choice = {"h": 60, "fragments": 1, "tau": 0, "per_node_h": False}
-    outcome = flow("decoupled", *groups, choice=choice, outages=(outage,))
+    rules = {"h": 60, "fragments": 1, "tau": 0, "per_node_h": False}
+    outcome = flow("decoupled", *groups, rules=rules, outages=(outage,))
     assert outcome.goodput == pytest.approx(1.0) and outcome.idle_s == 0.0
     assert outcome.stale >= 1 and outcome.skipped >= 1
     assert [merge.at_s for merge in outcome.windows][:4] == pytest.approx([60.0, 120.0, 180.0, 240.0])
@@ -168,23 +168,23 @@ def test_decoupled_nodes_go_on_behind_a_cut_link_and_their_work_is_merged_late()
 
 def test_the_clock_of_decoupled_does_not_run_ahead_of_its_fastest_node() -> None:
     """Late deltas ride along and make no quorum: else every one of them would use up a round."""
-    outcome = flow("decoupled", Group(count=20, step_sigma=0.2), choice={"quorum": 1}, steps=3000)
+    outcome = flow("decoupled", Group(count=20, step_sigma=0.2), rules={"quorum": 1}, steps=3000)
     assert 0.97 * 3000 <= outcome.seconds <= 1.01 * 3000
     assert 0.0 < outcome.stale_share < 1.0
 
 
 def test_a_node_that_no_window_waits_for_begins_again_from_the_anchor() -> None:
     """Nine times slower than the others, and staleness of two: it is always too late, but never out for good."""
-    choice = {"h": 20, "fragments": 1, "tau": 0, "per_node_h": False, "max_staleness": 2, "quorum": 1}
-    outcome = flow("decoupled", Group(count=3), Group(name="slow", step_s=9.0), choice=choice, steps=4000)
+    rules = {"h": 20, "fragments": 1, "tau": 0, "per_node_h": False, "max_staleness": 2, "quorum": 1}
+    outcome = flow("decoupled", Group(count=3), Group(name="slow", step_s=9.0), rules=rules, steps=4000)
     assert outcome.goodput > 0.7 and outcome.lost_steps > 100
     assert sum(3 in merge.nodes for merge in outcome.windows) >= 1
 
 
 def test_slow_nodes_do_fewer_steps_where_rounds_are_dealt_by_pace() -> None:
     groups = Group(count=3), Group(name="slow", step_s=2.0)
-    dealt = flow("decoupled", *groups, choice={"h": 60})
-    equal = flow("decoupled", *groups, choice={"h": 60, "per_node_h": False})
+    dealt = flow("decoupled", *groups, rules={"h": 60})
+    equal = flow("decoupled", *groups, rules={"h": 60, "per_node_h": False})
     assert dealt.stale_share < 0.2 < equal.stale_share
     assert dealt.merged > 1.2 * equal.merged
 
@@ -195,7 +195,7 @@ def test_a_cluster_loses_a_machine_and_starts_again_without_it() -> None:
         "decoupled",
         Group(name="a", machines=10, repair_s=300.0),
         Group(name="b"),
-        choice={"h": 60, "reconfigure_s": 30.0},
+        rules={"h": 60, "reconfigure_s": 30.0},
         crashes=(Crash(group="a", at_s=100.0),),
         hours=1,
     )
@@ -205,7 +205,7 @@ def test_a_cluster_loses_a_machine_and_starts_again_without_it() -> None:
 
 def test_who_leaves_in_order_counts_until_then_and_the_others_go_on() -> None:
     groups = Group(name="a", drains_at_s=90.0), Group(name="b")
-    outcome = flow("diloco", *groups, choice={"h": 60})
+    outcome = flow("diloco", *groups, rules={"h": 60})
     assert outcome.machine_s == pytest.approx(600 + 90)
     assert outcome.lost_steps == 30  # since its send at 60 s
     assert [merge.nodes for merge in outcome.windows] == [(0, 1), *[(1,)] * 9]
@@ -215,8 +215,8 @@ def test_a_late_comer_fetches_a_snapshot_and_starts_at_a_boundary() -> None:
     """8 MB at 8 Mbit/s are here at 98 s; the round that it starts with begins at 120 s."""
     groups = Group(name="a"), Group(name="b", joins_at_s=90.0, down_gbit_s=0.008)
     model = Model(parameters=2_000_000)
-    choice = {"h": 60, "bits_down": 0.0}
-    outcome = flow("diloco", *groups, choice=choice, model=model)
+    rules = {"h": 60, "bits_down": 0.0}
+    outcome = flow("diloco", *groups, rules=rules, model=model)
     assert outcome.bytes_state == 8_000_000
     assert [merge.nodes for merge in outcome.windows[:3]] == [(0,), (0,), (0, 1)]
     assert outcome.idle_s == pytest.approx(30.0)
@@ -226,7 +226,7 @@ def test_who_breaks_while_it_leaves_has_left() -> None:
     """Its delta of 60 s never gets through, so that at 90 s it still waits for it; at 100 s it breaks."""
     leaver = Group(name="a", drains_at_s=90.0, up_gbit_s=1e-6)
     crashes = (Crash(group="a", at_s=100.0),)
-    outcome = flow("diloco", leaver, Group(name="b"), choice={"h": 60}, crashes=crashes)
+    outcome = flow("diloco", leaver, Group(name="b"), rules={"h": 60}, crashes=crashes)
     assert outcome.machine_s == pytest.approx(outcome.seconds + 100)
     assert outcome.bytes_up < 2 * 10 * 531_250_000
 
@@ -246,7 +246,7 @@ CRASH = (Crash(group="a", at_s=100.5),)
 def test_lock_step_stands_still_until_the_machine_is_back_and_the_run_has_started_again() -> None:
     """100 steps, half a step lost, 50 s of repair, 20 s of restart, 900 steps."""
     groups = Group(name="a", repair_s=50.0), Group(name="b", count=3)
-    outcome = lockstep("data-parallel", *groups, choice={"restart_s": 20.0}, crashes=CRASH)
+    outcome = lockstep("data-parallel", *groups, rules={"restart_s": 20.0}, crashes=CRASH)
     assert outcome.seconds == pytest.approx(100.5 + 50 + 20 + 900)
     assert outcome.down_s == pytest.approx(50.0)
     assert outcome.idle_s == pytest.approx(3 * 50 + 4 * 20)
@@ -259,7 +259,7 @@ def test_lock_step_stands_still_until_the_machine_is_back_and_the_run_has_starte
 def test_what_came_after_the_last_checkpoint_is_done_again() -> None:
     """Checkpoints at 30, 60 and 90: ten steps of four nodes are lost."""
     groups = Group(name="a", repair_s=50.0), Group(name="b", count=3)
-    outcome = lockstep("data-parallel", *groups, choice={"restart_s": 20.0, "checkpoint_steps": 30}, crashes=CRASH)
+    outcome = lockstep("data-parallel", *groups, rules={"restart_s": 20.0, "checkpoint_steps": 30}, crashes=CRASH)
     assert outcome.seconds == pytest.approx(100.5 + 70 + 910)
     assert (outcome.lost_steps, outcome.inner_steps) == (40, 4 * 1010)
     assert outcome.useful_s == pytest.approx(4 * 1000)
@@ -269,7 +269,7 @@ def test_what_came_after_the_last_checkpoint_is_done_again() -> None:
 def test_elastic_goes_on_with_those_that_are_left_after_a_pause() -> None:
     """At 100.5 s a pause of 30 s; three go on until the fourth is back at 300.5 s, which is the end of a step."""
     groups = Group(name="a", repair_s=200.0), Group(name="b", count=3)
-    outcome = lockstep("elastic", *groups, choice={"reconfigure_s": 30.0}, crashes=CRASH)
+    outcome = lockstep("elastic", *groups, rules={"reconfigure_s": 30.0}, crashes=CRASH)
     assert outcome.seconds == pytest.approx(100.5 + 30 + 900)
     assert outcome.down_s == pytest.approx(200.0)
     assert outcome.idle_s == pytest.approx(3 * 30)
@@ -281,7 +281,7 @@ def test_a_cut_link_stops_all_of_data_parallel_and_is_left_behind_by_elastic() -
     cut = (Outage(group="a", at_s=100.0, for_s=500.0),)
     stopped = lockstep("data-parallel", *groups, outages=cut)
     assert stopped.seconds == pytest.approx(1500.0) and stopped.idle_s == pytest.approx(4 * 500)
-    elastic = lockstep("elastic", *groups, choice={"liveness_s": 10.0, "reconfigure_s": 30.0}, outages=cut)
+    elastic = lockstep("elastic", *groups, rules={"liveness_s": 10.0, "reconfigure_s": 30.0}, outages=cut)
     assert elastic.seconds == pytest.approx(1040.0)
     assert elastic.idle_s == pytest.approx(4 * 40 + 460)
 
@@ -303,7 +303,7 @@ def test_the_exchange_takes_the_busiest_link_and_the_farthest_node() -> None:
 def test_a_crash_during_a_pause_begins_it_again() -> None:
     groups = Group(name="a", repair_s=500.0), Group(name="b", count=3)
     crashes = (*CRASH, Crash(group="b", at_s=120.0))
-    outcome = lockstep("elastic", *groups, choice={"reconfigure_s": 30.0}, crashes=crashes, steps=400)
+    outcome = lockstep("elastic", *groups, rules={"reconfigure_s": 30.0}, crashes=crashes, steps=400)
     assert outcome.timeline[:2] == ((0.0, 4.0), (100.5, 0.0))
     assert outcome.crashes == 4
 
@@ -411,19 +411,33 @@ def scenario_of(**fields: Any) -> FlowScenario:
 
 @pytest.mark.parametrize("method", ["diloco", "streaming", "decoupled"])
 def test_what_stays_open_is_what_the_table_of_methods_says(method: MethodName) -> None:
-    rules, row = Choice(method=method).rules(), METHODS[method]
+    rules, row = Rules(method=method), METHODS[method]
     for name in ("h", "tau", "quorum", "max_staleness", "max_stale_rounds", "per_node_h"):
         assert getattr(rules, name) == getattr(row, name), name
     assert rules.waits == (row.on_late_update == "wait")
 
 
 def test_what_is_given_wins() -> None:
-    rules = Choice(method="decoupled", h=12, tau=0, quorum=4, per_node_h=False, bits_up=1.5).rules()
+    rules = Rules(method="decoupled", h=12, tau=0, quorum=4, per_node_h=False, bits_up=1.5)
     assert (rules.h, rules.tau, rules.quorum, rules.per_node_h, rules.bits_up) == (12, 0, 4, False, 1.5)
 
 
+def test_a_swept_lag_takes_its_tau_along_unless_one_was_given() -> None:
+    sweep, (open_, given) = (
+        Sweep(key="lag", values=(0, 1)),
+        (Rules(method="streaming"), Rules(method="streaming", tau=3)),
+    )
+    found = cases(scenario_of(variants=(Variant(name="x", rules=open_),), sweep=sweep))
+    assert [(case.setting.rules.lag, case.setting.rules.tau) for case in found] == [
+        (0, METHODS["streaming"].tau),
+        (1, 0),
+    ]
+    with pytest.raises(ValueError, match="values: lag cannot be 1: tau is 3; with lag = 1 it is 0"):
+        scenario_of(variants=(Variant(name="x", rules=given),), sweep=sweep)
+
+
 def test_cases_are_swept_values_times_variants_times_seeds() -> None:
-    variants = tuple(Variant(name=method, choice=Choice(method=method)) for method in METHOD_NAMES[:2])
+    variants = tuple(Variant(name=method, rules=Rules(method=method)) for method in METHOD_NAMES[:2])
     found = cases(
         scenario_of(nodes=(Group(),), variants=variants, sweep=Sweep(key="count", values=(2, 8)), repeats=2, seed=5)
     )
@@ -439,7 +453,7 @@ def test_a_sweep_may_be_of_the_rules() -> None:
 
 
 def test_machines_are_gathered_into_clusters() -> None:
-    variants = (Variant(name="x", choice=Choice(clusters=4)),)
+    variants = (Variant(name="x", rules=Rules(clusters=4)),)
     (case,) = cases(scenario_of(nodes=(Group(count=12, machines=2),), variants=variants))
     (group,) = case.setting.groups
     assert (group.count, group.machines) == (4, 6)
@@ -448,11 +462,11 @@ def test_machines_are_gathered_into_clusters() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Choice(h=0), "h: expected 1 or more, got 0"),
-        (lambda: Choice(h=4, tau=4, fragments=2), "tau is 4; with h = 4 it is 3 at most"),
-        (lambda: Choice(h=4, tau=0, fragments=5), "fragments is 5, more than the inner steps of a round"),
-        (lambda: Choice(method="elastic", h=30), "h is 30; elastic takes only 1"),
-        (lambda: Choice(liveness_s=-1.0), "liveness_s: expected 0 or more, got -1.0"),
+        (lambda: Rules(h=0), "h: expected 1 or more, got 0"),
+        (lambda: Rules(h=4, tau=4, fragments=2), "tau is 4; with h = 4 it is 3 at most"),
+        (lambda: Rules(h=4, tau=0, fragments=5), "fragments is 5, more than the inner steps of a round"),
+        (lambda: Rules(method="elastic", h=30), "h is 30; elastic takes only 1"),
+        (lambda: Rules(liveness_s=-1.0), "liveness_s: expected 0 or more, got -1.0"),
         (lambda: Group(step_s=0.0), "step_s is 0.0; it must be above 0"),
         (lambda: Group(loss=1.0), "loss is 1.0; it lies between 0 and below 1"),
         (lambda: Group(up_gbit_s=0.0), "up_gbit_s is 0.0; it must be above 0"),
@@ -466,7 +480,7 @@ def test_machines_are_gathered_into_clusters() -> None:
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3.5,))), "values: h cannot be 3.5: it takes whole numbers"),
         (lambda: scenario_of(sweep=Sweep(key="h", values=(3,))), "values: h cannot be 3: fragments is 6, more than"),
         (
-            lambda: scenario_of(nodes=(Group(count=5),), variants=(Variant(name="x", choice=Choice(clusters=2)),)),
+            lambda: scenario_of(nodes=(Group(count=5),), variants=(Variant(name="x", rules=Rules(clusters=2)),)),
             "clusters is 2, which does not divide the 5 of 'nodes'",
         ),
     ],
@@ -481,7 +495,7 @@ SCENARIO = FlowScenario(
     hours=1,
     repeats=3,
     nodes=(Group(count=4, crashes_per_hour=2.0, repair_s=60.0),),
-    variants=(Variant(name="x", choice=Choice(method="diloco")), Variant(name="y", choice=Choice())),
+    variants=(Variant(name="x", rules=Rules(method="diloco")), Variant(name="y", rules=Rules())),
     sweep=Sweep(key="crashes_per_hour", values=(0.0, 2.0)),
     published=(Published(variant="y", value=2.0, goodput=0.5),),
 )
@@ -544,11 +558,11 @@ def real_commits(method: str, *, steps: int, h: int, tau: int, crash_at: float |
 
 
 def flow_commits(method: MethodName, *, steps: int, h: int, tau: int, crash_at: float | None, lag: int = 0) -> Commits:
-    choice = {"h": h, "tau": tau, "lag": lag, "fragments": 1 if method == "diloco" else 3, "commit_s": 0.002}
-    choice["liveness_s"] = 2.0
+    rules = {"h": h, "tau": tau, "lag": lag, "fragments": 1 if method == "diloco" else 3, "commit_s": 0.002}
+    rules["liveness_s"] = 2.0
     groups = [Group(name=name, rtt_s=0.002, repair_s=14.0) for name in NAMES]
     crashes = (Crash(group="c", at_s=crash_at - JOINED_S),) if crash_at else ()
-    outcome = flow(method, *groups, choice=choice, steps=steps, crashes=crashes, model=Model(parameters=300))
+    outcome = flow(method, *groups, rules=rules, steps=steps, crashes=crashes, model=Model(parameters=300))
     return [(merge.fragment, merge.version, merge.nodes) for merge in outcome.windows]
 
 
