@@ -5,12 +5,16 @@ The words of stories (`stories.py`), for a node `a`. A fragment is 0 where none 
 
     joins | begins | begins 2 | begins 2.1     takes the first snapshots; also starts, in round 2, at slot 1 of it
     welcome | welcome epoch=7                  the coordinator opens a session
-    start 2 | finished | leave REASON | refused REASON | retry REASON
+    start 2 | finished | leave REASON | refused REASON | retry REASON | refused REASON newest=7
+    start 0 with 0+8 | granted 8+8             samples that it may use
     4 steps
     encoded | offered                          the last delta is encoded; the executor has offered it, too
     stored | outcome REASON                    the coordinator's word on the last delta, or on `outcome REASON 2`: no. 2
-    commit 1 | commit 1 of ab                  the coordinator closes a window and does not tell yet; of a alone
+    commit 1 | commit 1 of ab | commit scored by a   the coordinator closes a window and does not tell yet; of a alone
     told 1.2 | bytes 1.2 | update 1.2          the announcement comes; the bytes; both
+    told 1.2 alone                             ... without the plans of rounds
+    no plan                                    the node knows of no round after the first
+    position? | rate?                          of the run, and of learning
     snapshot 1 | mismatch 1 | cut REASON | drain
     run at 3 of epoch 5                        first of all: the coordinator has come to version 3, in its fifth start
     rewind to 3 as 8                           its eighth start winds the run back
@@ -194,6 +198,11 @@ class Story:
         """A line of events: what followed the last of them."""
         commands: list[ev.Command] = []
         for event in line.split("; "):
+            if event == "position?":
+                at = self.machine.schedule
+                return f"{self.machine.position:g}, step {at.step} of round {at.round}"
+            if event == "rate?":
+                return f"{self.machine.lr:.6g}"
             commands = self._happens(event)
         machine, before = self.machine, self._seen
         counts = (machine.lost_steps, machine.schedule.skipped_positions, machine.skipped_turns)
@@ -208,8 +217,14 @@ class Story:
         match what, *words:
             case "joins" | "begins" as how, *place:
                 return self._joins(how == "begins", *map(int, ".".join(place).split(".") if place else ()))
-            case "start", round_:
-                return self.hear(msg.Start(round=self.rounds[int(round_)], lease=None))
+            case "start", round_, *samples:
+                return self.hear(
+                    msg.Start(round=self.rounds[int(round_)], lease=_lease(samples[1]) if samples else None)
+                )
+            case "granted", samples:
+                return self.hear(msg.Grant(lease=_lease(samples)))
+            case "no", "plan":
+                self.machine.schedule.plans = {0: self.rounds[0]}
             case "welcome", *changes:
                 return self.hear(self.welcome(**{key: int(value) for key, value in _pairs(changes)}))
             case "run", "at", version, "of", "epoch", epoch:
@@ -227,8 +242,9 @@ class Story:
                 return self.hear(msg.Finished())
             case "leave", reason:
                 return self.hear(msg.Leave(reason=Reason[reason]))
-            case "refused" | "retry", reason:
-                return self.hear(msg.Refused(reason=Reason[reason], detail="", retriable=what == "retry"))
+            case "refused" | "retry", reason, *newest:
+                newer = {key: int(number) for key, number in _pairs(newest)}
+                return self.hear(msg.Refused(reason=Reason[reason], detail="", retriable=what == "retry", **newer))
             case _, "step" | "steps":
                 commands = self.steps(int(what))
                 self._encodes = [c for c in commands if isinstance(c, ev.Encode)] or self._encodes
@@ -240,12 +256,18 @@ class Story:
             case "outcome", reason, *number:
                 return self.refuse(self._sent(*number), Reason[reason])
             case "commit", *of:
-                fragment, nodes = (of[0] if of and of[0] != "of" else "0"), of[-1] if "of" in of else A
-                committed = self.commit(int(fragment), merged=[NodeId(node) for node in nodes])
+                fragment, nodes = (
+                    (of[0] if of and of[0].isdigit() else "0"),
+                    of[of.index("of") + 1] if "of" in of else A,
+                )
+                evaluator = NodeId(of[-1]) if "scored" in of else None
+                committed = self.commit(int(fragment), merged=[NodeId(node) for node in nodes], evaluator=evaluator)
                 self._announced[committed.fragment, committed.version] = committed
             case "told" | "bytes" | "update", *which:
-                fragment, _, version = (which[0] if which else "0").partition(".")
+                fragment, _, version = (which[0] if which and which[0] != "alone" else "0").partition(".")
                 committed = self._announced[int(fragment), int(version or self.versions[int(fragment)])]
+                if which[-1:] == ["alone"]:
+                    committed = dataclasses.replace(committed, rounds=())
                 return (self.hear(committed) if what != "bytes" else []) + (
                     self.arrive(committed.version, committed.fragment) if what != "told" else []
                 )
@@ -331,6 +353,12 @@ def at_once(job: Callable[[], bool]) -> "Future[bool]":
     return done
 
 
+def _lease(samples: str) -> Lease:
+    """`8+4` are four samples from the eighth on."""
+    start, _, count = samples.partition("+")
+    return Lease(start=int(start), count=int(count))
+
+
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (word.partition("=") for word in words)]
 
@@ -358,6 +386,12 @@ def brief(command: ev.Command) -> str:
             return f"merge {fragment}" + (f" with mix {mix}" if mix else "")
         case ev.Resync(history=history):
             return f"begin anew{_in(history)}"
+        case ev.UseSamples(lease=lease):
+            return f"use {lease.start}+{lease.count}"
+        case ev.Evaluate(versions=versions):
+            return f"score {','.join(map(str, versions))}"
+        case ev.Renumber(incarnation=incarnation):
+            return f"go on as start {incarnation}"
         case ev.SendAnchor(fragment=fragment):
             return f"send anchor {fragment}"
         case ev.Tell(message=msg.Ready(history=history)):

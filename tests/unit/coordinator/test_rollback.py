@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, Run, accepted, brief, merged, recorded
+from coordinator_run import A, B, Run, accepted, brief, merged
 from plain_runs import plain_hello, plain_progress
 from stories import StoryText, all_stories, check_story
 
@@ -20,7 +20,6 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.rollback import (
     ALARM,
     FORGOTTEN_S,
-    MOST_STARTS,
     TRUSTED_AFTER_S,
     Kind,
     RollbackGuard,
@@ -149,39 +148,6 @@ def test_the_ways_out_of_a_hold_are_those_that_help(guard: Guard, ledger: Ledger
     assert "delete the nodes' state folders" in ways and "looks like an old copy" in ways
 
 
-def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(guard: Guard) -> None:
-    assert guard.says("b", hello(), 1.0) is None and not guard.alarms
-    assert guard.says("a", AHEAD, 2.0) == guard.says("b", hello(), 2.0) == HOLDING
-    assert guard.run.held is not None
-    assert guard.run.held.startswith("the run is held: node a holds version 9 of fragment 0, here it is at 5")
-    assert "put the newer one back" in guard.alarms[ALARM] and "--rewind" in guard.alarms[ALARM]
-
-
-def test_an_epoch_that_was_met_elsewhere_is_remembered_durably_if_a_run_can_have_reached_it(guard: Guard) -> None:
-    """Whoever winds the run back must claim a higher one, before meeting any node. A lie would use up the epochs."""
-    assert guard.says("a", hello(epoch_seen=7 + MOST_STARTS + 1), 1.0) == MALFORMED and guard.run.held is None
-    for epoch in (9, 12, 10):
-        guard.says("a", hello(epoch_seen=epoch), 1.0)
-    assert recorded(guard.decisions.pop_commands()) == [rec.EpochSeen(epoch=epoch) for epoch in (9, 12)]
-
-
-def test_no_node_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:
-    """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
-    assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
-    assert guard.says("b", hello(), 10.0) is None
-    guard.clock_jumped(5.0)
-    assert guard.says("a", hello(anchors=(ref(0, 9),)), 15.0 + TRUSTED_AFTER_S) == FENCED
-    assert guard.run.held is None and "holds version 9" in guard.alarms[f"{ALARM} of a"]
-    assert guard.says("b", hello(), 101.0) is None
-    assert guard.says("a", hello(), 102.0) is None and not guard.alarms
-    guard.clock_jumped(1000.0)
-    assert guard.says("a", hello(epoch_seen=9), 103.0) is not None and guard.run.held is not None
-
-
-def test_a_coordinator_that_no_node_came_to_for_long_is_no_more_trusted(guard: Guard) -> None:
-    assert guard.says("a", hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S) == HOLDING
-
-
 def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(guard: Guard) -> None:
     """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
     guard.held_by_a(hello())
@@ -212,37 +178,6 @@ def test_who_was_not_there_at_the_last_commits_contradicts_no_node(guard: Guard,
         del ledger.commits[1, 3]  # so long ago that its digest is not remembered
     guard.held_by_a(other)
     assert guard.says("n0", other, 1000.0) == HOLDING and guard.run.held is not None
-
-
-def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(guard: Guard) -> None:
-    guard.says("b", AHEAD, 100.0)
-    guard.held_by_a(hello())
-    assert guard.says("n0", hello(), 1000.0) == HOLDING and guard.run.held is not None
-    guard.release(1000.0, "the run was released, and goes on without it")
-    assert guard.run.held is None and set(guard.alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
-    assert guard.says("n0", hello(), 1001.0) is None and guard.says("b", AHEAD, 1002.0) == FENCED
-
-
-def test_a_released_run_waits_for_a_node_that_is_not_kept_out(guard: Guard) -> None:
-    """Where all nodes have seen more, a release would otherwise commit stored deltas: a fork."""
-    guard.held_by_a()
-    guard.release(200.0, "the run was released, and goes on without it")
-    assert guard.claims == {} and "a is kept out, and no other node has come yet" in (guard.run.held or "")
-    assert guard.says("a", NEW_EPOCH, 201.0) == FENCED and guard.run.held is not None
-    assert guard.says("b", AHEAD, 202.0) == HOLDING, "another node proves the same"
-    assert set(guard.claims) == {B} and "node b holds version 9" in guard.alarms[ALARM]
-    guard.release(203.0, "the run was released, and goes on without it")
-    assert "a, b are kept out, and no other node has come yet" in guard.run.held
-    assert guard.says("n0", hello(), 204.0) is None and guard.run.held is None
-    assert guard.held_s == 104.0 and set(guard.alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
-    assert guard.says("b", AHEAD, 205.0) == FENCED and guard.run.held is None
-    assert guard.says("b", hello(), 206.0) is None, "it has taken its word back"
-
-
-def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(guard: Guard) -> None:
-    guard.held_by_a()
-    assert guard.says("a", hello(incarnation=2), 101.0) == HOLDING
-    assert guard.says("a", hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and guard.run.held is None
 
 
 # --- in the machine

@@ -9,7 +9,7 @@ from node_story import FINISHED, A, B, Story, applied, encode, forgotten, merged
 from stories import StoryText, all_stories, check_story
 
 from farloop.algo import schedule
-from farloop.algo.spec import Lease, Revision
+from farloop.algo.spec import Revision
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.send_schedule import RAMP_STEPS
@@ -20,7 +20,7 @@ H = 4
 HALF = merged(0.5)
 
 
-@all_stories(__file__, "going_on", "histories", "waiting")
+@all_stories(__file__, "going_on", "histories", "rounds", "waiting")
 def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
     check_story(path, story, Story(**story.settings).play, rewrite=rewrite)
 
@@ -30,27 +30,6 @@ def going_on(incarnation: int = 1, **choices: Any) -> Story:
     own = {"h": H, "tau": 1, "mix": 0.5, "max_staleness": 2, "max_stale_rounds": 2, **choices}
     story = Story(incarnation=incarnation, method="decoupled", on_late_update="continue", quorum=1, **own)
     return story.begin()
-
-
-# --- joining
-
-
-def test_a_node_trains_on_the_samples_that_it_is_granted_with_its_start_and_later() -> None:
-    story, lease, more = Story().join(), Lease(start=0, count=8), Lease(start=8, count=8)
-    assert story.hear(msg.Start(round=story.rounds[0], lease=lease)) == [ev.UseSamples(lease=lease)]
-    assert story.hear(msg.Grant(lease=more)) == [ev.UseSamples(lease=more)]
-
-
-def test_a_node_can_start_within_a_round() -> None:
-    """I: its first step is the slot's, its learning rate that of there, grown from little."""
-    story = Story(2).begin(round_=1, slot=1)
-    plan = story.rounds[1]
-    half = plan.length // 2
-    assert (story.machine.schedule.step, story.machine.position) == (half, plan.start + half)
-    assert story.machine.lr < schedule.learning_rate(story.machine.terms_in(1), plan.start + half)
-    assert story.steps(half) == []
-    assert (story.machine.schedule.round, story.machine.schedule.step) == (2, 0)
-    assert story.steps(half)[0] == encode(1, 1, steps=plan.length), "its first send: a full period from its start"
 
 
 # --- sending
@@ -78,17 +57,6 @@ def test_a_window_is_served_and_merged_under_its_own_terms() -> None:
     assert story.steps(1) == [own, forgotten(1, 1, merged_in=1), merged(0.25)]
 
 
-# --- merging
-
-
-def test_the_evaluator_scores_its_anchors_after_the_merge() -> None:
-    story = Story().begin()
-    story.steps(4)
-    assert story.receive(story.commit(evaluator=A))[-2:] == [merged(), ev.Evaluate(versions=(1,))]
-    story.steps(4)
-    assert story.receive(story.commit(evaluator=B))[-1] == merged()
-
-
 # --- broken links and anchors
 
 
@@ -107,19 +75,6 @@ def test_another_run_at_the_same_address_stops_the_node() -> None:
     assert isinstance(command, ev.Stop) and command.reason is Reason.WRONG_RUN
 
 
-def test_a_start_that_the_coordinator_knows_a_later_one_of_goes_on_behind_it_unless_it_has_joined() -> None:
-    refused = msg.Refused(reason=Reason.OLD_INCARNATION, detail="x", retriable=False, newest=7)
-    story = Story()
-    assert story.hear(refused) == [ev.Renumber(incarnation=8)]
-    assert story.machine.incarnation == 8 and not story.machine.ended
-    for retriable in (False, True):
-        replaced = Story().begin()
-        (command,) = replaced.hear(dataclasses.replace(refused, retriable=retriable))
-        assert command == ev.Stop(reason=Reason.OLD_INCARNATION, detail="x")
-    for story in (Story(), Story().begin()):
-        assert story.hear(msg.Leave(reason=Reason.OLD_INCARNATION, detail="x"))[-1] == command
-
-
 # --- rounds
 
 
@@ -132,27 +87,6 @@ def test_position_and_learning_rate_follow_the_round_of_the_run() -> None:
     story.machine.schedule.plans[5] = dataclasses.replace(story.rounds[5], node_steps=((A, 8),))
     story.steps(2)
     assert story.machine.position == 21.0, "eight own steps to four positions"
-
-
-def test_a_joiner_ramps_its_learning_rate_and_a_first_node_does_not() -> None:
-    """I: its moments are empty."""
-    story, first = (Story(h=40, steps=4000).begin(round_=round_) for round_ in (1, 0))
-    assert story.machine.lr == pytest.approx(schedule.learning_rate(story.spec.terms, 40.0) / RAMP_STEPS)
-    story.steps(RAMP_STEPS - 1)
-    assert story.machine.lr == schedule.learning_rate(story.spec.terms, 40.0 + RAMP_STEPS - 1)
-    assert first.machine.lr == schedule.learning_rate(first.spec.terms, 0.0)
-
-
-def test_without_the_plan_of_the_next_round_training_waits_where_it_is() -> None:
-    """A, B: holding a version means holding the terms of the next; this is for a coordinator that breaks that."""
-    story = Story()
-    story.rounds = {index: story.rounds[index] for index in range(3)}
-    story.begin()
-    story.machine.schedule.plans = {0: story.rounds[0]}
-    story.steps(4)
-    assert (story.machine.waiting, story.machine.position) == ("the plan of round 1", 4.0)
-    story.receive(story.commit())
-    assert story.machine.waiting is None and story.machine.position == 4.0
 
 
 def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run_s() -> None:
@@ -172,9 +106,6 @@ def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run
     assert story.machine.schedule.round == 7
 
 
-# --- the end
-
-
 # --- updates that are not waited for
 
 
@@ -189,19 +120,6 @@ def test_what_stands_still_does_not_wait_for_steps_of_its_own() -> None:
         forgotten(1, 1, merged_in=1)
     ]
     assert story.arrive(1) == [applied(1), HALF, encode(2, 2, steps=0)]
-
-
-def test_what_stands_still_too_far_behind_begins_anew_without_a_turn() -> None:
-    """D: the window may wait for this node."""
-    story = going_on(max_stale_rounds=8)
-    story.machine.schedule.plans = {0: story.rounds[0]}
-    story.steps(H)
-    story.hear(dataclasses.replace(story.commit(), rounds=()))
-    assert story.arrive(1) == [applied(1), HALF]
-    for _ in range(3):
-        story.hear(dataclasses.replace(story.commit(merged=[B]), rounds=()))
-    assert story.arrive(4) == story.arrive(3) == []
-    assert story.arrive(2)[-1] == merged(0.0)
 
 
 def test_the_overlap_of_a_slow_node_is_as_long_in_time_not_in_steps() -> None:

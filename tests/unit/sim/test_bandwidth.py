@@ -204,9 +204,6 @@ def test_the_required_bandwidth_is_the_least_that_is_enough(training: Training) 
         assert less < target <= enough + SLACK
 
 
-# --- accounting
-
-
 # --- the published numbers
 
 GRID = 10 ** (4 / 49)
