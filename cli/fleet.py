@@ -81,7 +81,6 @@ def _of_machine(machine: MachineStatus, *, has_gpu: bool) -> Iterable[Finding]:
     if machine["unread"]:
         fix = "run as a user that may read them; training does without"
         yield warn("sysfs", f"{name}: not readable: {'; '.join(machine['unread'])}", fix)
-
     if (off_s := machine.get("clock_off_s")) is not None and abs(off_s) > DRIFT_S:
         fix = "set its clock by NTP: signed URLs may fail, and logs cannot be compared; training does not depend on it"
         yield warn("clock", f"{name}: {duration_text(abs(off_s))} {'ahead' if off_s > 0 else 'behind'}", fix)

@@ -95,7 +95,9 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} is outside of a section; put it below {_listed(sections)}")
         if section not in sections:
-            raise ConfigError(f"{where}: there is no section [{section}] here; {nearest(section, sections)}")
+            takes = {"run": "coordinator", "node": "node"}.get(section)
+            hint = f"farloop {takes} takes such a file" if takes else nearest(section, sections)
+            raise ConfigError(f"{where}: there is no section [{section}] here; {hint}")
         for key, value in table.items():
             found.append(
                 Given(

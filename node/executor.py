@@ -434,9 +434,9 @@ class NodeExecutor:
                 self._resync(history)
             case ev.Renumber(incarnation=incarnation):
                 _log.warning(
-                    "the coordinator knows another start of this node with this number or a higher one: the state "
-                    "folder is new, old or a copy; going on as start %d. If the other still runs, it ends: give every "
-                    "machine a name of its own",
+                    "the coordinator knows another start of this node with this number or a higher one: %s is new, old "
+                    "or a copy; going on as start %d. If the other still runs, it ends: give each machine its own name",
+                    self._state.folder,
                     incarnation,
                 )
                 self._state.renumber(incarnation)

@@ -47,8 +47,7 @@ ANSWER_S: Final = 2.0  # how long an address of several is given to take a conne
 
 ONE_END_ENCRYPTS = "it hangs up: encryption is on at one end only; give both ends keys, or neither"
 WRONG_SERVER_KEY = (  # or a coordinator without keys, whose hanging up may look the same
-    "it hangs up: wrong server_key, or the coordinator has no keys; the node's server_key must hold the .pub that "
-    "belongs to the coordinator's key"
+    "it hangs up: wrong server_key, which must hold the .pub of the coordinator's key; or the coordinator has no keys"
 )
 HANGS_UP = "it hangs up: it is ending, or has other keys than in the last session"
 
@@ -346,9 +345,8 @@ class ZmqConnection:
             told = await recv_monitor_message(lane.monitor)
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
-                    why = WRONG_SERVER_KEY if self._ends[0].key else ONE_END_ENCRYPTS
-                    if self._dialer.reached == self._ends[0].address:
-                        why = HANGS_UP
+                    is_known = self._dialer.reached == self._ends[0].address
+                    why = HANGS_UP if is_known else WRONG_SERVER_KEY if self._ends[0].key else ONE_END_ENCRYPTS
                     lane.connection = (told["value"], end_of(told["value"])[0])
                     if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)

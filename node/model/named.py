@@ -371,6 +371,8 @@ def model_of_run(identity_model: str, seed: int, own: str = "") -> NamedModel:
         return _built_in(PRESETS[own], seed)
     if own and is_factory(own):
         return factory_model(own)
+    if own and not own.startswith(HF):
+        raise ModelError(f"{own!r} is neither hf:FOLDER nor package.module:factory, nor a built-in model")
     if own:
         named, folder = hf_model(text := config_text(own)), model_folder(own)
         held = has_weights(folder) and _not_trained(named.module)

@@ -227,7 +227,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_value(tmp_path: 
         ("quiet_uplink = '2mbit'", "[node] quiet_uplink: needs quiet_hours, as 08:00-18:00, which is missing"),
         ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is not a network card: expected name=kind/rate"),
         ("congestion = 'warp9'", "[node] congestion: "),
-        ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),
+        ("[run]\nsteps = 3", "there is no section [run] here; farloop coordinator takes such a file"),
         ("[pipeline]\nlayout = 'other.json'", "cannot read the layout"),
         ("nproc = 2\n[pipeline]", "[node] nproc: a stage of a pipeline is one process"),
         ("[pipeline]\ncodec = 'q9'", "[pipeline] codec: there is no 'q9'"),

@@ -192,6 +192,7 @@ def test_settings_of_sampling_are_written_with_sampling_or_refused(
     monkeypatch.syspath_prepend(str(tmp_path))
     state_of(tmp_path / "state", "sampled:made")
     given = ("export", str(tmp_path / "out"), "--state", str(tmp_path / "state"), "--model")
+    assert "'sampled' is neither hf:FOLDER nor package" in error_line(*given, "sampled")
     refused = error_line(*given, "sampled:greedy")
     assert "generation_config cannot be saved: `temperature`: `do_sample` is not set to `True`" in refused
     found(*given, "sampled:made")
