@@ -268,6 +268,9 @@ def coordinator(
     processes: Annotated[int | None, typer.Option(min=1, help="Processes of nodes.", show_default="all cores")] = None,
     step_s: Annotated[float, typer.Option("--step", metavar="S", min=0, max=3600, help="Seconds of a step.")] = 0.0,
     bulk: Bulk = "session",
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Compare with a run that has a standby, in turns.")
+    ] = False,
     out: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -291,7 +294,12 @@ def coordinator(
     out, processes = _empty_folder(out, "coordinator").resolve(), processes or os.cpu_count() or 1
     counts = dict.fromkeys(nodes or (2, 8, 32, 128))
     with stores(bulk) as urls:
-        rows = [measure(n, int(parameters), codec, rounds, processes, step_s, url, out) for n in counts for url in urls]
+        rows = [
+            measure(n, int(parameters), codec, rounds, processes, step_s, url, out, standby=on)
+            for n in counts
+            for url in urls
+            for on in ([False, True] if standby else [False])
+        ]
     _print_result({"rows": [dataclasses.asdict(row) for row in rows]}, text(rows), as_json)
 
 

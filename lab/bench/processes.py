@@ -80,22 +80,25 @@ def run_together(
     environ: Mapping[str, str] = MappingProxyType({}),
     *,
     of_ranks: bool = False,
+    after: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Run Python with the arguments of each to their ends, in `out`, where NAME.log is its log; the largest resident
     memory of each, in bytes, 0 where the system does not tell. It is what was last seen while they ran: what the kernel
     tells of a process that has ended includes what its parent held when it was started.
 
     `environ`: beside that of this process. `of_ranks`: a name that ends in -NUMBER is the rank of that number, in its
-    environment. Raises CommandError: a process failed, or took too long.
+    environment. `after`: files; a process of that name is started once its file exists.
+    Raises CommandError: a process failed, or took too long.
     """
     peaks = dict.fromkeys(commands, 0)
     deadline = time.monotonic() + PATIENCE_S
     with Children(out, stop_s=0.0) as children:
-        for name, words in commands.items():
-            rank = name.rpartition("-")[2]
-            own = {"RANK": rank, "LOCAL_RANK": rank} if of_ranks and rank.isdigit() else {}
-            children.start(name, words, command=(), cwd=out, environ={**environ, **own})
-        while any(child.running for child in children):
+        left = dict(commands)
+        while left or any(child.running for child in children):
+            for name in [name for name in left if name not in after or after[name].exists()]:
+                rank = name.rpartition("-")[2]
+                own = {"RANK": rank, "LOCAL_RANK": rank} if of_ranks and rank.isdigit() else {}
+                children.start(name, left.pop(name), command=(), cwd=out, environ={**environ, **own})
             for child in children:
                 peaks[child.name] = max(peaks[child.name], status_bytes("VmHWM", child.process.pid))
             children.check()

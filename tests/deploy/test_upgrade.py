@@ -26,7 +26,7 @@ from farloop.runtime.version import version_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
-SINCE = "4ad3d32f872ba9427f8706a2ac3f273e99d1fe8a"
+SINCE = "ae99bbbf1e52b0d5a073c584fb020441468d60ff"
 OLD = "0.0.1"  # the version that the older one says it has
 
 

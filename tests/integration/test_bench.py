@@ -188,11 +188,13 @@ def test_a_start_is_measured_on_the_folder_of_a_coordinator_that_was_killed(tmp_
 
 @pytest.mark.slow
 def test_a_coordinator_is_measured_with_nodes_that_have_no_model(tmp_path: Path) -> None:
-    words = "lab bench coordinator --nodes 1 --nodes 3 --parameters 5000 --rounds 2 --processes 2 --bulk store"
+    words = "lab bench coordinator --nodes 3 --parameters 5000 --rounds 2 --processes 2 --bulk store --standby"
     result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "out"), "--json"], prog_name="farloop")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert [(row["nodes"], row["bulk"]) for row in rows] == [(n, bulk) for n in (1, 3) for bulk in ("session", "store")]
+    both = [(bulk, on) for bulk in ("session", "store") for on in (False, True)]
+    assert [(row["bulk"], row["standby"]) for row in rows] == both
     for row in rows:
+        assert row["nodes"] == 3 and (row["mirrored_bytes"] > 3 * 4 * 5000) == row["standby"]
         assert 0 < row["told_s_p50"] <= row["told_s_p99"] and row["told_s_p50"] <= row["held_s_p50"]
         assert row["gb_per_s"] > 0 and row["cpu_s_per_commit_and_node"] > 0 and row["peak_bytes"] > 1 << 20
