@@ -58,20 +58,16 @@ def plan(
 ) -> None:
     """Plan a run over unequal links: islands, stages, paths, bits and H, with predicted times.
 
-    Nearby nodes with the same kind of network card form islands. Three modes are
-    compared: pipelines inside islands with fragments between them, pipelines across
-    islands, and paths that skip stages. The fastest is chosen, and the others are
-    listed with their times. The same inventory gives the same plan.
+    docs/routing.md explains the inventory and the plan. The fastest of three modes is
+    chosen, and the others are listed with their times.
 
     With --live, nodes and links come from a running coordinator; parameters, H and bits
     that the file leaves out come from its run. The output ends with the farloop run set
-    command that applies the planned bits and H. docs/routing.md explains the file and
-    the plan; farloop config check compares the cost of sessions and an object store.
+    command that applies the planned bits and H.
 
     With --layout, the plan is written as a layout file for pipeline nodes, and the lines
-    for RUN.toml are shown. If the file exists, nodes keep their stages and only paths
-    change: a running pipeline switches to them. Its present paths stay if less than 10 %
-    of a step is gained; --force or --epoch writes the plan anyway.
+    for RUN.toml are shown. If the file exists, only paths change, and only if a tenth of
+    a step is gained; --force or --epoch writes the plan anyway.
 
     Example: farloop plan --inventory examples/plans/twelve-sites.toml --plot plan.svg
     """

@@ -86,16 +86,13 @@ def bandwidth(
 ) -> None:
     """Compute utilisation for a given bandwidth, and the bandwidth for a given utilisation.
 
-    Model farloop: when a fragment is due, at a step boundary, the node uploads it,
-    the coordinator waits for all nodes, and the node downloads the update. It merges
-    the update --overlap steps after the send, and waits if it has not arrived. With
-    --lag 1 the update may arrive during the next round. A sync of the model is
-    params × bits in each direction.
+    Model farloop: a fragment that is due is uploaded at a step boundary, the
+    coordinator waits for all nodes, and the update is downloaded and merged --overlap
+    steps after the send, or with --lag 1 in the next round.
 
     Model published: each layer queues on one link when its backward pass ends, and
     its next forward pass, or the one --overlap steps later, waits for it. With
-    --method all, data-parallel always uses this model: its gradients overlap the
-    backward pass, unlike farloop's own method data-parallel.
+    --method all, data-parallel always uses this model, unlike farloop's own.
 
     All nodes are alike: give the slowest link and step. Latency, encoding, the time
     of a commit and traffic within a site are not simulated.

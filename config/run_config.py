@@ -57,7 +57,7 @@ class RunConfig:
     steps: Annotated[int, AtLeast(1)] = 600
     """Inner steps of each node."""
     method: Annotated[str, OneOf(METHODS)] = "streaming"
-    """diloco, streaming, co2, decoupled, async, sparse, scafcom or data-parallel: see `farloop lab methods`."""
+    """How nodes train and sync: see `farloop lab methods`."""
     h: Annotated[int | None, AtLeast(1)] = None
     """Inner steps between two sends of a fragment. Default: the method's, and at least one step for each slot."""
     bytes_goal: float | None = None
@@ -135,7 +135,7 @@ class RunConfig:
     warmup_steps: int | None = None
     """Schedule positions from min_lr to lr. Default: a tenth of the run, at most 100."""
     schedule: Annotated[str, OneOf(SHAPES)] = "cosine"
-    """Learning rate after the warm-up: cosine, linear, step, wsd, infinite or constant."""
+    """Learning rate after the warm-up."""
     drops: str | None = None
     """step: positions at which the learning rate is multiplied by drop_factor, e.g. "300,450"."""
     drop_factor: float = 0.1

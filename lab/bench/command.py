@@ -70,16 +70,12 @@ def codecs(
 ) -> None:
     """Measure the speed and the error of codecs on this machine.
 
-    Speed is in GB/s of fp32 and relative to a plain copy, which is timed before each repetition so
-    that other load affects both. add: decode into a sum. sum8: decode eight payloads at once. fused:
-    add the residual, encode, update the residual. outer: Nesterov step, encode, apply. The first
-    calls, which may compile, are not timed.
+    Speed is in GB/s of fp32 and relative to a plain copy. add: decode into a sum. sum8: decode eight
+    payloads at once. fused: add the residual, encode, update the residual. outer: Nesterov step,
+    encode, apply. Run it on an idle machine.
 
     Quality is the squared error of one encoding, of random matrices and of outer gradients from a
-    short DiLoCo run, which is trained once and kept in --out. Bits are those of the blob after its
-    entropy stage.
-
-    Run on an idle machine; otherwise the results are meaningless.
+    short DiLoCo run, which is kept in --out.
 
     Example: farloop lab bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
@@ -135,12 +131,9 @@ def memory(
 ) -> None:
     """Measure the peak memory of a coordinator and of a node, and compare it with the prediction.
 
-    Two processes train 16 steps on CPUs, with an outer momentum: a join, commits, evaluations and
-    the end of the run. The prediction is that of `farloop config check`, without activations. The
-    model base has 122 M parameters and takes some minutes and 5 GB of memory.
-
-    With --ranks a loop trains the model, sharded over that many processes, without farloop and
-    then with it: the difference of the peaks is compared with the prediction.
+    Two processes train 16 steps on CPUs. The prediction is that of `farloop config check`, without
+    activations. The model base takes some minutes and 5 GB of memory. With --ranks a loop trains the
+    model, sharded over that many processes, without farloop and then with it.
 
     Example: farloop lab bench memory --ranks 1 --ranks 2
     """
@@ -169,8 +162,8 @@ def gpu(
 ) -> None:
     """Measure on a CUDA device: kernels against the reference, copies, codecs, a loop with a node.
 
-    Each part has a time limit, prints JSON lines as numbers come, and is a row with the reason where
-    it fails; then the command exits with 1. All rows are in gpu.json.
+    Each part has a time limit and prints JSON lines, which gpu.json has as well; if one fails, the
+    command exits with 1.
 
     Example: farloop lab bench gpu --parts codecs,loop-device
     """
@@ -196,9 +189,8 @@ def loop(
 ) -> None:
     """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
 
-    The time of the training thread, in which one core computes, is split: it ran, it was ready but
-    no core was free, or it slept, mostly for Python's interpreter lock. Needs Linux. The
-    coordinator and an emulated link run on this machine too: leave them a core.
+    The time of the training thread is split: it ran, it was ready but no core was free, or it slept,
+    mostly for Python's interpreter lock. Needs Linux, and a core for the coordinator and the link.
 
     Example: farloop lab bench loop --h 5 --link 50mbit/50ms
     """
@@ -231,11 +223,9 @@ def sync(
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
 
-    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios
-    tell something: run it on an idle machine with two cores or more.
-
-    With --link, farloop also runs over emulated links, and the time is compared with that of
-    its bytes at the link's rate.
+    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios tell
+    something: run it on an idle machine with two cores or more. With --link, farloop's time is
+    compared with that of its bytes at the link's rate.
 
     Example: farloop lab bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
@@ -276,14 +266,10 @@ def coordinator(
 ) -> None:
     """Measure what a coordinator costs for each number of nodes.
 
-    Coordinator and sessions are real, over the loopback of this machine. Nodes have no model: each
-    offers a made-up delta in every round. Printed are the bytes of deltas and updates a second over
-    all links, the time from the close of a window until the last node heard of its commit and until
-    the last had its update, and the coordinator's processor time and peak memory.
-
-    The nodes run on the same machine and slow the coordinator: the processor time tells most. With
-    steps of some seconds neither is short of it, and the difference of two lengths is what a second
-    of a round costs: heartbeats, reports and the status.
+    Nodes without a model, on the same machine, offer a made-up delta in every round. Printed are the
+    bytes of deltas and updates a second over all links, the time from the close of a window until the
+    last node heard of its commit and until the last had its update, and the coordinator's processor
+    time, which tells most, and peak memory. The difference of two --step is what a second costs.
 
     Example: farloop lab bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
@@ -313,10 +299,9 @@ def recovery(
 ) -> None:
     """Measure how long a coordinator takes to start after it was killed.
 
-    A coordinator and two nodes without a model run over the loopback of this machine until every
-    fragment has its commits, and are killed. Then a process recovers the state, first with nothing of
-    it in the page cache, then again: seconds, bytes that it read, peak memory, and the time for 7 B
-    parameters at the same rates. A state takes 12 bytes a parameter, twice on disk.
+    A process recovers the state of a killed run without a model, first with nothing of it in the page
+    cache, then again: seconds, bytes that it read, peak memory, and the time for 7 B parameters at the
+    same rates. A state takes 12 bytes a parameter, twice on disk.
 
     Example: farloop lab bench recovery --parameters 25e6 --rounds 20
     """
@@ -399,15 +384,12 @@ def quality(
     Every variant trains the same tokens: the same number of steps, each with one
     batch shared by its nodes. The baseline is data-parallel if it is among the
     variants, else single, else the first. Runs of one seed start from the same
-    weights and see the same samples in the same steps; the cost of a variant is the
-    mean of its paired differences from the baseline. If their 95 % interval lies
-    within the bound, a larger effect is ruled out; if it crosses the bound, use more
-    --seeds.
+    weights and see the same samples; the cost of a variant is the mean of its paired
+    differences from the baseline, with its 95 % interval.
 
-    Nodes and coordinator run the production code on virtual time in one process: no
-    network, and on a CPU reproducible numbers. Finished runs are kept in --out and
-    reused, so it can be stopped, repeated and extended. Changes of the code are not
-    detected: use another --out then.
+    Nodes and coordinator run the production code on virtual time in one process.
+    Finished runs are kept in --out and reused, so it can be stopped, repeated and
+    extended; after a change of the code use another --out.
 
     Example: farloop lab bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
     """
@@ -473,10 +455,9 @@ def frontier(
 ) -> None:
     """Draw the loss of eleven variants against the bytes that they move.
 
-    The variants differ in method, H, codec and number of nodes. They are trained and
-    compared as `bench quality` does, on any text. frontier.svg shows each one's
-    difference from data parallel over how many times fewer bytes it moves. The command
-    can be stopped and repeated: finished runs are kept in --out.
+    The variants differ in method, H, codec and number of nodes, and are compared as by
+    `bench quality`. frontier.svg shows each one's difference from data parallel over
+    how many times fewer bytes it moves.
 
     Example: farloop lab bench frontier --data my-text --seeds 1
     """

@@ -67,12 +67,9 @@ def chaos(
 ) -> None:
     """Inject faults into a run of real processes on this machine and check that nothing is lost.
 
-    Kills and suspends nodes and the coordinator; cuts and slows links; adds joiners
-    on very slow links, silent and lying peers, connection floods, a second
-    coordinator on the same folder, and truncated files in a copy of the state. If
-    OUT/state is a small file system of its own, it is filled as well. Exits with 1
-    if a committed version is lost or forked, if a process ends unexpectedly, or on
-    any other finding. With --bulk store the object store fails as well.
+    docs/reliability.md describes the faults. If OUT/state is a small file system of
+    its own, it is filled as well. Exits with 1 if a committed version is lost or
+    forked, if a process ends unexpectedly, or on any other finding.
 
     With --standby, two coordinators, the connection between them and the store of
     the leader's record fail one after the other; --minutes, --nodes, --faults
