@@ -262,6 +262,7 @@ class _Verifier:
         self._taken: dict[int, int] = {}  # version of the newest snapshot that the journal says there is, by fragment
         self._adopted: dict[int, int] = {}  # by fragment, adopted versions whose bytes are in the journal
         self._asked, self._gone = 0, list[str]()  # objects of records, and those that the store does not give
+        self._away = False  # whether it gave no answer
         self._ledger: Ledger | None = None
         self._lost = False  # the ledger is that of before damage, until the next summary
 
@@ -384,11 +385,14 @@ class _Verifier:
 
     def _attached(self, at: Entry, where: str, what: str, expected: int, size: int | None) -> None:
         self._asked += bool(at.attachment.key)
+        if at.attachment.key and self._away:  # nor waits for each of many
+            return self._gone.append(at.attachment.key)
         try:
             data = attached(self._directory, at.attachment, self._files)
         except StorageFailed as error:
             if not at.attachment.key:
                 raise
+            self._away = error.retriable
             return self._gone.append(error.detail)
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")

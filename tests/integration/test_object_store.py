@@ -162,6 +162,10 @@ def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer)
     run.hurry()
     assert_all_agree(run, run.until_done(), "a", "b")
     assert not verify(run.state_dir).faults
+    server.fault, asked = lambda method, path: "503", server.requests
+    assert verify(run.state_dir).objects_missing > 2
+    assert server.requests - asked == 6, "one by verify and one by the trial of a start, each asked for three times"
+    server.fault = lambda method, path: ""
     server.objects.clear()
     shown = farloop("journal", "verify", str(run.state_dir), columns=200)
     assert shown.exit_code == ExitCode.STORAGE and shown.stdout.count("damaged") == 1
