@@ -21,6 +21,7 @@ of them; `brief` writes commands as text. `run.told` is both, for stories (`stor
     a reports draining                             that this is its state
     2s | clock jumps 30 | restart | stop | release
     restart as 2 | rewind as 8                     in this epoch; in a history of its own
+    set outer_lr=0.5                               other terms are given
     1?                                             which nodes the window of fragment 1 waits for
     versions? | awaited?                           of all fragments; who has not heard of the end
     samples?                                       what became of them, what is free, and how many each node holds
@@ -298,13 +299,16 @@ class Run:
 
     def _happens(self, who: str, does: str = "", *words: str) -> Commands:
         node = NodeId(who)
-        fields = {key: literal(value) for key, _, value in (word.partition("=") for word in words if "=" in word)}
-        match does, *(word for word in words if "=" not in word):
+        given = dict(word.split("=", 1) for word in (does, *words) if "=" in word)
+        fields = {key: literal(value) for key, value in given.items()}
+        match ["" if "=" in does else does, *(word for word in words if "=" not in word)]:
             case ("",) if who == "restart":
                 return self.restart()
             case "as", epoch:
                 number = int(epoch)
                 return self.restart(rec.EpochClaimed(epoch=number) if who == "restart" else rec.Rewound(epoch=number))
+            case ("",) if who == "set":
+                return self.handle(ev.TermsGiven(revision=self.machine.revision_for(given)))
             case ("",) if who == "stop":
                 self.machine.stop()
                 return []
@@ -492,6 +496,8 @@ def _brief(command: ev.Command) -> str:
             return f"dropped {blob.fragment} of {blob.node} {reason.name}"
         case ev.Forget(blob=blob):
             return f"forget {blob.fragment} of {blob.node}"
+        case ev.Record(record=rec.TermsChanged(revision=revision)):
+            return f"terms {revision.number}"
         case ev.Record(record=rec.EpochSeen(epoch=epoch)):
             return f"seen epoch {epoch}"
         case ev.Record(record=rec.Adopted() as found):

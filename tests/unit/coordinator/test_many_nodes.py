@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from coordinator_run import Run
 from interpreter_work import work_of
-from plain_runs import plain_offer
+from plain_runs import plain_offer, plain_progress
 
 from farloop.algo import schedule
 from farloop.algo.spec import NodeId, RunSpec
@@ -76,12 +76,7 @@ class Round:
         return self.handle(ev.InputStored(offer=offer, payload=self.payloads))
 
     def _progress(self, steps: int) -> msg.Progress:
-        nothing = msg.BytesByKind()
-        return msg.Progress(
-            state="training", position=1.0, round=0, inner_steps=steps, tokens=steps, loss=None, tokens_per_s=0.0,
-            compute_share=0.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, sent=nothing,
-            received=nothing,
-        )  # fmt: skip
+        return plain_progress(inner_steps=steps, tokens=steps, loss=None, tokens_per_s=0.0, compute_share=0.0)
 
 
 def test_a_node_costs_decisions_the_same_among_many_as_among_few(
