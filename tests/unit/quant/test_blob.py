@@ -67,13 +67,6 @@ def with_field(blob: bytearray, name: str, value: Any) -> bytearray:
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
 
-@every_codec
-def test_a_blob_comes_back_with_its_header(codec: Codec) -> None:
-    parsed, payload, _ = parse_blob(blob_of(codec), expected(codec))
-    assert parsed == header(codec)
-    assert torch.equal(payload, payload_of(codec))
-
-
 def test_every_field_is_where_the_table_says() -> None:
     codec = CODECS["q4"]
     blob = blob_of(codec)
@@ -109,8 +102,8 @@ def test_blobs_may_be_read_only_and_at_odd_addresses(codec: Codec) -> None:
     for offset in range(4):
         shifted = memoryview(bytearray(offset) + blob)[offset:]
         for view in (shifted, shifted.toreadonly()):
-            _, payload, _ = parse_blob(view, expected(codec))
-            assert torch.equal(payload, payload_of(codec))
+            parsed, payload, _ = parse_blob(view, expected(codec))
+            assert parsed == header(codec) and torch.equal(payload, payload_of(codec))
 
 
 def test_a_writable_blob_is_not_copied() -> None:
@@ -175,23 +168,6 @@ def test_a_wrong_field_is_named_even_under_a_right_checksum(field: str, value: A
         parse_blob(sealed(with_field(blob_of(CODECS["q4"]), field, value)), expected(CODECS["q4"]))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"version": 7}, {"base": 8}, {"newest_epoch": 1}, {"fragment": dataclasses.replace(FRAGMENT, index=1)}],
-    ids=lambda change: next(iter(change)),
-)
-def test_a_good_blob_of_something_else_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(BadBlob, match=next(iter(change)).removeprefix("newest_")):
-        parse_blob(blob_of(CODECS["q4"]), expected(CODECS["q4"], **change))
-
-
-def test_a_wrong_checksum_is_refused() -> None:
-    blob = blob_of(CODECS["q4"])
-    blob[56] ^= 1
-    with pytest.raises(BadBlob, match="checksum"):
-        parse_blob(blob, expected(CODECS["q4"]))
-
-
 @every_codec
 def test_a_bad_payload_is_a_bad_blob(codec: Codec) -> None:
     """Also under a right checksum, and where it was compressed; a payload of ones is none: its scales are NaN."""
@@ -245,13 +221,6 @@ def test_a_mutated_blob_is_refused_or_decodes_to_finite_numbers(
     assert torch.isfinite(codec.decode(payload, FRAGMENT, seed=parsed.seed)).all()
     if not honest_checksum:
         assert blob == original
-
-
-@given(st.binary(max_size=400))
-@settings(max_examples=examples(60))
-def test_garbage_is_refused(data: bytes) -> None:
-    with pytest.raises(BadBlob):
-        parse_blob(data, expected(*CODECS.values()))
 
 
 def test_the_seed_follows_from_what_sender_and_receiver_know_and_from_the_salt() -> None:
@@ -432,12 +401,6 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
     for length in (*range(20), *range(20, len(made) - 20, 7), *range(len(made) - 20, len(made))):
         with pytest.raises(BadBlob):
             parse(blob_around(made[:length]))
-
-
-def test_a_bad_payload_in_a_good_frame_is_a_bad_blob() -> None:
-    with pytest.raises(BadBlob, match="q4r payload") as failure:
-        parse(blob_around(frame(block(RUN, SIZE, b"\xff", last=True))))
-    assert isinstance(failure.value.__cause__, BadPayload)
 
 
 @every_codec

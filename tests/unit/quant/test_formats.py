@@ -28,7 +28,6 @@ from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.formats.lattice import shift_of
 from farloop.quant.formats.q4r import Q4rCodec
 from farloop.quant.formats.ternary import TERNARY, TernaryCodec
 from farloop.quant.formats.topk import TOPK
@@ -678,24 +677,6 @@ def test_values_of_e3m0_are_zero_or_a_power_of_two_times_the_scale(x: np.ndarray
     assert ((decoded.double() - tensor.double()).abs() <= size / 3)[inside].all()
 
 
-def test_the_shift_of_the_lattice_is_at_most_half_a_step_and_all_occur_equally_often() -> None:
-    for seed in (0, 1, 77, 2**32 - 1):
-        assert shift_of(seed) == (512 - (mix(seed) >> 22)) / 1024
-        assert -0.5 < shift_of(seed) <= 0.5
-    counts = np.bincount([mix(seed) >> 22 for seed in range(1 << 16)], minlength=1024)
-    assert float(((counts - 64) ** 2 / 64).sum()) == pytest.approx(1023, abs=5 * math.sqrt(2 * 1023))
-
-
-@given(st.floats(2.0**-90, 7 * 1.875 * 2.0**124, width=32))
-@settings(max_examples=examples(60))
-def test_seven_scales_of_the_lattice_reach_the_largest_element(largest: float) -> None:
-    """And no further than the rounding of a bf16."""
-    near_ties = [float(F(7 * m / 64) * F(1 + e * 2.0**-23)) for m in (65, 127) for e in (0, 1)]
-    for a in (largest, *near_ties):
-        s = float(CODECS["lattice"].encode(torch.tensor([a]), flat(1))[:2].clone().view(torch.bfloat16).double())
-        assert a <= 7 * s <= a * (1 + 2.0**-6)
-
-
 @pytest.mark.parametrize("spelling", ["step=1", "step=0.01", "step=1e-6,policy=absolute"])
 def test_q4r_clips_nothing(spelling: str) -> None:
     """One element among 255 zeros is 16 rms: its scale is what the largest code needs, and no less."""
@@ -703,12 +684,6 @@ def test_q4r_clips_nothing(spelling: str) -> None:
     x[3], x[300] = 16.0, -16.0
     nearest = codec_named(f"q4r:rounding=nearest,{spelling}")
     assert nearest.decode(nearest.encode(x, flat(512)), flat(512))[[3, 300]].tolist() == [16.078125, -16.078125]
-
-
-def test_the_decoder_of_q4r_needs_no_step_and_no_seed() -> None:
-    x, codec = gaussian(flat(600)), codec_named("q4r:step=0.7")
-    payload = codec.encode(x, flat(600), seed=5)
-    assert torch.equal(CODECS["q4r"].decode(payload, flat(600), seed=77), codec.decode(payload, flat(600), seed=5))
 
 
 def test_traits_of_q4r_follow_from_its_parameters() -> None:
@@ -742,11 +717,3 @@ def test_ternary_may_lose_more_than_there_is_and_the_traits_say_so() -> None:
     codec, x = codec_named("ternary:clip=0"), one_among(0.1, 1.0, 256)
     assert isinstance(codec, TernaryCodec) and codec.traits.contraction == TERNARY.traits.contraction == 0
     assert sum(lost(codec, x, flat(256), seed=seed) for seed in range(50)) / 50 > 5
-
-
-def test_randk_draws_every_element_equally_often() -> None:
-    codec, counts = CODECS["randk"], torch.zeros(256)
-    for seed in range(2000):
-        counts[codec.decode(codec.encode(torch.ones(256), flat(256), seed=seed), flat(256), seed=seed) != 0] += 1
-    chi_square = float((counts - 125).square().sum() / (125 * 15 / 16))
-    assert abs(chi_square - 256) < 4 * math.sqrt(512)
