@@ -133,6 +133,7 @@ def run_coordinator(
         if mirror is not None:
             mark(config.state_dir)
             leadership.begun()
+            mirror.lets_in = True
         adopt = None
         if adopt_patience_s is not None:
             adopt = AdoptionSettings(

@@ -157,6 +157,7 @@ class Mirror:
         self.error: StorageError | None = None
         self._ends = 0  # of this mirror: 1 once it is closed
         self.serves = False  # whether standbys can ask to be let in
+        self.lets_in = False  # whether they are: not while this host recovers the state, which takes all its cores
         self._alone_since = now()
 
     # --- What the standbys say
@@ -199,7 +200,7 @@ class Mirror:
     def tick(self) -> None:
         """Let those in that asked for it, and look at the record. In a thread of its own."""
         try:
-            while self._joining:
+            while self._joining and self.lets_in:
                 with self._moved:
                     name, (route, held) = self._joining.popitem()
                 try:

@@ -37,7 +37,7 @@ class Pair:
         self.terms.term = term = Term(run="r", leader="a", holder="1", term=1, address="tcp://a:7700")
         self.time = 0.0
         self.mirror = Mirror(PLACE, Leadership(self.terms, PLACE, term, 0), self.leader, lambda: self.time)
-        self.mirror.send = self.deliver
+        self.mirror.send, self.mirror.lets_in = self.deliver, True
         self.files = MirroredFiles(self.mirror)
         self.cut_off = False
         self.standby.make_directory(PLACE)
@@ -268,6 +268,15 @@ def test_the_old_folder_stays_until_the_new_one_is_whole(pair: Pair, spec: RunSp
         finish_incoming(PLACE, survivor)
         states.add(found(survivor))
     assert states == {old, new}
+
+
+def test_a_standby_waits_until_the_leader_has_recovered(pair: Pair) -> None:
+    pair.mirror.lets_in = False
+    pair.join()
+    assert not pair.mirror.has_standbys
+    pair.mirror.lets_in = True
+    pair.mirror.tick()
+    assert pair.mirror.has_standbys
 
 
 def test_a_standby_of_the_leaders_name_is_refused(pair: Pair) -> None:

@@ -84,7 +84,7 @@ class Coordinator:
         Replica(PLACE, self.disk, beside=False)  # what a start does with a half-given state
         self.mirror = Mirror(PLACE, led, self.disk, lambda: self.world.now)
         self.mirror._moved = Turn(self.world, self)  # type: ignore[assignment]
-        self.mirror.send = self.send
+        self.mirror.send, self.mirror.lets_in = self.send, True
         self.files = MirroredFiles(self.mirror)
         held = b"" if self.disk.identity(LOG) is None else self.disk.read_bytes(LOG)
         self.size = len(held) // RECORD_BYTES * RECORD_BYTES
