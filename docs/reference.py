@@ -133,15 +133,11 @@ def commands() -> str:
 
 
 def _overview(by_panel: dict[str, list[str]], top: dict[str, Any]) -> str:
-    rows = []
+    lines = []
     for panel, names in by_panel.items():
-        for name in names:
-            first = " ".join(str(top[name].help).split("\n\n")[0].split())
-            inner = [words[1:] for words, _ in _leaves([name], top[name])]
-            spelled = ", ".join(f"[`{' '.join(one)}`](#farloop-{'-'.join([name, *one])})" for one in inner)
-            spelled = f"{name} {spelled}" if inner != [[]] else f"[`{name}`](#farloop-{name})"
-            rows.append((f"**{panel}**" if name == names[0] else "", spelled, first))
-    return _table(("", "farloop …", ""), rows)
+        words = [words for name in names for words, _ in _leaves([name], top[name])]
+        lines.append(f"- **{panel}**: " + ", ".join(f"[`{' '.join(one)}`](#farloop-{'-'.join(one)})" for one in words))
+    return "\n".join(lines) + "\n"
 
 
 def _leaves(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
