@@ -375,7 +375,7 @@ class Run:
             case "fetches", fragment:
                 return self.say(node, msg.Fetch(fragment=int(fragment)))
             case "steps", steps:
-                return self.step(node, int(steps))
+                return self.step(node, int(steps), **fields)
             case "uses", watermark:
                 used = {"sample_watermark": int(watermark), "samples_left": 240 - int(watermark), **fields}
                 return self.step(node, 1, **used)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Commands, Run, accepted, recorded, snapshots, told
+from coordinator_run import A, B, C, Commands, Run, accepted, brief, recorded, snapshots, told
 from plain_runs import plain_hello
 from stories import StoryText, all_stories, check_story, literal
 
@@ -17,7 +17,6 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import (
     ALARM,
-    LISTEN_S,
     AdoptionSettings,
     NodeClaim,
     Unknown,
@@ -75,10 +74,6 @@ class Start(Run):
         started = (rec.NodeStarted(node=NodeId(node), incarnation=1, round=0) for node in known)
         assert self.begin(*started) == []
 
-    @property
-    def waits(self) -> str:
-        return self.alarms[ALARM]
-
     def gist(self, alarm: str) -> str:
         return alarm.partition("it waits for ")[2].partition(", which may hold newer")[0] or alarm
 
@@ -93,24 +88,11 @@ class Start(Run):
                 return self.dials(node, *anchors, **said)
             case "holds":
                 held = {"windows": ()} if said.pop("terms", "") == "unknown" else {}
-                return self.meets(node, *anchors, held=held, **said)
+                self.dials(node, *anchors, **said)
+                return self.holds(node, *anchors, **held)
             case "brings":
                 return self.bring(node, *anchors)
         return self.handle(ev.AnchorFailed(node=node, anchor=anchors[0], spoiled=does == "spoils"))
-
-    def at(self, seconds: float) -> Commands:
-        """Since the start."""
-        self.now = 100.0 + seconds
-        commands = self.obey(self.machine.handle_timer(self.now))
-        self.machine.check()
-        return commands
-
-    def meets(
-        self, node: NodeId, *anchors: msg.AnchorRef, held: dict[str, Any] | None = None, **hello: Any
-    ) -> Commands:
-        """A node that holds these greets, and says what it holds: `held` changes that."""
-        self.dials(node, *anchors, **hello)
-        return self.holds(node, *anchors, **(held or {}))
 
     def dials(self, node: NodeId, *anchors: msg.AnchorRef, **changes: Any) -> Commands:
         return self.greet(node, **{"anchors": anchors, "epoch_seen": 3, "round": 1, **changes})
@@ -137,30 +119,11 @@ def anchor_offer(holder: NodeId, anchor: msg.AnchorRef, **changes: Any) -> msg.O
 
 
 @pytest.fixture
-def start(spec: RunSpec) -> Start:
-    return Start(spec)
-
-
-@pytest.fixture
-def both(start: Start) -> Start:
+def both(spec: RunSpec) -> Start:
     """a holds all that is new, b nothing of it."""
-    start.meets(A, *NEW)
-    start.meets(B, *OLD)
+    start = Start(spec)
+    start.play("a holds 0.2 1.1; b holds 0.0 1.0")
     return start
-
-
-@pytest.fixture
-def three(both: Start) -> Start:
-    """So does c, and both were asked."""
-    both.meets(C, *NEW)
-    assert asked(both.at(LISTEN_S)) == [(A, 0), (C, 1)]
-    return both
-
-
-def asked(commands: Commands) -> list[tuple[NodeId, int]]:
-    """Who is to bring which fragment."""
-    tells = [command for command in commands if isinstance(command, ev.Tell)]
-    return [(tell.node, tell.message.fragment) for tell in tells if isinstance(tell.message, msg.Recall)]
 
 
 def adopted(commands: Commands) -> rec.Adopted:
@@ -175,19 +138,15 @@ def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> 
 
 def test_names_without_end_are_not_remembered(both: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farloop.coordinator.decide.adoption.MOST_MEMBERS", 4)
-    both.meets(NodeId("old"), ref(0, 9))
-    both.part(NodeId("old"))
-    both.at(LISTEN_S)
-    assert "node old, which may hold newer versions" in both.waits
-    for number in range(2):
-        both.dials(NodeId(f"name-{number}"))
-    assert "node old" not in both.waits and "the anchors to come" in both.waits
+    both.play("old holds 0.9; old parts; 10s")
+    assert "node old, which may hold newer versions" in both.alarms[ALARM]
+    both.play("name-0 dials; name-1 dials")
+    assert "node old" not in both.alarms[ALARM] and "the anchors to come" in both.alarms[ALARM]
 
 
 def test_what_is_adopted_is_recorded_once_all_of_it_is_here(both: Start) -> None:
-    assert asked(both.at(LISTEN_S)) == [(A, 0)]
-    assert asked(both.bring(A, NEW[0])) == [(A, 1)] and "1 of 2 fragments" in both.waits
-    commands = both.bring(A, NEW[1])
+    both.play("10s; a brings 0.2")
+    commands = both.play("a brings 1.1")
     assert adopted(commands) == rec.Adopted(
         epoch=4,
         anchors=tuple(
@@ -211,18 +170,16 @@ def test_what_is_adopted_is_recorded_once_all_of_it_is_here(both: Start) -> None
 
 def test_an_anchor_that_was_not_asked_for_or_of_another_name_is_not_taken(both: Start) -> None:
     """Room for all of it is made as soon as it is let in: it has one name, so that no node has many on their way."""
-    both.at(LISTEN_S)
+    both.play("10s")
     for changes in (
         {"fragment": 1, "version": 1}, {"version": 9}, {"node": B}, {"incarnation": 1}, {"seq": 1},
     ):  # fmt: skip
         assert both.say(A, anchor_offer(A, NEW[0], **changes)) == []
 
 
-def test_samples_beyond_belief_are_not_believed(start: Start) -> None:
-    start.meets(A, *NEW, held={"granted_to": (1 << 64) - 1})
-    start.meets(B, *OLD)
-    start.at(LISTEN_S)
-    record = adopted(start.bring(A, *NEW))
+def test_samples_beyond_belief_are_not_believed(both: Start) -> None:
+    both.holds(A, *NEW, granted_to=(1 << 64) - 1)
+    record = adopted(both.play("10s; a brings 0.2 1.1"))
     rec.encode(record)
     assert record.frontier <= 1 << 60 and record.rounds == (RoundPlan(index=2, start=20, length=10),)
 
@@ -249,16 +206,16 @@ def revision(number: int, terms: Any, windows: tuple[int, ...] = (4, 4), round_i
         {"terms": {"outer_lr": 0.1}, "of": (4,)},
     ],
 )
-def test_what_cannot_be_true_is_not_gone_on_under(three: Start, held: dict[str, Any]) -> None:
+def test_what_cannot_be_true_is_not_gone_on_under(both: Start, held: dict[str, Any]) -> None:
     """It would end the coordinator, then or at its next start. The anchors may be what they should be all the same."""
+    assert brief(both.play("c holds 0.2 1.1; 10s")) == "a: recall 0; c: recall 1"
     if changes := held.pop("terms", None):
-        terms = three.spec.terms.replace(**changes)
+        terms = both.spec.terms.replace(**changes)
         held = {"revisions": (revision(1, terms, held.pop("of", (4, 4))),)}
-    three.holds(A, *NEW, **held)
-    assert "what it reports besides its anchors is rejected" in three.alarms[f"{ALARM} of a"]
-    three.bring(A, NEW[0])
-    record = adopted(three.bring(C, NEW[1]))
-    assert [anchor.node for anchor in record.anchors] == [A, C] and not three.alarms and record.revisions == ()
+    both.holds(A, *NEW, **held)
+    assert "what it reports besides its anchors is rejected" in both.alarms[f"{ALARM} of a"]
+    record = adopted(both.play("a brings 0.2; c brings 1.1"))
+    assert [anchor.node for anchor in record.anchors] == [A, C] and not both.alarms and record.revisions == ()
     assert all(terms.codec_up == terms.codec_down == "q4" for terms in record.windows)
 
 

@@ -14,7 +14,6 @@ from stories import StoryText, all_stories, check_story
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.change_terms import Requests
-from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.rollback import (
@@ -118,7 +117,7 @@ class Guard(RollbackGuard):
                 assert self.says(f"n{number}", other, later) == HOLDING
 
 
-HOLDING, FENCED, MALFORMED = (Reason.HOLDING, True), (Reason.FENCED, True), (Reason.MALFORMED, False)
+HOLDING, FENCED = (Reason.HOLDING, True), (Reason.FENCED, True)
 
 
 @pytest.fixture
@@ -191,13 +190,6 @@ def run(spec: RunSpec) -> Run:
     return Run(spec, "ab", num_samples=1000)
 
 
-@pytest.fixture
-def claimed(run: Run) -> Run:
-    """The coordinator has started again."""
-    run.restart(rec.EpochClaimed(epoch=2))
-    return run
-
-
 @all_stories(__file__, "rollback")
 def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
     check_story(path, story, Run(spec, **story.settings).told, rewrite=rewrite)
@@ -243,30 +235,28 @@ def test_the_ledger_remembers_the_history_and_the_epochs_that_were_seen(run: Run
     assert (again.epoch, again.history, again.epoch_seen) == (7, 6, 5)
 
 
-def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(claimed: Run) -> None:
+def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(run: Run) -> None:
     """`farloop run release` on a genuine old copy kept out every node, and named one."""
-    release: Callable[..., Any] = Requests(claimed.machine, claimed.machine.ledger, claimed.handle, Path()).release
+    run.play("restart as 2")
+    release: Callable[..., Any] = Requests(run.machine, run.machine.ledger, run.handle, Path()).release
     with pytest.raises(ValueError, match="there is nothing to release"):
         asyncio.run(release({"do": "release"}))
-    claimed.greet(A, round=0, epoch_seen=900)
-    claimed.greet(B, round=0, epoch_seen=1000)
+    run.play("a returns epoch_seen=900; b returns epoch_seen=1000")
     for given in ({}, {"nodes": ["b"]}, {"nodes": ["a", "b", "c"]}):
         with pytest.raises(ValueError, match=r"--adopt-from-nodes.*farloop run release --node a --node b"):
             asyncio.run(release({"do": "release", **given}))
-    assert set(claimed.machine.hold_claims) == {A, B}
+    assert set(run.machine.hold_claims) == {A, B}
     answer = asyncio.run(release({"do": "release", "nodes": ["b", "a"]}))
     assert answer["held"].startswith("node a has met epoch 900") and "node b has met epoch 1000" in answer["held"]
-    assert "a, b are kept out, and no other node" in answer["still"] and answer["still"] == claimed.machine.holding
-    assert not merged(claimed.pass_time(1000.0))
+    assert "a, b are kept out, and no other node" in answer["still"] and answer["still"] == run.machine.holding
+    assert not merged(run.pass_time(1000.0))
 
 
-def test_the_alarm_of_a_node_that_was_kept_out_ends_when_it_does_not_dial_any_more(claimed: Run) -> None:
-    claimed.play("a returns")
-    claimed.greet(B, round=0, epoch_seen=1000)
-    claimed.handle(ev.HoldReleased())
+def test_the_alarm_of_a_node_that_was_kept_out_ends_when_it_does_not_dial_any_more(run: Run) -> None:
+    run.play("restart as 2; a returns; b returns epoch_seen=1000; release")
     for node, seconds, stays in ((B, FORGOTTEN_S - 1.0, True), (A, FORGOTTEN_S - 1.0, True), (A, 1.0, False)):
-        claimed.now += seconds
-        claimed.greet(node, round=0, epoch_seen=1000 if node == B else 0)
-        assert (f"{ALARM} of b" in claimed.alarms) is stays
-    assert brief(claimed.greet(B, round=0, epoch_seen=1000)) == "refuse FENCED for now"
-    assert f"{ALARM} of b" in claimed.alarms, "and is kept out all the same"
+        run.now += seconds
+        run.greet(node, round=0, epoch_seen=1000 if node == B else 0)
+        assert (f"{ALARM} of b" in run.alarms) is stays
+    assert brief(run.play("b returns epoch_seen=1000")) == "refuse FENCED for now"
+    assert f"{ALARM} of b" in run.alarms, "and is kept out all the same"

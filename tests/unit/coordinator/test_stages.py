@@ -4,23 +4,19 @@ Fragments 0 (slot 0) and 1 (slot 1) are of stage 0, fragment 2 (slot 1) is of st
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import Commands, Run, accepted, refused, told
-from plain_runs import plain_progress
+from coordinator_run import Commands, Run, accepted, refused
 from stories import StoryText, all_stories, check_story
 
 from farloop.algo.spec import Fragment, Layout, NodeId, RunSpec, TensorSlot
-from farloop.coordinator.decide import events as ev
-from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 A0, B0, A1, B1, C1, W = map(NodeId, ("a0", "b0", "a1", "b1", "c1", "w"))
 PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,), C1: (1,), W: None}
-REPORT = plain_progress(position=0.0, inner_steps=10, loss=None)
 
 
 class Staged(Run):
@@ -42,20 +38,6 @@ class Staged(Run):
         return super().greet(node, **{"holds": PARTS[node], "anchors": (), **changes})
 
 
-MakeRun = Callable[..., Staged]
-
-
-@pytest.fixture
-def make_run(spec: RunSpec) -> MakeRun:
-    return lambda *nodes, **changes: Staged(spec, nodes, **changes)
-
-
-@pytest.fixture
-def run(make_run: MakeRun) -> Staged:
-    """Two nodes of each stage."""
-    return make_run(A0, B0, A1, B1)
-
-
 @all_stories(__file__, "stages")
 def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
     check_story(path, story, Staged(spec, **story.settings).told, rewrite=rewrite)
@@ -68,33 +50,12 @@ def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> 
         ((2,), "the node holds stage 2, and the run's model has stages 0 to 1"),
     ],
 )
-def test_a_part_that_the_model_does_not_have_is_refused(make_run: MakeRun, holds: tuple[int, ...], words: str) -> None:
-    said = refused(make_run().greet(A1, holds=holds))
+def test_a_part_that_the_model_does_not_have_is_refused(spec: RunSpec, holds: tuple[int, ...], words: str) -> None:
+    said = refused(Staged(spec, ()).greet(A1, holds=holds))
     assert said.reason is Reason.WRONG_PART and not said.retriable and said.detail.startswith(words)
 
 
-def test_a_start_of_a_node_holds_the_same_for_its_life(run: Staged) -> None:
+def test_a_start_of_a_node_holds_the_same_for_its_life(spec: RunSpec) -> None:
+    run = Staged(spec, (A0, B0, A1, B1))
     assert "held stages 1, and now 0" in refused(run.greet(A1, holds=(0,), round=0)).detail
     accepted(run.greet(A1, holds=(0,), incarnation=2))
-
-
-# --- samples, claims, evaluation
-
-
-def test_samples_go_to_those_who_hold_the_first_stage(make_run: MakeRun) -> None:
-    run = make_run(A0, B0, A1, B1, num_samples=500)
-    assert {node for node, _ in run.ledger.leases.held} == {A0, B0}
-    assert accepted(run.greet(A1, round=0)).leases is None, "and there is nothing for the others to keep"
-
-
-def test_who_holds_a_part_says_how_many_tokens_came_by(make_run: MakeRun) -> None:
-    """A source has those of its own samples, but for what was lost on the way; another stage those of all sources."""
-    run = make_run(A0, B0, A1, B1, num_samples=500)
-    for node, fragment, tokens in ((A0, 1, 320), (A1, 2, 1280)):
-        offer = run.offer(node, fragment, tokens=tokens)
-        assert run.say(node, offer) == [ev.Receive(offer=offer)]
-    (said,) = told(run.say(B0, run.offer(B0, 1, tokens=641)), B0)
-    assert isinstance(said, msg.Outcome) and said.reason is Reason.IMPLAUSIBLE
-    assert "641 tokens in 10 inner steps" in said.detail
-    report = dataclasses.replace(REPORT, tokens=1280)
-    assert run.machine.believes(A1, report) and not run.machine.believes(A0, report)
