@@ -204,8 +204,8 @@ def measured(page: Path) -> str:
 
     Below `<!-- rows of FILE LIST by KEY KEY: CELL | CELL -->` and the head of a table comes a row for each item of the
     list (`rows` if none is named). A cell is a format of the item's fields, as `{x:.1f}`, or `{x:1e3*.0f}` of 1e3 · x,
-    and empty where the item lacks a field. `by`: items that agree in the first key are one row, whose fields are the
-    values of the last key. Below `<!-- measured: FILE FILE -->` comes what each file is from.
+    and empty where the item lacks a field. `by`: items that have these keys and agree in the first are one row,
+    whose fields are the values of the last. Below `<!-- measured: FILE FILE -->` comes what each file is from.
     """
 
     def made(match: re.Match[str]) -> str:
@@ -240,7 +240,7 @@ def _cell(cell: str, item: Mapping[str, Any]) -> str:
 
 def _nested(items: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for item in items:
+    for item in (item for item in items if all(key in item for key in keys)):
         inner = found
         for key in keys[:-1]:
             inner = inner.setdefault(item[key], {})

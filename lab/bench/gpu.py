@@ -116,7 +116,8 @@ def measure(
             _run(part, _command(part, model, dry=dry), out, limit_s, add_row)
 
     device = "CPU, dry run: the numbers say nothing" if dry else torch.cuda.get_device_name()
-    add_row({"part": "machine", "what": device, "cuda": torch.version.cuda, **origin()})
+    of = origin()
+    add_row({"part": "machine", "what": device, **of, "machine": f"{device}, {of['machine']}"})
     together = [part for part in parts if part in _TOGETHER]
     with ThreadPoolExecutor(max(1, len(together))) as pool:
         list(pool.map(run, together))
@@ -235,7 +236,7 @@ def codecs(part: Part) -> None:
     def print_speed(row: SpeedRow, payload_bytes: int = 0) -> None:
         moved = _MOVED[row.op] + payload_bytes / part.scale.elements
         share = {"gb_per_s": row.gb_per_s, "of_a_copy": row.ratio_to_memcpy * moved / 8, "first_s": row.warmup_s}
-        print_row(f"{row.codec} {row.op}".strip(), by=row.path, **share)
+        print_row(f"{row.codec} {row.op}".strip(), codec=row.codec, op=row.op, by=row.path, **share)
 
     for name in CODECS[:2] if dry else CODECS:
         codec = codec_named(name)
@@ -319,7 +320,7 @@ def loop(part: Part, anchors: Place) -> None:
         timed.forget_peak()
         blocked_s, node_s = _blocked_s(node), timed.seconds(h * rounds, node)
         print_row(
-            f"a step with farloop, anchors on the {anchors}",
+            "a step with farloop",
             ms=1e3 * node_s,
             more_percent=100 * (node_s / plain_s - 1),
             blocked_s=_blocked_s(node) - blocked_s,
