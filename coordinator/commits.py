@@ -278,15 +278,22 @@ def repeat(
     commit in one pass and all of it matches, `update` is not read. `expendable`: such a commit is written over the
     buffers, and is an error where anything differs. Raises WrongAnchor: the anchor does not match, or an error.
     """
+    wrong = WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
     step, delta = step_of(ledger, record, codecs.terms), None
     if record.blobs and inputs is not None:
         delta = _merged(inputs, step, record, codecs)
-        if (again := _in_one_pass(buffers, delta, step, record, codecs, pool, expendable)) is not None:
-            return again, True
+        if aggregator.kernels_of(buffers, delta, step, codecs.terms, codecs.down) is not None:
+            with suppress(NonFiniteError):
+                result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool, expendable=expendable)
+                found = result.anchor_digest, result.target_digest, result.outer_digest
+                if found == (record.anchor_digest, record.target_digest, record.momentum_digest):
+                    return result.buffers, True
+            if expendable:
+                raise wrong
     anchor = pool.copy(buffers.anchor)
     aggregator.apply_update_(anchor, update(), step, codecs.down)
     if digest(anchor) != record.anchor_digest:
-        raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
+        raise wrong
     if not record.blobs:
         stepped = buffers
     elif delta is None:
@@ -295,28 +302,6 @@ def repeat(
         stepped = aggregator.advance(buffers, aggregator.whole(delta), step, codecs.terms)
     again = replace(stepped, version=record.version, anchor=anchor)
     return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)
-
-
-def _in_one_pass(
-    buffers: Buffers,
-    delta: Tensor | Sum,
-    step: Step,
-    record: WindowCommitted,
-    codecs: Codecs,
-    pool: Pool,
-    expendable: bool,
-) -> Buffers | None:
-    """The buffers after a commit; None if the kernels take several passes, or come to another result."""
-    if aggregator.kernels_of(buffers, delta, step, codecs.terms, codecs.down) is None:
-        return None
-    with suppress(NonFiniteError):
-        result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down, pool, expendable=expendable)
-        found = result.anchor_digest, result.target_digest, result.outer_digest
-        if found == (record.anchor_digest, record.target_digest, record.momentum_digest):
-            return result.buffers
-    if expendable:
-        raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
-    return None
 
 
 def snapshot_blob(buffers: Buffers, fragment: Fragment, epoch: int) -> tuple[BlobId, bytearray, int]:

@@ -21,7 +21,6 @@ from farloop.coordinator.storage.segment import (
     Entry,
     Scan,
     Segments,
-    read_attachment,
     record_header,
     refuse_half_salvaged,
     scan_segment,
@@ -295,7 +294,7 @@ class Journal:
 
         Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
         claimed between the two. All that is found is durable, also what the last coordinator had not synced before
-        it died. Until `begin`, only `read` and `close` may be called.
+        it died. Until `begin`, only `close` may be called.
 
         Raises:
             StateLocked: a coordinator holds the directory.
@@ -495,18 +494,6 @@ class Journal:
                     self._claim.require()
             self.durable = self.num_records
         return self.durable
-
-    def read(self, attachment: Attachment, offset: int, nbytes: int) -> bytes | bytearray:
-        """Bytes [offset, offset + nbytes) of an attachment, durable or not. Any thread may call it.
-
-        Raises:
-            NoRoom: no descriptor is left to read them by; try again.
-            StorageFailed: they cannot be read.
-        """
-        return read_attachment(self._directory, attachment, offset, nbytes, self._files)
-
-    def whole(self, attachment: Attachment) -> bytes | bytearray:
-        return self.read(attachment, 0, attachment.size)
 
     def close(self) -> None:
         """Sync, free reserved room, and unlock. Idempotent."""

@@ -29,13 +29,14 @@ from farloop.coordinator.errors import (
 )
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.journal import Journal, claimed_epoch
+from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.segment import (
     Attachment,
     Entry,
     Gap,
     Items,
     Segments,
+    read_attachment,
     refuse_half_salvaged,
     segment_numbers,
 )
@@ -55,8 +56,8 @@ MOST_RECENT_BYTES = 256 << 20  # of updates that are kept in memory as well: the
 class UpdateSource:
     """An update's bytes, from memory or read from the journal while they are sent; kept until released."""
 
-    def __init__(self, journal: Journal, attachment: Attachment, data: bytes | bytearray | None) -> None:
-        self._journal, self.attachment, self._data = journal, attachment, data
+    def __init__(self, directory: Path, files: Files, attachment: Attachment, data: bytes | bytearray | None) -> None:
+        self._directory, self._files, self.attachment, self._data = directory, files, attachment, data
 
     @property
     def size(self) -> int:
@@ -64,10 +65,10 @@ class UpdateSource:
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
         if self._data is None and self.attachment.key:
-            self._data = self._journal.whole(self.attachment)
+            self._data = attached(self._directory, self.attachment, self._files)
         if self._data is not None:
             return memoryview(self._data)[offset : offset + num_bytes]
-        return memoryview(self._journal.read(self.attachment, offset, num_bytes))
+        return memoryview(read_attachment(self._directory, self.attachment, offset, num_bytes, self._files))
 
 
 class Attachments:
@@ -152,11 +153,12 @@ class Attachments:
         size = self._updates[fragment, version].size  # of an object it is about as much
         return size + sum(size if place.key else place.size for place in places if place is not None)
 
-    def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
+    def open_update(self, directory: Path, files: Files, fragment: int, version: int) -> UpdateSource:
         """A reader of an update, which stays in the journal while the reader exists."""
         with self._lock:
             newest, data = self._recent.get(fragment, (-1, None))
-            source = UpdateSource(journal, self._updates[fragment, version], data if newest == version else None)
+            held = data if newest == version else None
+            source = UpdateSource(directory, files, self._updates[fragment, version], held)
             self._sources.add(source)
         return source
 
@@ -483,12 +485,8 @@ def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
 
     Raises StorageError: the folder holds no run, or is damaged.
     """
-
-    def look() -> Recovery:
-        return recovered(Segments(directory))
-
     journal_folder(directory)
-    found = steadily(look)
+    found = steadily(lambda: recovered(Segments(directory)))
     return found.ledger, named_anchors(found.ledger.spec.identity.layout, found.buffers)
 
 

@@ -277,8 +277,8 @@ def _good_snapshots(found: Recovery) -> list[list[int]]:
         for version in snapshots.versions_of(found.directory, fragment, found.files):
             path = snapshots.snapshot_path(found.directory, fragment, version)
             with suppress(SnapshotCorrupt):
-                if snapshots.load(path, found.files).fingerprint == fingerprint:
-                    versions.append(version)
+                snapshots.load(path, found.files, fingerprint=fingerprint)
+                versions.append(version)
     return good
 
 

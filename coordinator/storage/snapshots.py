@@ -95,9 +95,9 @@ def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
     )
 
 
-def load(path: Path, files: Files = DISK) -> Snapshot:
+def load(path: Path, files: Files = DISK, *, fingerprint: str | None = None) -> Snapshot:
     """Read and verify a snapshot.
-    Raises SnapshotCorrupt: it cannot be read, or is not what was saved under this name."""
+    Raises SnapshotCorrupt: it cannot be read, or is not what was saved under this name, or is of another run."""
     try:
         tensors, metadata = _read(path, files)
         if metadata.get("format_version") != FORMAT_VERSION:
@@ -124,6 +124,8 @@ def load(path: Path, files: Files = DISK) -> Snapshot:
         raise SnapshotCorrupt(path, f"its metadata are not a snapshot's: {error}") from error
     if path.name != _file_name(snapshot.fragment, snapshot.version):
         raise SnapshotCorrupt(path, f"holds fragment {snapshot.fragment}, version {snapshot.version}")
+    if fingerprint not in (None, snapshot.fingerprint):
+        raise SnapshotCorrupt(path, f"is of run {snapshot.fingerprint}, not {fingerprint}")
     return snapshot
 
 
@@ -143,14 +145,10 @@ def load_latest(
             continue
         path = snapshot_path(directory, fragment, version)
         try:
-            snapshot = load(path, files)
-            if snapshot.fingerprint != fingerprint:
-                raise SnapshotCorrupt(path, f"is of run {snapshot.fingerprint}, not {fingerprint}")
+            return load(path, files, fingerprint=fingerprint)
         except SnapshotCorrupt as fault:
             _log.warning("snapshot refused path=%s reason=%r", path, fault.detail)
             newest_fault = newest_fault or fault
-        else:
-            return snapshot
     if newest_fault is not None:
         raise newest_fault
     return None

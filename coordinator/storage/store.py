@@ -40,6 +40,7 @@ from farloop.coordinator.storage.recovery import (
     refuse_a_lost_journal,
 )
 from farloop.coordinator.storage.segment import Entry, Gap, Segments
+from farloop.coordinator.storage.state_reader import attached
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.runtime.ports import T
@@ -477,11 +478,11 @@ class Store:
     def read_input(self, blob: BlobId) -> bytes | bytearray:
         attachment = self._attachments.input(blob)
         assert attachment is not None
-        return self._journal.whole(attachment)
+        return attached(self.directory, attachment, self._files)
 
     def update_source(self, fragment: int, version: int) -> UpdateSource:
         """A reader of an update that the ledger remembers. Any thread."""
-        return self._attachments.open_update(self._journal, fragment, version)
+        return self._attachments.open_update(self.directory, self._files, fragment, version)
 
     def update_key(self, fragment: int, version: int) -> str:
         """Of an update that the object store has; empty for one in the journal. Any thread."""

@@ -24,6 +24,7 @@ from farloop.coordinator.decide.records import EpochClaimed, LedgerSaved, Record
 from farloop.coordinator.errors import DiskFull, JournalCorrupt, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.storage.journal import RECORD_ROOM, Journal
 from farloop.coordinator.storage.segment import Segments, segment_path
+from farloop.coordinator.storage.state_reader import attached
 
 ONE, TWO = EpochClaimed(epoch=1), EpochClaimed(epoch=2)
 
@@ -230,8 +231,9 @@ class Model(RuleBasedStateMachine):
         self.journal = self.open()
 
     def open(self) -> Journal:
-        journal, found = Journal.open(Path(self.place.name), segment_bytes=2000)
-        assert [(entry.record, journal.whole(entry.attachment)) for entry in found.entries] == self.expected
+        directory = Path(self.place.name)
+        journal, found = Journal.open(directory, segment_bytes=2000)
+        assert [(entry.record, attached(directory, entry.attachment)) for entry in found.entries] == self.expected
         assert journal.num_records == self.pruned + len(self.expected)
         self.reserved = []
         journal.begin_segments_with(self.summarise)

@@ -26,7 +26,7 @@ from farloop.coordinator.aggregator import Buffers, Pool, Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
-from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage import recovery, snapshots
 from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
@@ -379,14 +379,14 @@ def test_the_newest_update_is_read_from_memory_and_no_more_than_fits(
     run_rounds(store, 2)
     told = {key: known.digest for key, known in store.ledger.commits.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "read", lambda *what: b"the file's")
+        patch.setattr(recovery, "read_attachment", lambda *what: b"the file's")
         for key, digest_of_bytes in told.items():
             source = store.update_source(*key)
             data = bytearray(source.read(0, source.size))
             assert blob_digest(data) == digest_of_bytes if key[1] == 2 else data == b"the file's"
     monkeypatch.setattr("farloop.coordinator.storage.recovery.MOST_RECENT_BYTES", 500)
     run_rounds(store, 1)  # the update of fragment 1 pushes out that of fragment 0
-    monkeypatch.setattr(Journal, "read", lambda *what: b"the file's")
+    monkeypatch.setattr(recovery, "read_attachment", lambda *what: b"the file's")
     assert [bytes(store.update_source(f, 3).read(0, 10)) == b"the file's" for f in (0, 1)] == [True, False]
 
 
