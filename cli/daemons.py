@@ -131,7 +131,7 @@ def run_coordinator(
         )
         ending.callback(store.close)
         if mirror is not None:
-            mark(config.state_dir)
+            mark(config.state_dir, leadership.term.holder)
             leadership.begun()
             mirror.lets_in = True
         adopt = None

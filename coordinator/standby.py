@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from farloop.coordinator.errors import StateMismatch
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, patiently
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, patiently
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig
-from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
-from farloop.coordinator.storage.mirror import is_marked
+from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import parse_each_tcp
@@ -33,6 +33,7 @@ class Contender:
         """`run`: fingerprint of the run. `place`: where the buffers of its fragments are kept."""
         self._config, self._store, self._place = config, store, place
         self._root = config.state_dir
+        self.files: Files = DISK
         self.name = config.name or socket.gethostname()
         self._own = Term(run=run, leader=self.name, holder=secrets.token_hex(8), term=0, address=config.bind)
         self.leader: Term | None = None
@@ -67,19 +68,18 @@ class Contender:
                     f"the record holds the leader of another run (fingerprint {self.leader.run}, the file's is "
                     f"{self._own.run}); give this run a [coordinator] leads_by of its own",
                 )
-            if self.leader is None and not force and has_run(self._root) and is_marked(self._root):
+            if self.leader is None and not force and self._has_run() and marked(self._root) is not None:
                 raise StateMismatch(
                     self._root,
                     f"a record said who leads its run, and {self._config.leads_by} has none: put it back, or start the "
                     "coordinator that led last with --force-lead",
                 )
             if force or self._may_begin(self.leader):
-                claim = partial(Leadership.claim, self._store, self._root, self._next(self.leader), version)
-                leadership = patiently(claim, stopped, "changed")
+                leadership = patiently(partial(self._claim, version), stopped, "changed")
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
                     return leadership
-            elif self._config.peers and has_run(self._root) and not is_marked(self._root):
+            elif self._config.peers and self._has_run() and marked(self._root) is None:
                 assert self.leader is not None
                 raise StateMismatch(
                     self._root,
@@ -108,11 +108,29 @@ class Contender:
         folder, or the last one's state is to be recovered from copies."""
         if found is None:
             return True
-        if has_run(self._root):
-            return found.leader == self.name
+        if self._has_run():
+            return found.leader == self.name and self._has_all_of(found)
         if found.in_sync:
             return False  # one of those has all
         return self._config.recover == "auto" or (found.leader == self.name and found.term == 1)
+
+    def _has_run(self) -> bool:
+        return has_run(self._root, self.files)
+
+    def _has_all_of(self, term: Term) -> bool:
+        """Whether the folder was led, or given all, by the holder of this record; names alone may be given twice."""
+        holders = marked(self._root, self.files)
+        return not holders or term.holder in holders
+
+    def _claim(self, version: Version) -> Leadership | None:
+        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's."""
+        own = self._own.holder
+        if (holders := marked(self._root, self.files)) and own not in holders:
+            mark(self._root, " ".join([*holders, own]), self.files)
+        leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
+        if leadership is not None and holders is not None:
+            mark(self._root, own, self.files)
+        return leadership
 
     def _stand_by(self, stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None
@@ -158,7 +176,12 @@ class Contender:
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")
                 return None
-            leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
+            is_lost = self._config.recover == "auto" and not self._has_run()
+            if not is_lost and not (self._has_run() and self._has_all_of(self.leader)):
+                only = f"only {self.leader.leader} can go on, or the folder that {self.name} had"
+                self._say(f"the record has {self.name} in sync, and this folder has not what it says: {only}")
+                return None
+            leadership = self._claim(version)
         except Unreachable as error:
             self._say(f"who leads is not known: {error}")
             return None
@@ -172,6 +195,6 @@ class Contender:
             _log.warning("does not take over why=%r", why)
 
 
-def has_run(root: Path) -> bool:
+def has_run(root: Path, files: Files = DISK) -> bool:
     """Whether a state folder has a journal."""
-    return DISK.is_directory(root) and bool(segment_numbers(root))
+    return files.is_directory(root) and bool(segment_numbers(root, files))

@@ -9,7 +9,7 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     begin                       everything comes anew, into the folder `incoming`
     keep NAME                   a file of the old folder stays: it is equal
     mkdir NAME, create NAME, unlink NAME, rename NAME TO, truncate NAME LENGTH, write NAME OFFSET (+ the bytes)
-    whole                       `incoming` takes the place of the old folder; acknowledged
+    whole HOLDER                `incoming` takes the place of the old folder, of this leader; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
 The standby answers `["ack", number]`, and `["took", bytes]` as it goes on. `["refused", why]` ends it.
@@ -383,7 +383,7 @@ class Mirror:
             if standby.route not in self._standbys:
                 return
             standby.waits = True
-            number = self.tell("whole", to=standby)
+            number = self.tell("whole", self.leadership.term.holder, to=standby)
         self.wait(number)
         with self._membership:
             if standby.route not in self._standbys:
@@ -677,6 +677,7 @@ class Replica:
                         self.files.unlink(self._path(name))
             case "whole":
                 self._finish()
+                mark(self.root, name, self.files)
                 ack(number)
             case "sync" if name and name.startswith(_SNAPSHOTS) and self._later is not None and self.whole:
                 self._later.submit(self._sync_later, name, partial(ack, number))
@@ -778,19 +779,23 @@ def finish_incoming(root: Path, files: Files = DISK) -> None:
             files.unlink(root / name)
     for name in _incoming(root, files):
         files.rename(base / name, root / name)
-    mark(root, files)
+    mark(root, "", files)
     for folder in (root / _SNAPSHOTS, root):
         with closing(files.open(folder)) as directory:
             directory.sync()
     files.delete(base / _COMPLETE)
 
 
-def mark(root: Path, files: Files = DISK) -> None:
-    """Say that the folder's run is the one that the record of the leader is about."""
-    if not is_marked(root, files):
-        files.write_bytes(root / _MARK, b"")
+def mark(root: Path, holders: str, files: Files = DISK) -> None:
+    """Say that the folder has what these leaders told, by the `holder` of their records, as "5e1d… 77aa…"."""
+    files.make_directory(root)
+    with files.replacing(root / _MARK) as temporary:
+        files.write_bytes(temporary, holders.encode())
 
 
-def is_marked(root: Path, files: Files = DISK) -> bool:
-    """Whether the folder was led or mirrored by a record: another's state may take the place of this."""
-    return files.identity(root / _MARK) is not None
+def marked(root: Path, files: Files = DISK) -> list[str] | None:
+    """By which holders of the record the folder was led or mirrored last: another's state may take the place of this.
+    None: by none. Empty: it is not known."""
+    if files.identity(root / _MARK) is None:
+        return None
+    return files.read_bytes(root / _MARK).decode(errors="replace").split()

@@ -238,7 +238,7 @@ def test_a_folder_that_a_record_was_about_does_not_begin_without_one(tmp_path: P
     """The record was deleted: which of the folders is the newest is not known here."""
     a = Start(tmp_path, "a", **PAIR)
     a.has_run()
-    mark(a.config.state_dir)
+    mark(a.config.state_dir, "")
     with pytest.raises(StateMismatch, match=r"a record said who leads its run, and file://.* has none: put it back"):
         a.lead()
     assert a.lead(force=True) is not None
@@ -274,7 +274,7 @@ def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> 
     a.has_run()
     with pytest.raises(StateMismatch, match=r"holds a run, and b, which leads by .* since term 1, did not have it"):
         a.lead()
-    mark(a.config.state_dir)
+    mark(a.config.state_dir, "")
     assert a.lead() is None and a.stands_by
 
 
@@ -284,6 +284,26 @@ def test_a_leader_that_lost_its_folder_stands_by_for_those_that_have_all(tmp_pat
     leads.set_in_sync(("b",))
     again = Start(tmp_path, "a", **PAIR)
     assert again.lead() is None and again.stands_by
+
+
+def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
+    """The name is in the record; the disk is empty, or an old one that was put back."""
+    a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
+    leads = a.lead()
+    assert leads is not None
+    a.has_run()
+    leads.set_in_sync(("b",))
+    assert b.contender._take_over() is None
+    b.has_run()
+    for start in (a, b):
+        mark(start.config.state_dir, "another")
+    assert b.contender._take_over() is None and a.lead() is None and a.stands_by
+    leads.check()
+    mark(b.config.state_dir, leads.term.holder)
+    taken = b.contender._take_over()
+    assert taken is not None
+    again = Start(tmp_path, "b", **PAIR).lead()
+    assert again is not None and again.term.term == taken.term.term + 1
 
 
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:

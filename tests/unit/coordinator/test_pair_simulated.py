@@ -63,6 +63,7 @@ class Coordinator:
     def start(self) -> None:
         config = CoordinatorConfig(state_dir=PLACE, leads_by="file:///record", name=self.name)
         self.contender = Contender(config, "run", self.world.terms)
+        self.contender.files = self.disk
         self.mirror: Mirror | None = None
         self.replica: Replica | None = None
         self.route: bytes | None = None  # of its connection to the leader, while it stands by
@@ -236,7 +237,7 @@ class World:
             found, version = self.terms.read()
             host.contender.leader = found
             may = found is None or (found.leader == host.name and host.disk.identity(LOG) is not None)
-            if may and (led := Leadership.claim(self.terms, PLACE, host.contender._next(found), version)):
+            if may and (led := host.contender._claim(version)):
                 host.lead(led)
 
     def live(self, turns: int) -> None:
