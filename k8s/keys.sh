@@ -17,11 +17,12 @@ put() { # KIND... : creates or replaces
 }
 key() { [ -e "keys/$1.key" ] || $farloop keys new keys --name "$1"; }
 coordinator() {
+	mkdir -p allowed
 	key coordinator
 	put secret generic farloop-coordinator-key --from-file=keys/coordinator.key
 }
 allow() {
-	mkdir -p allowed
+	[ -d allowed ] || { echo "keys.sh: there is no ./allowed here, so no node would be admitted: go to its folder" >&2; exit 2; }
 	put configmap farloop-allowed --from-file=allowed
 }
 
@@ -38,7 +39,6 @@ case $1 in
 --*) echo "keys.sh: there is no $1; --coordinator, --allow or --node" >&2; exit 2 ;;
 *)
 	coordinator
-	mkdir -p allowed
 	files=()
 	for name in "$@"; do
 		key "$name"

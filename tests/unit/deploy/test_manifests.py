@@ -255,14 +255,24 @@ def test_a_coordinator_without_a_volume_recovers_and_is_replaced_wherever_its_ho
     assert {one["key"].partition("/")[2] for one in pod["tolerations"]} == {"unreachable", "not-ready"}
 
 
+def keys_made(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "KUBECTL": "true", "FARLOOP": f"{sys.executable} -m farloop.cli.main"}
+    return subprocess.run(
+        [K8S / "keys.sh", *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_the_allow_list_is_not_replaced_from_a_wrong_folder(tmp_path: Path) -> None:
+    done = keys_made(tmp_path, "--allow")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "there is no ./allowed here" in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("words", [["n-0", "n-1"], ["--coordinator"], ["--node", "n-0", "server.pub"]], ids="-".join)
 def test_the_script_that_makes_the_keys_begins_in_an_empty_folder(words: list[str], tmp_path: Path) -> None:
     """What it tells kubectl is tried on a real server by tests/deploy; here kubectl is a command that does nothing."""
     (tmp_path / "server.pub").touch()
-    environ = {**os.environ, "KUBECTL": "true", "FARLOOP": f"{sys.executable} -m farloop.cli.main"}
-    done = subprocess.run(
-        [K8S / "keys.sh", *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
-    )
+    done = keys_made(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     nodes = [word for word in words if word.startswith("n-")]
     made = {path.stem for path in tmp_path.glob("keys/*.key")}
