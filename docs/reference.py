@@ -11,6 +11,7 @@ import json
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def measured(page: Path) -> str:
 
     def made(match: re.Match[str]) -> str:
         if match["mark"]:
-            return match["mark"] + "".join(_origin(page, name) for name in match["files"].split())
+            return match["mark"] + "".join(_origins(page, match["files"].split()))
         found = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
         for key in (match["list"] or "rows").split("."):
             found = found[int(key) if isinstance(found, list) else key]
@@ -248,9 +249,12 @@ def _nested(items: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[Any
     return found
 
 
-def _origin(page: Path, name: str) -> str:
-    of = json.loads((page.parent / name).read_text(encoding="utf-8"))
-    return f"- [{Path(name).stem}]({name}): `{of['command']}`, commit {of['commit']}, {of['date']}, {of['machine']}\n"
+def _origins(page: Path, names: Sequence[str]) -> Iterator[str]:
+    """A line for each commit, day and machine."""
+    found = {name: json.loads((page.parent / name).read_text(encoding="utf-8")) for name in names}
+    for what, same in groupby(found, lambda name: [found[name][key] for key in ("commit", "date", "machine")]):
+        yield f"- commit {', '.join(what)}: "
+        yield "; ".join(f"[{Path(name).stem}]({name}) `{found[name]['command']}`" for name in same) + "\n"
 
 
 def pages() -> dict[Path, str]:

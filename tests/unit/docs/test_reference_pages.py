@@ -37,22 +37,23 @@ def test_pages_are_what_the_code_and_the_results_say_today() -> None:
     told = "".join(pages.values())
     assert len(re.findall("<!-- (?:rows of|measured:)", told)) == len(made()._RESULTS.findall(told)), "a bad mark"
     for result in (ROOT / "docs/results").iterdir():
-        assert f"/{result.name}): `farloop " in told, f"no page says what {result} is from"
+        assert f"/{result.name}) `farloop " in told, f"no page says what {result} is from"
 
 
 def test_a_table_has_what_the_results_have(tmp_path: Path) -> None:
     rows = [{"of": "a", "op": "up", "s": 0.25}, {"of": "a", "op": "down", "s": 2}, {"of": "b", "op": "up", "s": 3}]
     origin = {"command": "farloop x", "commit": "1a2b3c", "date": "2026-01-02", "machine": "a machine"}
     (tmp_path / "x.json").write_text(json.dumps({**origin, "rows": rows, "by": {"k": {"s": 1}}}))
+    (tmp_path / "y.json").write_text(json.dumps(origin))
     page, mark, head = tmp_path / "page.md", "<!-- rows of x.json", "| | | |\n| --- | --- | --- |\n"
     page.write_text(
         f"{mark} by of op: `{{of}}` | {{up[s]:1e3*.0f}} ms | {{down[s]:.1f}} -->\n{head}| old | 1 | 2 |\n\n"
-        f"{mark} by: {{key}} | {{s:.0%}} -->\n{head}\n<!-- measured: x.json -->\n- old\n\nend\n"
+        f"{mark} by: {{key}} | {{s:.0%}} -->\n{head}\n<!-- measured: x.json y.json -->\n- old\n\nend\n"
     )
     tables = made().measured(page)
     assert "old" not in tables and tables.endswith("\n\nend\n")
     assert "| --- |\n| `a` | 250 ms | 2.0 |\n| `b` | 3000 ms |  |\n\n" in tables and "|\n| k | 100% |\n\n" in tables
-    assert "-->\n- [x](x.json): `farloop x`, commit 1a2b3c, 2026-01-02, a machine\n\n" in tables
+    assert "-->\n- commit 1a2b3c, 2026-01-02, a machine: [x](x.json) `farloop x`; [y](y.json) `farloop x`\n\n" in tables
     page.write_text(f"{mark} rows by of op: {{of}} | {{up[s]}} | {{gone}} -->\n{head}")
     with pytest.raises(AssertionError, match="a column is empty"):
         made().measured(page)
