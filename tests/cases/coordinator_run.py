@@ -161,6 +161,8 @@ class Run:
         commands: Commands = []
         for _ in range(1000):
             if (due := self.machine.next_timer()) is None or due > self.now:
+                if due is None and self.machine.holding is not None:
+                    assert self.machine.handle_timer(self.now) == [], "nothing is decided while the run is held"
                 return commands
             commands += self.obey(self.machine.handle_timer(self.now))
             self.machine.check()
