@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.text import Text
 
 from farloop.cli.findings import DRIFT_S, Finding, congestion_finding, fail, ok, wall_clock, warn
@@ -114,7 +114,7 @@ def _of_link(link: LinkStatus, machines: dict[str, MachineStatus]) -> Iterable[F
             yield warn("congestion", f"{machine['name']}: {finding.detail}", finding.fix)
 
 
-def fleet_tables(status: Status) -> RenderableType:
+def print_fleet(status: Status) -> None:
     """A row for each node: its machine, and its link."""
     there = table(
         "node", "state", "farloop", "devices", "disk free", "clock", left=("state",), fold=("node", "devices")
@@ -143,11 +143,7 @@ def fleet_tables(status: Status) -> RenderableType:
             f"{1000 * rtt_s:.1f} ms" if rtt_s is not None else NOTHING,
             f"{100 * again:.2f} %" if again is not None else NOTHING,
         )
-    return Group(there, ways) if there.row_count else Text("no node has come yet", "dim")
-
-
-def print_fleet(status: Status) -> None:
-    Console(highlight=False).print(fleet_tables(status))
+    Console(highlight=False).print(Group(there, ways) if there.row_count else Text("no node has come yet", "dim"))
 
 
 def _machines(status: Status) -> dict[str, MachineStatus]:

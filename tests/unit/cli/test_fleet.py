@@ -61,6 +61,11 @@ def test_the_status_of_an_older_coordinator_has_no_clocks_and_no_disks() -> None
     fleet.print_fleet(status)
 
 
+def test_a_node_s_name_is_whole_where_the_table_is_narrow(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet.print_fleet(told(nodes=[statuses.node("oslo", device="8 x NVIDIA H200 (16 threads)", state="training")]))
+    assert "oslo   training" in capsys.readouterr().out
+
+
 def test_what_a_node_keeps_already_needs_no_room_and_a_part_of_the_model_less() -> None:
     machine = {"disk_free_bytes": 10**9, "disk_used_bytes": 10**9}
     run = {"nodes": 1, "node_disk_bytes": 2 * 10**9, "parameters": 100}
