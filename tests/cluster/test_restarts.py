@@ -198,7 +198,7 @@ def test_a_node_of_two_hosts_goes_on_with_one_and_takes_the_other_back(new_run: 
 RUN_BY_HAND = {
     "sbatch": 'exec bash "$@"',
     "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
-    "srun": 'shift; "$@" & "$@" && wait $!',
+    "srun": 'shift 2; "$@" & "$@" && wait $!',
     "farloop": f'exec {sys.executable} -m farloop.cli.main "$@"',
 }
 """What a batch script calls, as a cluster of two hosts would have it."""
@@ -216,7 +216,7 @@ def test_a_script_for_a_scheduler_starts_one_node_on_two_hosts(new_run: NewRun, 
     text = (EXAMPLES / script).read_text()
     if script == "skypilot.yaml":  # which runs it on every host
         (run.folder / "host.sh").write_text(yaml.safe_load(text)["run"])
-        text = "srun --all bash host.sh"
+        text = "srun --on --all bash host.sh"
     (run.folder / "examples").mkdir()
     (run.folder / "examples" / "slurm.sh").write_text(text)
     given = {"HOSTS": "2", "PORT": str(free_port()), "GPUS": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
