@@ -42,7 +42,7 @@ from farloop.coordinator.storage.segment import (
 )
 from farloop.coordinator.storage.state_reader import attached, journal_folder, ledger_of, steadily
 from farloop.quant.digest import digest
-from farloop.quant.errors import BadBlob
+from farloop.quant.errors import BadBlob, CodecError
 
 # --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
 #
@@ -432,7 +432,9 @@ def recovered(
         StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
     """
     segments.require_end()
-    with suppress(JournalCorrupt, SnapshotCorrupt, StateMismatch):  # as where a snapshot is damaged: see what all says
+    # Of damage, also of a record that still passes for one, and leads anywhere: see what all says.
+    damage = (JournalCorrupt, SnapshotCorrupt, StateMismatch, CodecError, ValueError, LookupError, AssertionError)
+    with suppress(*damage):
         return _recovered(segments, place, first, trusting=True, everything=everything)
     return _recovered(segments, place, first, trusting=False, everything=True)
 
@@ -453,8 +455,8 @@ def _recovered(segments: Segments, place: Place, first: First | None, *, trustin
     ]
     while recovery.unread and (everything or recovery.lacks(saved)):
         recovery.take_older(segments, trusting=trusting)
-    if recovery.fault is not None and (recovery.lost or recovery.lacks(saved)):
-        raise recovery.fault
+    if (recovery.lost or recovery.lacks(saved)) and (recovery.fault is not None or trusting):
+        raise recovery.fault or Inconsistent(directory, "a record that is needed is missing")
     for place_of in filter(None, map(recovery.attachments.input, recovery.ledger.inputs)):
         if place_of.segment in recovery.unverified and (fault := segments.scan(place_of.segment).fault) is not None:
             raise fault  # a window may close with this delta as soon as the run goes on

@@ -13,11 +13,19 @@ from slow_cases import examples
 from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 from farloop.algo.spec import RunSpec
+from farloop.coordinator.decide.records import KINDS, InputStored, Record, WindowCommitted, WindowTerms, decode
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Entry, Segments, segment_numbers, segment_path
+from farloop.coordinator.storage.segment import (
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Entry,
+    Segments,
+    segment_numbers,
+    segment_path,
+)
 from farloop.coordinator.storage.snapshots import snapshot_path, versions_of
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
@@ -204,13 +212,20 @@ def test_a_start_reads_no_more_of_a_longer_journal(spec: RunSpec, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("kind", "goes_on_with_it"), [("WindowCommitted", True), ("InputStored", False), ("InputStored, undecided", False)]
+    ("kind", "goes_on_with_it"),
+    [
+        ("WindowCommitted", True),
+        ("InputStored", False),
+        ("InputStored, undecided", False),
+        ("InputStored, undecided, its record", False),
+        ("WindowCommitted, its record", False),
+    ],
 )
 def test_of_older_segments_a_start_verifies_what_it_uses(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch, kind: str, goes_on_with_it: bool
 ) -> None:
     """What is attached: an update that only a node may ask for, the delta of a commit that is repeated, and one of the
-    open window."""
+    open window. And the record, where the damage leaves another that can be decoded."""
     stored_runs.shorten(monkeypatch, snapshot_every=40, history=16)
     run = Stored()
     store = stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=run.files)
@@ -220,15 +235,36 @@ def test_of_older_segments_a_start_verifies_what_it_uses(
         stored_runs.commit(store, 0)
     store.close()
     first = Segments(PLACE, run.files).items_of(0)
-    places = [item.attachment for item in first if isinstance(item, Entry) and type(item.record).__name__ in kind]
-    place = places[0 if "undecided" in kind else -1]
-    flip(run.files, journal_of(run.files)[0], place.offset + place.size - 1)
+    entries = [item for item in first if isinstance(item, Entry) and type(item.record).__name__ in kind]
+    entry = entries[0 if "," in kind else -1]
+    if "its record" in kind:
+        begin = entry.offset + RECORD_HEADER_BYTES
+        body = run.files.read_bytes(journal_of(run.files)[0])[begin : entry.attachment.offset]
+        at = next(at for at in range(len(body)) if is_another(entry.record, body, at))
+        flip(run.files, journal_of(run.files)[0], begin + at)
+    else:
+        flip(run.files, journal_of(run.files)[0], entry.end - 1)
     store = started(run.files)
     assert isinstance(store, Store) == goes_on_with_it
     if isinstance(store, Store):
         assert store.alarms == {}
         verify_the_rest(store)
         assert "journal-000000.log" in store.alarms["journal"]
+
+
+def is_another(record: Record, body: bytes, at: int) -> bool:
+    """Whether the lowest bit of this byte leaves a record of another delta, or of another codec."""
+    try:
+        found = decode(KINDS[type(record)], body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
+    except ValueError:
+        return False
+    match found, record:
+        case InputStored(), InputStored():
+            return found.blob != record.blob
+        case WindowCommitted(next_window=WindowTerms() as there), WindowCommitted(next_window=WindowTerms() as here):
+            return there.codec_down != here.codec_down
+        case _:
+            return False
 
 
 def test_a_segment_that_was_deleted_before_it_was_verified_is_no_damage(spec: RunSpec) -> None:
