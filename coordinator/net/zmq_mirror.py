@@ -207,6 +207,7 @@ class MirrorClient:
                 if now - pinged_at > PING_S:
                     pinged_at = now
                     self._say(["ping"])
+                    self._say(["clock", self._name, datetime.now(UTC).timestamp()])
                 if not self._receive():
                     self._hang_up()
                 with suppress(Empty):
@@ -245,7 +246,6 @@ class MirrorClient:
             return
         self._say(["join", self._name, held])
         self._say(["version", self._name, version_of()])
-        self._say(["clock", self._name, datetime.now(UTC).timestamp()])
 
     def _hang_up(self) -> None:
         if self._socket is not None:

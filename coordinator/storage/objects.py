@@ -73,7 +73,8 @@ def note_objects(directory: Path, url: str, files: Files = DISK) -> None:
     with suppress(OSError):
         if (before := files.read_bytes(directory / _FILE)) == text:
             return
-        _log.warning("bulk_url changed to=%s was=%r fix='copy its objects there, or put it back'", url, before.decode())
+        fix = "copy its objects there, or put it back"
+        _log.warning("bulk_url changed to=%s was=%r fix=%r", url, before.decode(errors="replace"), fix)
     files.make_directory(directory)
     with files.replacing(directory / _FILE) as temporary:
         files.write_bytes(temporary, text)

@@ -1,6 +1,7 @@
 """Deltas and updates by an object store: real processes, a real signature, and stores that fail."""
 
 import itertools
+import json
 import os
 import select
 import shutil
@@ -25,7 +26,7 @@ from object_server import ObjectServer, serving
 from farloop.cli.doctor import object_store, store_from_here
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.storage.objects import signer
+from farloop.coordinator.storage.objects import note_objects, signer
 from farloop.coordinator.storage.verify import verify
 from farloop.lab.bench.http_store import ObjectServer as ObjectStore
 from farloop.local.processes import free_port
@@ -140,6 +141,12 @@ def test_no_byte_of_a_delta_or_update_passes_the_coordinator(new_run: NewRun, se
     assert any(isinstance(record, rec.InputStored) for record in run.records())
     report = verify(run.state_dir)
     assert not report.faults and report.deltas > 0
+
+
+def test_a_damaged_note_of_the_store_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "objects").write_bytes(b'{"url": "s3://run\xff')
+    note_objects(tmp_path, STORE)
+    assert json.loads((tmp_path / "objects").read_bytes()) == {"url": STORE}
 
 
 def test_a_start_reads_what_the_store_has(new_run: NewRun, server: ObjectServer) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from keyring import authorize, keys_of, new_keys
 from loopback import (
     FARLOOP,
@@ -180,6 +181,24 @@ def test_a_standby_whose_dials_are_taken_and_dropped_leads_after_a_second(tmp_pa
         client.run(lambda: client.is_without_leader or time.monotonic() - began > 4.0)
         assert time.monotonic() - began < 2.0
         assert client._dials <= 3, "and it does not dial all the time"
+
+
+def test_a_standby_says_its_clock_with_every_ping(tmp_path: Path) -> None:
+    """So that the alarm about it ends once it is set."""
+    said, until = list[str](), time.monotonic() + 5.0
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as leader:
+        port = leader.bind_to_random_port("tcp://127.0.0.1")
+        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, "b")
+
+        def over() -> bool:
+            with suppress(zmq.Again):
+                route, message = leader.recv_multipart(zmq.DONTWAIT)
+                said.append(json.loads(message)[0])
+                leader.send_multipart([route, b'["pong"]'])
+            return said.count("clock") > 1 or time.monotonic() > until
+
+        client.run(over)
+    assert said.count("clock") > 1 and said.count("join") == 1
 
 
 class Listening:
