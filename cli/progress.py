@@ -141,7 +141,7 @@ class PlainLines:
 
 
 def _presence(node: NodeStatus) -> str:
-    """A node's state, coarsely: training, waiting and evaluating alternate every round and are not reported."""
+    """A node's state, coarsely: training and waiting alternate every round and are not reported."""
     if not node["connected"]:
         return f"is away: {node['reason']}" if node["reason"] else "is away"
     if node["state"] in ("joining", "draining", "finished"):
