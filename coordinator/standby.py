@@ -12,7 +12,7 @@ from typing import Final
 
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, patiently
-from farloop.coordinator.net.zmq_mirror import MirrorClient
+from farloop.coordinator.net.zmq_mirror import MirrorClient, leading_peer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
@@ -56,12 +56,22 @@ class Contender:
 
         Raises:
             Unusable: the store holds something else.
-            StateMismatch: the record is another run's; or this folder is not the one that led, and nothing can bring it
-                here.
+            StateMismatch: the record is another run's; there is none, and a leader at `peers`; or this folder is not
+                the one that led, and nothing can bring it here.
             KeyFileError
         """
+        leads_at = None
         while (found := patiently(self._store.read, stopped)) is not None:
             self.leader, version = found
+            if self.leader is None and not force and self._config.peers:
+                if leads_at is not None:
+                    raise StateMismatch(
+                        self._root,
+                        f"a coordinator leads at {leads_at}, and {self._config.leads_by} has no record of it: give "
+                        "both one [coordinator] leads_by",
+                    )
+                if leads_at := leading_peer(parse_each_tcp(self._config.peers), self._config.key):
+                    continue  # it may have made its record meanwhile
             if self.leader is not None and self.leader.run != self._own.run:
                 raise StateMismatch(
                     self._root,
@@ -150,7 +160,7 @@ class Contender:
             return bool(taken)
 
         try:
-            client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self.name)
+            client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self._own)
             self.client = client
             if self._config.follow:
                 self.following = Following(self._root, self._place, lambda: client.whole)

@@ -6,6 +6,7 @@ A pair has one key: each end shows it to the other, and no other is accepted. A 
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.coordinator.errors import StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.leadership import Term
 from farloop.coordinator.net.zmq_router import BindError, require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
@@ -149,12 +151,42 @@ class MirrorServer:
                         _log.warning("bad message of a standby why=%r", str(error))
 
 
+def _dealer(context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes | None) -> "zmq.Socket[bytes]":
+    dealer = context.socket(zmq.DEALER)
+    for option, value in (*_OPTIONS, (zmq.RECONNECT_IVL, -1)):
+        dealer.setsockopt(option, value)
+    if secret is not None:
+        dealer.curve_secretkey = secret
+        dealer.curve_publickey = dealer.curve_serverkey = zmq.curve_public(secret)
+    return dealer
+
+
+def _connect(dealer: "zmq.Socket[bytes]", peer: Address) -> None:
+    found = resolved(peer)
+    dealer.setsockopt(zmq.IPV6, found.is_ipv6)
+    dealer.connect(f"tcp://{found}")
+
+
+def leading_peer(peers: Sequence[Address], key: Path | None) -> Address | None:
+    """The first of these at which a leader answers a standby within `JOIN_S`. Raises KeyFileError."""
+    secret = load_secret(key) if key is not None else None
+    for peer in peers:
+        with suppress(OSError, zmq.ZMQError), zmq.Context() as context, _dealer(context, secret) as dealer:
+            socket.create_connection((peer.host, peer.port), JOIN_S).close()  # fails at once where nobody listens
+            _connect(dealer, peer)
+            dealer.send(b'["ping"]')
+            if dealer.poll(int(1000 * JOIN_S)):
+                return peer
+    return None
+
+
 class MirrorClient:
     """The standby's end: applies what the leader does, in the thread that runs it."""
 
-    def __init__(self, root: Path, peers: Sequence[Address], key: Path | None, name: str) -> None:
-        """`peers`: where leaders listen for standbys. Raises KeyFileError."""
-        self._root, self._peers, self._name = root, list(peers), name
+    def __init__(self, root: Path, peers: Sequence[Address], key: Path | None, own: Term) -> None:
+        """`peers`: where leaders listen for standbys. `own`: the record by which this process would lead.
+        Raises KeyFileError."""
+        self._root, self._peers, self._own = root, list(peers), own
         self._secret = load_secret(key) if key is not None else None
         self._replica = Replica(root)
         self._known: dict[str, Any] = {}  # digests that were computed before
@@ -190,26 +222,27 @@ class MirrorClient:
 
     def run(self, over: Callable[[], bool]) -> None:
         """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied.
-        Raises StateMismatch: the leader has the same name."""
+        Raises StateMismatch: the leader refuses this standby."""
         joined_at = pinged_at = float("-inf")
         taken = 0
         try:
             while not over():
                 now = time.monotonic()
+                # Before silence is measured: `over` may have waited for the record's store for longer than that
+                if self._socket is not None and not self._receive():
+                    self._hang_up()
                 patience_s = JOIN_S if self.lost_at is not None or self.heard_at < joined_at else SILENCE_S + JOIN_S
                 if self._socket is None and now - joined_at < PING_S:
                     time.sleep(0.02)
                     continue
                 if self._socket is None or now - max(self.heard_at, joined_at) > patience_s:
                     self._join()
-                    joined_at, pinged_at, taken = time.monotonic(), float("-inf"), self._replica.taken
+                    joined_at = pinged_at = time.monotonic()
+                    taken = self._replica.taken
                     continue
                 if now - pinged_at > PING_S:
                     pinged_at = now
-                    self._say(["ping"])
-                    self._say(["clock", self._name, datetime.now(UTC).timestamp()])
-                if not self._receive():
-                    self._hang_up()
+                    self._ping()
                 with suppress(Empty):
                     while True:
                         dial, number = self._acks.get_nowait()
@@ -229,23 +262,21 @@ class MirrorClient:
         held = digests(self._root, self._replica.files, self._known)
         peer = self._peers[self._dials % len(self._peers)]
         self._dials += 1
-        self._socket = self._context.socket(zmq.DEALER)
-        for option, value in (*_OPTIONS, (zmq.RECONNECT_IVL, -1)):
-            self._socket.setsockopt(option, value)
-        if self._secret is not None:
-            public = zmq.curve_public(self._secret)
-            self._socket.curve_secretkey, self._socket.curve_publickey = self._secret, public
-            self._socket.curve_serverkey = public
+        self._socket = _dealer(self._context, self._secret)
         self._monitor = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
         try:
-            found = resolved(peer)
-            self._socket.setsockopt(zmq.IPV6, found.is_ipv6)
-            self._socket.connect(f"tcp://{found}")
+            _connect(self._socket, peer)
         except (OSError, zmq.ZMQError) as error:
             _log.info("peer not dialled peer=%s why=%r", peer, str(error))
             return
-        self._say(["join", self._name, held])
-        self._say(["version", self._name, version_of()])
+        own = self._own
+        self._say(["join", own.leader, own.run, own.holder, held])
+        self._say(["version", own.leader, version_of()])
+        self._ping()
+
+    def _ping(self) -> None:
+        self._say(["ping"])
+        self._say(["clock", self._own.leader, datetime.now(UTC).timestamp()])
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -12,11 +12,14 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     whole HOLDER                `incoming` takes the place of the old folder, of this leader; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
-The standby answers `["ack", number]`, and `["took", bytes]` as it goes on. `["refused", why]` ends it.
+The standby asks to be let in by `["join", name, run, process, {file: [bytes, digest]}]`: its run's fingerprint, what
+its process drew at its start, and what it has. It answers `["ack", number]`, and `["took", bytes]` as it goes on.
+`["refused", why]` ends it.
 """
 
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -43,6 +46,7 @@ SILENCE_S: Final = 4.0
 """The leader goes on without a standby of which nothing was received for so long. Less than `zmq_mirror.SILENCE_S`, so
 that the leader goes on where both could."""
 STALLED_S: Final = 30.0  # ... or that answers, and has not taken anything of what was sent for so long
+RIVAL_S: Final = 1.0  # a standby that is heard so long after another of its name asked lives: it pings twice a second
 WINDOW_BYTES: Final = 8 << 20
 """Of snapshots that are sent and not taken yet: they must not stand before a commit."""
 CHUNK_BYTES: Final = 1 << 20  # of a large write, and of a file that a new standby is given
@@ -64,6 +68,8 @@ _MIRRORED: Final = re.compile(
 _REPORTS: Final = ".jsonl"
 """Files that the observer writes: they are brought after, and nothing waits for them."""
 
+_OWN_NAME: Final = "give each a name of its own"
+_Who = tuple[str, str]  # a standby's name, and what its process drew
 Send = Callable[[bytes, Sequence[Bytes]], None]
 """Sends frames to a route. Any thread; never waits."""
 
@@ -145,8 +151,9 @@ class Mirror:
         self._membership = threading.RLock()  # held while the record and `_standbys` are changed to agree
         self._moved = threading.Condition(threading.Lock())  # a standby took something, or the state below changed
         self._standbys: dict[bytes, _Standby] = {}
-        self._joining: dict[str, tuple[bytes, dict[str, tuple[int, str]]]] = {}
-        self._known_routes = set[bytes]()
+        self._joining: dict[_Who, tuple[bytes, dict[str, tuple[int, str]], float]] = {}  # route, files, when it asked
+        self._known_routes = dict[bytes, _Who]()
+        self._heard_at = dict[_Who, float]()  # by any of its routes
         self._versions = dict[str, str]()  # of farloop, by name of the standby
         self._clocks_off = dict[str, float]()  # seconds, likewise
         self._digests: dict[str, tuple[Identity, str]] = {}
@@ -167,16 +174,22 @@ class Mirror:
         now, found = self._now(), self._standbys.get(route)
         if found is not None:
             found.heard_at = now
+        if (who := self._known_routes.get(route)) is not None:
+            with self._moved:
+                self._heard_at[who] = now
         match head:
-            case ["join", str(name), dict()] if name == (leads := self.leadership.term).leader:
-                why = (
-                    f"another coordinator of the name {name} leads since term {leads.term}: give each a name of its own"
-                )
-                self.send(route, [json.dumps(["refused", why], allow_nan=False).encode()])
-            case ["join", str(name), dict(held)]:
+            case ["join", str(name), str(run), str(), dict()] if run != (leads := self.leadership.term).run:
+                why = f"{leads.leader} leads another run (fingerprint {leads.run}, not {run})"
+                self._refuse(route, name, f"{why}: [coordinator] peers are to be the coordinators of one run")
+            case ["join", str(name), str(), str(), dict()] if name == (leads := self.leadership.term).leader:
+                why = f"another coordinator of the name {name} leads since term {leads.term}"
+                self._refuse(route, name, f"{why}: {_OWN_NAME}")
+            case ["join", str(name), str(), str(process), dict(held)]:
+                files = {file: (size, digest) for file, (size, digest) in held.items()}
                 with self._moved:
-                    self._known_routes.add(route)
-                    self._joining[name] = route, {file: (size, digest) for file, (size, digest) in held.items()}
+                    self._known_routes[route] = name, process
+                    self._heard_at[name, process] = now
+                    self._joining[name, process] = route, files, now
             case ["version", str(name), str(version)]:
                 self._versions[name] = version
             case ["clock", str(name), float(clock_s)]:
@@ -200,9 +213,8 @@ class Mirror:
     def tick(self) -> None:
         """Let those in that asked for it, and look at the record. In a thread of its own."""
         try:
-            while self._joining and self.lets_in:
-                with self._moved:
-                    name, (route, held) = self._joining.popitem()
+            while self.lets_in and (asks := self._next_to_let_in()) is not None:
+                name, route, held = asks
                 try:
                     self._let_in(name, route, held)
                 except (OSError, NoRoom) as error:  # as where no file can be opened: it asks again
@@ -365,12 +377,33 @@ class Mirror:
     def _forget(self, route: bytes) -> bool:
         """Nothing more goes to it, and no sync waits for it; whether it was there."""
         with self.lock, self._moved:
-            self._known_routes.discard(route)
+            self._known_routes.pop(route, None)
             was = self._standbys.pop(route, None)
             self._moved.notify_all()
         return was is not None
 
     # --- Letting in
+
+    def _refuse(self, route: bytes, name: str, why: str) -> None:
+        _log.warning("standby refused name=%s why=%r", name, why)
+        self.send(route, [json.dumps(["refused", why], allow_nan=False).encode()])
+
+    def _next_to_let_in(self) -> tuple[str, bytes, dict[str, tuple[int, str]]] | None:
+        """A standby that asks, while no other process of its name is heard: the record has names, so that the one that
+        is behind could take over. After its own restart it waits until its last process is known to be gone."""
+        with self._moved:
+            for who, (route, held, asked_at) in list(self._joining.items()):
+                name = who[0]
+                others = (at for other, at in self._heard_at.items() if other[0] == name and other != who)
+                last = max(others, default=-math.inf)
+                if last > asked_at + RIVAL_S:
+                    self._refuse(route, name, f"another standby of the name {name} is connected: {_OWN_NAME}")
+                    self._known_routes.pop(route, None)
+                    del self._joining[who], self._heard_at[who]
+                elif self._now() - last > SILENCE_S:
+                    del self._joining[who]
+                    return name, route, held
+        return None
 
     def _let_in(self, name: str, route: bytes, held: dict[str, tuple[int, str]]) -> None:
         for before in [each for each in list(self._standbys.values()) if each.name == name]:

@@ -20,11 +20,11 @@ LOOK_S = 0.01
 
 def main(file: Path, go: Path, pace_s: float) -> None:
     def slow_down(node: Node) -> None:
-        step = node.step
+        step, pause = node.step, go.with_name("pause")
 
         def slow_step(*, loss: float | None = None, tokens: int | None = None) -> bool:
             due = time.monotonic() + pace_s
-            while time.monotonic() < due and not go.exists():
+            while (time.monotonic() < due or pause.exists()) and not go.exists():
                 time.sleep(LOOK_S)
             return step(loss=loss, tokens=tokens)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +31,21 @@ from loopback import (
     new_run,  # noqa: F401 - a fixture
 )
 from object_server import serving
+from terms_in_memory import Terms
 
 from farloop.config.exit_codes import ExitCode
-from farloop.coordinator.net.zmq_mirror import MirrorClient
+from farloop.coordinator.leadership import Leadership, Term
+from farloop.coordinator.net import zmq_mirror
+from farloop.coordinator.net.zmq_mirror import MirrorClient, MirrorServer
+from farloop.coordinator.storage.mirror import Mirror
 from farloop.local.processes import free_port
 from farloop.monitoring.addresses import Address
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+STANDBY = Term(run="r", leader="b", holder="2", term=0, address="")
 
 
 class Pair:
@@ -176,7 +183,7 @@ def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
 def test_a_standby_whose_dials_are_taken_and_dropped_leads_after_a_second(tmp_path: Path) -> None:
     """As by a port forward or a load balancer in front of a leader that is gone: no new loss begins with each try."""
     with Listening() as port:
-        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, "b")
+        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, STANDBY)
         client.heard_at = client.lost_at = began = time.monotonic()
         client.run(lambda: client.is_without_leader or time.monotonic() - began > 4.0)
         assert time.monotonic() - began < 2.0
@@ -188,7 +195,7 @@ def test_a_standby_says_its_clock_with_every_ping(tmp_path: Path) -> None:
     said, until = list[str](), time.monotonic() + 5.0
     with zmq.Context() as context, context.socket(zmq.ROUTER) as leader:
         port = leader.bind_to_random_port("tcp://127.0.0.1")
-        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, "b")
+        client = MirrorClient(tmp_path, [Address(host="127.0.0.1", port=port)], None, STANDBY)
 
         def over() -> bool:
             with suppress(zmq.Again):
@@ -199,6 +206,26 @@ def test_a_standby_says_its_clock_with_every_ping(tmp_path: Path) -> None:
 
         client.run(over)
     assert said.count("clock") > 1 and said.count("join") == 1
+
+
+def test_a_standby_whose_record_answers_slowly_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks whether it may take over for longer than it waits for an answer: what has come meanwhile counts."""
+    monkeypatch.setattr(zmq_mirror, "JOIN_S", 0.1)
+    terms, port, asked = Terms(), free_port(), 0
+    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
+    mirror.lets_in = True
+    client = MirrorClient(tmp_path / "b", [Address(host="127.0.0.1", port=port)], None, STANDBY)
+
+    def over() -> bool:
+        nonlocal asked
+        asked += 1
+        time.sleep(0.3)
+        return client.is_in_sync or asked == 20
+
+    with closing(MirrorServer(f"tcp://127.0.0.1:{port}", None, mirror)):
+        client.run(over)
+    assert client.is_in_sync and client._dials == 1
 
 
 class Listening:
@@ -338,8 +365,16 @@ def test_a_coordinator_without_a_folder_restores_the_newest_copy(pair: Pair) -> 
     pair.look_at("a")
     pair.start_nodes()
     run.until("it is copied", lambda status: bool(status.get("copy", {}).get("versions")))
-    before = run.until("windows commit", lambda status: min(status["versions"]) >= 4)
-    pair.daemons["a"].kill()
+    run.until("windows commit", lambda status: min(status["versions"]) >= 4)
+    seen = list[list[int]]()
+
+    def rests(status: Status) -> bool:
+        seen.append(status["versions"])
+        return seen[-40:].count(seen[-1]) == 40
+
+    with run.paused():  # a version that only one node knows waits for a person
+        before = run.until("both nodes know the newest versions", rests)
+        pair.daemons["a"].kill()
     pair.start("b", *copies, *alone)
     pair.look_at("b")
     run.until("what nodes hold is adopted", lambda status: at_least(status, before))
@@ -361,6 +396,15 @@ def test_a_second_coordinator_of_the_same_name_ends_in_one_line(pair: Pair) -> N
     refused = pair.start("b", "--set", "coordinator.name=a")
     assert pair.run.until_ended(refused) == ExitCode.STORAGE
     assert_one_line(refused, "another coordinator of the name a leads since term 2")
+
+
+def test_a_second_record_beside_a_leader_begins_no_second_run(pair: Pair) -> None:
+    pair.start("a")
+    pair.run.until_said(pair.run.folder / "a.log", "at tcp://")
+    refused = pair.start("b", "--set", f"coordinator.leads_by=file://{pair.run.folder}/other")
+    assert pair.run.until_ended(refused) == ExitCode.STORAGE
+    assert_one_line(refused, f"a coordinator leads at 127.0.0.1:{pair.ports['a'][2]}, and file://")
+    assert not (pair.run.folder / "other" / "leader").exists()
 
 
 def at_least(status: Status, before: Status) -> bool:

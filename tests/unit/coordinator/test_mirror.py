@@ -54,9 +54,9 @@ class Pair:
             self.mirror.received(route, ["took", self.replica.taken])
             self.after_change(head)
 
-    def join(self, route: bytes = b"1") -> None:
+    def join(self, route: bytes = b"1", process: str = "1") -> None:
         self.route = route
-        self.mirror.received(route, ["join", "b", digests(PLACE, self.standby, {})])
+        self.mirror.received(route, ["join", "b", "r", process, digests(PLACE, self.standby, {})])
         self.mirror.tick()
         if self.mirror.error is not None:
             raise self.mirror.error
@@ -279,13 +279,58 @@ def test_a_standby_waits_until_the_leader_has_recovered(pair: Pair) -> None:
     assert pair.mirror.has_standbys
 
 
-def test_a_standby_of_the_leaders_name_is_refused(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("name", "run", "why"),
+    [
+        ("a", "r", "another coordinator of the name a leads since term 1: give each a name of its own"),
+        (
+            "b",
+            "q",
+            "a leads another run (fingerprint r, not q): [coordinator] peers are to be the coordinators of one",
+        ),
+    ],
+)
+def test_a_standby_of_the_leaders_name_or_of_another_run_is_refused(
+    pair: Pair, caplog: pytest.LogCaptureFixture, name: str, run: str, why: str
+) -> None:
     sent = list[Any]()
     pair.mirror.send = lambda route, frames: sent.extend(json.loads(bytes(frame)) for frame in frames)
-    pair.mirror.received(b"1", ["join", "a", {}])
+    pair.mirror.received(b"1", ["join", name, run, "1", {}])
     pair.mirror.tick()
-    assert sent == [["refused", "another coordinator of the name a leads since term 1: give each a name of its own"]]
-    assert not pair.mirror.has_standbys
+    assert [head[0] for head in sent] == ["refused"] and sent[0][1].startswith(why)
+    assert f"standby refused name={name} why='{why}" in caplog.text and not pair.mirror.has_standbys
+
+
+def test_the_second_of_two_standbys_of_one_name_is_refused(
+    pair: Pair, spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record has the name: the one of the two that is behind could take over."""
+    store = pair.begin(spec)
+    pair.join()
+    deliver, refused = pair.mirror.send, list[Any]()
+    pair.mirror.send = lambda route, frames: refused.append(json.loads(bytes(frames[0]))) or deliver(route, frames)  # type: ignore[func-returns-value]
+    pair.mirror.received(b"2", ["join", "b", "r", "2", {}])
+    for _ in range(3):
+        pair.time += 0.6
+        for route in (b"1", b"2"):
+            pair.mirror.received(route, ["ping"])
+        pair.mirror.tick()
+    why = "another standby of the name b is connected: give each a name of its own"
+    assert ["refused", why] in refused and f"standby refused name=b why='{why}'" in caplog.text
+    work(store, 1)
+    assert [*pair.mirror._standbys] == [b"1"] and mirrored_names(pair.standby) == mirrored_names(pair.leader)
+
+
+def test_a_standby_that_was_started_again_is_let_in_once_its_last_process_is_silent(pair: Pair, spec: RunSpec) -> None:
+    pair.begin(spec)
+    pair.join()
+    pair.replica = Replica(PLACE, pair.standby, beside=False)
+    pair.join(b"2", "2")
+    assert [*pair.mirror._standbys] == [b"1"]
+    pair.time += mirrors.SILENCE_S + 0.1
+    pair.mirror.received(b"2", ["ping"])
+    pair.mirror.tick()
+    assert [*pair.mirror._standbys] == [b"2"] and pair.mirror.leadership.term.in_sync == ("b",)
 
 
 def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> None:

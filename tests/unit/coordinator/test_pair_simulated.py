@@ -228,7 +228,8 @@ class World:
         host.replica = Replica(PLACE, host.disk, beside=False)
         host.heard_at = self.now
         assert leader.mirror is not None
-        leader.mirror.received(host.route, ["join", host.name, digests(PLACE, host.disk, {})])
+        own = host.contender._own
+        leader.mirror.received(host.route, ["join", own.leader, own.run, own.holder, digests(PLACE, host.disk, {})])
 
     def begin(self, host: Coordinator) -> None:
         """A start that finds no leader, or itself."""
