@@ -137,7 +137,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, 
     )
 
 
-_BESIDE_BLOBS = 1.04  # control messages, and numbers that are less even than Gaussian ones
+_BESIDE_BLOBS = 1.05  # control messages, and numbers that are less even than Gaussian ones in long rounds
 
 
 def _h_for(goal: float, config: RunConfig, method: Method, layout: Layout) -> int:
