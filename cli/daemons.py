@@ -37,7 +37,7 @@ from farloop.coordinator.storage.mapped_buffers import MappedBuffers
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
 from farloop.coordinator.storage.objects import Sign, note_objects, signer, try_store
 from farloop.coordinator.storage.recovery import Place, as_they_are
-from farloop.coordinator.storage.store import Store, patiently
+from farloop.coordinator.storage.store import Store, read_when_possible
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import parse_host_port
 from farloop.monitoring.endpoint import check_listen
@@ -289,7 +289,7 @@ def open_run(
                 ExitCode.REFUSED,
             )
 
-    store = patiently(
+    store = read_when_possible(
         lambda: Store.recover(
             directory,
             accept=the_planned_one,

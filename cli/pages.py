@@ -152,8 +152,13 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
             )
         return Response(content_type=Metrics.content_type, body=body)
 
-    routes = {PAGE: lambda: told(200), HEALTH: lambda: told(200), READY: lambda: told(503), STATUS: lambda: told(503)}
-    routes[METRICS] = figures
+    routes = {
+        PAGE: lambda: told(200),
+        HEALTH: lambda: told(200),
+        READY: lambda: told(503),
+        STATUS: lambda: told(503),
+        METRICS: figures,
+    }
     with _served(config, routes) as url:
         yield url
 

@@ -39,7 +39,7 @@ class StorageError(Exception):
     """Base of all."""
 
     retriable: bool = False  # whether the same call, made again later in this process, may succeed
-    next_step: ClassVar[str] = ""
+    next_step: str = ""
     """What a person does about it, where the message does not say it: shown behind it when a command ends."""
 
     def __init__(self, path: Path, message: str) -> None:
@@ -132,7 +132,7 @@ class Deposed(StorageError):
 
     def __init__(self, path: Path, leader: str, term: int) -> None:
         if not leader:
-            self.next_step = "put it back, or start the coordinator that led last with --force-lead"  # type: ignore[misc]
+            self.next_step = "put it back, or start the coordinator that led last with --force-lead"
         leads = f"{leader} leads the run since term {term}" if leader else "the record of the run's leader is gone"
         super().__init__(path, leads)
 

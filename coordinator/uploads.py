@@ -17,7 +17,7 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.screening import measured
 from farloop.coordinator.decide.windows import Window
 from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
-from farloop.coordinator.storage.store import Store, patiently
+from farloop.coordinator.storage.store import Store, read_when_possible
 from farloop.quant.blob import Expected, blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
 from farloop.quant.registry import codec_named
@@ -227,7 +227,9 @@ class DeltaUploads(DeltaIntake):
         """Begins with the durable deltas that have no outcome."""
         super().__init__(buffer=store.pool.buffer)
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
-        self._held: dict[BlobId, Delta] = {b: patiently(partial(store.read_input, b)) for b in store.ledger.inputs}
+        self._held: dict[BlobId, Delta] = {
+            b: read_when_possible(partial(store.read_input, b)) for b in store.ledger.inputs
+        }
 
     def receive(
         self, session: Session, offer: msg.Offer, window: Window | None, *, by_store: bool = False

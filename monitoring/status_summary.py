@@ -146,7 +146,9 @@ def view_of(status: Status) -> RunView:
         status=status,
         tone=_TONES.get(run["state"], "wait"),
         facts=(
-            *(run["method"], f"{run['codec_up']} up, {run['codec_down']} down", f"H {run['h']}"),
+            run["method"],
+            f"{run['codec_up']} up, {run['codec_down']} down",
+            f"H {run['h']}",
             *(f"{name} stands by" for name in (status["standby"]["in_sync"] if "standby" in status else ())),
         ),
         lasted=duration_text(run["started_s"]) if run["started_s"] > 0 else "",

@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -434,8 +433,10 @@ def recovered(
     segments.require_end()
     # Of damage, also of a record that still passes for one, and leads anywhere: see what all says.
     damage = (JournalCorrupt, SnapshotCorrupt, StateMismatch, CodecError, ValueError, LookupError, AssertionError)
-    with suppress(*damage):
+    try:
         return _recovered(segments, place, first, trusting=True, everything=everything)
+    except damage as error:
+        _log.info("the whole journal is verified why=%r", str(error) or type(error).__name__)
     return _recovered(segments, place, first, trusting=False, everything=True)
 
 

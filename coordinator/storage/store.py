@@ -67,7 +67,7 @@ _RETRY_S = 1.0  # between two tries while there is no room, no descriptor, or no
 _LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
 
 
-def patiently(read: Callable[[], T]) -> T:
+def read_when_possible(read: Callable[[], T]) -> T:
     """What a start reads. While the disk is full or the object store is away it waits, like a running coordinator.
     Raises StorageError."""
     held = False

@@ -215,8 +215,10 @@ def _proxied(link: str, store: str) -> Iterator[None]:
     before = dict(os.environ)
     with emulated(link, int(store.rpartition(":")[2]), 1) as (port,):
         os.environ.update({"http_proxy": f"http://127.0.0.1:{port}", "no_proxy": ""})
-        yield
-    os.environ.update({name: before.get(name, "") for name in ("http_proxy", "no_proxy")})
+        try:
+            yield
+        finally:
+            os.environ.update({name: before.get(name, "") for name in ("http_proxy", "no_proxy")})
 
 
 def text(rows: Sequence[Row]) -> str:

@@ -101,10 +101,8 @@ class Rules:
         require(self.tau < self.h, f"tau is {self.tau}; with h = {self.h} it is {self.h - 1} at most")
 
     def _of_method(self) -> dict[str, Any]:
-        row, bits = (
-            METHODS["data-parallel" if self.method == "elastic" else self.method],
-            _BITS.get(self.method, _Q4_BITS),
-        )
+        row = METHODS["data-parallel" if self.method == "elastic" else self.method]
+        bits = _BITS.get(self.method, _Q4_BITS)
         known = {name: getattr(row, name) for name in _OF_METHOD} | {"tau": 0 if self.lag else row.tau}
         return known | {"fragments": _FRAGMENTS.get(self.method, 1), "bits_up": bits, "bits_down": bits}
 
