@@ -10,6 +10,7 @@ import html
 import json
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +43,11 @@ _SORTS = {
 _SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest is compared when a node joins."
 
 _PANELS = ("Train", "Inspect", "Configure")
+
+_HEAD = ("", "meaning", "default")
+
+_SHARED = 3
+"""Commands that have the same option, with the same words, before it stands once on the page."""
 
 
 def configuration() -> str:
@@ -115,30 +121,37 @@ def _default(key: Key) -> str:
 
 
 def commands() -> str:
-    """docs/cli.md."""
+    """docs/cli.md: what several commands have stands once, before them."""
     root = typer.main.get_command(app)
     top: dict[str, Any] = dict(getattr(root, "commands"))  # noqa: B009 - a group's, in the click that typer brings
     by_panel = {panel: [name for name, command in top.items() if command.rich_help_panel == panel] for panel in _PANELS}
     assert sum(map(len, by_panel.values())) == len(top), "a command stands in no panel"
+    found = {
+        panel: [(words, *_command(words, command)) for name in names for words, command in _leaves([name], top[name])]
+        for panel, names in by_panel.items()
+    }
+    times = Counter(row for told in found.values() for _, _, rows in told for row in rows)
+    shared = [row for row, count in times.items() if count >= _SHARED]
     parts = [
         _MADE,
-        "# Commands\n\n`farloop COMMAND --help` says the same at the terminal.\n\n",
-        _overview(by_panel, top),
-        "\nHow they end, and what a scheduler should do then: [exit codes](exit-codes.md).\n",
+        "# Commands\n\n`farloop COMMAND --help` says the same at the terminal. [How they end](exit-codes.md), "
+        "and what a scheduler should do then.\n\n",
+        *(f"- **{panel}**: {', '.join(_link(words) for words, _, _ in told)}\n" for panel, told in found.items()),
+        "\nOptions of several commands, each of which names those that it has:\n\n",
+        _table(_HEAD, shared),
     ]
-    for panel in _PANELS:
+    for panel, told in found.items():
         parts.append(f"\n## {panel}\n")
-        for name in by_panel[panel]:
-            parts += [_command(words, command) for words, command in _leaves(["farloop", name], top[name])]
+        for words, about, rows in told:
+            own = [row for row in rows if row not in shared]
+            also = [f"`{row[0].strip('`').split()[0]}`" for row in rows if row in shared]
+            parts += [f"\n### farloop {' '.join(words)}\n\n{about}", *(["\n", _table(_HEAD, own)] if own else [])]
+            parts += [f"\nAlso {', '.join(also)}.\n"] if also else []
     return "".join(parts)
 
 
-def _overview(by_panel: dict[str, list[str]], top: dict[str, Any]) -> str:
-    lines = []
-    for panel, names in by_panel.items():
-        words = [words for name in names for words, _ in _leaves([name], top[name])]
-        lines.append(f"- **{panel}**: " + ", ".join(f"[`{' '.join(one)}`](#farloop-{'-'.join(one)})" for one in words))
-    return "\n".join(lines) + "\n"
+def _link(words: list[str]) -> str:
+    return f"[`{' '.join(words)}`](#farloop-{'-'.join(words)})"
 
 
 def _leaves(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
@@ -150,20 +163,17 @@ def _leaves(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
         yield from _leaves([*words, name], one)
 
 
-def _command(words: list[str], command: Any) -> str:
-    """One command, from what typer itself says of it."""
+def _command(words: list[str], command: Any) -> tuple[str, list[tuple[str, str, str]]]:
+    """What typer itself says of one command: its text with the example, and the rows of its options."""
     context = Context(command, info_name=words[-1])
-    text = html.unescape(typer.cli.get_docs_for_click(obj=command, ctx=context, name=" ".join(words)))
+    text = html.unescape(typer.cli.get_docs_for_click(obj=command, ctx=context, name=" ".join(["farloop", *words])))
     _, _, text = text.partition("\n")
     about, _, rest = text.partition("**Usage**:")
     about, _, example = about.strip().partition("Example: ")
-    (usage,) = re.findall(r"```console\n\$ (.*)\n```", rest)
-    parts = [f"\n### {' '.join(words)}\n\n{about.strip()}\n\n```text\n{usage}\n```\n"]
-    if example:
-        lines = [line.strip().removeprefix("Example: ") for line in example.strip().splitlines() if line.strip()]
-        parts.append("\nExample:\n\n```sh\n" + "\n".join(lines) + "\n```\n")
-    rows = [row for line in rest.splitlines() if (row := _option(line)) is not None]
-    return "".join([*parts, "\n", _table(("", "meaning", "default"), rows)])
+    lines = [line.strip().removeprefix("Example: ") for line in example.strip().splitlines() if line.strip()]
+    assert lines, f"{' '.join(words)} has no example"
+    shown = f"{about.strip()}\n\n```sh\n" + "\n".join(lines) + "\n```\n"
+    return shown, [row for line in rest.splitlines() if (row := _option(line)) is not None]
 
 
 def _option(line: str) -> tuple[str, str, str] | None:
