@@ -9,7 +9,8 @@ arrow of a line, or indented below it where that is too long, stands what follow
 without either was followed by nothing. A paragraph without events says what a file is about; its settings are those of
 all stories behind it. The words for events and commands stand in `node_story.py` and `coordinator_run.py`.
 
-`pytest --rewrite` writes what follows anew. Read the difference before you commit it.
+`pytest --rewrite` writes what follows anew. Read the difference before you commit it. Where the words are the methods
+and attributes of one object, it is a `Scripted`.
 """
 
 import ast
@@ -21,6 +22,8 @@ from textwrap import wrap
 from typing import Any
 
 import pytest
+
+from farloop.algo.spec import Lease
 
 ARROW, INDENT, WIDTH = " → ", "    ", 120
 
@@ -55,6 +58,35 @@ class StoryText:
                 for told in after:
                     lines += wrap(told, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
         return lines
+
+
+class Scripted:
+    """Its methods and attributes are the words of stories: `give a 10; free` calls give("a", 10), and free is told."""
+
+    def told(self, line: str) -> str:
+        """What the last word of a line returned, as text."""
+        found: Any = None
+        for event in line.split("; "):
+            word, *given = event.split()
+            plain = [literal(value) for value in given if "=" not in value]
+            named = {key: literal(value) for key, value in (pair.split("=", 1) for pair in given if "=" in pair)}
+            found = getattr(self, word)
+            found = found(*plain, **named) if callable(found) else found
+        return self.text(found)
+
+    def text(self, found: Any) -> str:
+        """Nothing for None, "none" for what is empty."""
+        match found:
+            case None:
+                return ""
+            case Lease(start=start, count=count):
+                return f"{start}+{count}"
+            case dict():
+                return ", ".join(f"{self.text(key)} {self.text(value)}" for key, value in found.items()) or "none"
+            case list() | tuple() | set():
+                texts = map(self.text, found)
+                return ", ".join(sorted(texts) if isinstance(found, set) else texts) or "none"
+        return str(found)
 
 
 def all_stories(test_file: str, *names: str) -> pytest.MarkDecorator:

@@ -1,17 +1,20 @@
 """Who holds which samples: no sample twice, none lost (protocol, Data leases)."""
 
+from pathlib import Path
+
 import pytest
 from coordinator_run import A, B
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slow_cases import examples
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.spec import Lease, NodeId
 from farloop.coordinator.decide.leases import ENDED_KEPT, Account, Leases
 
 
-class Book(Leases):
+class Book(Leases, Scripted):
     """`give(A, 10)`: to the first start of a."""
 
     def give(self, node: NodeId, count: int, incarnation: int = 1) -> list[Lease]:
@@ -22,74 +25,9 @@ class Book(Leases):
         return leases
 
 
-def test_a_node_is_topped_up_once_it_is_a_round_short_of_three() -> None:
-    """60 steps at least; here of two samples."""
-    book = Book()
-    assert book.top_up(A, 1, 10, 2) == [Lease(start=0, count=120)]
-    assert book.top_up(A, 1, 30, 2) == [Lease(start=0, count=180)]
-    book.give(A, 180)
-    book.watermark(A, 1, 59)
-    assert book.top_up(A, 1, 30, 2) == []
-    book.watermark(A, 1, 60)
-    assert book.top_up(A, 1, 30, 2) == [Lease(start=180, count=60)]
-
-
-def test_what_came_back_is_granted_first_and_in_scraps() -> None:
-    """Neighbours that come back are one."""
-    book = Book()
-    for node, count in ((A, 4), (B, 10), (A, 4)):
-        book.give(node, count)
-    book.watermark(A, 1, 3)
-    book.give_back(A, 1, 3)
-    assert book.returned == [Lease(start=3, count=1), Lease(start=14, count=4)]
-    assert book.give(A, 3, 2) == [Lease(start=3, count=1), Lease(start=14, count=2)]
-    assert book.give(A, 6, 2) == [Lease(start=16, count=2), Lease(start=18, count=4)]
-    book.give_back(B, 1, 0)
-    book.give_back(A, 2, 0)
-    assert book.returned == [Lease(start=3, count=19)]
-
-
-def test_what_is_in_no_stored_delta_comes_back_and_is_counted() -> None:
-    """Data leases: trained on since the last stored delta: uncertain, and granted again."""
-    book = Book()
-    book.give(A, 20)
-    book.stores(A, 1, 8)
-    book.stores(A, 1, 6)
-    book.watermark(A, 1, 13)
-    assert book.give_back(A, 1, book.held[A, 1].stored) == 12
-    assert book.returned == [Lease(start=8, count=12)]
-    assert book.fates() == {"granted": 20, "trained": 8, "returned": 12, "uncertain": 5}
-    book.give(B, 15)
-    assert book.fates() == {"granted": 35, "trained": 8, "returned": 12, "uncertain": 5}
-    book.stores(B, 1, 15)
-    assert book.fates() == {"granted": 35, "trained": 23, "returned": 12, "uncertain": 5}
-
-
-def test_a_delta_of_a_start_that_gave_back_its_samples_makes_more_of_them_uncertain() -> None:
-    book = Book()
-    book.give(A, 20)
-    book.watermark(A, 1, 5)
-    book.give_back(A, 1, 0)
-    for stored, uncertain in ((4, 5), (9, 9), (9, 9)):
-        book.stores(A, 1, stored)
-        assert book.uncertain_total == uncertain
-    assert book.trained_total == 0
-
-
-def test_a_start_that_lives_on_begins_a_new_book_where_it_stands() -> None:
-    book = Book()
-    book.give(A, 20)
-    book.watermark(A, 1, 5)
-    book.give_back(A, 1, 0)
-    book.begin_anew(A, 1, 11)
-    assert (book.uncertain_total, book.outstanding(A, 1)) == (11, 0)
-    book.give(A, 10)
-    book.watermark(A, 1, 14)
-    assert book.outstanding(A, 1) == 7
-    book.stores(A, 1, 14)
-    assert book.give_back(A, 1, 14) == 7
-    assert book.returned == [Lease(start=3, count=17)]
-    book.check()
+@all_stories(__file__, "leases")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Book().told, rewrite=rewrite)
 
 
 def test_the_book_does_not_grow_with_the_rounds() -> None:
@@ -111,19 +49,6 @@ def test_the_book_does_not_grow_with_the_rounds() -> None:
         assert sum(len(account.leases) for account in book.held.values()) + len(book.returned) < 110
         assert len(book.ended) <= ENDED_KEPT
     book.check()
-
-
-def test_a_watermark_never_falls_and_never_passes_the_grants() -> None:
-    """A node's word moves only its own book, and not beyond what it was given."""
-    book = Book()
-    book.watermark(A, 1, 5)
-    assert book.held == {}
-    book.give(A, 10)
-    for said, believed in ((4, 4), (2, 4), (-1, 4), (1 << 62, 10)):
-        book.watermark(A, 1, said)
-        assert book.account(A, 1).consumed == believed
-    book.watermark(A, 2, 3)
-    assert book.outstanding(A, 1) == 0
 
 
 @pytest.mark.parametrize(

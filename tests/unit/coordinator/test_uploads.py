@@ -6,10 +6,12 @@ kept until then.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from plain_runs import plain_offer
+from stories import Scripted, StoryText, all_stories, check_story
 from virtual_files import VirtualFiles
 from virtual_host import VirtualHost
 
@@ -29,15 +31,14 @@ from farloop.wire.messages import Offer, Role
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
 from farloop.wire.session import Session, State
 
-A, B = NodeId("a"), NodeId("b")
+A = NodeId("a")
 
 
 class Asked:
-    """A session of which little is used: what it was asked for, and with what to go on; what is not wanted any more."""
+    """A session of which little is used: what it is to receive, and into which memory."""
 
     def __init__(self, most: int = 1000) -> None:
-        self.expected: list[tuple[BlobId, Reassembly | None]] = []
-        self.cancelled: list[BlobId] = []
+        self.expected: list[tuple[BlobId, Reassembly]] = []
         self.most = most
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
@@ -45,192 +46,111 @@ class Asked:
             raise AlreadyUnderWay("it is expected already")
         if len(self.expected) >= self.most:
             raise LimitReached("1 blobs are expected")
-        self.expected.append((blob, reassembly))
-        return reassembly or Reassembly(size, digest)
+        self.expected.append((blob, reassembly or Reassembly(size, digest)))
+        return self.expected[-1][1]
 
     def cancel(self, blob: BlobId) -> None:
-        self.cancelled.append(blob)
+        self.expected = [one for one in self.expected if one[0] != blob]
 
     @property
     def blobs(self) -> list[BlobId]:
         return [blob for blob, _ in self.expected]
 
 
-class Door:
-    """The deltas of a run that has just begun; `offer` is node a's of fragment 0."""
+class Door(Scripted):
+    """The deltas of a run that has just begun. `a0` is one of node a for fragment 0, `a0'2` of its second start; its
+    stories have a few words of their own:
 
-    def __init__(self, spec: RunSpec) -> None:
+    offers a0 | offers a0 session=2 window=2 of=2 more=1    window: the open one; of: that it names; more: bytes
+    asked | asked 2                                         what a session is to receive, and into which memory
+    """
+
+    def __init__(self, spec: RunSpec, *, session: int = 1000, **bounds: int) -> None:
+        """`session`: how many deltas one expects at most. `bounds` of memory, in deltas."""
         self.layout, self.terms = spec.identity.layout, spec.terms
         self.windows = schedule.first_windows(spec.terms, self.layout)
-        self.session = Asked()
-        self.offer = self.of(A)
-        self.limit()
+        self.sessions: dict[int, Any] = {number: Asked(session) for number in (1, 2)}
+        size = self.of("a0").size
+        self.intake = DeltaIntake(**{name: count * size for name, count in bounds.items()})
+        self.memories: dict[int, tuple[int, Reassembly]] = {}
 
-    def limit(self, **bounds: int) -> None:
-        self.intake = DeltaIntake(**bounds)
+    def of(self, delta: str, **changes: Any) -> Offer:
+        name, _, start = delta.partition("'")
+        size = blob_bytes(codec_named(self.terms.codecs.up), self.layout.fragments[int(name[1])])
+        started = {"incarnation": int(start)} if start else {}
+        return plain_offer(NodeId(name[0]), fragment=int(name[1]), size=size, digest=7, **started, **changes)
 
-    def of(self, node: NodeId, fragment: int = 0, seq: int = 1, **blob: int) -> Offer:
-        size = blob_bytes(codec_named(self.terms.codecs.up), self.layout.fragments[fragment])
-        offer = plain_offer(node, fragment=fragment, seq=seq, size=size, digest=7)
-        return dataclasses.replace(offer, blob=dataclasses.replace(offer.blob, **blob))
-
-    def let_in(self, *offers: Offer, session: object = None, **terms: object) -> str | None:
-        """What the last of them is told."""
-        told = None
-        for offer in offers:
-            fragment = offer.blob.fragment
-            window = Window(terms=dataclasses.replace(self.windows[fragment], **terms), expected={A})  # type: ignore[arg-type]
-            told = self.intake.admit(
-                session or self.session,  # type: ignore[arg-type]
-                offer,
-                window,
-                self.layout.fragments[fragment],
-                window.terms.codec_up,
-                0.0,
-            )
-            self.intake.check()
+    def admit(self, offer: Offer, *, session: int = 1, window: int = 1, **terms: Any) -> str | None:
+        fragment = offer.blob.fragment
+        of_window = dataclasses.replace(self.windows[fragment], window=window, **terms)
+        opened = Window(terms=of_window, expected={A}) if window else None
+        where = self.layout.fragments[fragment]
+        told = self.intake.admit(self.sessions[session], offer, opened, where, of_window.codec_up, 0.0)
+        self.intake.check()
         return told
 
+    def offers(self, delta: str, *, more: int = 0, of: int = 1, **changes: Any) -> str | None:
+        offer = self.of(delta)
+        return self.admit(dataclasses.replace(offer, size=offer.size + more, window=of), **changes)
 
-@pytest.fixture
-def door(spec: RunSpec) -> Door:
-    return Door(spec)
+    def asked(self, session: int = 1) -> list[str]:
+        """Into a memory of the same number: it goes on where it stopped."""
+        for _, memory in self.sessions[session].expected:
+            self.memories.setdefault(id(memory), (len(self.memories) + 1, memory))
+        expected = self.sessions[session].expected
+        return [f"{self._name(blob)} into {self.memories[id(memory)][0]}" for blob, memory in expected]
 
+    def arrived(self, delta: str) -> str:
+        """Which offer that was."""
+        self.sessions[1].cancel(self.of(delta).blob)
+        return self._name_of(self.intake.arrived(self.of(delta).blob))
 
-# --- What may come
+    def next(self) -> str:
+        return self._name_of(self.intake.next())
 
+    def outcome(self, delta: str) -> None:
+        self.intake.on_outcome(self.of(delta).blob)
 
-def test_a_delta_of_the_open_window_may_come_and_one_of_a_window_that_is_over_is_not_asked_for(door: Door) -> None:
-    assert door.let_in(door.offer, window=2) is None
-    assert door.intake.admit(door.session, door.offer, None, door.layout.fragments[0], "q4", 0.0) is None  # type: ignore[arg-type]
-    assert door.session.expected == []
-    assert door.let_in(door.offer) is None
-    assert door.session.blobs == [door.offer.blob]
-    assert door.intake.arrived(door.offer.blob) == door.offer
+    def gone(self, node: str) -> None:
+        self.intake.on_disconnect(NodeId(node))
 
+    def held(self) -> float:
+        """In deltas."""
+        return self.intake.held_bytes / self.of("a0").size
 
-@pytest.mark.parametrize(("codec", "more", "taken"), [("q4", 1, False), ("q4", -1, False), ("q4r", 1, False),
-                                                      ("q4r", 0, True), ("q4r", -300, True)])  # fmt: skip
-def test_a_wrong_size_is_told_before_a_byte_is_taken(door: Door, codec: str, more: int, taken: bool) -> None:
-    """Of a compressed blob the size is bounded from above alone."""
-    size = blob_bytes(codec_named(codec), door.layout.fragments[0]) + more
-    told = door.let_in(dataclasses.replace(door.offer, size=size), codec_up=codec)
-    assert (told is None, bool(door.session.expected)) == (taken, taken)
-    assert told is None or f"{size} bytes offered" in told
+    def _name_of(self, offer: Offer | None) -> str:
+        return "none" if offer is None else self._name(offer.blob)
 
-
-def test_a_transfer_goes_on_in_the_next_session_where_it_stopped(door: Door) -> None:
-    """Q. An offer made twice in a session is taken once."""
-    second = Asked()
-    door.let_in(door.offer, door.offer)
-    door.let_in(door.offer, session=second)
-    assert door.session.blobs == [door.offer.blob]
-    ((_, kept),) = second.expected
-    assert kept is not None and kept.digest == door.offer.digest
-    assert kept is door.session.expected[0][1]
-    assert door.session.cancelled == second.cancelled == []
+    def _name(self, blob: BlobId) -> str:
+        return f"{blob.node}{blob.fragment}" + (f"'{blob.incarnation}" if blob.incarnation > 1 else "")
 
 
-def test_what_a_node_began_before_is_void(door: Door) -> None:
-    """Q: it has one delta of a fragment under way."""
-    newer, again = door.of(A, incarnation=2), Asked()
-    door.let_in(door.offer, newer)
-    assert door.intake.arrived(door.offer.blob) is None
-    assert door.intake.arrived(newer.blob) == newer
-    door.let_in(door.offer, session=again)
-    assert again.blobs == [door.offer.blob] and again.expected[0][1] is not door.session.expected[0][1]
+@all_stories(__file__, "uploads")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Door(spec, **story.settings).told, rewrite=rewrite)
 
 
-def test_the_memory_of_what_is_void_is_given_back(door: Door) -> None:
+def test_the_memory_of_what_is_void_is_given_back(spec: RunSpec) -> None:
     """R, W: by deltas that are void a node could make the coordinator hold hundreds of each fragment."""
-    session = Session(Role.COORDINATOR, 0.0)
+    door, session = Door(spec), Session(Role.COORDINATOR, 0.0)
     session._handshake.state, session._handshake.epoch = State.OPEN, 1
-    offers = [door.of(A, seq=seq) for seq in range(1, 5)]
+    door.sessions[1] = session
+    offers = [door.of("a0", seq=seq) for seq in range(1, 5)]
     for offer in offers:
-        door.let_in(offer, session=session)
+        door.admit(offer)
         with pytest.raises(AlreadyUnderWay, match="expected already"):
             session.expect(offer.blob, offer.size, offer.digest, None, 0.0)
     for offer in offers[:3]:  # nothing is expected of these any more
         session.expect(offer.blob, offer.size, offer.digest, None, 0.0)
 
 
-def test_while_it_is_made_durable_it_is_not_asked_for_again(door: Door) -> None:
-    again = Asked()
-    door.let_in(door.offer)
-    door.intake.arrived(door.offer.blob)
-    door.let_in(door.offer, session=again)
-    assert again.expected == []
-    door.intake.on_outcome(door.offer.blob)
-    door.let_in(door.offer, session=again)
-    assert again.blobs == [door.offer.blob] and again.expected[0][1] is not door.session.expected[0][1]
-
-
-# --- Bounds of memory
-
-
-def test_a_delta_beyond_the_memory_for_all_waits_for_its_credit_and_is_not_refused(door: Door) -> None:
-    door.limit(most_bytes=2 * door.offer.size)
-    a, b, c, d = (door.of(NodeId(name)) for name in "abcd")
-    assert door.let_in(a, b, c, d) is None
-    assert door.session.blobs == [a.blob, b.blob]
-    assert door.intake.next() is None
-    door.intake.arrived(b.blob)
-    assert door.intake.next() == c and door.intake.next() == d, "the daemon lets each in before it asks for the next"
-    door.let_in(c)
-    assert door.intake.held_bytes == 2 * door.offer.size
-
-
-def test_one_node_has_a_memory_of_its_own_and_does_not_take_that_of_others(door: Door) -> None:
-    door.limit(most_bytes_of_a_node=door.offer.size)
-    first, second, other = door.of(A), door.of(A, fragment=1), door.of(B)
-    door.let_in(first, second, other)
-    assert door.session.blobs == [first.blob, other.blob]
-    door.intake.arrived(first.blob)
-    assert door.intake.next() == second
-
-
-def test_one_delta_may_always_come_however_large(door: Door) -> None:
-    door.limit(most_bytes=1, most_bytes_of_a_node=1)
-    door.let_in(door.offer)
-    assert door.session.blobs == [door.offer.blob]
-
-
-def test_what_a_gone_session_left_half_done_makes_room(door: Door) -> None:
-    """It would go on where it stopped, and no window waits for that."""
-    door.limit(most_bytes=door.offer.size)
-    door.let_in(door.of(A), door.of(B))
-    door.intake.on_disconnect(B)
-    assert door.intake.next() is None, "b will offer it again"
-    door.intake.on_disconnect(A)
-    door.let_in(door.of(NodeId("c")))
-    assert [blob.node for blob in door.session.blobs] == ["a", "c"]
-    door.intake.on_disconnect(NodeId("c"))
-    door.let_in(dataclasses.replace(door.of(B), window=2), window=2)
-    assert door.intake.held_bytes == door.offer.size, "nor is what is left of a window that is over kept"
-
-
-def test_a_delta_beyond_what_a_session_takes_at_once_comes_later(door: Door) -> None:
-    """It was never asked for again, and its window waited for it for ever."""
-    door.session.most = 1
-    later = door.of(A, fragment=1, seq=2)
-    door.let_in(door.offer, later)
-    assert door.session.blobs == [door.offer.blob]
-    assert door.intake.next() is None, "nothing of this node has ended"
-    door.session.expected.clear()
-    door.intake.arrived(door.offer.blob)
-    assert door.intake.next() == later
-    door.let_in(later)
-    assert door.intake.arrived(later.blob) == later
-
-
-def test_what_waits_for_a_crowded_session_ends_with_it(door: Door) -> None:
-    door.session.most = 1
-    under_way = door.of(A, seq=99)
-    door.session.expected.append((under_way.blob, None))
-    door.let_in(door.offer)
-    door.intake.on_disconnect(A)
-    door.intake.arrived(under_way.blob)
-    assert door.intake.next() is None
+def test_what_waits_for_a_crowded_session_ends_with_it(spec: RunSpec) -> None:
+    door = Door(spec, session=1)
+    under_way = door.of("a0", seq=99).blob
+    door.sessions[1].expected.append((under_way, Reassembly(1, 1)))
+    door.told("offers a0; gone a")
+    door.intake.arrived(under_way)
+    assert door.next() == "none"
 
 
 # --- What came
