@@ -95,7 +95,7 @@ class SimulatedNode:
         self.link = self._new_link(process, rng, scenario, dial)
         inbox = _Inbox(self._advance)
         self.executor = NodeExecutor(
-            NodeConfig(name=setup.name, tau=setup.tau, adapt_tau=False),
+            NodeConfig(name=setup.name, tau=setup.tau, adapt_tau=setup.adapt_tau),
             inbox=inbox,
             now=lambda: process.now,
             worker=VirtualWorker(process, lambda: rng.uniform(*scenario.job_s), inbox.put),

@@ -62,6 +62,7 @@ class NodeSetup:
     step_wobble: float = 0.0  # standard deviation of their logarithm
     tokens: int | None = None  # of one inner step; the terms' batch unless given
     tau: int | None = None  # its own overlap; the terms' unless given
+    adapt_tau: bool = False  # whether it chooses that by what deltas and updates take
     joins_at: float = 0.0  # virtual seconds
     holds: Part = None  # of the model
     weather: LinkConditions | None = None  # of its link; the scenario's unless given

@@ -255,7 +255,7 @@ def coordinator(loop: Loop, out: Path, h: int, steps: int, store: str = "") -> I
     """Its port, while it runs in `out` for one node with the weights that the loop has now."""
     sequences, tokens = loop.batch.shape
     first = {name: parameter.detach() for name, parameter in loop.module.named_parameters()}
-    run = {"name": "loop", "nodes": 1, "steps": steps, "h": h, "tau": min(5, h - 1)}
+    run = {"name": "loop", "nodes": 1, "steps": steps, "h": h}
     port = write_run(out, first, {**run, "batch_sequences": sequences, "sequence_tokens": tokens - 1}, store=store)
     with Children(out, stop_s=0.0) as children:
         child = children.start(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from farloop.local.relay import Link, Relay, RelayThread
+from farloop.local.relay import Link, Relay, RelayThread, _made_small
 
 pytestmark = pytest.mark.integration
 
@@ -129,6 +129,11 @@ def test_a_small_message_takes_one_round_trip_even_beside_a_bulk_transfer() -> N
     alone, beside = asyncio.run(run())
     assert 0.059 <= alone <= 0.060 * 3
     assert 0.059 <= beside <= 0.060 * 5, "behind the bulk it would wait for 8 MB at 40 Mbit/s: 1.6 s"
+
+
+def test_small_writes_do_not_wait_for_an_acknowledgement() -> None:
+    with socket.socket() as made:
+        assert _made_small(made).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_reader_that_stops_stops_the_sender_and_no_other_connection() -> None:

@@ -1,5 +1,6 @@
 """Deltas and updates by an object store: the same history as by sessions, whatever the store does."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,12 +20,12 @@ FAULTY: dict[str, Any] = {"fails": 0.15, "spoils": 0.1, "loses": 0.1}
 
 
 def played(
-    monkeypatch: pytest.MonkeyPatch, method: str, store: VirtualStore, *faults: Fault, **given: object
+    monkeypatch: pytest.MonkeyPatch, method: str, store: VirtualStore | None, *faults: Fault, **given: object
 ) -> tuple[Outcome, World]:
     """The outcome, with the invariants of every run checked."""
     world = World(scenario_of(method, *faults, store=store, **given))
     monkeypatch.setattr(bulk_plane, "PAUSE_S", 0.3)  # the runs are short
-    monkeypatch.setattr(segment, "read_object", lambda directory, key, files: store.objects[key])
+    monkeypatch.setattr(segment, "read_object", lambda directory, key, files: store.objects[key] if store else b"")
     outcome = world.run()
     outcome.check()
     return outcome, world
@@ -70,6 +71,17 @@ def test_a_joiner_reads_its_snapshots_in_the_store(monkeypatch: pytest.MonkeyPat
     for name in "cd":
         (joiner,) = outcome.nodes[NodeId(name)]
         assert joiner.start_round
+
+
+def test_the_overlap_that_a_node_chooses_covers_the_requests_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write and a read of each end, which take 4 steps, and the messages between them."""
+    nodes = tuple(dataclasses.replace(setup, adapt_tau=True) for setup in TWO_NODES)
+    given: dict[str, object] = {"nodes": nodes, "h": 16, "steps": 64}
+    chosen = {}
+    for plane, store in (("session", None), ("store", VirtualStore(seconds=(0.1, 0.1)))):
+        _, world = played(monkeypatch, "streaming", store, **given)
+        chosen[plane] = [host.actor.machine.chosen_tau for host in world.hosts.values()]
+    assert max(chosen["session"]) <= 4 < 4 + min(chosen["session"]) <= min(chosen["store"]) <= max(chosen["store"]) < 12
 
 
 @pytest.mark.parametrize("seed", range(6))
