@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import error_line, farloop
+from command_line import farloop
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slow_cases import examples
@@ -241,9 +241,6 @@ def test_what_a_file_does_not_allow_is_one_line_and_leaves_it_as_it_is(layout: P
     layout.write_text("{}")
     code, text = tried(layout, islands())
     assert code == ExitCode.USAGE and "nothing is written over it" in text and layout.read_text() == "{}"
-    for words in ("--epoch 2", "--force"):
-        line = error_line("plan", "--inventory", "x.toml", *words.split())
-        assert f"{words.split()[0]} goes with --layout FILE" in line
 
 
 def test_a_file_names_each_node_of_a_coordinator_and_addresses_are_the_nodes_own_otherwise(

@@ -16,7 +16,6 @@ from farloop.algo.methods import METHODS
 from farloop.cli.check import _bulk_lines
 from farloop.cli.main import app
 from farloop.cli.ranks import rank_of
-from farloop.config.exit_codes import ExitCode
 from farloop.config.settings import load_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -53,46 +52,6 @@ def test_every_command_has_help_that_fits_and_an_example(words: tuple[str, ...])
         assert table in text, f"{table} of a settings file is taken for a style"
 
 
-def test_wrong_usage_ends_with_2() -> None:
-    for words in (["nod"], ["node"], ["node", "x.toml", "--foo"], ["status", "x"]):
-        assert farloop(*words).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("set h=60", "set is in a group: farloop run set"),
-        ("bench sync --help", "bench is in a group: farloop lab bench"),
-        ("lab status", "status is in no group: farloop status"),
-        ("run run.toml", "run changes a live run; to start one: farloop coordinator run.toml"),
-        ("coordinatr", "no such command 'coordinatr'. Did you mean 'coordinator'?"),
-        ("keys ad", "keys: no such command 'ad'"),
-        ("--foo", "there is no option '--foo'; there are --version, --help"),
-        ("status --ulr x", "status: there is no option '--ulr'; did you mean --url?"),
-        ("node", "node: missing argument 'NODE.toml'"),
-        ("keys --", "keys: missing command"),
-        ("demo --nodes", "option '--nodes' requires an argument"),
-        ("status x", "status: got unexpected extra argument(s) (x)"),
-        ("demo --nodes x", "--nodes: expected a whole number, got 'x'"),
-        ("demo --nodes ٣", "--nodes: expected a whole number, got '٣'"),
-        ("config check x --ranks 0", "--ranks: expected 1 to 65536, got 0"),
-        ("node x --log-level warn", "--log-level: there is no 'warn'; did you mean warning?"),
-        *(
-            (
-                f"{command} {url}",
-                f"{option}: {url!r} is not the address of a page; {option} takes the coordinator's "
-                "[coordinator] http, as http://127.0.0.1:9700",
-            )
-            for command, option in (("status --url", "--url"), ("top --url", "--url"), ("plan --live", "--live"))
-            for url in ("http://", "host:99999", "host:port", "tcp://127.0.0.1:7700", "http://:9700", "http://[::1")
-        ),
-    ],
-)
-def test_wrong_usage_is_one_line_with_the_nearest_words(words: str, line: str) -> None:
-    assert error_line(*words.split()) == line
-    assert "is not the address of a page" in error_line("status", "--url", "")
-
-
 def test_what_the_environment_gives_is_named_and_levels_have_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARLOOP_LOG_LEVEL", "DEBUG")
     assert error_line("coordinator", "x.toml") == "x.toml: cannot be read: no such file or directory"
@@ -112,12 +71,7 @@ def test_the_port_of_nodes_is_no_status_page(monkeypatch: pytest.MonkeyPatch) ->
     assert line.startswith(f"http://{url}/status: what answers there, as on the port of nodes, is not the status page")
 
 
-def test_a_bad_file_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
-    for words in (["coordinator"], ["node"], ["config", "check"], ["config", "show"]):
-        line = error_line(*words, f"{tmp_path}/x.toml")
-        assert line == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
-    node = written(tmp_path, "[node]\nname = 'a'\n")
-    assert error_line("node", node, "--nproc", "0") == "--nproc: [node] nproc: expected 1 or more, got 0"
+def test_a_missing_key_file_is_one_line(tmp_path: Path) -> None:
     keyed = written(tmp_path, "[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
     line = f"cannot read the key file {tmp_path}/a.key: No such file"
     assert error_line("config", "check", keyed).startswith(line)
@@ -220,76 +174,11 @@ def test_the_text_of_a_recommendation_has_its_settings() -> None:
     assert "No method keeps a node busy" in farloop("lab", "methods", "--for", "1kbit, 1b").stdout
 
 
-@pytest.mark.parametrize(
-    ("where", "line"),
-    [
-        ("fast, 1b", "--for: 'fast' is not understood, or is a second one; write a rate and a size"),
-        ("200mbit", "--for: there is no size"),
-        ("4 nodes", "--for: there is no rate and no size"),
-        ("1mbit, 1b, 4 nodes, 3 nodes", "--for: '3 nodes' is not understood, or is a second one"),
-        ("1.2.3mbit, 1b", "--for: '1.2.3mbit' is not understood"),
-        ("0mbit, 1b", "--for takes numbers above 0, not '0mbit, 1b'"),
-    ],
-)
-def test_what_a_recommendation_cannot_be_made_for_is_one_line(where: str, line: str) -> None:
-    assert error_line("lab", "methods", "--for", where).startswith(line)
-
-
 def test_the_table_lists_all_methods() -> None:
     assert all(name in farloop("lab", "methods").stdout for name in METHODS)
     assert [row["name"] for row in found("lab", "methods")] == list(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--steps", "0"], "steps and h are at least 1"),
-        (["--method", "streeming"], "did you mean streaming?"),
-        (["--codec", "q44"], "did you mean 'q4'?"),
-        (["--model", "huge"], "there is no 'huge'; there are nano"),
-        (["--link", "fast"], "fast"),
-        (["--data", "nowhere"], "no file or folder nowhere"),
-        (["--resume", "nowhere"], "nowhere holds no demo run"),
-    ],
-)
-def test_a_demo_that_cannot_be_is_one_line_before_anything_is_started(
-    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert line in error_line("demo", *words) and list(tmp_path.iterdir()) == []
-
-
 def test_this_test_run_is_no_rank() -> None:
     """Or the commands above would have ended the interpreter."""
     assert rank_of(os.environ) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--nodes", "0"], "--nodes: expected 1 or more, got 0"),
-        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
-        (["--out", "/proc/foo"], "cannot write /proc/foo: no such file or directory; name another place"),
-    ],
-)
-def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: str) -> None:
-    assert line in error_line("demo", "--model", "nano", *words)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "lab bench codecs --out {taken}",
-        "lab bench sync --out {taken}",
-        "lab bench quality --out {taken}",
-        "lab simulate bandwidth --plot {taken}/x.svg",
-        "demo --model nano --out {taken}",
-        "lab chaos --out {taken}",
-    ],
-)
-def test_an_output_folder_that_is_a_file_is_one_line_before_anything_is_measured(tmp_path: Path, words: str) -> None:
-    """They ended in a traceback, some after hours of measurements."""
-    (taken := tmp_path / "taken").touch()
-    result = farloop(*words.format(taken=taken).split())
-    assert result.exit_code == ExitCode.USAGE
-    assert result.stderr.splitlines()[-1].endswith(f": {taken} is a file, not a folder; name another place")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import error_line, farloop, found
+from command_line import farloop, found
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -81,80 +81,10 @@ SMALL: dict[str, Any] = {
     "nodes": [{"name": "a", "count": 2, "layer_s": 0.1}],
     "links": [{"between": ["a", "a"], "latency_ms": 1.0}],
 }
-IDLE_CARD = {"kind": "roce-v2", "efficiency": 0.0}
-BOTH_RATES = {"between": ["a", "a"], "latency_s": 1.0, "mbit_s": 1.0, "gbit_s": 1.0}
-STRANGE = {"between": ["berlin", "berlim"], "latency_s": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model": None}, "model is missing"),
-        ({"nodes": []}, "nodes is empty; the least is 1"),
-        ({"nodes": [{"name": "a", "layers": 1}]}, "nodes[0]: there is no key 'layers'; did you mean layer_s"),
-        ({"modl": {}}, "there is no key 'modl'; did you mean model?"),
-        ({"model": {"layers": "four"}}, "model.layers: expected a whole number, got 'four'"),
-        ({"model": {"layers": 0}}, "layers: expected 1 or more, got 0"),
-        ({"model": {"layers": 4, "microbatches": 10**6}}, "microbatches: expected at most 10000, got 1000000"),
-        ({"plan": {"skip": 1.0}}, "skip is 1.0; from 0 to below 1, as 0.25"),
-        ({"plan": {"stages": 9}}, "stages is 9; the model has 4 layers, so at most that many"),
-        ({"plan": {"stages": 3}}, "stages is 3; there are 2 nodes, so at most that many"),
-        ({"plan": {"mode": "D"}}, "plan.mode: there is no 'D'; there are A, B, C"),
-        ({"nodes": [{"name": "a", "nics": [{"kind": "infinband"}]}]}, "did you mean infiniband?"),
-        (
-            {"nodes": [{"name": "a", "nics": [IDLE_CARD]}]},
-            "nodes[0].nics[0]: efficiency is 0.0; expected a share above 0 and at",
-        ),
-        ({"model": {"layers": 4, "sync_bytes": -1.0}}, "sync_bytes is -1.0; expected a number of at least 0"),
-        ({"nodes": [{"name": "a"}, {"name": "a"}]}, "the name 'a' stands twice"),
-        ({"nodes": [{"name": "a", "stage": 1}, {"name": "b", "stage": 1}]}, "stage 0 has no node"),
-        ({"nodes": [{"name": "a", "stage": 0}, {"name": "b"}]}, "for all nodes or for none"),
-        ({"nodes": [{"name": "a", "slots": 0}]}, "nodes[0]: slots of a: expected 1 or more, got 0"),
-        ({"nodes": [{"name": "a", "layer_s": float("nan")}]}, "expected seconds of at least 0"),
-        ({"nodes": [{"name": "a", "memory_bytes": 1e9}]}, "memory_bytes needs [model] layer_bytes"),
-        ({"nodes": [{"name": "coordinator"}]}, "any other text"),
-        ({"nodes": [{"name": "a", "count": "2"}]}, "nodes[0].count: expected a whole number, got"),
-        ({"nodes": [{"name": "a", "count": 0}]}, "nodes[0]: count: expected 1 or more, got 0"),
-        ({"nodes": [{"name": "a", "count": 1_000_000}]}, "nodes[0]: count: expected at most 1024, got 1000000"),
-        ({"nodes": [{"name": "a", "count": 600}, {"name": "b", "count": 600}]}, "there are 1,200 nodes; the most"),
-        ({"links": [{"between": ["a", "a"]}]}, "expected one of latency_ms and latency_s"),
-        ({"links": [{"between": ["a"], "latency_s": 1.0}]}, "expected two"),
-        ({"links": [{"from": "a", "latency_s": 1.0}]}, "or from and to for one"),
-        ({"links": [{"between": ["a", "a"], "latency_s": -1.0}]}, "links[0]: latency is -1.0 s"),
-        (
-            {"links": [{"between": ["a", "a"], "latency_s": 1.0, "mbit_s": 0.0}]},
-            "mbit_s is 0.0; expected a number above 0",
-        ),
-        ({"links": [BOTH_RATES]}, "mbit_s and gbit_s are both given"),
-        ({"nodes": [{"name": "berlin"}], "links": [STRANGE]}, "no site 'berlim'; did you mean berlin?"),
-        ({"links": [], "delay_s": [[0.0]]}, "delay_s has 1 rows; there are 2 nodes"),
-    ],
-)
-def test_bad_files_are_one_clear_line(change: dict[str, Any], words: str) -> None:
-    tables = {key: value for key, value in {**SMALL, **change}.items() if value is not None}
-    with pytest.raises(ConfigError) as refused:
-        inventory_of(tables, "plan.toml")
-    assert words in str(refused.value)
-    assert str(refused.value).startswith("plan.toml: ") and "\n" not in str(refused.value)
 
 
 def test_links_of_sites_without_nodes_are_left_out() -> None:
     assert inventory_of({**SMALL, "links": [{"between": ["a", "tokyo"], "latency_s": 1.0}]}, "plan.toml").links == {}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "give --inventory FILE or --live URL"),
-        (("--inventory", "no-such.toml"), "cannot be read"),
-        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--plot", "plan.gif"), "--plot is a file named"),
-        (("--inventory", str(EXAMPLES / "twelve-sites.toml"), "--skip", "0.9"), "the most that can be planned is 0.67"),
-        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--mode", "X"), "there is no 'X'"),
-        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--stages", "0"), "--stages: expected 1 or more, got 0"),
-    ],
-)
-def test_bad_words_end_in_one_line(words: tuple[str, ...], said: str) -> None:
-    assert said in error_line("plan", *words)
 
 
 # --- a running coordinator

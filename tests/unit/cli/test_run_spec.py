@@ -45,28 +45,11 @@ def test_only_a_codec_that_decodes_exactly_may_be_the_downlink(monkeypatch: pyte
 VARIATES = {"method": "diloco", "steps": 60, "outer_momentum": 0.0, "control_variates": True}
 
 
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"codec_up": "q4r:step=2,beta=0.9"}, r"codec_up 'q4r:step=2,beta=0\.9': error feedback needs"),
-        ({"codec_down": "q4r:policy=absolute"}, "codec_down 'q4r:rounding=nearest,policy=absolute' may lose more"),
-        ({**VARIATES, "outer_momentum": 0.9}, r"outer_momentum is 0\.9; with control_variates"),
-        ({**VARIATES, "method": "sparse"}, "codec_up 'topk': with control_variates"),
-    ],
-)
-def test_codecs_that_lose_more_than_there_is_are_refused_at_the_start(fields: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        plan_run(RunConfig(model="nano", **fields), DATA)
-
-
 def test_increments_may_leave_out_what_the_next_ones_bring() -> None:
     """And need no error feedback."""
     terms = plan_run(RunConfig(model="nano", method="scafcom", steps=60, variates_rate=0.2), DATA).spec.terms
     assert (terms.codecs.up, terms.inner.control_variates, terms.inner.optimizer) == ("topk:beta=0", True, "adamw")
     assert (terms.outer.lr, terms.outer.momentum, terms.inner.variates_rate) == (1.0, 0.0, 0.2)
-    for codec, line in (("topk", "it would be sent twice"), ("ternary", "may lose more than there is")):
-        with pytest.raises(ValueError, match=line):
-            plan_run(RunConfig(model="nano", method="scafcom", steps=60, codec_up=codec), DATA)
 
 
 def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwise() -> None:
@@ -144,22 +127,6 @@ def test_an_open_h_is_the_methods_with_a_step_for_every_slot(monkeypatch: pytest
     assert plan_run(RunConfig(model="nano", blocks_per_fragment=1), DATA).spec.terms.schedule.h == 21
 
 
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"bytes_goal": 200.0, "h": 15}, "bytes_goal chooses h, which is 15 already: leave one of them out"),
-        ({"bytes_goal": 200.0, "method": "data-parallel"}, "bytes_goal chooses h, which is 1 already"),
-        ({"bytes_goal": 9999.0}, "bytes_goal is 9999; a run of 600 steps takes numbers above 0, to "),
-        ({"bytes_goal": 0.0}, "bytes_goal is 0; "),
-        ({"bytes_goal": -1.0}, "bytes_goal is -1; "),
-        ({"bytes_goal": 60.0, "h_rule": "qsr"}, "bytes_goal needs rounds of one length, but h_rule is qsr"),
-    ],
-)
-def test_a_goal_that_cannot_be_met_is_refused(fields: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        plan_run(RunConfig(model="nano", **fields), DATA)
-
-
 def test_co2_is_eager_unless_told_otherwise() -> None:
     assert planned(method="co2").schedule.eager and not planned(method="co2", eager=False).schedule.eager
     assert not planned(method="streaming", lag=1).schedule.eager
@@ -170,9 +137,6 @@ def test_positions_are_read_from_text() -> None:
     assert (lr.drops, lr.drop_factor, lr.rewarms) == ((300, 600), 0.5, (Rewarm(start=700, peak=1e-3),))
     rewarms = planned(rewarms="300:1e-3, 700:5e-4:0.05, 800:5e-4:0").schedule.lr.rewarms
     assert [rewarm.replay for rewarm in rewarms] == [None, 0.05, 0.0], "with a replay, even of 0, there is new data"
-    for key, text in (("drops", "300;600"), ("drops", "-1"), *(("rewarms", t) for t in ("700", "a:1", "7:", "7:1:x"))):
-        with pytest.raises(ValueError, match=rf"\[run\] {key}: .* as "):
-            planned(schedule="step", **{key: text})
     for choices, line in (
         ({"rewarms": "700:1e-3:1.5"}, r"lr\.rewarms has a replay of 1\.5; .* at least 0 and below 1"),
         ({"h_rule": "qsr"}, "h_alpha is missing; h_rule = qsr needs one above 0"),

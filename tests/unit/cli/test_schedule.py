@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import error_line, farloop, found
+from command_line import farloop, found
 
 
 def setting(**values: object) -> list[str]:
@@ -67,36 +67,3 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
     assert "corrected for the work of a round" in told and path.stat().st_size > 5000
     if kind == "svg":
         assert all(word in path.read_text() for word in ("qsr", "learning rate", "inner step"))
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("h_rule=qsr", "h_alpha is missing; h_rule = qsr needs one above 0; 0.00775 gives rounds of h = 15"),
-        ("h_rule=qsr h_alpha=-1", "h_alpha is -1.0; h_rule = qsr needs one above 0"),
-        ("h_alpha=0.01", "h_alpha is 0.01, but h_rule is constant"),
-        ("h_rule=qsr h_alpha=0.01 schedule=constant", "h_rule is qsr: rounds grow as the learning"),
-        ("h_rule=qsr h_alpha=0.01 h_max=12", "h_max is 12, below the 15 steps"),
-        ("h_init=3", "h_init is 3, but with h_rule = constant every round has h = 15"),
-        ("h_rule=qrs", "h_rule: there is no 'qrs'; did you mean qsr"),
-        ("schedule=cosin", "schedule: there is no 'cosin'; did you mean cosine"),
-        ("schedule=step", "drops is empty; schedule = step falls there, as at 200,400"),
-        ("steps=0", "steps and h are at least 1"),
-        ("warmup_steps=700", "warmup_steps is 700; the run has 600 steps"),
-        ("min_lr=1", "min_lr = 1.0 is above lr; at most 0.002"),
-        ("bytes_goal=100", "h follows from the model"),
-        ("stepps=3", "did you mean steps?"),
-        ("method=data-parallel h_rule=qsr h_alpha=0.01", "data-parallel runs with h_rule = constant only"),
-        ("h_rule=qsr h_alpha=0.01 steps=100000000000", "the most is"),
-    ],
-)
-def test_settings_that_cannot_be_are_one_line_and_end_with_2(words: str, line: str) -> None:
-    assert line in error_line("lab", "schedule", *(word for one in words.split() for word in ("--set", f"run.{one}")))
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [("--plot x.gif", "--plot is a file named .svg, .png or .pdf"), ("nowhere.toml", "nowhere.toml: cannot be read")],
-)
-def test_a_file_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
-    assert line in error_line("lab", "schedule", *words.split())
