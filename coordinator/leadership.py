@@ -42,7 +42,7 @@ class Term:
 
     run: str  # fingerprint
     leader: str  # its [coordinator] name
-    holder: str  # drawn by the process that leads: two of one name are told apart
+    holder: str  # drawn by the process that leads, anew where it lets a standby in: folders are marked with it
     term: int  # how often the record was replaced
     address: str  # where nodes reach the leader, as far as it knows
     in_sync: tuple[str, ...] = ()  # standbys that have all that was told
@@ -284,25 +284,29 @@ class Leadership:
         that does not answer is not waited for. Raises Deposed."""
         with self._lock:
             if self.term.term == 1:
-                self._change(self.term.in_sync, lambda: True)
+                self._change(self.term, lambda: True)
 
-    def set_in_sync(self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
+    def set_in_sync(
+        self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = ""
+    ) -> bool:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
-        One thread at a time decides the names (`Mirror`).
+        One thread at a time decides the names (`Mirror`). `holder`: what their folders are marked with from now on;
+        not together with `unless`.
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
         with self._lock:
-            return self.term.in_sync == names or self._change(names, unless)
+            wanted = dataclasses.replace(self.term, in_sync=names, holder=holder or self.term.holder)
+            return self.term == wanted or self._change(wanted, unless)
 
-    def _change(self, names: tuple[str, ...], unless: Callable[[], bool]) -> bool:
-        """Record these names in a term of its own, under the lock. As `set_in_sync`."""
+    def _change(self, wanted: Term, unless: Callable[[], bool]) -> bool:
+        """Record this in a term of its own, under the lock. As `set_in_sync`."""
         before = self.term
 
         def change() -> bool:
-            while self.term is before or self.term.in_sync != names:
-                new = dataclasses.replace(self.term, in_sync=names, term=self.term.term + 1)
+            while self.term is before or self.term != dataclasses.replace(wanted, term=self.term.term):
+                new = dataclasses.replace(wanted, term=self.term.term + 1)
                 self._store.replace(new, self._version)  # its answer may be lost: what is there decides
                 found, version = self._store.read()
-                if found is None or found.holder != self.term.holder:
+                if found is None or found.holder not in (before.holder, wanted.holder):
                     raise self._deposed(found)
                 self.term, self._version, self.why_held = found, version, ""
             return True

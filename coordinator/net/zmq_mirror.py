@@ -251,6 +251,9 @@ class MirrorClient:
                 if self._replica.taken != taken:
                     taken = self._replica.taken
                     self._say(["took", taken])
+            if not self.is_without_leader and self._socket is not None:
+                self._say(["bye"])
+                self._socket.linger = 1000  # milliseconds
         finally:
             self._hang_up()
             self._replica.close()
@@ -259,7 +262,8 @@ class MirrorClient:
     def _join(self) -> None:
         """Dial the next peer, and ask to be let in."""
         self._hang_up()
-        held = digests(self._root, self._replica.files, self._known)
+        own = self._own
+        held = {"": (own.run, own.holder)} | digests(self._root, self._replica.files, self._known)
         peer = self._peers[self._dials % len(self._peers)]
         self._dials += 1
         self._socket = _dealer(self._context, self._secret)
@@ -269,8 +273,7 @@ class MirrorClient:
         except (OSError, zmq.ZMQError) as error:
             _log.info("peer not dialled peer=%s why=%r", peer, str(error))
             return
-        own = self._own
-        self._say(["join", own.leader, own.run, own.holder, held])
+        self._say(["join", own.leader, held])
         self._say(["version", own.leader, version_of()])
         self._ping()
 

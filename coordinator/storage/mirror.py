@@ -9,18 +9,20 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     begin                       everything comes anew, into the folder `incoming`
     keep NAME                   a file of the old folder stays: it is equal
     mkdir NAME, create NAME, unlink NAME, rename NAME TO, truncate NAME LENGTH, write NAME OFFSET (+ the bytes)
-    whole HOLDER                `incoming` takes the place of the old folder, of this leader; acknowledged
+    whole HOLDERS               `incoming` takes the place of the old folder, with this mark; acknowledged
+    mark HOLDERS                the folder's mark; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
-The standby asks to be let in by `["join", name, run, process, {file: [bytes, digest]}]`: its run's fingerprint, what
-its process drew at its start, and what it has. It answers `["ack", number]`, and `["took", bytes]` as it goes on.
-`["refused", why]` ends it.
+The standby asks to be let in by `["join", name, {"": [run, process], file: [bytes, digest]}]`: its run's fingerprint,
+what its process drew at its start, and what it has. It answers `["ack", number]`, and `["took", bytes]` as it goes on;
+`["bye"]` is its last word. `["refused", why]` ends it.
 """
 
 import json
 import logging
 import math
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,18 +180,8 @@ class Mirror:
             with self._moved:
                 self._heard_at[who] = now
         match head:
-            case ["join", str(name), str(run), str(), dict()] if run != (leads := self.leadership.term).run:
-                why = f"{leads.leader} leads another run (fingerprint {leads.run}, not {run})"
-                self._refuse(route, name, f"{why}: [coordinator] peers are to be the coordinators of one run")
-            case ["join", str(name), str(), str(), dict()] if name == (leads := self.leadership.term).leader:
-                why = f"another coordinator of the name {name} leads since term {leads.term}"
-                self._refuse(route, name, f"{why}: {_OWN_NAME}")
-            case ["join", str(name), str(), str(process), dict(held)]:
-                files = {file: (size, digest) for file, (size, digest) in held.items()}
-                with self._moved:
-                    self._known_routes[route] = name, process
-                    self._heard_at[name, process] = now
-                    self._joining[name, process] = route, files, now
+            case ["join", str(name), dict(held)]:
+                self._asks(route, name, held)
             case ["version", str(name), str(version)]:
                 self._versions[name] = version
             case ["clock", str(name), float(clock_s)]:
@@ -198,6 +190,14 @@ class Mirror:
                 self.send(route, [b'["pong"]'])
             case ["ping"]:
                 self.send(route, [b'["unknown"]'])  # it came back over another connection, or was left behind
+            case ["bye"] if who is not None:
+                with self._moved:  # whoever waits for it waits no longer
+                    self._heard_at.pop(who, None)
+                    self._joining.pop(who, None)
+                    self._known_routes.pop(route, None)
+                    if found is not None:
+                        found.heard_at = -math.inf
+                    self._moved.notify_all()
             case ["ack", int(number)] if found is not None:
                 with self._moved:
                     found.pending.discard(number)
@@ -209,6 +209,25 @@ class Mirror:
                     self._moved.notify_all()
             case _:
                 pass
+
+    def _asks(self, route: bytes, name: str, held: dict[str, Any]) -> None:
+        """To be let in."""
+        now, leads = self._now(), self.leadership.term
+        run, process = held.pop("", (leads.run, ""))  # which an older farloop does not say
+        if run != leads.run:
+            why = f"{leads.leader} leads another run (fingerprint {leads.run}, not {run})"
+            self._refuse(route, name, f"{why}: [coordinator] peers are to be the coordinators of one run")
+        elif name == leads.leader:
+            why = f"another coordinator of the name {name} leads since term {leads.term}"
+            self._refuse(route, name, f"{why}: {_OWN_NAME}")
+        else:
+            who, files = (name, process), {file: (size, digest) for file, (size, digest) in held.items()}
+            with self._moved:
+                heard = {other: at for other, at in self._heard_at.items() if now - at <= SILENCE_S}
+                routes = self._known_routes.items()
+                known = {at: other for at, other in routes if other != who and (other in heard or at in self._standbys)}
+                self._heard_at, self._known_routes = heard | {who: now}, known | {route: who}
+                self._joining[who] = route, files, now
 
     def tick(self) -> None:
         """Let those in that asked for it, and look at the record. In a thread of its own."""
@@ -294,7 +313,7 @@ class Mirror:
                     standby.moved_at = self._now()
                 standby.sent += size
                 self._bytes += size
-                if kind in ("sync", "whole"):
+                if kind in ("sync", "whole", "mark"):
                     standby.pending.add(self._sequence)
             self.send(standby.route, frames)
         return self._sequence
@@ -416,12 +435,21 @@ class Mirror:
             if standby.route not in self._standbys:
                 return
             standby.waits = True
-            number = self.tell("whole", self.leadership.term.holder, to=standby)
-        self.wait(number)
+            # Whatever folder is older than this moment is of no use from now on, also another of this name
+            holder = secrets.token_hex(8)
+            either = f"{self.leadership.term.holder} {holder}"
+            mark(self.root, either, self.inner)
+            numbers = [
+                self.tell("whole" if each is standby else "mark", either, to=each)
+                for each in list(self._standbys.values())
+            ]
+        for number in numbers:
+            self.wait(number)
         with self._membership:
             if standby.route not in self._standbys:
                 return
-            self.leadership.set_in_sync(tuple(sorted({*self.leadership.term.in_sync, name})))
+            names = {*self.leadership.term.in_sync, name}
+            self.leadership.set_in_sync(tuple(sorted(names)), holder=holder)
         _log.info("standby in sync name=%s term=%d bytes=%d", name, self.leadership.term.term, standby.sent)
 
     def _begin(self, name: str, route: bytes, equal: set[str]) -> _Standby:
@@ -709,7 +737,9 @@ class Replica:
                     with suppress(FileNotFoundError):
                         self.files.unlink(self._path(name))
             case "whole":
-                self._finish()
+                self._finish(name)
+                ack(number)
+            case "mark":
                 mark(self.root, name, self.files)
                 ack(number)
             case "sync" if name and name.startswith(_SNAPSHOTS) and self._later is not None and self.whole:
@@ -735,11 +765,12 @@ class Replica:
         clear_incoming(self.root, self.files)
         self.files.make_directory(self._base / _SNAPSHOTS)
 
-    def _finish(self) -> None:
+    def _finish(self, holders: str) -> None:
         """All that came takes the place of what was here: by one file that says so, then step by step."""
         assert self._kept is not None
         for name in list(self._open):
             self._forget(name)
+        mark(self._base, holders, self.files)
         for name in _incoming(self.root, self.files):
             with closing(self.files.open(self._base / name)) as file:
                 file.sync()
@@ -792,7 +823,7 @@ def clear_incoming(root: Path, files: Files = DISK) -> None:
     """Delete what a standby was being given."""
     base = root / INCOMING
     if files.is_directory(base):
-        for name in [name for name in (_COMPLETE, *_incoming(root, files)) if files.identity(base / name)]:
+        for name in [name for name in (_COMPLETE, _MARK, *_incoming(root, files)) if files.identity(base / name)]:
             files.unlink(base / name)
 
 
@@ -812,7 +843,8 @@ def finish_incoming(root: Path, files: Files = DISK) -> None:
             files.unlink(root / name)
     for name in _incoming(root, files):
         files.rename(base / name, root / name)
-    mark(root, "", files)
+    if files.identity(base / _MARK) is not None:
+        files.rename(base / _MARK, root / _MARK)
     for folder in (root / _SNAPSHOTS, root):
         with closing(files.open(folder)) as directory:
             directory.sync()

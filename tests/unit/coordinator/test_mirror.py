@@ -12,7 +12,7 @@ import pytest
 import stored_runs
 from power_cuts import extremes, image_of
 from terms_in_memory import Terms
-from virtual_files import Fate, VirtualFiles
+from virtual_files import AllOrNothing, Fate, VirtualFiles
 
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Deposed, NoDescriptor, StorageFailed
@@ -26,6 +26,7 @@ from farloop.quant.digest import digest
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
+WHOLE = AllOrNothing(writes=True, names=True)
 
 
 class Pair:
@@ -56,13 +57,26 @@ class Pair:
 
     def join(self, route: bytes = b"1", process: str = "1") -> None:
         self.route = route
-        self.mirror.received(route, ["join", "b", "r", process, digests(PLACE, self.standby, {})])
+        self.mirror.received(route, ["join", "b", {"": ["r", process]} | digests(PLACE, self.standby, {})])
         self.mirror.tick()
         if self.mirror.error is not None:
             raise self.mirror.error
 
     def begin(self, spec: RunSpec) -> Store:
         return stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=self.files)
+
+
+class Clock(Condition):
+    """Each wait takes half a second of virtual time."""
+
+    def __init__(self, pair: Pair, meanwhile: Callable[[], None] = lambda: None) -> None:
+        super().__init__(Lock())
+        self._pair, self._meanwhile = pair, meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._pair.time += 0.5
+        self._meanwhile()
+        return False
 
 
 @pytest.fixture
@@ -295,7 +309,7 @@ def test_a_standby_of_the_leaders_name_or_of_another_run_is_refused(
 ) -> None:
     sent = list[Any]()
     pair.mirror.send = lambda route, frames: sent.extend(json.loads(bytes(frame)) for frame in frames)
-    pair.mirror.received(b"1", ["join", name, run, "1", {}])
+    pair.mirror.received(b"1", ["join", name, {"": [run, "1"]}])
     pair.mirror.tick()
     assert [head[0] for head in sent] == ["refused"] and sent[0][1].startswith(why)
     assert f"standby refused name={name} why='{why}" in caplog.text and not pair.mirror.has_standbys
@@ -309,7 +323,7 @@ def test_the_second_of_two_standbys_of_one_name_is_refused(
     pair.join()
     deliver, refused = pair.mirror.send, list[Any]()
     pair.mirror.send = lambda route, frames: refused.append(json.loads(bytes(frames[0]))) or deliver(route, frames)  # type: ignore[func-returns-value]
-    pair.mirror.received(b"2", ["join", "b", "r", "2", {}])
+    pair.mirror.received(b"2", ["join", "b", {"": ["r", "2"]}])
     for _ in range(3):
         pair.time += 0.6
         for route in (b"1", b"2"):
@@ -331,6 +345,77 @@ def test_a_standby_that_was_started_again_is_let_in_once_its_last_process_is_sil
     pair.mirror.received(b"2", ["ping"])
     pair.mirror.tick()
     assert [*pair.mirror._standbys] == [b"2"] and pair.mirror.leadership.term.in_sync == ("b",)
+
+
+def test_nothing_waits_for_a_standby_that_said_good_bye(pair: Pair, spec: RunSpec) -> None:
+    store = pair.begin(spec)
+    pair.join()
+    pair.mirror.received(b"1", ["bye"])
+    pair.cut_off = True
+    pair.mirror._moved = Clock(pair)
+    stored_runs.commit(store, 0)
+    assert pair.time < 1.0 and pair.terms.term is not None and pair.terms.term.in_sync == ()
+    pair.cut_off, pair.replica = False, Replica(PLACE, pair.standby, beside=False)
+    pair.join(b"2", "2")
+    assert pair.terms.term.in_sync == ("b",), "nor does its next process"
+
+
+def test_a_leader_remembers_no_more_than_whoever_is_heard(pair: Pair, spec: RunSpec) -> None:
+    pair.begin(spec)
+    pair.join()
+    pair.mirror.lets_in = False
+    for dial in range(2, 102):
+        pair.time += 1.0
+        pair.join(b"%d" % dial, str(dial // 2))
+    assert len(pair.mirror._known_routes) < 5 and len(pair.mirror._heard_at) < 5
+
+
+def test_a_folder_from_before_the_last_standby_was_let_in_does_not_count(pair: Pair, spec: RunSpec) -> None:
+    """Under the same leader: of another host of its name, or put back."""
+    store = pair.begin(spec)
+    mirrors.mark(PLACE, "1", pair.leader)
+    olds = [pair.leader.survivor(WHOLE)]
+    for route, process in ((b"1", "1"), (b"2", "2")):
+        pair.join(route, process)
+        olds.append(pair.standby.survivor(WHOLE))
+        pair.time += 10.0
+        pair.replica = Replica(PLACE, pair.standby, beside=False)
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
+    holder = pair.terms.term.holder
+    for disk in (pair.leader, pair.standby):
+        assert holder in (mirrors.marked(PLACE, disk) or [])
+    for disk in olds[:-1]:
+        assert holder not in (mirrors.marked(PLACE, disk) or [])
+    pair.mirror.leadership.check()
+    store.close()
+
+
+def test_every_standby_in_sync_gets_the_mark_of_a_new_one(pair: Pair, spec: RunSpec) -> None:
+    pair.begin(spec)
+    pair.join()
+    disk, replica = VirtualFiles(), pair.replica
+    disk.make_directory(PLACE)
+    other = Replica(PLACE, disk, beside=False)
+
+    def deliver(route: bytes, frames: Sequence[Bytes]) -> None:
+        head = json.loads(bytes(frames[0]))
+        of = replica if route == b"1" else other
+        of.apply(head, frames[1:], lambda number: pair.mirror.received(route, ["ack", number]))
+
+    pair.mirror.send = deliver
+    pair.mirror.received(b"3", ["join", "c", {"": ["r", "3"]}])
+    pair.mirror.tick()
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b", "c")
+    for each in (pair.standby, disk):
+        assert pair.terms.term.holder in (mirrors.marked(PLACE, each) or [])
+
+
+def test_a_standby_of_an_older_farloop_is_let_in(pair: Pair, spec: RunSpec) -> None:
+    """It says neither its run nor what its process drew."""
+    pair.begin(spec)
+    pair.mirror.received(b"1", ["join", "b", {}])
+    pair.mirror.tick()
+    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
 
 
 def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> None:
@@ -369,15 +454,12 @@ def test_a_leader_that_hears_nobody_lets_the_standby_lead_first(pair: Pair, spec
     pair.mirror.nodes_silent_s = lambda: silent_s
     waited = pair.time
 
-    class Clock(Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            pair.time += 0.5
-            term, version = pair.terms.read()
-            if pair.time > waited + 2.0 and term is not None and term.in_sync:  # what a standby does
-                pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
-            return False
+    def takes_over() -> None:
+        term, version = pair.terms.read()
+        if pair.time > waited + 2.0 and term is not None and term.in_sync:
+            pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
 
-    pair.mirror._moved = Clock(Lock())
+    pair.mirror._moved = Clock(pair, takes_over)
     if silent_s > 10.0:
         with pytest.raises(Deposed, match="b leads"):
             stored_runs.commit(store, 0)
@@ -470,7 +552,7 @@ def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, sp
     store = pair.begin(spec)
     set_in_sync, at_work = pair.mirror.leadership.set_in_sync, list[Thread]()
 
-    def slowly(names: tuple[str, ...], unless: Callable[[], bool] = lambda: False) -> bool:
+    def slowly(names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = "") -> bool:
         if names == ("b",):  # the storage thread finds it silent now
             pair.cut_off = True
             pair.time += 10.0
@@ -478,7 +560,7 @@ def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, sp
             at_work[0].start()
             at_work[0].join(0.5)
             assert at_work[0].is_alive(), "it waits until the record is settled"
-        return set_in_sync(names, unless)
+        return set_in_sync(names, unless, holder=holder)
 
     pair.mirror.leadership.set_in_sync = slowly  # type: ignore[method-assign]
     pair.join()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from terms_in_memory import Terms
-from virtual_files import Drawn, VirtualFiles
+from virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 from farloop.coordinator import leadership, standby
 from farloop.coordinator.errors import Deposed, StorageFailed
@@ -23,12 +23,13 @@ from farloop.coordinator.net.zmq_mirror import SILENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.files import Bytes
-from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests, mark
 
 PLACE = Path("/state")
 LOG = PLACE / "journal-000000.log"
 RECORD_BYTES = 8
 TURN_S = 0.25
+WHOLE = AllOrNothing(writes=True, names=True)
 
 
 class Killed(Exception):
@@ -58,6 +59,7 @@ class Coordinator:
         self.world, self.name = world, name
         self.disk = VirtualFiles()
         self.disk.make_directory(PLACE)
+        self.backup = self.disk  # as it was before it was given all the last time
         self.start()
 
     def start(self) -> None:
@@ -86,6 +88,7 @@ class Coordinator:
         self.mirror = Mirror(PLACE, led, self.disk, lambda: self.world.now)
         self.mirror._moved = Turn(self.world, self)  # type: ignore[assignment]
         self.mirror.send, self.mirror.lets_in = self.send, True
+        mark(PLACE, led.term.holder, self.disk)
         self.files = MirroredFiles(self.mirror)
         held = b"" if self.disk.identity(LOG) is None else self.disk.read_bytes(LOG)
         self.size = len(held) // RECORD_BYTES * RECORD_BYTES
@@ -203,6 +206,14 @@ class World:
                 for host in self.hosts:
                     if not host.alive:
                         host.start()
+            case 10 if self.terms.term is not None:
+                for host in self.hosts:
+                    if self.leads(host):
+                        host.suspended_until = self.now + 20.0
+                    else:  # another host of its name, with an older copy
+                        host.kill()
+                        host.disk = host.backup.survivor(WHOLE)
+                        host.start()
             case _:
                 pass
 
@@ -225,11 +236,13 @@ class World:
     def _join(self, host: Coordinator, leader: Coordinator) -> None:
         host.route = b"%d" % self.next_record()
         self.routes[host.route] = host
+        host.backup = host.disk.survivor(WHOLE)
         host.replica = Replica(PLACE, host.disk, beside=False)
         host.heard_at = self.now
         assert leader.mirror is not None
         own = host.contender._own
-        leader.mirror.received(host.route, ["join", own.leader, own.run, own.holder, digests(PLACE, host.disk, {})])
+        held = {"": [own.run, own.holder]} | digests(PLACE, host.disk, {})
+        leader.mirror.received(host.route, ["join", own.leader, held])
 
     def begin(self, host: Coordinator) -> None:
         """A start that finds no leader, or itself."""
@@ -237,8 +250,7 @@ class World:
         with suppress(leadership.Unreachable):
             found, version = self.terms.read()
             host.contender.leader = found
-            may = found is None or (found.leader == host.name and host.disk.identity(LOG) is not None)
-            if may and (led := host.contender._claim(version)):
+            if host.contender._may_begin(found) and (led := host.contender._claim(version)):
                 host.lead(led)
 
     def live(self, turns: int) -> None:
