@@ -72,9 +72,7 @@ class SnapshotRequest:
 class SnapshotService:
     """Decides which session is sent which copy. Sans-I/O; sessions are numbers."""
 
-    def __init__(
-        self, most_bytes: int = MOST_BYTES, dropped: Callable[[EncodedSnapshot], None] = lambda copy: None
-    ) -> None:
+    def __init__(self, dropped: Callable[[EncodedSnapshot], None], most_bytes: int = MOST_BYTES) -> None:
         """`dropped` is called with each copy that is no longer kept."""
         self._most_bytes, self._dropped = most_bytes, dropped
         self._asked: OrderedDict[int, OrderedDict[int, int]] = OrderedDict()

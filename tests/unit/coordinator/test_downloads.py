@@ -1,9 +1,12 @@
 """Covers `coordinator/downloads.py`: many joiners, few copies, and no version that leaves a gap (protocol R)."""
 
-import pytest
+from pathlib import Path
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import examples
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator.downloads import MOST_UPDATES, EncodedSnapshot, SnapshotRequest, SnapshotService
@@ -14,32 +17,77 @@ SIZE = 100
 """Of every snapshot."""
 
 
-class Serving(SnapshotService):
-    """Encodes what it must at once."""
+class Slow:
+    """A session that takes nothing: what is pushed at it stays."""
+
+    def __init__(self) -> None:
+        self.queued: dict[BlobId, int] = {}
+        self.transfers = self
+
+    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
+        return {blob: size for blob, size in self.queued.items() if blob.kind is kind}
+
+    def push_blob(self, blob: BlobId, source: BlobSource) -> None:
+        self.queued[blob] = source.size
+
+    def cancel(self, blob: BlobId) -> None:
+        del self.queued[blob]
+
+
+class Serving(SnapshotService, Scripted):
+    """Encodes what it must at once; session 1 is slow. `7` is version 7 of fragment 0, `3 0 7` what session 3 asks for
+    in its stories, which have these words beside those of the service:
+
+    turn 7 9        the next, where the fragments are at these versions
+    push 0 7        whether an update for session 1 was dropped
+    given_up        copies that are no longer kept
+    """
+
+    def __init__(self, copies: float = 1000) -> None:
+        """There is room for so many."""
+        self.given_up: list[int] = []
+        super().__init__(lambda copy: self.given_up.append(copy.blob.version), int(copies * SIZE))
+        self.slow = Slow()
 
     def turn(self, *versions: int) -> SnapshotRequest | None:
-        """The next, where the fragments are at these versions."""
         turn = self.next(versions, lambda fragment: SIZE)
         if turn is not None and turn.copy is None:
             self.encoded(turn, copy_of(turn.fragment, versions[turn.fragment]))
         self.check()
         return turn
 
+    def begin(self, *versions: int) -> None:
+        """A copy is made."""
+        self.begun, self.versions = self.next(versions, lambda fragment: SIZE), versions
+
+    def end(self) -> None:
+        assert self.begun is not None
+        self.encoded(self.begun, copy_of(self.begun.fragment, self.versions[self.begun.fragment]))
+        self.check()
+
     def sent(self, session: int) -> int:
         """The version of the copy that a session is being sent."""
         copy = self.copy_for(session)
-        assert copy is not None
-        return copy.blob.version
+        return -1 if copy is None else copy.blob.version
 
-    def pushed(self, session: "Slow", fragment: int, version: int, size: int = 10) -> bool:
-        """Whether an update for session 1 was dropped."""
+    def push(self, fragment: int, version: int, size: int = 10) -> bool:  # type: ignore[override]
         committed = Committed(
             fragment=fragment, version=version, size=size, digest=0, anchor_digest=0, merged=(), drops=(),
             next_window=None, rounds=(),
         )  # fmt: skip
-        dropped = self.push(session, 1, committed, lambda: BytesSource(bytes(size)), SIZE)  # type: ignore[arg-type]
+        dropped = super().push(self.slow, 1, committed, lambda: BytesSource(bytes(size)), SIZE)  # type: ignore[arg-type]
         self.check()
         return dropped
+
+    def pushed(self) -> list[str]:
+        """What waits for session 1."""
+        return [f"{blob.fragment}.{blob.version}" for blob in self.slow.queued]
+
+    def text(self, found: Any) -> str:
+        if not isinstance(found, SnapshotRequest):
+            return super().text(found)
+        kept = f", kept version {found.copy.blob.version}" if found.copy is not None else ""
+        return f"{found.session} gets {found.fragment}{kept}"
 
 
 def copy_of(fragment: int, version: int) -> EncodedSnapshot:
@@ -47,51 +95,14 @@ def copy_of(fragment: int, version: int) -> EncodedSnapshot:
     return EncodedSnapshot(blob=blob, data=bytearray(SIZE), digest=0)
 
 
-@pytest.fixture
-def serving() -> Serving:
-    return Serving()
+@all_stories(__file__, "downloads")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Serving(**story.settings).told, rewrite=rewrite)
 
 
-def test_joiners_of_one_moment_share_one_copy_that_is_kept_until_its_version_is_old(serving: Serving) -> None:
-    for session in range(50):
-        serving.ask(session, 0, 7)
-    made = [serving.turn(7) for _ in range(50)]
-    assert [turn.copy is None for turn in made if turn] == [True] + 49 * [False]
-    assert serving.held_bytes == SIZE and serving.turn(7) is None
-    for session in range(50):
-        serving.done(session)
-    assert serving.held_bytes == SIZE, "for the next joiner"
-    serving.committed(0, 8)
-    assert serving.held_bytes == 0
-
-
-def test_every_copy_that_is_no_longer_kept_is_told_once() -> None:
-    gone: list[EncodedSnapshot] = []
-    serving = Serving(SIZE, gone.append)  # there is room for one
-    for version in (7, 8):
-        serving.ask(1, 0, version)
-        serving.turn(version)
-        serving.done(1)
-    assert [copy.blob.version for copy in gone] == [7]
-    serving.committed(0, 9)
-    assert [copy.blob.version for copy in gone] == [7, 8] and serving.held_bytes == 0
-
-
-def test_a_session_is_sent_one_snapshot_at_a_time_and_sessions_take_turns(serving: Serving) -> None:
-    for fragment in (0, 1):
-        for session in (1, 2):
-            serving.ask(session, fragment, 0)
-    turns = []
-    for _ in (0, 1):
-        turns += [serving.turn(0, 0), serving.turn(0, 0)]
-        assert serving.turn(0, 0) is None
-        serving.done(1)
-        serving.done(2)
-    assert [(turn.session, turn.fragment) for turn in turns if turn] == [(1, 0), (2, 0), (1, 1), (2, 1)]
-
-
-def test_what_is_asked_for_again_and_again_is_sent_once(serving: Serving) -> None:
+def test_what_is_asked_for_again_and_again_is_sent_once() -> None:
     """A Fetch can be repeated at will."""
+    serving = Serving()
     for _ in range(1000):
         serving.ask(1, 0, 0)
     assert serving.turn(0) is not None
@@ -100,51 +111,12 @@ def test_what_is_asked_for_again_and_again_is_sent_once(serving: Serving) -> Non
     assert serving.turn(0) is None
     serving.ask(1, 0, 0)
     assert serving.turn(0) is not None, "what was lost since may be asked for anew"
-    serving.put_off(1)
-    assert (turn := serving.turn(0)) and turn.session == 1, "what cannot be sent now is sent after the next that ends"
-
-
-def test_copies_are_bounded_and_a_joiner_that_is_late_takes_an_older_one() -> None:
-    """The version that stood when it asked, or any after: it hears of all commits from its welcome on."""
-    serving = Serving(most_bytes=2 * SIZE)
-    for session in range(5):
-        serving.ask(session, 0, 0)
-    first, second, third, fourth = (serving.turn(version) for version in range(4))
-    assert first and first.copy is None and second and second.copy is None
-    assert third and third.copy and third.copy.blob.version == 1, "the newest of those at hand"
-    assert fourth and fourth.copy and fourth.copy.blob.version == 1
-    serving.ask(9, 0, 2)
-    serving.gone(4)
-    assert serving.turn(4) is None, "for who asked at version 2 an older one will not do"
-    serving.done(0)
-    assert (turn := serving.turn(4)) and turn.session == 9 and turn.copy is None
-    assert serving.held_bytes == 2 * SIZE
-
-
-def test_one_copy_is_allowed_however_large() -> None:
-    serving = Serving(most_bytes=1)
-    serving.ask(1, 0, 0)
-    serving.ask(2, 1, 0)
-    assert serving.turn(0, 0) is not None
-    assert serving.turn(0, 0) is None
-    serving.gone(1)
-    assert serving.turn(0, 0) is not None
-
-
-def test_a_session_that_ends_while_its_copy_is_made_leaves_nothing(serving: Serving) -> None:
-    serving.ask(1, 0, 0)
-    turn = serving.next([0], lambda fragment: SIZE)
-    assert turn is not None
-    serving.gone(1)
-    serving.encoded(turn, copy_of(0, 0))
-    serving.check()
-    assert serving.copy_for(1) is None
 
 
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st.DataObject) -> None:
-    serving, versions = Serving(most_bytes=2 * SIZE), [0, 0]
+    serving, versions = Serving(2), [0, 0]
     open_asks: dict[tuple[int, int], int] = {}
     sending: dict[int, int] = {}
     steps = st.tuples(st.sampled_from(["ask", "commit", "serve", "done", "gone"]), st.integers(0, 4), st.integers(0, 1))
@@ -175,59 +147,17 @@ def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st
     assert not open_asks
 
 
-# --- Sessions that are slow
-
-
-class Slow:
-    """A session that takes nothing: what is pushed at it stays."""
-
-    def __init__(self) -> None:
-        self.queued: dict[BlobId, int] = {}
-        self.transfers = self
-
-    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
-        return {blob: size for blob, size in self.queued.items() if blob.kind is kind}
-
-    def push_blob(self, blob: BlobId, source: BlobSource) -> None:
-        self.queued[blob] = source.size
-
-    def cancel(self, blob: BlobId) -> None:
-        del self.queued[blob]
-
-
-def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place(serving: Serving) -> None:
+def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place() -> None:
     """256 of them ended the coordinator: a joiner behind a thin link did that within a minute."""
-    session = Slow()
+    serving = Serving()
     for version in range(1, 1001):
         for fragment in range(3):
-            serving.pushed(session, fragment, version)
-            assert len(session.queued) <= 3 * MOST_UPDATES
+            serving.push(fragment, version)
+            assert len(serving.slow.queued) <= 3 * MOST_UPDATES
     for fragment in range(3):
         turn = serving.turn(1000, 1000, 1000)
         assert turn and turn.fragment == fragment
         assert serving.sent(1) == 1000, "it stands for all that was dropped"
         serving.done(1)
     assert serving.turn(1000, 1000, 1000) is None
-    assert not serving.pushed(session, 0, 1001) and len(session.queued) == 1, "and updates follow it again"
-
-
-def test_more_bytes_than_two_snapshots_are_dropped(serving: Serving) -> None:
-    session = Slow()
-    assert [serving.pushed(session, 0, version, SIZE) for version in (1, 2, 3)] == [False, False, True]
-    assert session.queued == {}
-
-
-def test_a_snapshot_has_what_was_committed_before_it_and_the_rest_is_pushed(serving: Serving) -> None:
-    session = Slow()
-    serving.ask(1, 0, 0)
-    serving.pushed(session, 0, 1)
-    assert session.queued == {}
-    assert serving.turn(1) and serving.sent(1) == 1
-    serving.pushed(session, 0, 2)
-    assert [blob.version for blob in session.queued] == [2]
-    version = 2
-    while not serving.pushed(session, 0, version := version + 1):
-        pass
-    assert session.queued == {} and serving.turn(version) is None
-    serving.done(1)
-    assert serving.turn(version) and serving.sent(1) == version, "it fell behind again"
+    assert not serving.push(0, 1001) and serving.pushed() == ["0.1001"], "and updates follow it again"

@@ -4,14 +4,13 @@ The run of `conftest.py` as `decoupled` or `async`; in the machine only fragment
 round 0.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator_run import A, B, C, Run, merged, outcome, published, tell
 from plain_runs import plain_offer, plain_progress
-from stories import StoryText, all_stories, check_story
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RunSpec, WindowTerms
@@ -121,105 +120,62 @@ def test_slow_nodes_do_fewer_steps_in_the_rounds_that_are_fixed_from_then_on(
 ROUND_S = 10.0
 
 
-class Arrivals:
-    """Windows that open every ten seconds; each closes by itself, when the last delta came or the next begins."""
+class Arrivals(Scripted):
+    """Windows that open every ten seconds; each closes by itself, when the last delta came or the next begins.
+
+    came a 8.0 | came b 0.5 1        so long after the open window's beginning; for window 1
+    rounds 3 8.0 8.5                 in each of three, nodes a and b come after these times
+    opens | state closing | clock_jumped 100
+    seconds                          how long a window waits beyond its quorum
+    until | lasts 1.9 | deadlines    of the open window, in seconds since its quorum
+    """
 
     def __init__(self, *, method: str = "decoupled", quorum: int | None = 1) -> None:
         self.quorum = quorum
         self.grace = StragglerGrace(enabled=method_named(method).grace)
         self.number = 0
-        self.open()
+        self.clock_jumped = self.grace.clock_jumped
+        self.opens()
 
-    def open(self) -> None:
+    def opens(self) -> None:
         terms = WindowTerms(
             fragment=0, window=self.number + 1, round=self.number, tau=2, mix=0.5, codec_up="q4", codec_down="q4"
         )
         self.window = Window(terms=terms, max_staleness=4, opened_at=self.number * ROUND_S)
         self.number += 1
 
-    def came(self, node: str, after_s: float, *, number: int | None = None) -> None:
-        """A delta for the open window, or for an earlier one, so long after the open one's beginning."""
+    def came(self, node: str, after_s: float, number: int | None = None) -> None:
         window, now = number or self.number, self.window.opened_at + after_s
         arrived = plain_offer(NodeId(node), window, fragment=0, seq=window)
         self.grace.on_delta(0, window, now)
         self.window.add(arrived)
         self.grace.update(self.window, self.quorum, now)
+        if len(self.window.inputs) == 1:
+            self.quorum_at = now
 
-    def rounds(self, count: int, after_s: Sequence[float]) -> "Arrivals":
-        """In each, nodes a, b, c… come after these times."""
+    def rounds(self, count: int, *after_s: float) -> None:
         for _ in range(count):
             for node, late in zip("abcdef", after_s, strict=False):
                 self.came(node, late)
-            self.open()
-        return self
+            self.opens()
+
+    def state(self, state: Any) -> None:
+        self.window.state = state
+
+    def seconds(self) -> str:
+        return f"{self.grace.seconds:g}" if self.grace.seconds is not None else "unknown"
+
+    def until(self) -> str:
+        until = self.grace.until(self.window)
+        return "no deadline" if until is None else f"{until - self.quorum_at:g}"
+
+    def lasts(self, since: float) -> bool:
+        return self.grace.lasts(self.window, self.quorum_at + since)
+
+    def deadlines(self, since: float) -> list[float]:
+        return [at - self.quorum_at for at in self.grace.deadlines([self.window], self.quorum_at + since)]
 
 
-@pytest.mark.parametrize(
-    ("law", "quorum", "rounds", "seconds"),
-    [
-        ("nothing was seen: all are waited for", 1, [], None),
-        ("twice as long as the latest was late", 1, [(3, (8.0, 8.5, 9.0))], 2.0),
-        ("never longer than half of what the quorum usually takes", 1, [(3, (6.0, 8.5))], 3.0),
-        ("a network that got better is not waited for as if it had not", 1, [(4, (8.0, 10.0)), (40, (8.0, 8.25))], 0.5),
-        ("lateness is counted from the quorum", 1, [(3, (6.0, 6.5, 7.5))], 3.0),
-        ("be it of two", 2, [(3, (6.0, 6.5, 7.5))], 2.0),
-        ("a quorum of all has none", None, [(3, (8.0, 9.0))], None),
-    ],
-)
-def test_how_long_a_window_waits(
-    law: str, quorum: int | None, rounds: list[tuple[int, tuple[float, ...]]], seconds: float | None
-) -> None:
-    arrivals = Arrivals(quorum=quorum)
-    for count, after_s in rounds:
-        arrivals.rounds(count, after_s)
-    assert arrivals.grace.seconds == seconds, law
-
-
-def test_where_nothing_was_seen_there_is_no_deadline_and_where_a_method_has_no_grace_no_wait() -> None:
-    arrivals = Arrivals()
-    arrivals.came("a", 8.0)
-    assert arrivals.grace.until(arrivals.window) is None and arrivals.grace.lasts(arrivals.window, 1e9)
-    assert arrivals.grace.deadlines([arrivals.window], 8.0) == []
-    lone = Arrivals(method="async").rounds(3, (8.0, 9.0))
-    lone.came("a", 8.0)
-    assert lone.grace.until(lone.window) is None and not lone.grace.lasts(lone.window, lone.window.opened_at)
-
-
-def test_a_window_waits_twice_as_long_as_the_latest_was_late() -> None:
-    arrivals = Arrivals().rounds(3, (8.0, 8.5, 9.0))
-    arrivals.came("a", 8.0)
-    quorum_at = arrivals.window.opened_at + 8.0
-    assert arrivals.grace.until(arrivals.window) == quorum_at + 2.0
-    for seconds, lasts, deadlines in ((0.0, True, [quorum_at + 2.0]), (1.9, True, [quorum_at + 2.0]), (2.0, False, [])):
-        assert arrivals.grace.lasts(arrivals.window, quorum_at + seconds) is lasts
-        assert arrivals.grace.deadlines([arrivals.window], quorum_at + seconds) == deadlines
-    arrivals.window.state = "closing"
-    assert arrivals.grace.deadlines([arrivals.window], 0.0) == []
-
-
-@pytest.mark.parametrize(("others", "seconds"), [(("a", "b"), 0.5), (("a",), 0.0)])
-def test_a_node_that_is_too_slow_is_not_waited_for_and_slows_no_node(others: tuple[str, ...], seconds: float) -> None:
-    """Its deltas are late by two thirds of a round: those of the others decide."""
-    arrivals = Arrivals()
-    for _ in range(5):
-        for number, node in enumerate(others):
-            arrivals.came(node, 6.0 + 0.25 * number)
-        arrivals.open()
-        arrivals.came("slow", 2.0, number=arrivals.number - 1)
-    assert arrivals.grace.seconds == seconds
-
-
-def test_a_delta_that_came_for_a_window_that_is_closed_was_late_by_all_of_that() -> None:
-    """Else only those that are waited for would show how long to wait."""
-    arrivals = Arrivals().rounds(1, (8.0,))
-    arrivals.came("b", 0.5, number=1)
-    assert arrivals.grace.seconds == 4.0, "2.5 s late; half of 8 s is the bound"
-
-
-def test_the_time_in_which_the_process_stood_still_is_no_node_s_lateness() -> None:
-    """C."""
-    arrivals = Arrivals().rounds(3, (8.0, 8.25))
-    arrivals.came("a", 8.0)
-    arrivals.grace.clock_jumped(100.0)
-    arrivals.came("b", 108.125)
-    assert arrivals.grace.seconds == 0.5
+@all_stories(__file__, "grace")
+def test_grace_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Arrivals(**story.settings).told, rewrite=rewrite)

@@ -1,15 +1,18 @@
 """One window: which nodes it waits for, when and why it closes, and what its commit says (protocol D, E, H)."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator_run import A, B, C
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo import schedule
-from farloop.algo.methods import METHODS, Method
+from farloop.algo.methods import METHODS
 from farloop.algo.outer_settings import settings_of
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.terms import LearningRate
@@ -35,15 +38,6 @@ def offer(nodes: str, window: int = 4, *, tokens: int = 100, steps: int = 10, no
     return Offer(blob=blob, size=10, digest=1, window=window, contributors=shares)
 
 
-def late(nodes: str) -> Offer:
-    return offer(nodes, 3)
-
-
-def idle(nodes: str) -> Offer:
-    """Without a step in it."""
-    return offer(nodes, steps=0)
-
-
 def window(expected: str, *came: Offer, removed: dict[NodeId, Reason] | None = None, **changes: Any) -> Window:
     """Window 4, with these deltas."""
     return Window(
@@ -57,73 +51,82 @@ def window(expected: str, *came: Offer, removed: dict[NodeId, Reason] | None = N
     )
 
 
-def patient(*came: Offer, **changes: Any) -> Window:
-    """It takes deltas for windows 2 to 4 of nodes a, b and c."""
-    return window("abc", *came, **{"max_staleness": 2, **changes})
-
-
 def rounds_of(spec: RunSpec, count: int = 4) -> dict[int, RoundPlan]:
     return {plan.index: plan for plan in schedule.first_rounds(spec.terms, count)}
 
 
-GONE = {B: Reason.SILENT}
+class Opened(Scripted):
+    """Window 4 of round 2. `a` is a delta for it, `a3` one for window 3, `a-` one without a step, `ab` a relayed one:
+
+    came a b3 steps=5 norm_sq=4.0 | gone b | refuse b
+    why | why quorum=2 floor=2 patient=True       whether it closes, and why
+    admitted | too_late                           deltas of a for which windows
+    begins b3 a quorum=1                          what it begins with of those that came meanwhile
+    shares weights=quality | draft served=b       what its commit says
+    """
+
+    def __init__(
+        self, spec: RunSpec, *, expected: str = "", late: int = 0, final: bool = False, **changes: Any
+    ) -> None:
+        """`late`: how many windows late a delta may be."""
+        self.spec, terms = spec, dataclasses.replace(TERMS, final=final, round=2)
+        self.window = window(expected, terms=terms, max_staleness=late, **changes)
+
+    def of(self, word: str, **claim: Any) -> Offer:
+        nodes, number, idle = re.fullmatch("([a-z]+)([0-9]?)(-?)", word).groups()  # type: ignore[union-attr]
+        return offer(nodes, int(number or 4), **({"steps": 0} if idle else claim))
+
+    def came(self, *words: str, **claim: Any) -> None:
+        for word in words:
+            self.window.add(self.of(word, **claim))
+
+    def gone(self, node: str) -> None:
+        self.window.removed[NodeId(node)] = Reason.SILENT
+
+    def refuse(self, node: str) -> None:
+        self.window.refuse(rec.Refusal(blob=self.of(node).blob, reason=Reason.OUTLIER, detail="too long"))
+
+    def missing(self) -> set[NodeId]:
+        return self.window.missing
+
+    def why(self, quorum: int | None = None, floor: int = 1, *, patient: bool = False) -> str:
+        return self.window.why_close(quorum, floor, patient=patient) or "open"
+
+    def admitted(self) -> list[int]:
+        return [number for number in range(1, 7) if self.window.admits(offer("a", number))]
+
+    def too_late(self) -> list[int]:
+        return [number for number in (2, 3, 4) if self.window.is_too_late_for(offer("a", number))]
+
+    def begins(self, *words: str, quorum: int | None = None) -> list[NodeId]:
+        elsewhere = dataclasses.replace(offer("a").blob, fragment=1)
+        offers = {arrived.blob: arrived for arrived in map(self.of, words)}
+        self.window.begin_with({elsewhere: offer("a"), **offers}, quorum)
+        return [blob.node for blob in self.window.inputs]
+
+    def shares(self, weights: str = "tokens") -> list[str]:
+        return [f"{share.node} {share.weight:.3g}" for share in self.window.shares(weights)]
+
+    def draft(self, served: str = "", **method: Any) -> list[str]:
+        """`method`: fields of its own method."""
+        row = METHODS[self.spec.terms.method]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(METHODS, self.spec.terms.method, dataclasses.replace(row, **method))
+            made = self.window.draft(self.spec, rounds_of(self.spec), "", list(map(NodeId, served)))
+        assert [share.weight for share in made.merged] == [addend.weight for addend in made.blobs]
+        after = made.next_window
+        return [
+            *(f"{share.node} {share.weight:.3g}" for share in made.merged),
+            *(f"{drop.node} {drop.reason.name}" for drop in made.drops),
+            f"lr {made.outer_lr}, momentum {made.outer_momentum}",
+            *([f"reach {made.reach}"] if made.reach else []),
+            f"then window {after.window} of round {after.round}" if after else "then none",
+        ]
 
 
-@pytest.mark.parametrize(
-    ("opened", "quorum", "floor", "why"),
-    [
-        (window("ab", offer("b")), None, 1, None),
-        (window("ab", offer("b"), offer("a")), None, 1, "all 2 expected came"),
-        (window("ab", offer("a"), removed=GONE), None, 1, "all 1 expected came, 1 removed"),
-        (window("b", offer("b"), removed=GONE), None, 1, "all 1 expected came"),
-        (window("a", offer("c")), None, 1, None),
-        (window("", offer("c")), None, 1, "all 1 expected came"),  # a node that was not expected counts as well
-        (window("abc", offer("b"), offer("c")), 3, 1, None),
-        (window("abc", offer("b"), offer("c")), 2, 1, "quorum of 2 reached, without a"),
-        (window("abc", offer("b")), 1, 1, "quorum of 1 reached, without a, c"),
-        (window("ab", offer("a"), removed=GONE), None, 2, None),
-        (window("ab", offer("a")), 1, 2, None),
-        (window(""), None, 0, None),
-        (window("b", removed=GONE), 0, 0, None),
-        (window("a", offer("a"), state="closing"), None, 1, None),
-        # F: a late delta rides along, unless every one is a step of its own; one without a step closes nothing
-        (patient(late("a"), offer("b")), 1, 1, "quorum of 1 reached, without c"),
-        (patient(late("a"), offer("b"), alone=True), 1, 1, "quorum of 1 reached, without c"),
-        (patient(late("a")), 1, 1, None),
-        (patient(late("a"), alone=True), 1, 1, "quorum of 1 reached, without b, c"),
-        (patient(idle("b")), 1, 1, None),
-        (patient(idle("b"), alone=True), 1, 1, None),
-        (patient(late("a"), offer("b"), offer("c")), 3, 1, "all 3 expected came"),
-        (window("ab", idle("b")), 1, 1, "quorum of 1 reached, without a"),
-        # a node that stands still would send one after the other, and no other node's would ever be in time
-        (window("ab", idle("b"), needs_steps=True), 1, 1, None),
-        (window("ab", idle("b"), needs_steps=True, alone=True), 1, 1, None),
-    ],
-)
-def test_when_and_why_a_window_closes(opened: Window, quorum: int | None, floor: int, why: str | None) -> None:
-    assert opened.why_close(quorum, floor) == why
-
-
-def test_patience_holds_a_quorum_and_not_a_window_that_has_all() -> None:
-    """F."""
-    assert patient(offer("a")).why_close(1, 1, patient=True) is None
-    everybody = patient(offer("a"), offer("b"), offer("c"))
-    assert everybody.why_close(1, 1, patient=True) == "all 3 expected came"
-
-
-def test_a_refused_delta_is_no_part_of_it_and_its_node_is_not_awaited() -> None:
-    good, bad = offer("a"), offer("b")
-    judged = window("ab", good, bad)
-    judged.refuse(rec.Refusal(blob=bad.blob, reason=Reason.OUTLIER, detail="too long"))
-    assert judged.ordered() == [good] and [share.node for share in judged.shares()] == [A]
-    assert (judged.missing, judged.removed) == (set(), {B: Reason.OUTLIER})
-
-
-def test_a_relayed_blob_counts_for_all_its_contributors() -> None:
-    """Windows, weights and reasons work on contributor sets (protocol H)."""
-    relayed = window("abc", offer("bc", tokens=100), offer("a", tokens=200))
-    assert relayed.contributors == {A, B, C} and not relayed.missing
-    assert relayed.shares() == (Share(node=A, weight=0.5), Share(node=B, weight=0.5))
+@all_stories(__file__, "closing")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Opened(spec, **story.settings).told, rewrite=rewrite)
 
 
 @given(order=st.permutations("abc"), tokens=st.tuples(*[st.integers(0, 1 << 40)] * 3))
@@ -178,13 +181,6 @@ def test_the_draft_says_all_that_was_decided(spec: RunSpec) -> None:
     )  # fmt: skip
 
 
-def test_a_flush_is_averaged_without_momentum_for_no_round_is_left_in_which_it_would_pay_off(spec: RunSpec) -> None:
-    drafts = [
-        first_window(spec, 0, offer("a", 1), final=final).draft(spec, rounds_of(spec), "") for final in (False, True)
-    ]
-    assert [(draft.outer_lr, draft.outer_momentum) for draft in drafts] == [(0.6, 0.9), (1.0, 0.0)]
-
-
 def test_what_corrects_a_step_for_its_work_is_settled_with_the_window(spec: RunSpec) -> None:
     """P: a replay has the numbers, and does not ask for the learning rate again."""
     lr = LearningRate(peak=1e-2, minimum=1e-4, warmup_steps=0)
@@ -200,103 +196,16 @@ def test_what_corrects_a_step_for_its_work_is_settled_with_the_window(spec: RunS
     assert draft.delta_scale not in (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("method", "final", "weights", "reach"),
-    [
-        ({"weights": "tokens"}, False, [0.5, 0.5], 0.0),
-        ({"weights": "quality"}, False, [1 / 3, 2 / 3], 0.0),
-        ({"outer": "co2"}, False, [0.5, 0.5], 4.0),  # the second would have come to 4 in 10 steps
-        ({"outer": "co2"}, True, [0.5, 0.5], 0.0),
-    ],
-)
-def test_contributions_weigh_as_the_method_says_and_their_reach_is_recorded_where_the_optimizer_asks(
-    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], final: bool, weights: Any, reach: float
-) -> None:
-    """P: a replay has the numbers, not the nodes that told them."""
-    own: Method = dataclasses.replace(METHODS[spec.terms.method], **method)
-    monkeypatch.setitem(METHODS, spec.terms.method, own)
-    came = (offer("a", 1, norm_sq=9.0), offer("b", 1, steps=5, norm_sq=4.0))
-    draft = first_window(spec, 0, *came, final=final).draft(spec, rounds_of(spec), "")
-    assert [share.weight for share in draft.merged] == [addend.weight for addend in draft.blobs] == weights
-    assert (draft.reach, draft.flush) == (reach, final)
-
-
-def test_the_last_step_is_the_mean_of_what_the_nodes_hold() -> None:
-    """A: where one of them comes later than the others, it does not make the model its own."""
-    came, final = (offer("a", tokens=300), idle("b")), dataclasses.replace(TERMS, final=True)
-    assert [share.weight for share in patient(*came).shares()] == [1.0, 0.0]
-    for rule in ("tokens", "quality"):
-        assert [share.weight for share in patient(*came, terms=final).shares(rule)] == [0.5, 0.5]
-    worked = patient(offer("a", tokens=300), offer("b"), terms=final)
-    assert [share.weight for share in worked.shares()] == [0.75, 0.25]
-
-
-def test_the_last_window_is_followed_by_another_where_a_flush_is_still_to_come(spec: RunSpec) -> None:
-    """A: who is part of it by a late delta has worked since."""
-    final = dataclasses.replace(TERMS, final=True, round=3)
-    for of_b, following in ((late("b"), dataclasses.replace(final, window=5)), (offer("b"), None)):
-        last = patient(offer("a"), of_b, terms=final)
-        assert last.draft(spec, rounds_of(spec), "").next_window == following
-
-
-@pytest.mark.parametrize(
-    ("served", "removed", "alone", "round_index"),
-    [
-        ("", {}, True, 0), ("b", {}, True, 0), ("bc", {}, True, 1), ("b", {C: Reason.SILENT}, True, 1),
-        ("", {}, False, 1),
-    ],
-)  # fmt: skip
-def test_a_window_stays_in_its_round_until_all_that_are_expected_have_served_it(
-    spec: RunSpec, served: str, removed: dict[NodeId, Reason], alone: bool, round_index: int
-) -> None:
-    opened = patient(offer("a"), alone=alone, removed=removed, terms=first_window(spec, 1).terms)
-    after = opened.draft(spec, rounds_of(spec), "", list(map(NodeId, served))).next_window
-    assert after is not None and (after.window, after.round) == (2, round_index)
-
-
 # --- late deltas
-
-
-def test_a_window_admits_deltas_that_are_late_by_as_much_as_the_terms_allow() -> None:
-    """D, E: and, while it closes, only those that the next one would take; the last window has no next one."""
-    numbers = range(1, 7)
-    assert [number for number in numbers if patient().admits(offer("a", number))] == [2, 3, 4]
-    assert [number for number in numbers if window("").admits(offer("a", number))] == [4]
-    closing = {"state": "closing"}
-    final = {**closing, "terms": dataclasses.replace(TERMS, final=True)}
-    for opened, too_late in (
-        (patient(), []), (patient(**closing), [2]), (patient(**final), [2, 3, 4]), (window("a", **closing), [2, 3, 4]),
-    ):  # fmt: skip
-        assert [number for number in (2, 3, 4) if opened.is_too_late_for(offer("a", number))] == too_late
-
-
-@pytest.mark.parametrize(
-    ("held", "alone", "quorum", "final", "begins"),
-    [
-        ((late("b"), offer("a"), offer("c")), False, 1, False, "bac"),
-        # every delta is a step of its own: a quorum of them, in the order they came
-        ((late("b"), offer("a"), offer("c")), True, 1, False, "b"),
-        ((late("b"), offer("a"), offer("c")), True, 2, False, "ba"),
-        ((late("b"), offer("a"), offer("c")), True, None, False, "bac"),
-        # those without a step, those that no later window would take, and all in the last window do not wait their turn
-        ((late("b"), idle("a"), offer("c")), True, 1, False, "ba"),
-        ((late("b"), offer("a", 2), offer("c")), True, 1, False, "ba"),
-        ((late("b"), idle("a"), offer("c")), True, 1, True, "bac"),
-    ],
-)
-def test_a_window_begins_with_what_came_meanwhile(
-    held: tuple[Offer, ...], alone: bool, quorum: int | None, final: bool, begins: str
-) -> None:
-    """D."""
-    opened = patient(alone=alone, terms=dataclasses.replace(TERMS, final=final))
-    elsewhere = dataclasses.replace(offer("a").blob, fragment=1)
-    opened.begin_with({elsewhere: offer("a"), **{arrived.blob: arrived for arrived in held}}, quorum)
-    assert [blob.node for blob in opened.inputs] == list(begins)
 
 
 @pytest.mark.parametrize(
     "odd",
-    [window("a", offer("a"), removed=GONE), window("ab", offer("ab"), offer("b")), window("a", offer("a", 5))],
+    [
+        window("a", offer("a"), removed={B: Reason.SILENT}),
+        window("ab", offer("ab"), offer("b")),
+        window("a", offer("a", 5)),
+    ],
     ids=["removed and not expected", "two deltas of one node", "a delta of another window"],
 )
 def test_what_must_not_be_is_noticed(odd: Window) -> None:
