@@ -1,52 +1,31 @@
 """SCENARIO.toml, the input of the flow simulator, as its dataclasses. Every error is one line with its place."""
 
-import dataclasses
 import importlib.resources
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING
+from dataclasses import fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, create_model
+from pydantic_core import to_json
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import ConfigError, line_numbers, load_tables
+from farloop.config.sources import WANTED, ConfigError, line_numbers, load_tables
 from farloop.monitoring.units import nearest
-from farloop.sim.flow.scenario import (
-    LOCK_STEP,
-    METHOD_NAMES,
-    SWEPT,
-    Crash,
-    FlowScenario,
-    Group,
-    Hub,
-    Model,
-    Outage,
-    Published,
-    Rules,
-    Site,
-    Sweep,
-    Variant,
-)
-
-_TABLES: Mapping[str, type] = {"model": Model, "coordinator": Hub, "run": Rules, "sweep": Sweep}  # `[name]`
-
-_LISTS: Mapping[str, type] = {
-    "nodes": Group,
-    "sites": Site,
-    "outages": Outage,
-    "crashes": Crash,
-    "variants": Rules,
-    "published": Published,
-}
-"""`[[name]]`"""
+from farloop.sim.flow.scenario import LOCK_STEP, METHOD_NAMES, FlowScenario, Rules, Table
 
 _LOOSE_KEYS = frozenset(
     {"h", "fragments", "tau", "quorum", "max_staleness", "max_stale_rounds", "per_node_h", "bits_up", "bits_down"}
 )
 """Keys of [run] that do not apply to a lock-step variant."""
+
+_HINTS = {kind: get_type_hints(kind) for kind in (FlowScenario, Rules)}
+_RUN: Any = create_model(
+    "_RUN", __config__={"extra": "forbid"}, **{f.name: (_HINTS[Rules][f.name], None) for f in fields(Rules)}
+)  # type: ignore[call-overload]
+"""[run] alone: what it says is combined with a variant before it is a whole."""
 
 
 def load_scenario(path: Path) -> FlowScenario:
@@ -87,82 +66,48 @@ class _File:
         self._lines = line_numbers(text)
 
     def scenario(self, tables: Mapping[str, Any]) -> FlowScenario:
-        fields: dict[str, Any] = {}
-        plain = {f.name for f in dataclasses.fields(FlowScenario)} - set(_TABLES) - set(_LISTS)
-        hints = get_type_hints(FlowScenario)
-        for name, value in tables.items():
-            if name in _TABLES or name in _LISTS:
-                fields[name] = self._section(name, value)
-            elif name in plain:
-                fields[name] = self._value("", 0, name, hints[name], value)
-            else:
-                raise self._error("", 0, name, f"there is no such key; {nearest(name, [*plain, *_TABLES, *_LISTS])}")
-        run, variants = fields.pop("run", {}), fields.pop("variants", ())
-        found = [self._variant(number, run, own) for number, own in enumerate(variants)]
-        if not found:
-            rules = self._make("run", 0, Rules, run)
-            found = [Variant(name=rules.method, rules=rules)]
-        try:
-            return FlowScenario(**fields, variants=tuple(found))
-        except ValueError as error:
-            raise self._about(str(error)) from error
+        run, variants = tables.get("run", {}), tables.get("variants", [{}])
+        if not isinstance(run, dict):
+            raise self._error("", 0, "run", "expected a table: [run]")
+        if not isinstance(variants, list) or not all(isinstance(one, dict) for one in variants):
+            raise self._error("variants", 0, "", "expected a list of tables: [[variants]]")
+        loose = _LOOSE_KEYS if "variants" in tables else frozenset[str]()
+        plain = {key: value for key, value in tables.items() if key != "run"}
+        plain["variants"] = [_variant(run, own, loose) for own in variants]
+        for kind, given, at in ((_RUN, run, ("run",)), (FlowScenario, plain, ())):
+            try:
+                # Strict validation accepts a list for a tuple only as JSON.
+                made = TypeAdapter[Any](kind).validate_json(to_json(given, inf_nan_mode="constants"), strict=True)
+            except ValidationError as error:
+                raise self._refused(error.errors()[0], at, run) from None
+        return made  # type: ignore[no-any-return]
 
-    def _section(self, name: str, value: Any) -> Any:
-        """The value of a table; for [run] and variants only its checked keys, which are combined later."""
-        if name in _TABLES:
-            if not isinstance(value, dict):
-                raise self._error("", 0, name, f"expected a table: [{name}]")
-            keys = self._keys(name, 0, _TABLES[name], value)
-            return keys if name == "run" else self._make(name, 0, _TABLES[name], keys)
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise self._error(name, 0, "", f"expected a list of tables: [[{name}]]")
-        found = [self._keys(name, number, _LISTS[name], one) for number, one in enumerate(value)]
-        if name == "variants":
-            return found
-        return tuple(self._make(name, number, _LISTS[name], one) for number, one in enumerate(found))
-
-    def _variant(self, number: int, run: Mapping[str, Any], own: dict[str, Any]) -> Variant:
-        name = own.pop("name", None)
-        method = own.get("method", run.get("method", Rules().method))
-        left_out = _LOOSE_KEYS if method in LOCK_STEP else frozenset()
-        rules = self._make("variants", number, Rules, {**{k: v for k, v in run.items() if k not in left_out}, **own})
-        return Variant(name=name or rules.method, rules=rules)
-
-    def _keys(self, table: str, number: int, owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checked keys and values."""
-        hints = get_type_hints(owner)
-        if table == "variants":
-            hints = {"name": str, **hints}
-        found = {}
-        for key, value in given.items():
-            if key not in hints:
-                raise self._error(table, number, key, f"there is no such key; {nearest(key, hints)}")
-            found[key] = self._value(table, number, key, hints[key], value)
-        return found
-
-    def _value(self, table: str, number: int, key: str, hint: Any, value: Any) -> Any:
-        if isinstance(value, list):
-            value = tuple(value)
-        for name, choices in (("method", METHOD_NAMES), ("key", SWEPT)):
-            if key == name and value not in choices:
-                raise self._error(table, number, key, f"there is no {value!r}; {nearest(str(value), sorted(choices))}")
-        try:
-            return TypeAdapter(hint).validate_python(value, strict=True)
-        except ValidationError:
-            raise self._error(table, number, key, f"expected {_wanted(hint)}, got {_shown(value)}") from None
-
-    def _make(self, table: str, number: int, owner: type, keys: Mapping[str, Any]) -> Any:
-        for field in dataclasses.fields(owner):
-            if field.name not in keys and field.default is MISSING and field.default_factory is MISSING:
-                raise self._error(table, number, "", f"{field.name} is missing")
-        try:
-            return owner(**keys)
-        except ValueError as error:
-            key = str(error).split(maxsplit=1)[0].rstrip(":")
-            home = (table, number) if (table, number, key) in self._lines else ("run", 0)
-            raise self._error(
-                *(home if key in keys else (table, number)), key, _without_key(str(error), key)
-            ) from error
+    def _refused(self, found: Any, at: tuple[str, ...], run: Mapping[str, Any]) -> ConfigError:
+        """A fault that pydantic found in a table at this place."""
+        name, *inside = [part for part in (*at, *found["loc"]) if part != "rules"] or [""]
+        number = inside.pop(0) if inside and isinstance(inside[0], int) else 0
+        table, key = (name, inside[0]) if inside else ("", name)
+        if found["type"] == "value_error":
+            sentence = str(found["ctx"]["error"])
+            if not name:
+                return self._about(sentence)
+            table, key = name, sentence.split(maxsplit=1)[0].rstrip(":")
+        if table == "variants" and key in run and (table, number, key) not in self._lines:
+            table, number = "run", 0
+        match found["type"]:
+            case "value_error":
+                what = _without_key(sentence, key)
+            case "unexpected_keyword_argument" | "extra_forbidden":
+                what = f"there is no such key; {nearest(key, _keys_of(table))}"
+            case "missing":
+                return self._error(table, number, "", f"{key} is missing")
+            case "literal_error":
+                what = f"there is no {found['input']!r}; {nearest(str(found['input']), sorted(METHOD_NAMES))}"
+            case "tuple_type" if not table:
+                what = f"expected a list of tables: [[{key}]]"
+            case fault:
+                what = f"expected {WANTED[fault.partition('_')[0]]}, got {found['input']!r}"
+        return self._error(table, number, key, what)
 
     def _about(self, sentence: str) -> ConfigError:
         """An error of the whole scenario; it begins with a key, and may quote its value."""
@@ -177,24 +122,27 @@ class _File:
         places = ((table, number, key), (table, number, ""), (key, 0, ""))  # a key may itself be a table
         line = next((self._lines[place] for place in places if place in self._lines), None)
         where = f"{self._path}:{line}" if line else str(self._path)
-        header = f"[[{table}]] " if table in _LISTS else f"[{table}] " if table else ""
+        listed = "tuple" in str(_HINTS[FlowScenario].get(table))
+        header = f"[[{table}]] " if listed else f"[{table}] " if table else ""
         return ConfigError(f"{where}: {header}{key}{': ' if key else ''}{what}")
+
+
+def _variant(run: Mapping[str, Any], own: Mapping[str, Any], loose: frozenset[str]) -> dict[str, Any]:
+    """A variant with what [run] says for all; a lock-step one takes over nothing that it has no use for."""
+    method = own.get("method", run.get("method", Rules().method))
+    left_out = loose if method in [*LOCK_STEP] else ()
+    shared = {key: value for key, value in run.items() if key not in left_out}
+    name = own.get("name") or str(method)
+    return {"name": name, "rules": {**shared, **{key: value for key, value in own.items() if key != "name"}}}
+
+
+def _keys_of(table: str) -> list[str]:
+    """Those that a file may have in a table; in an empty one, on top."""
+    hint: Any = Rules if table in ("run", "variants") else _HINTS[FlowScenario].get(table, FlowScenario)
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Table)]
+    more = {"variants": ["name"], "": ["run"]}.get(table, [])
+    return [*(field.name for field in fields(kinds[0])), *more]  # type: ignore[arg-type]
 
 
 def _without_key(sentence: str, key: str) -> str:
     return sentence.removeprefix(key).removeprefix(":").strip()
-
-
-def _wanted(hint: Any) -> str:
-    text = str(hint)
-    if "tuple" in text:
-        return "a list of numbers"
-    if hint is bool or "bool" in text:
-        return "true or false"
-    if "float" in text:
-        return "a number"
-    return "a whole number" if hint is int or "int" in text else "text in quotes"
-
-
-def _shown(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else repr(value)

@@ -58,7 +58,9 @@ WANTED = {
     "string": "text in quotes",
     "bool": "true or false",
     "list": "a list",
+    "tuple": "a list",
     "model": "a table",
+    "dataclass": "a table",
     "dict": "a table",
 }
 """By the first word of pydantic's kind of error."""

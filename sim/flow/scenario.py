@@ -3,13 +3,15 @@
 import dataclasses
 import math
 import random
+import sys
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args, get_type_hints
 
 import numpy as np
 
 from farloop.algo.methods import METHODS
 from farloop.algo.validation import require
+from farloop.monitoring.units import AtLeast, OneOf
 
 # --- Scenario: machines, links, faults, and the methods to compare
 # Values.
@@ -27,19 +29,28 @@ LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})  # methods whose mach
 _FASTEST: Final = 1e18  # bytes a second of a link that has no limit
 
 
-def _check_least(owner: object, least: float, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(
-            value is None or (math.isfinite(value) and value >= least),
-            f"{name}: expected {least:g} or more, got {value}",
-        )
+_MOST: Final = sys.float_info.max  # less than infinity
+_0, _1 = AtLeast(0.0, most=_MOST, wanted="0 or more"), AtLeast(1.0, most=_MOST, wanted="1 or more")
+_ABOVE_0: Final = AtLeast(math.ulp(0.0), most=_MOST, wanted="a number above 0")
+_SHARE: Final = AtLeast(0.0, most=1.0, wanted="0 to 1")
+_BELOW_1: Final = AtLeast(0.0, most=math.nextafter(1.0, 0.0), wanted="0 or more and below 1")
 
 
-def _check_rates(owner: object) -> None:
-    for name in ("up_gbit_s", "down_gbit_s"):
-        rate = getattr(owner, name)
-        require(rate is None or rate > 0, f"{name} is {rate}; it must be above 0 (leave it out for no limit)")
+class Table:
+    """A table of a scenario file. Its fields have their rules beside them, which a file and a call are held to."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, a sentence that begins with the field."""
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            for rule in getattr(hint, "__metadata__", ()):
+                try:
+                    if (value := getattr(self, name)) is not None:
+                        rule(value)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
 
 
 OPEN: Final[Any] = None
@@ -58,36 +69,36 @@ _OF_METHOD: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_ro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Table):
     """How it is trained. What is left open gets the method's value (algo/methods.py)."""
 
     method: MethodName = "decoupled"
-    h: int = OPEN  # inner steps of a round; lock-step methods synchronise every step
-    fragments: int = OPEN  # equal parts of the model, each sent once a round, in a slot of its own
-    tau: int = OPEN  # inner steps between a send and its merge
+    h: Annotated[int, _1] = OPEN  # inner steps of a round; lock-step methods synchronise every step
+    fragments: Annotated[int, _1] = OPEN  # equal parts of the model, each sent once a round, in a slot of its own
+    tau: Annotated[int, _0] = OPEN  # inner steps between a send and its merge
     lag: int = OPEN  # rounds that an update comes late: 1 gives it the whole next round to come, without tau
-    quorum: int | None = OPEN  # deltas that can close a window; None: all that are expected
-    max_staleness: int = OPEN  # windows that a delta may come too late and still be merged
-    max_stale_rounds: int = OPEN  # rounds that a node runs past a send without an answer before it waits
+    quorum: Annotated[int | None, _1] = OPEN  # deltas that can close a window; None: all that are expected
+    max_staleness: Annotated[int, _0] = OPEN  # windows that a delta may come too late and still be merged
+    max_stale_rounds: Annotated[int, _0] = OPEN  # rounds that a node runs past a send without an answer before it waits
     per_node_h: bool = OPEN  # slow nodes do fewer inner steps in a round
-    bits_up: float = OPEN  # bits per parameter of a delta, scales included
-    bits_down: float = OPEN  # bits per parameter of an update
-    commit_s: float = 0.0  # summing, stepping, encoding and storing one window
-    liveness_s: float = 10.0  # silence after which the others go on without a node
-    reconfigure_s: float = 30.0
+    bits_up: Annotated[float, _0] = OPEN  # bits per parameter of a delta, scales included
+    bits_down: Annotated[float, _0] = OPEN  # bits per parameter of an update
+    commit_s: Annotated[float, _0] = 0.0  # summing, stepping, encoding and storing one window
+    liveness_s: Annotated[float, _0] = 10.0  # silence after which the others go on without a node
+    reconfigure_s: Annotated[float, _0] = 30.0
     """Everybody's pause (`elastic`), or that of one cluster of several machines, after a crash, to go on without it."""
-    restart_s: float = 60.0  # from the last repair to the next step (`data-parallel`)
-    checkpoint_steps: int = 1
+    restart_s: Annotated[float, _0] = 60.0  # from the last repair to the next step (`data-parallel`)
+    checkpoint_steps: Annotated[int, _1] = 1
     """Inner steps between two checkpoints of `data-parallel`: what came after the last one is done again."""
-    clusters: int | None = None  # gather the machines of every group into so many nodes, each a cluster of equal size
+    clusters: Annotated[int | None, _1] = (
+        None  # gather the machines of every group into so many nodes, each a cluster of equal size
+    )
 
     def __post_init__(self) -> None:
         for name, value in self._of_method().items():
             if getattr(self, name) is OPEN:
                 object.__setattr__(self, name, value)
-        _check_least(self, 1, "h", "fragments", "quorum", "checkpoint_steps", "clusters")
-        _check_least(self, 0, "tau", "max_staleness", "max_stale_rounds", "commit_s", "liveness_s", "reconfigure_s")
-        _check_least(self, 0, "restart_s", "bits_up", "bits_down")
+        Table.__post_init__(self)
         if self.method in LOCK_STEP:
             for name in ("h", "fragments"):
                 require(getattr(self, name) == 1, f"{name} is {getattr(self, name)}; {self.method} takes only 1")
@@ -118,39 +129,30 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Table):
     """Nodes of one kind. A node is one machine, or a cluster of several that train in lock-step among themselves."""
 
     name: str = "nodes"
-    count: int = 1
-    machines: int = 1  # of each node
-    step_s: float = 1.0  # seconds of an inner step
-    step_sigma: float = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
-    spread: float = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
-    slow_share: float = 0.0  # share of the steps that stumble…
-    slow_factor: float = 1.0  # … and take so many times as long.
-    crashes_per_hour: float = 0.0  # of each machine, while it is up
-    repair_s: float = 600.0  # from a crash until the machine can take part again
-    joins_at_s: float = 0.0
-    drains_at_s: float | None = None  # leaves in order: what it has sent is still merged
-    up_gbit_s: float | None = None
+    count: Annotated[int, _1] = 1
+    machines: Annotated[int, _1] = 1  # of each node
+    step_s: Annotated[float, _ABOVE_0] = 1.0  # seconds of an inner step
+    step_sigma: Annotated[float, _0] = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
+    spread: Annotated[float, _0] = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
+    slow_share: Annotated[float, _SHARE] = 0.0  # share of the steps that stumble…
+    slow_factor: Annotated[float, _1] = 1.0  # … and take so many times as long.
+    crashes_per_hour: Annotated[float, _0] = 0.0  # of each machine, while it is up
+    repair_s: Annotated[float, _0] = 600.0  # from a crash until the machine can take part again
+    joins_at_s: Annotated[float, _0] = 0.0
+    drains_at_s: Annotated[float | None, _0] = None  # leaves in order: what it has sent is still merged
+    up_gbit_s: Annotated[float | None, _ABOVE_0] = None
     """Rate of each node's own link towards the coordinator; no limit where it is left out."""
-    down_gbit_s: float | None = None
-    rtt_s: float = 0.0
-    jitter_s: float = 0.0  # added to every transfer, evenly between 0 and this
-    loss: float = 0.0  # share of the rate that is lost to sending again
-    outages_per_hour: float = 0.0  # of each node's link
-    outage_s: float = 60.0
+    down_gbit_s: Annotated[float | None, _ABOVE_0] = None
+    rtt_s: Annotated[float, _0] = 0.0
+    jitter_s: Annotated[float, _0] = 0.0  # added to every transfer, evenly between 0 and this
+    loss: Annotated[float, _BELOW_1] = 0.0  # share of the rate that is lost to sending again
+    outages_per_hour: Annotated[float, _0] = 0.0  # of each node's link
+    outage_s: Annotated[float, _0] = 60.0
     site: str | None = None  # name of the uplink that it shares
-
-    def __post_init__(self) -> None:
-        _check_least(self, 1, "count", "machines", "slow_factor")
-        _check_least(self, 0, "step_sigma", "spread", "crashes_per_hour", "repair_s", "joins_at_s", "drains_at_s")
-        _check_least(self, 0, "rtt_s", "jitter_s", "outages_per_hour", "outage_s")
-        require(self.step_s > 0, f"step_s is {self.step_s}; it must be above 0")
-        require(0 <= self.slow_share <= 1, f"slow_share is {self.slow_share}; it lies between 0 and 1")
-        require(0 <= self.loss < 1, f"loss is {self.loss}; it lies between 0 and below 1")
-        _check_rates(self)
 
     def bytes_per_s(self, gbit_s: float | None) -> float:
         """What is left of a link's rate for data."""
@@ -158,14 +160,11 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
+class Hub(Table):
     """The coordinator's own link: what comes in is the nodes' up."""
 
-    up_gbit_s: float | None = None
-    down_gbit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_rates(self)
+    up_gbit_s: Annotated[float | None, _ABOVE_0] = None
+    down_gbit_s: Annotated[float | None, _ABOVE_0] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,42 +175,32 @@ class Site(Hub):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outage:
+class Outage(Table):
     """The links of a whole group are cut."""
 
     group: str
-    at_s: float
-    for_s: float
-
-    def __post_init__(self) -> None:
-        _check_least(self, 0, "at_s", "for_s")
+    at_s: Annotated[float, _0]
+    for_s: Annotated[float, _0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crash:
+class Crash(Table):
     """A machine of every node of a group breaks, besides what chance brings."""
 
     group: str
-    at_s: float
-
-    def __post_init__(self) -> None:
-        _check_least(self, 0, "at_s")
+    at_s: Annotated[float, _0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Table):
     """What is trained, as its size."""
 
-    parameters: int = 1_000_000_000
-    snapshot_bits: float = 32.0  # bits per parameter of what a newcomer fetches
-
-    def __post_init__(self) -> None:
-        _check_least(self, 1, "parameters")
-        _check_least(self, 0, "snapshot_bits")
+    parameters: Annotated[int, _1] = 1_000_000_000
+    snapshot_bits: Annotated[float, _0] = 32.0  # bits per parameter of what a newcomer fetches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(Table):
     """One of the ways that are compared."""
 
     name: str
@@ -219,27 +208,20 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(Table):
     """A key of the nodes or of the rules that takes several values."""
 
-    key: str
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        require(self.key in SWEPT, f"key is {self.key!r}; it must be one of {', '.join(sorted(SWEPT))}")
-        require(len(self.values) > 0, "values is empty; name at least one")
+    key: Annotated[str, lambda key: OneOf(sorted(SWEPT))(key)]
+    values: Annotated[tuple[float, ...], lambda values: require(len(values) > 0, "there are none; name at least one")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class Published(Table):
     """What others report for one line of the table, to stand beside it."""
 
     variant: str
-    goodput: float
+    goodput: Annotated[float, _SHARE]
     value: float | None = None  # of the swept key
-
-    def __post_init__(self) -> None:
-        require(0 <= self.goodput <= 1, f"goodput is {self.goodput}; it lies between 0 and 1")
 
 
 _GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
@@ -250,15 +232,15 @@ _WHOLE |= {"max_staleness", "max_stale_rounds"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowScenario:
+class FlowScenario(Table):
     """What is played: every variant at every swept value with every seed."""
 
     name: str = "scenario"
     about: str = ""
-    steps: int | None = None  # inner steps after which a case ends: `steps / h` outer steps
-    hours: float | None = None  # hours after which it ends, whichever comes first
-    seed: int = 0
-    repeats: int = 1  # seeds: the results are means over them
+    steps: Annotated[int | None, _1] = None  # inner steps after which a case ends: `steps / h` outer steps
+    hours: Annotated[float | None, _ABOVE_0] = None  # hours after which it ends, whichever comes first
+    seed: Annotated[int, _0] = 0
+    repeats: Annotated[int, _1] = 1  # seeds: the results are means over them
     model: Model = field(default_factory=Model)
     coordinator: Hub = field(default_factory=Hub)
     nodes: tuple[Group, ...] = (Group(count=4),)
@@ -271,9 +253,7 @@ class FlowScenario:
 
     def __post_init__(self) -> None:
         require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
-        _check_least(self, 1, "steps", "repeats")
-        _check_least(self, 0, "seed")
-        require(self.hours is None or self.hours > 0, f"hours is {self.hours}; it must be above 0")
+        Table.__post_init__(self)
         require(len(self.nodes) > 0, "nodes: there are none")
         groups, sites = [group.name for group in self.nodes], [site.name for site in self.sites]
         for what, names in (("nodes", groups), ("sites", sites), ("variants", [v.name for v in self.variants])):
