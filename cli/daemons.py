@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,7 @@ from farloop.coordinator.net.zmq_router import BindError, check_bind
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender, has_run
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
-from farloop.coordinator.storage.copies import read_manifest, restore
+from farloop.coordinator.storage.copies import read_manifest, require_no_run, restore
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
@@ -104,8 +104,11 @@ def run_coordinator(
     with ExitStack() as ending:
         mirror = follower = None
         place: Place = MappedBuffers(config.state_dir) if config.map_buffers else as_they_are
+        if restore_from:
+            require_no_run(config.state_dir)  # before the record says that this one leads
         if config.leads_by:
-            found = _led(config, plan, place, force=force_lead)
+            flags = {"--rewind": rewind, "--adopt-from-nodes": adopt_patience_s is not None, "--restore": restore_from}
+            found = _led(config, plan, place, force=force_lead, once=[flag for flag, given in flags.items() if given])
             if found is None:
                 say("stopped while it stood by; the same command stands by again")
                 return ExitCode.DONE
@@ -190,16 +193,22 @@ def _bound(call: Callable[[], _T]) -> _T:
 
 
 def _led(
-    config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool
+    config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool, once: Sequence[str]
 ) -> tuple[Leadership, Follower | None] | None:
     """Wait until this process leads; None once a signal has ended that. With the state in memory, if it has followed
-    another's. Raises CommandError, StorageError, KeyFileError."""
+    another's. `once`: flags for a start that leads: one that came true when the leader is lost, days later, would
+    change another state than it was given for. Raises CommandError, StorageError, KeyFileError."""
     signals: list[int] = []
     terms = _bound(lambda: term_store(config.leads_by))
     contender = Contender(config, plan.spec.identity.fingerprint(), terms, place)
     with ExitStack() as standing_by:
 
         def stand_by() -> None:
+            if once and contender.leader is not None:
+                raise CommandError(
+                    f"{once[0]} is for the coordinator that leads, and the record names {contender.leader.leader}: "
+                    f"leave out {once[0]} to stand by; to lead instead, stop that one and add --force-lead"
+                )
             warm_for(plan.spec.terms)
             url = standing_by.enter_context(standby_pages(config, contender))
             say(f"{contender.name} stands by for run {plan.spec.identity.name}" + (f", status {url}" if url else ""))

@@ -38,15 +38,17 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
             f"no answer from {state / NAME} within {TIMEOUT_S:g} s: farloop status says whether its disk is full",
             ExitCode.UNREACHABLE,
         ) from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise CommandError(f"the coordinator on {state} does not answer: {error}", ExitCode.UNREACHABLE) from error
+    except OSError as error:
         if ended := finished_status(state):
             name, steps = ended["run"]["name"], ended["run"]["steps"]
             none_left = f"run {name} is finished after {steps} steps: it waits for no node and misses none"
             told = over(name, steps, state) if request["do"] == "set" else none_left
             raise CommandError(told, ExitCode.REFUSED) from error
-        what = getattr(error, "strerror", None) or str(error)
+        what = (error.strerror or str(error)).lower()
         raise CommandError(
-            f"no coordinator at {state / NAME}: {what.lower()}; is one running on this folder?", ExitCode.UNREACHABLE
+            f"no coordinator at {state / NAME}: {what}; is one running on this folder?", ExitCode.UNREACHABLE
         ) from error
     if "error" in answer:
         raise CommandError(str(answer["error"]), ExitCode.REFUSED if answer.get("not_now", True) else ExitCode.USAGE)

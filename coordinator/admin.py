@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farloop.coordinator.errors import NotNow
+from farloop.coordinator.storage.files import is_locked
 from farloop.monitoring.status import dumps
 
 _log = logging.getLogger(__name__)
@@ -112,8 +113,17 @@ def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
 
     Raises:
         OSError: no coordinator listens; TimeoutError where it takes too long.
-        ValueError: the answer is none.
+        ValueError: the answer is none, or a coordinator holds the folder and does not listen.
     """
+    try:
+        return _ask(folder, request, timeout_s)
+    except (FileNotFoundError, ConnectionRefusedError):
+        if is_locked(folder / "lock"):
+            raise ValueError("it does not lead: it starts, or stands by for another, which is to be asked") from None
+        raise
+
+
+def _ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
         door.settimeout(timeout_s)
         door.connect(address)

@@ -98,8 +98,7 @@ class Contender:
                     "run, stop the other, delete the record and start this one first; else give an empty --state DIR",
                 )
             elif self._config.peers:
-                stand_by()
-                return self._stand_by(stopped)
+                return self._stand_by(stand_by, stopped)
             else:
                 assert self.leader is not None
                 raise StateMismatch(
@@ -142,9 +141,8 @@ class Contender:
             mark(self._root, own, self.files)
         return leadership
 
-    def _stand_by(self, stopped: Callable[[], bool]) -> Leadership | None:
+    def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None
-        _log.info("standing by name=%s leader=%s term=%d", self.name, self.leader.leader, self.leader.term)
         self._root.mkdir(parents=True, exist_ok=True)
         lock = DISK.lock(self._root / "lock")
         taken: list[Leadership] = []
@@ -160,6 +158,8 @@ class Contender:
             return bool(taken)
 
         try:
+            begins()
+            _log.info("standing by name=%s leader=%s term=%d", self.name, self.leader.leader, self.leader.term)
             client = MirrorClient(self._root, parse_each_tcp(self._config.peers), self._config.key, self._own)
             self.client = client
             if self._config.follow:

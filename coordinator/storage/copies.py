@@ -130,6 +130,13 @@ def read_manifest(bucket: Bucket) -> dict[str, Any] | None:
     return {**manifest, "folder": _folder(numbers[-1])}
 
 
+def require_no_run(directory: Path, files: Files = DISK) -> None:
+    """Raises StateMismatch: a copy cannot be restored into this folder."""
+    refuse_half_salvaged(directory, files)
+    if directory.is_dir() and segment_numbers(directory):
+        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
+
+
 def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerSaved:
     """Make a state folder of the newest copy. Returns what its ledger says.
 
@@ -138,9 +145,7 @@ def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerS
         StateMismatch: the folder holds a run already.
         StorageError: the disk refused; the folder holds no run.
     """
-    refuse_half_salvaged(directory, files)
-    if directory.is_dir() and segment_numbers(directory):
-        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
+    require_no_run(directory, files)
     manifest = read_manifest(bucket)
     if manifest is None:
         raise CopyFailed(f"{bucket.url}: there is no copy of a run")

@@ -479,6 +479,16 @@ class OsFiles(Files):
 DISK = OsFiles()  # the default
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds this lock. Changes nothing."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 def state_folder(directory: Path, files: Files = DISK) -> Path:
     """The folder. Raises NoFolder: there is none."""
     if not files.is_directory(directory):

@@ -19,6 +19,7 @@ from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
+from farloop.coordinator.leadership import Term, term_store
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.objects import signer
 from farloop.lab.bench.http_store import ObjectServer
@@ -144,6 +145,27 @@ def test_a_bucket_that_cannot_be_opened_is_refused_before_anything_is_written(tm
     bucket = (tmp_path / "file" / "x").as_uri()
     assert store in error_line("coordinator", str(tmp_path / "run.toml"), "--copy-to", bucket)
     assert not (tmp_path / "state").exists()
+
+
+def test_a_flag_of_one_start_neither_takes_the_lead_in_vain_nor_waits_for_it(tmp_path: Path, plan: Plan) -> None:
+    """A standby with `--restore` took over, found that it had a run, and ended: nobody led."""
+    (tmp_path / "run.toml").write_text(
+        "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n[data]\nmax_bytes = 300000\n[coordinator]\nstate_dir = 's'\n"
+        f"http = ''\nname = 'b'\nleads_by = '{tmp_path.as_uri()}'\nbind = 'tcp://127.0.0.1:0'\n"
+        "mirror = 'tcp://127.0.0.1:0'\npeers = 'tcp://127.0.0.1:9'\n"
+    )
+    terms, command = term_store(tmp_path.as_uri()), ("coordinator", str(tmp_path / "run.toml"))
+    run = plan.spec.identity.fingerprint()
+    term = Term(run=run, leader="a", holder="1", term=1, address="", in_sync=("b",))
+    assert terms.replace(term, 0)
+    for flag in (["--rewind"], ["--adopt-from-nodes"], ["--restore", "file:///nowhere"]):
+        line = error_line(*command, *flag)
+        assert line.startswith(f"{flag[0]} is for the coordinator that leads, and the record names a: ")
+    assert terms.replace(dataclasses.replace(term, leader="b", in_sync=("a",)), 1)
+    (tmp_path / "s" / "journal-000000.log").touch()
+    line = error_line(*command, "--restore", "file:///nowhere", code=ExitCode.STORAGE)
+    assert "holds a run already; a copy is restored into an empty folder" in line
+    assert terms.read()[1] == 2
 
 
 def test_an_empty_copy_to_empties_the_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from command_line import error_line, farloop, found
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.admin import AdminSocket
 from farloop.coordinator.errors import NotNow
+from farloop.coordinator.storage.files import DISK
 
 CHANGES = [
     {"key": "h", "before": 30, "after": 60, "from": "round 9"},
@@ -94,6 +96,10 @@ def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["h=3", "--state", str(tmp_path)], ExitCode.UNREACHABLE, "is one running on this folder?"),
     ):
         assert line in error_line("run", "set", *words, code=code)
+    with closing(DISK.lock(tmp_path / "state" / "lock")):  # as that of a standby
+        for asks in (["run", "set", "h=3"], ["run", "release"], ["status", "--state", "state"]):
+            line = error_line(*asks, code=ExitCode.UNREACHABLE)
+            assert "state does not answer: it does not lead: it starts, or stands by for another" in line
     (tmp_path / "state" / "status.json").write_text(json.dumps(statuses.finished()))
     line = error_line("run", "set", "steps=48", code=ExitCode.REFUSED)
     assert " is finished after " in line and '[run] init = "state/model.safetensors"' in line
