@@ -10,13 +10,16 @@ without either was followed by nothing. A paragraph without events says what a f
 all stories behind it. The words for events and commands stand in `node_story.py` and `coordinator_run.py`.
 
 `pytest --rewrite` writes what follows anew. Read the difference before you commit it. Where the words are the methods
-and attributes of one object, it is a `Scripted`.
+and attributes of one object, it is a `Scripted`. Where lines are of Python (what a user writes, and the error that
+answers it; a function's arguments and values), `python` plays them.
 """
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -134,3 +137,24 @@ def check_story(path: Path, story: StoryText, play: Callable[[str], str], *, rew
         path.write_text(before + head + after.replace("\n".join(story.lines), "\n".join(lines), 1))
     else:
         assert lines == list(story.lines)
+
+
+def python(*names: Mapping[str, Any]) -> Callable[[str], str]:
+    """Plays lines of Python that know these names, and those that lines before gave.
+
+    What follows is the value of a line's last expression as at Python's prompt, or the error that it ends with.
+    """
+    scope = {key: value for given in names for key, value in given.items()}
+
+    def play(line: str) -> str:
+        *before, last = ast.parse(line).body
+        said = StringIO()
+        try:
+            exec(compile(ast.Module(before, []), line, "exec"), scope)
+            with redirect_stdout(said):
+                exec(compile(ast.Interactive([last]), line, "single"), scope)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what follows
+            said.write(f"{type(error).__name__}: {error}".replace("\n", "\\n"))
+        return said.getvalue()
+
+    return play

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,23 +13,25 @@ import pytest
 import torch
 from node_story import identity
 from plain_runs import plain_spec, plain_terms
-from torch import Tensor, nn
+from stories import StoryText, all_stories, check_story, python
+from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Layout, RunSpec
-from farloop.node.arguments import LoopOptions, check_hooks, check_parameters, unwrap, unwrapped
+from farloop.node import arguments, library
+from farloop.node.arguments import LoopOptions, check_hooks, unwrapped
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.driver import Driver
-from farloop.node.errors import LoopError, TermsMismatch, Unreachable
+from farloop.node.errors import LoopError, Unreachable
 from farloop.node.hang_watch import HangWatch
-from farloop.node.library import Held, Node, _check_clip, _check_ranks, _check_tau, _inner_optimizer, join
+from farloop.node.library import Held, Node, _check_ranks, _check_tau, _inner_optimizer, join
 from farloop.node.model.inner_optimizer import default_optimizer
-from farloop.node.model.shards import ModelParts, is_dtensor
+from farloop.node.model.shards import is_dtensor
 from farloop.node.settings import NodeConfig
-from farloop.wire.limits import Timing
+from farloop.wire import limits
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
@@ -357,14 +358,6 @@ def test_a_trainer_that_goes_on_after_the_end_is_told_once(caplog: pytest.LogCap
     assert caplog.text.count("stop it when node.running is False") == 1 and not loop.notes.steps
 
 
-def test_an_optimizer_that_was_given_other_parameters_after_join_is_refused() -> None:
-    """As `accelerator.prepare` does when it shards the model."""
-    loop = Loop(plain)
-    loop.optimizer.param_groups[0]["params"] = list(two_layers().parameters())
-    with pytest.raises(LoopError, match=r"^SGD has other parameters than at join: shard .* before join, not after$"):
-        loop.step(1.0)
-
-
 def test_a_tie_by_memory_is_stepped_through_both_of_its_names() -> None:
     module = two_layers()
     module.register_parameter("again", nn.Parameter(next(module.parameters()).data))
@@ -385,45 +378,7 @@ def test_an_evaluation_leaves_the_modes_of_all_layers_as_they_were() -> None:
     assert [part.training for part in loop.module.modules()] == modes == [True, False, True]
 
 
-@pytest.mark.parametrize("given", [-1, 1.5, "2", None])
-def test_a_number_of_steps_ahead_that_is_none_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"samples_ahead\(.*\): expected a whole number of steps, 0 or more"):
-        Loop(plain).node.samples_ahead(given)
-
-
-def test_a_parameter_whose_elements_share_memory_or_have_none_is_refused() -> None:
-    module = two_layers()
-    check_parameters(module)
-    module.register_parameter("shared", nn.Parameter(torch.ones(1, 3).expand(3, 3)))
-    with pytest.raises(LoopError, match=r"parameter 'shared' is expanded, .*: make it from tensor\.clone\(\)$"):
-        check_parameters(module)
-    with pytest.raises(LoopError, match=r"is on the meta device: call model\.to_empty.*, and compute anew what"):
-        check_parameters(nn.Linear(1, 1, device="meta"))
-
-
-def test_parameters_that_share_a_part_of_their_memory_are_refused_and_neighbours_and_ties_are_not() -> None:
-    memory, module = torch.ones(2, 8), nn.Module()
-    for name, part in (("a", memory[0]), ("b", memory[1, :4]), ("left", memory[:, :2]), ("tied", memory[0])):
-        module.register_parameter(name, nn.Parameter(part))
-    check_parameters(module)
-    module.register_parameter("c", nn.Parameter(memory[1, 2:]))
-    with pytest.raises(LoopError, match=r"parameters 'b' and 'c' share a part of their memory: make one by tensor"):
-        check_parameters(module)
-
-
-def test_a_layer_that_was_replaced_after_join_is_refused() -> None:
-    for hook, steps in ((False, 0), (True, 0), (False, 2)):
-        loop = Loop(plain, hook=hook)
-        for _ in range(steps):
-            loop.step(1.0)
-        cast(nn.Sequential, loop.module)[0] = nn.Linear(2, 1, bias=False)
-        with pytest.raises(LoopError, match=r"^parameter '0.weight' is another one than at join: .* before join"):
-            loop.optimizer.step() if hook else loop.step(1.0)
-
-
 def test_notes_without_steps_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(LoopError, match="join with hook=True"):
-        Loop(plain).node.note(loss=1.0)
     loop = Loop(plain, hook=True)
     for _ in range(60):
         loop.node.note(loss=1.0)
@@ -539,11 +494,7 @@ def test_a_scaler_that_is_off_changes_nothing() -> None:
     assert loop.weights == [[1 - RATE / 4] * 2] * 2
 
 
-# --- what is refused
-
-
-def sparse() -> nn.Module:
-    return nn.ModuleDict({"table": nn.Embedding(3, 2, sparse=True), "out": nn.Linear(2, 1)})
+# --- what is refused (stories/joining.txt)
 
 
 def rateless(module: nn.Module) -> Optimizer:
@@ -552,38 +503,37 @@ def rateless(module: nn.Module) -> Optimizer:
     return optimizer
 
 
-VARIATES = {"terms": {"control_variates": True}}
-WHOLE = {"terms": {"method": "data-parallel"}}
+def half_frozen() -> nn.Sequential:
+    module = two_layers()
+    module[0].requires_grad_(False)
+    return module
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options", "words"),
-    [
-        (lambda module: LBFGS(module.parameters()), {}, "LBFGS needs a closure at every step"),
-        (lambda module: SparseAdam(module.parameters()), {}, "take Adam or AdamW"),
-        (lambda module: AdamW(module.parameters()), {"module": sparse()}, "embedding 'table' makes sparse.* sparse=F"),
-        (lambda module: AdamW(nn.Linear(2, 2).parameters()), {}, "AdamW has no parameter of the model"),
-        (lambda module: SGD(module.parameters(), lr=0.0), {}, "learning rate of SGD is 0: give it a finite one"),
-        (lambda module: SGD(module.parameters(), lr=math.inf), {}, "learning rate of SGD is inf: give it a finite one"),
-        (rateless, {}, "SGD has no learning rate that could be set: join with rate='own'"),
-        (plain, {"rate": "own", **VARIATES}, "control_variates, which need one learning rate"),
-        (groups(0.1, 0.2), VARIATES, "control_variates, which need one learning rate"),
-        (lambda module: None, {"rate": "own", **WHOLE}, "the coordinator takes the step"),
-        (lambda module: None, {"clip": "own", **WHOLE}, "the coordinator takes the step"),
-        (lambda module: None, {"scaler": torch.amp.GradScaler("cpu"), **WHOLE}, "the coordinator takes the step"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_stepped_is_refused_in_one_line(
-    optimizer: Callable[[nn.Module], Optimizer | None], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(LoopError, match=words) as caught:
-        Loop(optimizer, **options)
-    assert "\n" not in str(caught.value)
-    assert (caught.value.exit_code, caught.value.retriable) == (2, False)
+def register(module: nn.Module, **parameters: Tensor) -> None:
+    for name, data in parameters.items():
+        module.register_parameter(name, nn.Parameter(data))
 
 
-def test_an_optimizer_without_a_rate_may_have_the_loop_s() -> None:
-    Loop(rateless, rate="own")
+def joined(**given: Any) -> None:
+    join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **given)
+
+
+def check_tau(tau: int | None, **terms: int) -> None:
+    """D: whether a send can meet its own merge depends on the run's rounds and slots."""
+    _check_tau(plain_spec(method="diloco", steps=900, h=30, **terms), tau)
+
+
+def check_ranks(size: int, **terms: bool) -> None:
+    _check_ranks(plain_spec(method="diloco", **terms), Cluster(size=size))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of scripted modules
+@all_stories(__file__, "joining")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(
+        path, story, python(vars(optim), vars(arguments), vars(limits), vars(library), globals()), rewrite=rewrite
+    )
+    assert (LoopError("x").exit_code, LoopError("x").retriable) == (2, False)
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -593,64 +543,12 @@ def test_parameters_that_the_optimizer_does_not_have_are_told_of(caplog: pytest.
     assert not loop.has_gradients
 
 
-def test_a_sparse_gradient_is_refused_where_it_comes() -> None:
-    loop = Loop(plain)
-    for parameter in loop.module.parameters():
-        parameter.grad = torch.ones_like(parameter).to_sparse()
-    with pytest.raises(LoopError, match=r"the gradient of parameter '0\.weight' is sparse"):
-        loop.node.step()
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_parameter_that_is_frozen_or_unfrozen_after_join_is_refused(frozen: bool) -> None:
-    """One that is unfrozen would never be exchanged, and the nodes' models would differ from then on."""
-    module = two_layers()
-    module[0].requires_grad_(frozen)
-    loop = Loop(plain, module=module)
-    module[0].requires_grad_(not frozen)
-    with pytest.raises(LoopError, match=rf"parameter '0\.weight' was {'' if frozen else 'un'}frozen after join"):
-        loop.step(1.0)
-
-
-@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
-def test_a_model_that_is_converted_after_join_is_refused(other: torch.dtype, request: pytest.FixtureRequest) -> None:
-    module = two_layers()
-    loop = Loop(plain, module=module)
-    loop.step(1.0)
-    module.to(other)
-    how = f"{request.node.callspec.id} on cpu"
-    with pytest.raises(LoopError, match=rf"'0\.weight' was float32 on cpu at join and is {how}: convert and move"):
-        loop.node.step()
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-def test_a_scripted_model_is_refused() -> None:
-    with pytest.raises(LoopError, match=r"got a scripted module: give the module that it was made from$"):
-        unwrap(torch.jit.script(two_layers()))
-
-
-def test_a_model_that_was_made_under_inference_mode_is_refused() -> None:
-    with torch.inference_mode():
-        module = two_layers()
-    with pytest.raises(LoopError, match=r"made under torch\.inference_mode\(\): build the model outside it"):
-        check_parameters(module)
-
-
 def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(lambda module: None, **WHOLE)
+    loop = Loop(lambda module: None, terms={"method": "data-parallel"})
     loop.step(1.0)
     assert loop.weights == ONES and loop.notes.steps == [(8, 1.0, True)]
     assert _inner_optimizer(plain(loop.module), loop.module, loop.node.spec) is None
     assert "the optimizer is not used: with the method data-parallel the coordinator steps" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [("rate", "'run' or 'own'"), ("clip", "'run' or 'own'"), ("wrap", "'ddp' or 'none'"), ("buffers", "'same' or 'o")],
-)
-def test_who_decides_is_one_of_two(argument: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is 'mine': take {words}"):
-        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **{argument: "mine"})  # type: ignore[arg-type]
 
 
 # --- what a script need not say
@@ -727,55 +625,6 @@ def test_a_step_without_any_gradient_is_counted_and_told_of_once(hook: bool, cap
     assert [stepped for _, _, stepped in loop.notes.steps] == [True, False, False]
 
 
-def test_parts_of_a_model_are_one_with_the_names_of_the_whole() -> None:
-    first, second = nn.ModuleDict({"a": nn.Linear(1, 2)}), nn.ModuleDict({"b": nn.BatchNorm1d(2)})
-    whole = ModelParts([first, second])
-    assert [name for name, _ in whole.named_parameters()] == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert {name for name, _ in whole.named_buffers()} < whole.state_dict().keys()
-    with pytest.raises(LoopError, match=r"^two parts of the model have a parameter 'a\.weight': give them the names"):
-        ModelParts([first, nn.ModuleDict({"a": nn.Linear(1, 2)})])
-    _check_clip(Cluster(), {})
-    with pytest.raises(LoopError, match=r"different layers .* join with clip='own'$"):
-        _check_clip(Cluster(), dict(whole.named_parameters()))
-
-
-def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
-    with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
-        unwrap([nn.Linear(1, 1)])
-    loop = Loop(plain)
-    with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
-        _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]
-
-
-@pytest.mark.parametrize(
-    ("tau", "terms", "fault"),
-    [
-        (None, {}, ""),
-        (0, {}, ""),
-        (29, {}, ""),
-        (30, {}, "this node's own tau is 30; diloco with rounds of 30 steps"),
-        (None, {"lag": 1}, ""),
-        (0, {"lag": 1}, "lag = 1"),
-    ],
-)
-def test_a_node_s_overlap_is_checked_once_the_run_is_known(tau: int | None, terms: dict[str, int], fault: str) -> None:
-    """D: whether a send can meet its own merge depends on the run's rounds and slots."""
-    spec = plain_spec(method="diloco", steps=900, h=30, **terms)
-    if not fault:
-        return _check_tau(spec, tau)
-    with pytest.raises(TermsMismatch, match=fault) as caught:
-        _check_tau(spec, tau)
-    assert (caught.value.exit_code, caught.value.retriable) == (2, False)
-
-
-def test_what_corrects_the_steps_of_one_process_alone_is_refused_to_several() -> None:
-    corrected = plain_spec(method="diloco", control_variates=True)
-    _check_ranks(corrected, Cluster())
-    _check_ranks(plain_spec(method="diloco"), Cluster(size=2))
-    with pytest.raises(TermsMismatch, match="control_variates, which this node's 2 processes would not share"):
-        _check_ranks(corrected, Cluster(size=2))
-
-
 # --- what a step is told
 
 
@@ -797,31 +646,6 @@ def test_a_step_has_the_tokens_of_the_batch_or_fewer(tokens: int | None) -> None
     assert (loop.notes.steps[0][0], own.notes.steps[0][0]) == (64 if tokens is None else tokens, 10_000)
 
 
-@pytest.mark.parametrize(
-    ("loop", "told", "why"),
-    [
-        (granted, {"tokens": 65}, "tokens=65): a step of this run has at most 64 tokens, 4 sequences of 16"),
-        (granted, {"tokens": -1}, "tokens=-1): expected 0 or more"),
-        (lambda: Loop(plain), {"tokens": 3.5}, "tokens=3.5): expected a whole number"),
-        (lambda: Loop(plain), {"tokens": math.nan}, "tokens=nan): expected a whole number"),
-        (lambda: Loop(plain), {"tokens": 2**70}, f"tokens={2**70}): expected at most 4294967296"),
-        (lambda: Loop(plain), {"tokens": "many"}, "tokens=…) got a str; expected a number"),
-        (lambda: Loop(plain), {"tokens": torch.ones(2)}, "tokens=…) got a tensor of shape (2,); expected a number"),
-        (lambda: Loop(plain), {"loss": "low"}, "loss=…) got a str; expected a number"),
-        (lambda: Loop(plain), {"loss": "1"}, "loss=…) got a str; expected a number"),
-        (lambda: Loop(plain), {"tokens": True}, "tokens=…) got a bool; expected a number"),
-    ],
-)
-def test_what_no_message_can_hold_is_refused_in_one_line_before_anything_is_done(
-    loop: Callable[[], Loop], told: dict[str, Any], why: str
-) -> None:
-    """It ended the link's thread, or made the coordinator turn the node away for good."""
-    refusing = loop()
-    with pytest.raises(ValueError, match="^" + re.escape(f"step({why}") + "$"):
-        refusing.node.step(**told)
-    assert refusing.notes.steps == [] and refusing.weights == ONES
-
-
 def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
     """`step(loss=loss)` in place of `loss.item()` ended the link's thread."""
     loop = Loop(plain)
@@ -840,36 +664,12 @@ def test_a_node_that_failed_leaves_without_waiting_for_outcomes(failed: bool) ->
     assert loop.notes.drained == ([] if failed else [5.0]) and not loop.node.running
 
 
-@pytest.mark.parametrize("seconds", [math.nan, -1.0, -math.inf])
-def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
-    """With nan, join waited for ever and leave not at all."""
-    loop = Loop(plain)
-    with pytest.raises(ValueError, match=r"^leave\(timeout_s=.*expected 0 seconds or more"):
-        loop.node.leave(seconds)
-    assert loop.node.running
-    with pytest.raises(ValueError, match=r"^join\(give_up_s=.*expected 0 seconds or more"):
-        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", give_up_s=seconds)
-    with pytest.raises(ValueError, match=r"rto_s is .*: expected seconds above 0, as 2"):
-        Timing(rto_s=seconds)
-
-
 def test_an_error_of_the_loop_ends_the_node_with_it() -> None:
     """The coordinator is told of it: without, the node is only a connection that closed."""
     loop, error = Loop(plain), RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"), loop.node:
         raise error
     assert loop.notes.closed_by is error
-
-
-@pytest.mark.parametrize("end", ["the run is over", "the node has left"])
-def test_a_step_after_the_end_is_refused_in_one_line(end: str) -> None:
-    loop = Loop(plain)
-    if end == "the run is over":
-        loop.node._decision = Decision(running=False, lr=0.0)
-    else:
-        loop.node.abandon()
-    with pytest.raises(LoopError, match=r"node\.running is False.*Loop while node\.running"):
-        loop.step(1.0)
 
 
 def test_no_tensor_is_sharded_while_another_thread_imports_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
