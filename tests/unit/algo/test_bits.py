@@ -3,10 +3,11 @@
 import itertools
 import math
 from fractions import Fraction
+from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo.bit_allocation import Candidate, Choice, budget, by_multiplier
 
@@ -109,61 +110,21 @@ TWO = [table((8, 1.0), (4, 2.0), (2, 5.0)), table((1, 7.0), (9, 0.0))]
 FAR_APART = [table((9, 5e-324), (8, 1e300)), table((9, 0.0), (8, 1.0))]
 
 
-@pytest.mark.parametrize(
-    ("tables", "most", "indices"),
-    [
-        ([], 0.0, ()),
-        (TWO, 1e9, (2, 0)),  # a generous budget gives every layer its smallest candidate
-        (TWO, 1.0, (0, 1)),  # one of the least error gives every layer its best
-        # Ties go to the smaller error, then to the lower index; of two choices of one size, to that of less error.
-        ([table((4, 3.0), (4, 1.0), (4, 1.0), (6, 1.0)), table((2, 0.0), (2, 0.0))], 100.0, (1, 0)),
-        ([table((4, 0.0), (2, 3.0)), table((4, 0.0), (2, 1.0))], 3.0, (0, 1)),
-        ([table((8, 0.0), (4, 1.0))] * 3, 2.0, (1, 1, 0)),  # of equal layers the first is made smaller
-        ([table((8, 0.0), (4, 3.0))], 2.5, (0,)),  # a budget between two errors is not rounded up
-        # No sum of floats would tell these two budgets apart.
-        (FAR_APART, 1.0, (0, 0)),
-        (FAR_APART, math.nextafter(1.0, 2.0), (0, 1)),
-        (FAR_APART[:1], 1e300, (1,)),
-        # Three points on a line: the middle one fits, the end does not, and the dearer step must wait.
-        ([table((5, 0.0), (4, 1.0)), table((8, 0.0), (6, 1.0), (4, 2.0))], 1.0, (0, 1)),
-        # The second step alone would fit, but it begins where the first one ends.
-        ([table((100, 0.0), (50, 10.0), (48, 11.0))], 5.0, (0,)),
-        # λ = 1/10 does not fit, λ = 1/2 does; of a curve that is not convex what fits is found at the end.
-        ([table((100, 0.0), (0, 10.0)), table((8, 0.0), (2, 3.0))], 5.0, (0, 1)),
-        ([table((100, 0.0), (99, 4.0), (0, 10.0))], 5.0, (1,)),
-    ],
-)
-def test_what_is_chosen(tables: Tables, most: float, indices: tuple[int, ...]) -> None:
-    chosen = [row[index] for row, index in zip(tables, indices, strict=True)]
-    bits, error = sum(candidate.bits for candidate in chosen), math.fsum(candidate.error for candidate in chosen)
-    assert by_multiplier(tables, most) == Choice(indices=indices, bits=bits, error=error)
-
-
-def test_what_cannot_be_met_names_the_least_error_that_can() -> None:
-    """Rounded up: a tenth three times is more than the float that their sum rounds to."""
-    with pytest.raises(ValueError, match=r"at most 8\.0; the least reachable is 8\.5"):
-        by_multiplier([table((8, 1.5), (4, 2.0)), table((1, 7.0))], 8.0)
-    tables = [table((8, 0.1))] * 3
-    with pytest.raises(ValueError) as refused:
-        by_multiplier(tables, 0.3)
-    assert by_multiplier(tables, float(str(refused.value).rpartition(" ")[2])).indices == (0, 0, 0)
-
-
 GOOD = table((8, 1.0), (4, 2.0))
 
 
-@pytest.mark.parametrize(
-    ("tables", "most", "words"),
-    [
-        ([GOOD, []], 8.0, "layer 1 has no candidates"),
-        *(([table((8, 1.0), wrong)], 8.0, "candidate 1 of layer 0") for wrong in [(-1, 1.0), (1, -1.0)]),
-        *(([table((8, 1.0), (1, wrong))], 8.0, "candidate 1 of layer 0") for wrong in [math.nan, math.inf]),
-        *(([GOOD], most, "must be a number") for most in [math.nan, math.inf]),
-    ],
-)
-def test_impossible_numbers_are_named(tables: Tables, most: float, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        by_multiplier(tables, most)
+def chosen(tables: Tables, most: float) -> tuple[int, ...]:
+    """The choice is what its candidates add up to."""
+    choice = by_multiplier(tables, most)
+    found = [row[index] for row, index in zip(tables, choice.indices, strict=True)]
+    bits, error = sum(candidate.bits for candidate in found), math.fsum(candidate.error for candidate in found)
+    assert choice == Choice(indices=choice.indices, bits=bits, error=error)
+    return choice.indices
+
+
+@all_stories(__file__, "bits")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(globals()), rewrite=rewrite)
 
 
 @given(tables=any_tables.filter(bool))
@@ -171,9 +132,3 @@ def test_the_default_itself_fits_into_its_budget(tables: Tables) -> None:
     most = Fraction(budget(tables))
     exact = error_of(tables, (0,) * len(tables))
     assert exact <= most <= exact + Fraction(math.ulp(float(exact)))
-
-
-def test_a_budget_needs_a_candidate_in_every_table() -> None:
-    assert (budget([GOOD, table((8, 0.5), (4, 3.0))]), budget([])) == (1.5, 0.0)
-    with pytest.raises(ValueError, match="no candidates"):
-        budget([[]])

@@ -2,14 +2,17 @@
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import StoryText, all_stories, check_story, python
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from farloop.algo import stages
 from farloop.algo.fragments import (
     NamedShape,
     flatten_into,
@@ -21,7 +24,6 @@ from farloop.algo.fragments import (
     zero_padding_,
 )
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Fragment, Pattern
-from farloop.algo.stages import Part, described, fault_of, fragments_of, is_source, is_whole
 
 LAYERED: list[Pattern] = ["sequential", "strided", "balanced"]
 PATTERNS = st.sampled_from(["whole", *LAYERED])
@@ -89,11 +91,6 @@ def test_statistics_lie_in_fragments_of_their_own_and_leave_the_others_as_they_a
         assert [tensor.name for tensor in fragment.tensors] == [name for name, _ in found[2 * first : 2 * stop]]
 
 
-def test_statistics_alone_are_no_model() -> None:
-    with pytest.raises(ValueError, match="the model has no trainable tensors"):
-        partition([("0.running_mean", (3,))], pattern="whole")
-
-
 def test_strided_deals_the_blocks_out_and_sequential_keeps_neighbours() -> None:
     """Invariant C28: L = 24, 3 blocks per fragment."""
     strided, sequential = (partition(transformer(24), pattern=pattern).fragments for pattern in LAYERED[1::-1])
@@ -147,32 +144,6 @@ def test_a_slot_above_the_size_limit_shifts_no_other_slot() -> None:
     tensors: list[NamedShape] = [*((f"h.{i}.w", (big,)) for i in range(4)), ("head.w", (256,))]
     layout = partition(tensors, pattern="strided", fragments=2)
     assert [fragment.slot for fragment in layout.fragments] == [0, 0, 1, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("tensors", "pattern", "choices", "sentence"),
-    [
-        ([], "whole", {}, "no trainable tensors"),
-        ([("a", (2,)), ("a", (2,))], "whole", {}, "'a' appears twice"),
-        ([("a", (2, 0))], "whole", {}, "'a' has no elements"),
-        ([("a", (2, MAX_FRAGMENT_ELEMENTS + 1))], "whole", {}, "one row of the tensor .a. has"),
-        ([("a", (2,))], "whole", {"fragments": 2}, "has 1 fragment, not 2"),
-        (transformer(6), "strided", {"fragments": 7}, "take 1 to 6"),
-        (transformer(6), "sequential", {"fragments": 0}, "take 1 to 6"),
-        (transformer(6), "balanced", {"fragments": 19}, "18 tensors; take 1 to 18"),
-        (transformer(3), "strided", {"blocks_per_fragment": 0}, "expected 1 or more, got 0"),
-        *(
-            (transformer(6), "strided", {"stages": starts}, "this model has 6 numbered blocks")
-            for starts in [(0,), (3, 3), (4, 2), (6,), (-1,)]
-        ),
-        (sized(a=1, b=1), "balanced", {"stages": (1,)}, "0 numbered blocks"),
-    ],
-)
-def test_an_impossible_cut_is_refused_in_a_sentence(
-    tensors: list[NamedShape], pattern: Pattern, choices: dict[str, int], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        partition(tensors, pattern=pattern, **choices)  # type: ignore[arg-type]
 
 
 # --- The tensors of a module
@@ -292,36 +263,6 @@ CUT = partition([("embed", (16,)), *BLOCKS], pattern="strided", blocks_per_fragm
 UNCUT = partition(BLOCKS, pattern="strided", blocks_per_fragment=1)
 
 
-@pytest.mark.parametrize(
-    ("part", "held", "words"),
-    [
-        (None, (0, 1, 2, 3, 4, 5, 6), "all"),
-        ((0,), (0, 1, 2), "0"),
-        ((1,), (3, 4), "1"),
-        ((0, 2), (0, 1, 2, 5, 6), "0, 2"),
-        ((0, 1, 2), (0, 1, 2, 3, 4, 5, 6), "0, 1, 2"),
-    ],
-)
-def test_a_part_has_the_fragments_of_its_stages(part: Part, held: tuple[int, ...], words: str) -> None:
-    assert tuple(fragment.index for fragment in fragments_of(part, CUT)) == held
-    assert fault_of(part, CUT) is None and described(part) == words
-    assert (is_whole(part, CUT), is_source(part)) == (len(held) == 7, 0 in held)
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ((), "holds no stage of the model"),
-        ((3,), "holds stage 3, and the run's model has stages 0 to 2"),
-        ((-1, 0), "holds stage -1, and the run's model has stages 0 to 2"),
-        *((part, "names its stages more than once, or out of order") for part in [(1, 1), (2, 1), (0,) * 100_000]),
-    ],
-    ids=range(6),
-)
-def test_what_is_no_part_of_the_model_is_said_in_one_sentence(part: Part, words: str) -> None:
-    assert (fault_of(part, CUT) or "").startswith(words)
-
-
-def test_a_model_that_is_not_cut_is_held_as_a_whole() -> None:
-    assert fault_of((0,), UNCUT) is None
-    assert fault_of((1,), UNCUT) == "holds stage 1, and the run's model has one stage, 0: it is not cut into more"
+@all_stories(__file__, "fragments")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(stages), globals()), rewrite=rewrite)

@@ -6,12 +6,14 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from plain_runs import plain_spec, plain_terms
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo import schedule
 from farloop.algo.schedule import learning_rate
@@ -74,22 +76,6 @@ def due_positions(run: Terms, cut: Layout) -> list[list[int]]:
 # --- Due steps and windows
 
 
-@pytest.mark.parametrize(
-    ("steps", "h", "slots", "sends"),
-    [
-        (350, 100, (0,), [[100, 200, 300, 350]]),  # plain DiLoCo
-        (400, 100, (0, 1), [[150, 250, 350, 400], [100, 200, 300, 400]]),  # half a round apart
-        (7, 10, (0, 1, 1), [[7], [7], [7]]),  # shorter than a round: one flush
-        (22, 10, (0, 1, 2, 3), [[13, 21, 22], [15, 21, 22], [18, 22], [10, 20, 22]]),  # the last is shorter than slots
-    ],
-)
-def test_each_fragment_is_sent_once_a_round_none_before_a_full_period_and_all_at_the_end(
-    steps: int, h: int, slots: tuple[int, ...], sends: list[list[int]]
-) -> None:
-    """C26, C30."""
-    assert due_positions(terms(steps=steps, h=h), layout(*slots)) == sends
-
-
 @pytest.mark.parametrize(("slots", "smallest"), [(9, 11), (17, 5), (37, 2)])
 def test_slots_are_spread_evenly_over_a_round(slots: int, smallest: int) -> None:
     """C27 (arXiv 2501.18512, Fig. 17): 24, 48 and 108 layers, three per fragment, and a slot for the embeddings."""
@@ -103,15 +89,6 @@ def test_due_steps_rise_to_the_rounds_last_step(slots: int, steps: int) -> None:
     due = [schedule.due_step(slot, slots, steps) for slot in range(slots)]
     assert due == sorted(due) and due[0] >= 1 and due[-1] == steps
     assert due == [math.ceil((slot + 1) * steps / slots) for slot in range(slots)]
-
-
-def test_a_window_names_its_fragment_version_and_round_and_carries_the_overlap_and_codecs_of_the_run() -> None:
-    """C29: τ is a term of the window; the node merges that many steps after the send."""
-    carried = {"tau": 7, "mix": 0.5, "codec_up": "q4", "codec_down": "q8"}
-    assert schedule.first_windows(terms(steps=100, h=20, tau=7), layout(0, 1)) == (
-        WindowTerms(fragment=0, window=1, round=1, **carried),
-        WindowTerms(fragment=1, window=1, round=0, **carried),
-    )
 
 
 def test_the_window_after_needs_the_round_after() -> None:
@@ -197,30 +174,12 @@ def test_every_slot_has_one_window_a_round_and_every_fragment_one_last_word(
 # --- Nodes with fewer steps, and nodes that start late
 
 
-def test_a_slow_node_has_the_same_slots_at_its_own_steps() -> None:
-    """A: slot k is due when ⌈(k+1)·H_i/slots⌉ own steps are done, and a final window at the round's end."""
-    plan = RoundPlan(index=0, start=0, length=100, node_steps=((B, 30),))
-    window, fragment = all_windows(terms(steps=400, h=100), layout(0, 1, 2))[1][0], layout(0, 1, 2).fragments[1]
-    assert [schedule.due_in(window, fragment, 3, plan.steps_of(node)) for node in (A, B)] == [67, 20]
-    assert schedule.due_in(dataclasses.replace(window, final=True), fragment, 3, plan.steps_of(B)) == 30
-
-
 def test_positions_of_nodes_with_different_h_meet_at_the_rounds_ends() -> None:
     """A: S_r + j·H_r/H_{r,i}, a real number."""
     plan = RoundPlan(index=2, start=200, length=100, node_steps=((B, 30),))
     assert [schedule.position_in(plan, A, step) for step in (0, 1, 100)] == [200.0, 201.0, 300.0]
     assert [schedule.position_in(plan, B, step) for step in (0, 15, 30)] == [200.0, 250.0, 300.0]
     assert schedule.position_in(plan, B, 1) == pytest.approx(200 + 10 / 3)
-
-
-@pytest.mark.parametrize(("slot", "round_index"), [(0, 5), (1, 5), (2, 4)])
-def test_a_node_that_starts_sends_only_the_last_slot_in_its_first_round(slot: int, round_index: int) -> None:
-    """A, I: a full period from its first base."""
-    assert schedule.first_send_round(4, slot, 3) == round_index
-    window = WindowTerms(fragment=0, window=9, round=4, tau=0, mix=0.0, codec_up="q4", codec_down="q4")
-    assert schedule.is_expected(window, 4, slot, 3) == (slot == 2)
-    assert schedule.is_expected(dataclasses.replace(window, round=5), 4, slot, 3)
-    assert schedule.is_expected(dataclasses.replace(window, final=True), 4, slot, 3)
 
 
 @given(st.integers(1, 8), st.integers(1, 40), st.data())
@@ -250,27 +209,6 @@ def dealt(
     return {str(name): steps for name, steps in found.node_steps}
 
 
-@pytest.mark.parametrize(
-    ("slots", "rates", "steps"),
-    [
-        (1, {"a": 100.0, "b": 50.0, "c": 34.0}, {"b": 15, "c": 10}),
-        (1, {"a": 100.0, "b": 1.0}, {"b": 1}),
-        (4, {"a": 100.0, "b": 1.0}, {"b": 4}),  # no node does fewer steps than it has sends
-        (40, {"a": 100.0, "b": 1.0}, {}),  # a truncated round has fewer steps than slots
-        (1, {}, {}),
-        (1, {"a": 0.0, "b": 0.0}, {}),
-        (1, {"a": 100.0, "b": 0.0, "c": 50.0}, {"c": 15}),  # nothing is known of b
-        (1, {"a": 100.0, "b": 97.0, "c": 95.0}, {}),  # of noisy rates of equal nodes one is always the best
-        (1, {"a": 100.0, "b": 94.0}, {"b": 28}),
-    ],
-)
-def test_slow_nodes_do_as_many_steps_as_they_can_in_the_time_of_the_fastest(
-    slots: int, rates: dict[str, float], steps: dict[str, int]
-) -> None:
-    """arXiv 2401.09135: ⌊H · v / max v⌋."""
-    assert dealt(slots, **rates) == steps
-
-
 SHARES = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 0.99))
 
 
@@ -293,23 +231,6 @@ def test_a_share_or_rate_that_is_a_step_count_gives_that_count(data: st.DataObje
         assert dealt(plan=plan, a=fastest, b=fastest * steps / length) == {"b": steps}
 
 
-def test_a_run_begins_with_rounds_that_are_dealt_by_share() -> None:
-    opening = schedule.opening_rounds(spec_of(terms(steps=50, h=10, h_share_of=((B, 0.5),)), layout(0, 1)))
-    assert [(plan.steps_of(A), plan.steps_of(B)) for plan in opening] == [(10, 5), (10, 5)]
-
-
-@pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3, 4]), (9, [4])])
-def test_the_last_fragments_commits_are_evaluated_every_so_many_rounds_and_at_the_end(
-    every: int, rounds: list[int]
-) -> None:
-    """J."""
-    run, cut = terms(steps=50, h=10, evaluate_every_rounds=every), layout(0, 1)
-    first, last = all_windows(run, cut)
-    assert [window.round for window in last if schedule.is_evaluated(spec_of(run, cut, "some"), window)] == rounds
-    assert not any(schedule.is_evaluated(spec_of(run, cut, "some"), window) for window in first)
-    assert not any(schedule.is_evaluated(spec_of(run, cut, "none"), window) for window in last)
-
-
 # --- Lengths of rounds
 
 QSR: dict[str, Any] = {"h": 4, "h_rule": "qsr", "h_alpha": 0.0175}
@@ -322,18 +243,6 @@ def followed(rate: float, *, steps: int = 10_000, **choices: Any) -> int:
     """H of a round that starts where η is `rate`, as in a run that does nothing but hold it."""
     lr = LearningRate(peak=rate, minimum=0.0, warmup_steps=0, shape="constant")
     return schedule.h_at(terms(steps=steps, lr=lr, **{**QSR, **choices}), 500)
-
-
-@pytest.mark.parametrize(
-    ("rule", "alpha", "rate", "h"),
-    [
-        *(("qsr", 0.0175, rate, h) for rate, h in [(0.008, 4), (0.004, 19), (0.002, 76), (0.001, 306)]),
-        *((rule, 0.02, 1e-3, h) for rule, h in [("linear", 20), ("qsr", 400), ("cubic", 8000)]),
-    ],
-)
-def test_rounds_grow_with_a_power_of_the_inverse_learning_rate(rule: str, alpha: float, rate: float, h: int) -> None:
-    """A14, C31: H_base = 4, η_max = 0.008, α = 0.0175: (α/η)² = 4.785, …"""
-    assert followed(rate, h_rule=rule, h_alpha=alpha) == h
 
 
 @given(rate=st.integers(1, 9999), ratio=st.integers(1, 300), rule=POWERS)
@@ -355,23 +264,6 @@ def test_the_guard_lengthens_no_round_that_is_clearly_shorter(rate: float, alpha
 FLAT = LearningRate(peak=4e-3, minimum=0.0, warmup_steps=0, shape="constant")
 LATER = {"h": 30, "h_rule": "post-local", "h_switch": 10}
 LOW = LearningRate(peak=8e-3, minimum=8e-3, warmup_steps=0, rewarms=(Rewarm(start=10, peak=8e-3),))
-
-
-@pytest.mark.parametrize(
-    ("choices", "expected"),
-    [
-        ({"steps": 100, "h": 30, "h_rule": "qsr", "h_alpha": 0.0, "h_init": 7}, [7] * 14 + [2]),  # A14: α = 0
-        ({"steps": 190, "lr": FLAT, **QSR}, [19] * 10),  # A14: η is constant
-        ({"steps": 30, "lr": LearningRate(peak=8e-3, minimum=0.0, warmup_steps=20), "h_init": 6, **QSR}, [6] * 4 + [6]),
-        ({"steps": 100, **LATER}, [1] * 10 + [30, 30, 30]),
-        ({"steps": 100, **LATER, "h_init": 4}, [4, 4, 4, 30, 30, 28]),
-        # A round that begins just before a re-warm is not cut below h, or it had fewer steps than slots.
-        ({"steps": 40, "lr": LOW, **QSR}, [4] * 10),
-        ({"steps": 40, "lr": LOW, **QSR, "h": 8}, [8] * 5),
-    ],
-)
-def test_lengths_by_rule(choices: dict[str, Any], expected: list[int]) -> None:
-    assert lengths(**choices) == expected
 
 
 def test_h_is_settled_at_the_first_position_of_a_round() -> None:
@@ -413,17 +305,22 @@ def test_a_round_of_h_steps_is_worth_one_wherever_it_is(start: int, h: int) -> N
     assert schedule.work_ratio(run, start, start + h) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("peak", "shape", "worth"),
-    [
-        (1e-2, "constant", 4.0),
-        (1e-2, "linear", sum(range(41, 81)) / sum(range(71, 81))),
-        (0.0, "constant", 4.0),  # without any learning rate steps count
-    ],
-)
-def test_a_longer_round_is_worth_its_learning_rates(peak: float, shape: Any, worth: float) -> None:
+def worth(peak: float, shape: Any) -> float:
+    """Of forty steps in a run with rounds of ten."""
     lr = LearningRate(peak=peak, minimum=0.0, warmup_steps=0, shape=shape)
-    assert schedule.work_ratio(terms(steps=100, h=10, lr=lr), 20, 60) == pytest.approx(worth)
+    return round(schedule.work_ratio(terms(steps=100, h=10, lr=lr), 20, 60), 12)
+
+
+def evaluated(every: int, fragment: int, evaluation_set: str) -> list[int]:
+    """Rounds of five whose commit of the first or the last fragment is evaluated."""
+    run, cut = terms(steps=50, h=10, evaluate_every_rounds=every), layout(0, 1)
+    spec = spec_of(run, cut, evaluation_set)
+    return [window.round for window in all_windows(run, cut)[fragment] if schedule.is_evaluated(spec, window)]
+
+
+@all_stories(__file__, "schedule")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(globals()), rewrite=rewrite)
 
 
 # --- The inner learning rate
@@ -499,9 +396,3 @@ def test_each_shape_falls_in_its_own_way(shape: str, choices: dict[str, Any], ra
 )
 def test_what_comes_later_changes_no_rate_before_it(one: Terms, other: Terms, until: int) -> None:
     assert [learning_rate(one, p) for p in range(until + 1)] == [learning_rate(other, p) for p in range(until + 1)]
-
-
-def test_a_run_knows_where_its_rate_rises() -> None:
-    run = of_shape("cosine", **AGAIN)
-    assert [p for p in range(100) if schedule.warms_up(run, p)] == [*range(10), *range(60, 70)]
-    assert [(phase.start, phase.end) for phase in schedule.phases(run)] == [(0, 60), (60, 100)]
