@@ -62,8 +62,8 @@ def build_data(
 ) -> None:
     """Tokenise documents into one memory-mapped file for [data] path.
 
-    Every document is closed by the tokenizer's end token. FILE appears once it is
-    whole. Its digest is part of a run: all nodes need the same file.
+    Every document is closed by the tokenizer's end token. All nodes of a run need the
+    same file.
 
     Example: farloop data build corpus.jsonl docs/ --train-tokenizer 4096 --out tokens.bin
     """

@@ -39,8 +39,8 @@ def export(
 ) -> None:
     """Write the newest global model as a folder: of Hugging Face where the model is one, else of safetensors files.
 
-    The coordinator may run meanwhile. transformers loads the folder of a model hf:… with from_pretrained(DIR); a model
-    of peft is written as its adapter. Weights of own and built-in models have the names that they have in the run.
+    The coordinator may run meanwhile. transformers loads the folder of a model hf:… with
+    from_pretrained(DIR); a model of peft is written as its adapter, other models with the names of the run.
 
     Example: farloop export out/model --state state --dtype bfloat16 --tokenizer llama/
     """
@@ -106,7 +106,7 @@ def evaluate(
 ) -> None:
     """Loss of the newest global model on text that no node trains on: the validation part of --data.
 
-    With the run's own data it is the run's evaluation. The coordinator may run meanwhile.
+    The coordinator may run meanwhile.
 
     Example: farloop lab eval --state state --data tokens.bin
     """

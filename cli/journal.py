@@ -276,7 +276,7 @@ def replay_journal(
 ) -> None:
     """Repeat commits from the stored deltas and compare every bit; exits with 6 if one differs.
 
-    Replay starts at a snapshot: the oldest version that it can repeat is the one after the oldest snapshot.
+    The oldest version that it can repeat is the one after the oldest snapshot.
 
     Example: farloop journal replay state 800:812 --fragment 0
     """

@@ -559,10 +559,9 @@ def methods(
 ) -> None:
     """List the training methods and their defaults; docs/methods.md has equations and advice.
 
-    With --for: which method and H suit a link. Given are the rate of the slowest node's
-    link, the parameters, and, if they are not 2 and 1 s, the nodes and the time of an
-    inner step. Of the methods that let a node compute 95 % of the time, the one with the
-    least loss is marked.
+    With --for: which method and H suit the rate of the slowest node's link, the
+    parameters, the nodes (2) and the time of an inner step (1 s). Of the methods that
+    let a node compute 95 % of the time, the one with the least loss is marked.
 
     Example: farloop lab methods --for "200mbit, 1b, 4 nodes, 0.5s"
     """
@@ -598,9 +597,8 @@ def doctor(
 ) -> None:
     """Check this machine before a daemon starts: ports, keys, disk, data, devices.
 
-    With --fleet: versions, clocks, disks, devices, links and states of all nodes, as the coordinator at --url has them.
-
-    Exits with 0 if no check fails (warnings are allowed), else with 2; with 5 if no coordinator answers --fleet.
+    With --fleet: versions, clocks, disks, devices, links and states of all nodes, as the coordinator at --url
+    has them. Exits with 2 if a check fails; with 5 if no coordinator answers --fleet.
 
     Example: farloop doctor node.toml
     """
@@ -633,8 +631,8 @@ def check_config(
 ) -> None:
     """Validate a file and show the resulting run or node, without starting anything.
 
-    Of a run it also shows the memory and the disk that the coordinator and a node take, activations
-    apart. A model hf:FOLDER needs no weights for that.
+    Of a run also the memory, without activations, and the disk of the coordinator and
+    a node; a model hf:FOLDER needs no weights for that.
 
     Example: farloop config check run.toml --set run.method=diloco
     """

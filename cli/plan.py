@@ -58,16 +58,15 @@ def plan(
 ) -> None:
     """Plan a run over unequal links: islands, stages, paths, bits and H, with predicted times.
 
-    docs/routing.md explains the inventory and the plan. The fastest of three modes is
-    chosen, and the others are listed with their times.
+    docs/routing.md explains the inventory and the plan.
 
-    With --live, nodes and links come from a running coordinator; parameters, H and bits
-    that the file leaves out come from its run. The output ends with the farloop run set
-    command that applies the planned bits and H.
+    With --live, nodes and links come from a running coordinator, and what the file
+    leaves out from its run; the output ends with the farloop run set command that
+    applies the planned bits and H.
 
-    With --layout, the plan is written as a layout file for pipeline nodes, and the lines
-    for RUN.toml are shown. If the file exists, only paths change, and only if a tenth of
-    a step is gained; --force or --epoch writes the plan anyway.
+    With --layout, the plan is written as a layout file for pipeline nodes, and the
+    lines for RUN.toml are shown. If the file exists, only paths change, and only if a
+    tenth of a step is gained; --force or --epoch writes the plan anyway.
 
     Example: farloop plan --inventory examples/plans/twelve-sites.toml --plot plan.svg
     """

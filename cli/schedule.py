@@ -77,9 +77,9 @@ def schedule(
 ) -> None:
     """Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.
 
-    H(s) = max(h, ⌊(h_alpha/η)^power⌋), with η at the first step of round s (QSR: arXiv
-    2310.14423). The last round ends with the run. A re-warm (--set
-    run.rewarms=600:1e-3) starts a new, short round.
+    H(s) = max(h, ⌊(h_alpha/η)^power⌋), with η at the first step of round s (QSR:
+    arXiv 2310.14423). A re-warm (--set run.rewarms=600:1e-3) starts a new, short
+    round.
 
     Example: farloop lab schedule --set run.steps=2000 --set run.h_rule=qsr --set run.h_alpha=0.011
     """

@@ -39,10 +39,10 @@ def set_terms(
 def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     """Continue a run that is held because of its nodes.
 
-    If a node reports newer versions than the state folder has, it is rejected until it withdraws the report, and the
-    run continues with the first other node: use this if you know that the node is wrong. If several nodes report it,
-    the state folder is probably an old copy, and each must be named. If too few of the live nodes are merged, the run
-    continues as it is; it is held again if they are still not merged three rounds later.
+    A node that reports newer versions than the state folder has is rejected until it withdraws the report, and the
+    run continues with the first other node: use this if you know that the node is wrong. If several report it, the
+    folder is probably an old copy, and each must be named. A run of which too few live nodes are merged continues,
+    and is held again if that is so three rounds later.
 
     Example: farloop run release --state state
     """
@@ -60,8 +60,8 @@ def forget(
 ) -> None:
     """Stop missing a node that does not come back: a lost machine, a revoked key, another name.
 
-    It vanishes from the status, the metrics and their alerts, and its samples go to others. A node that comes back
-    under this name is known again.
+    It vanishes from status, metrics and alerts, and its samples go to others, until it comes back under this
+    name.
 
     Example: farloop run forget oslo --state state
     """

@@ -51,9 +51,7 @@ def bandwidth(
     method: Annotated[str, typer.Option(help="data-parallel, diloco or streaming; all compares them.")] = "streaming",
     model: Annotated[
         str,
-        typer.Option(
-            help="farloop: as the daemons send. published: as in the Streaming DiLoCo paper, with less bandwidth."
-        ),
+        typer.Option(help="farloop, or published: as in the Streaming DiLoCo paper."),
     ] = "farloop",
     h: Annotated[
         int | None,
@@ -86,16 +84,14 @@ def bandwidth(
 ) -> None:
     """Compute utilisation for a given bandwidth, and the bandwidth for a given utilisation.
 
-    Model farloop: a fragment that is due is uploaded at a step boundary, the
-    coordinator waits for all nodes, and the update is downloaded and merged --overlap
-    steps after the send, or with --lag 1 in the next round.
-
+    Model farloop: a fragment that is due is uploaded at a step boundary, and its
+    update merged --overlap steps after the send, or with --lag 1 in the next round.
     Model published: each layer queues on one link when its backward pass ends, and
-    its next forward pass, or the one --overlap steps later, waits for it. With
-    --method all, data-parallel always uses this model, unlike farloop's own.
+    its next forward pass, or the one --overlap steps later, waits for it (with
+    --method all, always that of data-parallel).
 
-    All nodes are alike: give the slowest link and step. Latency, encoding, the time
-    of a commit and traffic within a site are not simulated.
+    All nodes are alike: give the slowest link and step. Latency, encoding, commits
+    and traffic within a site are not simulated.
 
     Example: farloop lab simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
     """
@@ -309,10 +305,8 @@ def run(
 
     Goodput is the share of all machine-seconds whose work was merged (data parallel:
     whose step was kept). The rest was idle (waiting, joining), down (failed or
-    recovering) or lost (computed but never merged).
-
-    Only sizes and durations are simulated, no training: thousands of nodes take
-    seconds. The same scenario and seed give the same numbers.
+    recovering) or lost (computed but never merged). Nothing is trained: thousands of
+    nodes take seconds.
 
     Example: farloop lab simulate run --example failures --plot failures.svg
     """

@@ -46,12 +46,11 @@ class RunConfig:
     causal language model, or package.module:factory for your own code."""
     init: Path | None = None
     """A safetensors file, or a folder of them, with the initial weights. Default: those in the folder of hf:FOLDER, or
-    drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring. They bring the
-    data too, unless [data] names some: then the coordinator grants their samples."""
+    drawn from the seed. With a built-in model it replaces the model, which the nodes' own loops bring, and the data
+    too, unless [data] names some."""
     buffers: Annotated[str, OneOf(("own", "average"))] = "own"
-    """average: the running_mean and running_var of batch normalisation become the mean of the nodes' at every merge,
-    weighted as the weights are, and are in the run's model. They begin as those of init, or of the factory's model.
-    own: no buffer is exchanged."""
+    """average: the running_mean and running_var of batch normalisation are merged, weighted as the weights are, and
+    are in the run's model. They begin as those of init, or of the factory's model. own: no buffer is exchanged."""
     nodes: Annotated[int, AtLeast(1)] = 2
     """Nodes that the run waits for before it starts."""
     steps: Annotated[int, AtLeast(1)] = 600
@@ -65,8 +64,8 @@ class RunConfig:
     h_share_of: str | None = None
     """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None
-    """Inner steps between a send and its merge. Where it is open and the method has one above 0, each node begins
-    with 1, or 0 where a round has one step, and chooses its own by its link ([node] `adapt_tau`)."""
+    """Inner steps between a send and its merge. Open, where the method has one above 0: each node chooses its own
+    by its link, from 1 on ([node] `adapt_tau`)."""
     mix: float | None = None
     """Share of the local weights that a merge keeps, 0 to 1. Default: that of the method, at most 1/nodes."""
     lag: int | None = None

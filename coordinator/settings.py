@@ -82,15 +82,14 @@ class CoordinatorConfig:
     http: Annotated[str, check_listening] = "127.0.0.1:9700"
     """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
     http_names: str = ""
-    """Public host names under which these pages may be asked for, as run.example.com, with commas between them. IP
-    addresses and private names need not be given; * takes any name."""
+    """Public host names under which these pages may be asked for, as run.example.com, with commas between them; *
+    takes any. IP addresses and private names need not be given."""
     min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="0 to 1, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
     bulk_url: Annotated[str, check_bulk_url] = ""
-    """The object store of [run] bulk = "store": s3://BUCKET/PREFIX, gs://… or az://…, whose URLs are signed for one
-    request of one node. Or http://HOST/PREFIX, a web server that takes PUT, for private networks: whoever reaches it
-    may write. The journal says where deltas and updates are, and needs it as long as they are there."""
+    """The object store of [run] bulk = "store": s3://BUCKET/PREFIX, gs://… or az://…. Or http://HOST/PREFIX, a web
+    server that takes PUT, for private networks: whoever reaches it may write."""
     copy_to: Annotated[str, check_url] = ""
     """Where the state is copied to: s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH. Without it, there are no
     copies."""
@@ -100,8 +99,8 @@ class CoordinatorConfig:
     """"auto": a start with an empty `state_dir` restores the newest copy of `copy_to`, adopts what nodes hold beyond
     it, and takes the lead from a coordinator whose state is lost. It needs `copy_to` and `leads_by`."""
     leads_by: Annotated[str, check_leads_by] = ""
-    """Where the record of who leads is kept: s3://BUCKET/PREFIX, gs://…, az://…, file:///PATH, etcd://HOST:2379/KEY or
-    k8s://NAMESPACE/NAME. Several coordinators may be started then: one leads, the others stand by."""
+    """Where the record of who leads is kept, for several coordinators: s3://BUCKET/PREFIX, gs://…, az://…,
+    file:///PATH, etcd://HOST:2379/KEY or k8s://NAMESPACE/NAME."""
     name: Annotated[str, check_name] = ""
     """This coordinator in that record; the host's name unless given. Two must not have one name."""
     mirror: Annotated[str, check_tcp_listening] = ""
@@ -114,8 +113,8 @@ class CoordinatorConfig:
     """While it stands by, keep the state in memory (12 bytes a parameter) and repeat each commit, so that it leads
     within milliseconds. Without it, leading costs a start."""
     map_buffers: bool = False
-    """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in files of the state folder that are
-    mapped, not in memory: for models larger than it. Every commit writes its fragment's to the disk."""
+    """Keep anchors, targets and the optimizer's state (12 bytes a parameter) in mapped files of the state folder,
+    for models larger than memory. Every commit then writes to the disk."""
     egress_price_per_gb: Annotated[float, AtLeast(0.0, wanted="0 or more")] = 0.0
     """What 10⁹ bytes that leave a site cost, for metrics and `farloop config check`."""
     egress_currency: str = "USD"
@@ -129,20 +128,18 @@ class CoordinatorConfig:
     quiet_uplink: Annotated[str, parse_rate] = ""
     """Most that it sends in the quiet hours, as 2mbit."""
     probe_bytes: Annotated[int, AtLeast(0)] = 32 << 20
-    """Most bytes of one probe, which measures one direction of a link while nobody waits for bytes; 0 measures by what
-    has to be sent anyway, alone."""
+    """Most bytes of one probe of a link; 0: none."""
     probe_share: Annotated[float, AtLeast(0.0, wanted="0 or more, as 0.01")] = PROBE_SHARE
-    """Share of the bytes that a node's link moves for the run that probes of the link may take, beyond one of 64 KiB in
-    each direction."""
+    """Probes of a node's link, as a share of the bytes that it moves, beyond one of 64 KiB in each direction."""
     probe_idle_s: Annotated[float, TIME] = QUIET_S
     """Seconds without waiting transfers before a link is probed."""
     after_end: Annotated[str, OneOf(("stop", "serve"))] = "stop"
     """What the coordinator does once the run is finished. "stop": it serves until all nodes know of the end, 13 s where
     some are away, and ends. "serve": it serves until it is stopped."""
     mitigation: Annotated[str, OneOf(ADAPTS)] = "drop"
-    """What to do about nodes and links that become slow or silent. "off": nothing. "advise": measure links again and
-    report what would help. "drop": also close a window without a node that sends nothing for several times its usual
-    time. "act": also give a slow node lighter terms, or leave it out of a round."""
+    """About nodes and links that become slow or silent. "off": nothing. "advise": measure links again and report
+    what would help. "drop": also close a window without a node that misses its deadline. "act": also give a slow
+    node lighter terms, or leave it out of a round."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 

@@ -44,7 +44,7 @@ _SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest i
 
 _PANELS = ("Train", "Inspect", "Configure")
 
-_HEAD = ("", "meaning", "default")
+_GIVEN = "**Must be given.**"
 
 _SHARED = 3
 """Commands that have the same option, with the same words, before it stands once on the page."""
@@ -105,7 +105,7 @@ def _sort(key: Key) -> str:
         case (OneOf(words),):
             return ", ".join(f"`{word}`" for word in words)
         case (AtLeast(least, wanted=""),):
-            return f"{_SORTS[key.kind]}, at least {least}"
+            return f"{_SORTS[key.kind]} ≥ {least}"
         case _:
             return _SORTS[key.kind]
 
@@ -138,14 +138,14 @@ def commands() -> str:
         "and what a scheduler should do then.\n\n",
         *(f"- **{panel}**: {', '.join(_link(words) for words, _, _ in told)}\n" for panel, told in found.items()),
         "\nOptions of several commands, each of which names those that it has:\n\n",
-        _table(_HEAD, shared),
+        _options(shared),
     ]
     for panel, told in found.items():
         parts.append(f"\n## {panel}\n")
         for words, about, rows in told:
             own = [row for row in rows if row not in shared]
             also = [f"`{row[0].strip('`').split()[0]}`" for row in rows if row in shared]
-            parts += [f"\n### farloop {' '.join(words)}\n\n{about}", *(["\n", _table(_HEAD, own)] if own else [])]
+            parts += [f"\n### farloop {' '.join(words)}\n\n{about}", *(["\n", _options(own)] if own else [])]
             parts += [f"\nAlso {', '.join(also)}.\n"] if also else []
     return "".join(parts)
 
@@ -176,6 +176,13 @@ def _command(words: list[str], command: Any) -> tuple[str, list[tuple[str, str, 
     return shown, [row for line in rest.splitlines() if (row := _option(line)) is not None]
 
 
+def _options(rows: Sequence[tuple[str, str, str]]) -> str:
+    return "".join(
+        f"- {what}: {meaning}" + {"": "", _GIVEN: f" {_GIVEN}"}.get(default, f" Default: {default}.") + "\n"
+        for what, meaning, default in rows
+    )
+
+
 def _option(line: str) -> tuple[str, str, str] | None:
     """A line of typer's lists as (what, meaning, default); None for other lines, and for --help."""
     match = re.fullmatch(r"\* `([^`]*)`:? *(.*)", line)
@@ -191,7 +198,7 @@ def _option(line: str) -> tuple[str, str, str] | None:
             elif label == "env var":
                 meaning += f" In the environment: `{value}`."
             elif label == "required":
-                default = "**must be given**"
+                default = _GIVEN
             else:
                 meaning += f" `{label}`."
     return f"`{match[1].replace(' range>', '>')}`", meaning, default

@@ -166,8 +166,8 @@ class NodeConfig:
     """Seconds without a session with the coordinator, at the start or later, after which the node ends with code 5. 0:
     never."""
     leave_code: int = 0
-    """Exit code after a signal before the run's end: 130 for a supervisor that takes 0 for the end of the work, as a
-    Kubernetes Job does."""
+    """Exit code after a signal before the run's end: 130 where a supervisor takes 0 for the end of the work, as a
+    Kubernetes Job."""
     nproc: Annotated[int, AtLeast(1)] = 1
     """Processes on this host, one per device."""
     restarts: Annotated[int, AtLeast(0)] = 3
@@ -195,16 +195,16 @@ class NodeConfig:
     """Of buffers that are not exchanged. same: a node whose saved floating-point ones change, or differ from those of
     the other nodes, ends; own: each node has its own. The run's `buffers` averages those of batch normalisation."""
     anchors: Annotated[str, OneOf(get_args(Where))] = "auto"
-    """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter of its
-    memory each and saves copies; auto: on the device if two steps leave the room. On CPUs it is the same."""
+    """Where anchors and residuals are kept: in host memory, or on the device, which takes 4 bytes a parameter each
+    and saves copies; auto: on the device if two steps leave the room."""
     threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads per process; 0: torch decides."""
     tau: Annotated[int | None, AtLeast(0)] = None
     """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
     adapt_tau: bool | None = None
-    """Choose `tau` again at every send: the shortest with which no update comes late because of this node's link, as
-    far as the run's rounds have room for it. It begins with `tau`. Default: where `tau` is open here and in the run, up
-    to a quarter of a round."""
+    """Choose `tau` again at every send, from `tau` on: the shortest with which no update comes late because of this
+    node's link, as far as rounds have room. Default: where `tau` is open here and in the run, up to a quarter of a
+    round."""
     site: str = ""
     """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
     address: Annotated[str, parse_each_tcp] = ""

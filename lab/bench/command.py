@@ -61,7 +61,7 @@ def codecs(
         typer.Option(min=1, max=1e12, help="Elements of a timed vector, e.g. 64e6.", show_default="64 Mi; GPU: 256 Mi"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A sixth of the time: fewer repetitions, smaller vectors, a shorter run.")
+        bool, typer.Option("--quick", help="Fewer repetitions, smaller vectors: a sixth of the time.")
     ] = False,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
     quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure the error.")] = True,
@@ -70,9 +70,9 @@ def codecs(
 ) -> None:
     """Measure the speed and the error of codecs on this machine.
 
-    Speed is in GB/s of fp32 and relative to a plain copy. add: decode into a sum. sum8: decode eight
-    payloads at once. fused: add the residual, encode, update the residual. outer: Nesterov step,
-    encode, apply. Run it on an idle machine.
+    Speed, on an idle machine, is in GB/s of fp32 and relative to a plain copy. add: decode into a
+    sum. sum8: decode eight payloads at once. fused: add the residual, encode, update the residual.
+    outer: Nesterov step, encode, apply.
 
     Quality is the squared error of one encoding, of random matrices and of outer gradients from a
     short DiLoCo run, which is kept in --out.
@@ -131,9 +131,9 @@ def memory(
 ) -> None:
     """Measure the peak memory of a coordinator and of a node, and compare it with the prediction.
 
-    Two processes train 16 steps on CPUs. The prediction is that of `farloop config check`, without
-    activations. The model base takes some minutes and 5 GB of memory. With --ranks a loop trains the
-    model, sharded over that many processes, without farloop and then with it.
+    Two processes train 16 steps on CPUs. The prediction is that of `farloop config check`. The
+    model base takes some minutes and 5 GB of memory. With --ranks a loop trains the model, sharded
+    over that many processes, without farloop and then with it.
 
     Example: farloop lab bench memory --ranks 1 --ranks 2
     """
@@ -189,8 +189,8 @@ def loop(
 ) -> None:
     """Measure what a node costs its training loop on a CPU, while it exchanges with a coordinator.
 
-    The time of the training thread is split: it ran, it was ready but no core was free, or it slept,
-    mostly for Python's interpreter lock. Needs Linux, and a core for the coordinator and the link.
+    The training thread ran, was ready but no core was free, or slept, mostly for Python's
+    interpreter lock. Needs Linux, and a core for the coordinator and the link.
 
     Example: farloop lab bench loop --h 5 --link 50mbit/50ms
     """
@@ -223,9 +223,8 @@ def sync(
 ) -> None:
     """Measure how long one synchronisation of a model takes, and gloo's all-reduce in fp32 beside it.
 
-    Coordinator and nodes are processes of this machine, and nothing is trained. Only the ratios tell
-    something: run it on an idle machine with two cores or more. With --link, farloop's time is
-    compared with that of its bytes at the link's rate.
+    Nothing is trained, and only the ratios tell something: use an idle machine with two cores or
+    more. With --link, farloop's time is compared with that of its bytes at the link's rate.
 
     Example: farloop lab bench sync --parameters 25e6 --codec q4 --codec fp32 --link 100mbit/50ms
     """
@@ -266,10 +265,10 @@ def coordinator(
 ) -> None:
     """Measure what a coordinator costs for each number of nodes.
 
-    Nodes without a model, on the same machine, offer a made-up delta in every round. Printed are the
-    bytes of deltas and updates a second over all links, the time from the close of a window until the
-    last node heard of its commit and until the last had its update, and the coordinator's processor
-    time, which tells most, and peak memory. The difference of two --step is what a second costs.
+    Nodes without a model, on the same machine, offer a made-up delta in every round. Shown are the
+    bytes a second, the time from the close of a window until the last node heard of its commit and
+    until the last had its update, and the coordinator's processor time, which tells most, and peak
+    memory. The difference of two --step is what a second costs.
 
     Example: farloop lab bench coordinator --nodes 16 --nodes 64 --parameters 25e6
     """
@@ -299,8 +298,8 @@ def recovery(
 ) -> None:
     """Measure how long a coordinator takes to start after it was killed.
 
-    A process recovers the state of a killed run without a model, first with nothing of it in the page
-    cache, then again: seconds, bytes that it read, peak memory, and the time for 7 B parameters at the
+    A process recovers the state of a killed run without a model, first with nothing of it in the
+    page cache, then again: seconds, bytes read, peak memory, and the time for 7 B parameters at the
     same rates. A state takes 12 bytes a parameter, twice on disk.
 
     Example: farloop lab bench recovery --parameters 25e6 --rounds 20
@@ -381,15 +380,14 @@ def quality(
 ) -> None:
     """Compare the validation loss of methods or settings at equal tokens.
 
-    Every variant trains the same tokens: the same number of steps, each with one
-    batch shared by its nodes. The baseline is data-parallel if it is among the
-    variants, else single, else the first. Runs of one seed start from the same
-    weights and see the same samples; the cost of a variant is the mean of its paired
-    differences from the baseline, with its 95 % interval.
+    Every variant takes the same steps, each with one batch shared by its nodes. The
+    baseline is data-parallel if it is among the variants, else single, else the
+    first. Runs of one seed have the same first weights and samples; the cost of a
+    variant is the mean of its paired differences from the baseline, with its 95 %
+    interval.
 
-    Nodes and coordinator run the production code on virtual time in one process.
-    Finished runs are kept in --out and reused, so it can be stopped, repeated and
-    extended; after a change of the code use another --out.
+    The daemons' code runs on virtual time in one process. Finished runs are kept in
+    --out and reused; after a change of the code use another --out.
 
     Example: farloop lab bench quality --variant "diloco codec=fp32" --variant "diloco codec=q4"
     """
@@ -455,9 +453,8 @@ def frontier(
 ) -> None:
     """Draw the loss of eleven variants against the bytes that they move.
 
-    The variants differ in method, H, codec and number of nodes, and are compared as by
-    `bench quality`. frontier.svg shows each one's difference from data parallel over
-    how many times fewer bytes it moves.
+    The variants differ in method, H, codec and number of nodes, and are compared as
+    by `bench quality`: difference from data parallel over how many times fewer bytes.
 
     Example: farloop lab bench frontier --data my-text --seeds 1
     """

@@ -68,12 +68,12 @@ def chaos(
     """Inject faults into a run of real processes on this machine and check that nothing is lost.
 
     docs/reliability.md describes the faults. If OUT/state is a small file system of
-    its own, it is filled as well. Exits with 1 if a committed version is lost or
-    forked, if a process ends unexpectedly, or on any other finding.
+    its own, it is filled as well. Exits with 1 on a finding, as a committed version
+    that is lost or forked, or a process that ends unexpectedly.
 
-    With --standby, two coordinators, the connection between them and the store of
-    the leader's record fail one after the other; --minutes, --nodes, --faults
-    and --bulk do not apply.
+    With --standby, two coordinators, the connection between them and the store of the
+    leader's record fail one after the other; --minutes, --nodes, --faults and --bulk
+    do not apply.
 
     Example: farloop lab chaos --minutes 10 --seed 1
     """
