@@ -3,7 +3,6 @@
 docs/routing.md describes every key. Every error is one line with its place and the nearest valid value.
 """
 
-import dataclasses
 import difflib
 import json
 import math
@@ -16,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import ConfigError, load_tables, validated
 from farloop.monitoring.addresses import parse_tcp
-from farloop.monitoring.units import nearest
 from farloop.planner import inventory as plain
 from farloop.planner.sync_plan import bits_of
 
@@ -28,7 +26,7 @@ class _Table(BaseModel):
 
 
 class _Card(_Table):
-    kind: str
+    kind: plain.CardKind
     bytes_per_s: float | None = None
     gbit_s: float | None = None
     efficiency: float = 1.0
@@ -59,19 +57,6 @@ class _Link(_Table):
     assumed: bool = False
 
 
-class _Model(_Table):
-    layers: int
-    layer_bytes: float | None = None
-    activation_bytes: float = 0.0
-    parameters: float = 0.0
-    sync_bytes: float | None = None
-    microbatches: int = 1
-    backward: float = 1.5
-    loss: float = 0.25
-    gap_s: float = 0.0
-    overhead_s: float = 0.0
-
-
 class _Hub(_Table):
     in_bytes_per_s: float | None = None
     out_bytes_per_s: float | None = None
@@ -79,24 +64,11 @@ class _Hub(_Table):
     out_mbit_s: float | None = None
 
 
-class Wish(_Table):
-    """The request of a plan."""
-
-    stages: int | None = None
-    skip: float = 0.0
-    seed: int = 0
-    h: int = 100
-    bits: list[int] = [8, 4, 2]
-    fragments: int = 8
-    mode: str | None = None
-    effort: float = 1.0
-
-
 class _File(_Table):
     name: str = ""
     about: str = ""
-    plan: Wish = Wish()
-    model: _Model
+    plan: plain.PlanRequest = plain.PlanRequest()
+    model: plain.Model
     coordinator: _Hub | None = None
     nodes: list[_Node]
     links: list[_Link] = []
@@ -131,7 +103,6 @@ def check_beside_nodes(tables: Mapping[str, Any], where: str) -> None:
     """Whether tables are sound that need no nodes of their own, for those come from elsewhere. Raises ConfigError."""
     file = validated(_File, {"nodes": [], **tables}, where)
     try:
-        _model_of(file.model)
         for number, node in enumerate(file.nodes):
             _nodes(node, number, file.model)
     except ValueError as error:
@@ -152,32 +123,24 @@ def _made(file: _File) -> plain.Inventory:
         if links:
             raise ValueError("delay_s and links are both given; give one of them")
         links = _matrix(file.delay_s, [node.name for node in nodes])
-    fields = {**file.plan.model_dump(), "bits": tuple(file.plan.bits)}
-    if file.plan.mode is not None:
-        fields["mode"] = _member(plain.Mode, file.plan.mode, "plan.mode")
     hub = file.coordinator
     return plain.Inventory(
         nodes=nodes,
         links=links,
-        model=_model_of(model),
+        model=model,
         hub=None
         if hub is None
         else plain.Hub(
             in_bytes_per_s=_rate({"in_bytes_per_s": hub.in_bytes_per_s, "in_mbit_s": hub.in_mbit_s}),
             out_bytes_per_s=_rate({"out_bytes_per_s": hub.out_bytes_per_s, "out_mbit_s": hub.out_mbit_s}),
         ),
-        wish=plain.PlanRequest(**fields),
+        wish=file.plan,
         name=file.name,
         about=file.about,
     )
 
 
-def _model_of(model: _Model) -> plain.Model:
-    fields = [field.name for field in dataclasses.fields(plain.Model) if field.name != "parameter_bytes"]
-    return plain.Model(parameter_bytes=4.0 * model.parameters, **{field: getattr(model, field) for field in fields})
-
-
-def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
+def _nodes(node: _Node, number: int, model: plain.Model) -> list[plain.Node]:
     where = f"nodes[{number}]"
     if node.count < 1:
         raise ValueError(f"{where}: count: expected 1 or more, got {node.count}")
@@ -195,7 +158,7 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
     cards = tuple(
         _in_place(
             lambda card=card: plain.Card(
-                kind=_member(plain.CardKind, card.kind, "kind"),
+                kind=card.kind,
                 bytes_per_s=_rate({"bytes_per_s": card.bytes_per_s, "gbit_s": card.gbit_s}, none=None),
                 efficiency=card.efficiency,
             ),
@@ -293,13 +256,6 @@ def _matrix(delay_s: list[list[float]], names: list[str]) -> dict[tuple[str, str
     }
 
 
-def _member(kinds: Any, word: str, where: str) -> Any:
-    try:
-        return kinds(word)
-    except ValueError:
-        raise ValueError(f"{where}: there is no {word!r}; {nearest(word, [kind.value for kind in kinds])}") from None
-
-
 def tables_of(path: Path) -> dict[str, Any]:
     """The tables of a file, unchecked. Raises ConfigError."""
     if path.suffix != ".json":
@@ -363,8 +319,8 @@ def _as_it_runs(tables: dict[str, Any], run: Mapping[str, Any]) -> None:
     if "h" in run:
         plan.setdefault("h", run["h"])
         own = bits_of(run["codec_up"])
-        fewer = [bits for bits in Wish().bits if own is not None and bits <= own]
-        plan.setdefault("bits", [*([own] if own not in (None, *fewer) else []), *fewer] or Wish().bits)
+        fewer = [bits for bits in plain.PlanRequest().bits if own is not None and bits <= own]
+        plan.setdefault("bits", [*([own] if own not in (None, *fewer) else []), *fewer] or plain.PlanRequest().bits)
 
 
 def _each(entry: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -76,8 +76,8 @@ def kept(inventory: Inventory, path: Path, now: Present) -> Inventory:
         raise CommandError(f"{path} has {len(layout.stages)} stages, {inventory.wish.stages} are asked for; {anew}")
     places = {COORDINATOR, *(name for node in nodes for name in (node.name, node.site))}
     links = {ends: link for ends, link in inventory.links.items() if places.issuperset(ends)}
-    wish = replace(inventory.wish, stages=len(layout.stages), cut=tuple(stage.layers for stage in layout.stages))
-    return replace(inventory, nodes=tuple(nodes), links=links, wish=wish)
+    wish, cut = replace(inventory.wish, stages=len(layout.stages)), tuple(stage.layers for stage in layout.stages)
+    return replace(inventory, nodes=tuple(nodes), links=links, wish=wish, cut=cut)
 
 
 def runnable(plan: Plan, epoch: int, *, keeps: bool) -> StageLayout:

@@ -13,8 +13,8 @@ from pydantic_core import to_json
 
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import WANTED, ConfigError, line_numbers, load_tables
-from farloop.monitoring.units import nearest
-from farloop.sim.flow.scenario import LOCK_STEP, METHOD_NAMES, FlowScenario, Rules, Table
+from farloop.monitoring.units import Checked, nearest
+from farloop.sim.flow.scenario import LOCK_STEP, METHOD_NAMES, FlowScenario, Rules
 
 _LOOSE_KEYS = frozenset(
     {"h", "fragments", "tau", "quorum", "max_staleness", "max_stale_rounds", "per_node_h", "bits_up", "bits_down"}
@@ -139,7 +139,7 @@ def _variant(run: Mapping[str, Any], own: Mapping[str, Any], loose: frozenset[st
 def _keys_of(table: str) -> list[str]:
     """Those that a file may have in a table; in an empty one, on top."""
     hint: Any = Rules if table in ("run", "variants") else _HINTS[FlowScenario].get(table, FlowScenario)
-    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Table)]
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Checked)]
     more = {"variants": ["name"], "": ["run"]}.get(table, [])
     return [*(field.name for field in fields(kinds[0])), *more]  # type: ignore[arg-type]
 

@@ -4,15 +4,16 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import nearest
+from farloop.monitoring.units import Checked, nearest
 
 
 def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -134,34 +135,45 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 _Tables = TypeVar("_Tables", bound=BaseModel)
+_TABLES = (BaseModel, Checked)
 
 
 def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> _Tables:
     """The tables of the file `where`, checked. Raises ConfigError: the first thing that is wrong, with its place."""
     try:
-        return kind.model_validate(tables)
+        # As JSON, strict validation takes a list for a tuple and a word for a member of an enumeration.
+        return kind.model_validate_json(to_json(tables, inf_nan_mode="constants"))
     except ValidationError as error:
         found = error.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
     owner, _, key = place.rpartition(".")
     about = f"{where}: {owner}: " if owner else f"{where}: "
     match found["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":
             raise ConfigError(f"{about}there is no key {key!r}; {nearest(key, _keys(kind, found['loc'][:-1]))}")
         case "missing":
             raise ConfigError(f"{about}{key} is missing")
+        case "enum":
+            words = re.findall("'([^']*)'", found["ctx"]["expected"])
+            raise ConfigError(
+                f"{where}: {place}: there is no {found['input']!r}; {nearest(str(found['input']), words)}"
+            )
+        case "value_error":
+            raise ConfigError(f"{where}: {place}.{found['ctx']['error']}")
         case fault:
             wanted = WANTED.get(fault.partition("_")[0])
             what = f"expected {wanted}" if wanted else found["msg"][:1].lower() + found["msg"][1:]
             raise ConfigError(f"{where}: {place}: {what}, got {found['input']!r}")
 
 
-def _keys(kind: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
+def _keys(kind: Any, place: tuple[int | str, ...]) -> list[str]:
     """Of the table at this place of a model."""
     for name in (part for part in place if isinstance(part, str)):
-        hint = kind.model_fields[name].annotation
-        kind = next(each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, BaseModel))
-    return [field.alias or name for name, field in kind.model_fields.items()]
+        hint = get_type_hints(kind)[name]
+        kind = next(each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, _TABLES))
+    if issubclass(kind, BaseModel):
+        return [field.alias or name for name, field in kind.model_fields.items()]
+    return [field.name for field in fields(kind)]
 
 
 def _given_twice(text: str) -> tuple[int, str] | None:

@@ -3,9 +3,10 @@ what people write is read."""
 
 import difflib
 import math
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, ClassVar, TypeVar, get_type_hints
 
 _T = TypeVar("_T")
 
@@ -141,6 +142,32 @@ def check_duration(seconds: float) -> None:
 
 
 TIME = AtLeast(0.0, wanted="0 seconds or more, as 60")
+
+# Of numbers that are finite.
+LEAST_0 = AtLeast(0.0, most=sys.float_info.max, wanted="0 or more")
+LEAST_1 = AtLeast(1.0, most=sys.float_info.max, wanted="1 or more")
+ABOVE_0 = AtLeast(math.ulp(0.0), most=sys.float_info.max, wanted="a number above 0")
+BELOW_1 = AtLeast(0.0, most=math.nextafter(1.0, 0.0), wanted="0 or more and below 1")
+Count = Annotated[int, LEAST_1]
+NotNegative = Annotated[float, LEAST_0]
+Positive = Annotated[float, ABOVE_0]
+
+
+class Checked:
+    """Base of a dataclass whose fields have rules beside their types; a field that is None is open."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # where a file is read as one
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, a sentence that begins with the field."""
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            for rule in getattr(hint, "__metadata__", ()):
+                try:
+                    if (value := getattr(self, name)) is not None:
+                        rule(value)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.monitoring.addresses import parse_tcp
+from farloop.monitoring.units import Checked, Count
 from farloop.node.errors import LayoutError
 from farloop.pipeline.messages import Prepare, Switch
 from farloop.wire.messages import validate
@@ -17,22 +18,17 @@ from farloop.wire.reasons import RemoteProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """Bounds and patience of one node."""
 
-    credit: int = 4  # microbatches that a source has under way at once
-    memory: int = 16  # inputs kept until their backward pass
-    attempts: int = 3  # trips that a microbatch is given before it is dropped
+    credit: Count = 4  # microbatches that a source has under way at once
+    memory: Count = 16  # inputs kept until their backward pass
+    attempts: Count = 3  # trips that a microbatch is given before it is dropped
     patience_s: float = 120.0  # a trip that takes longer is lost
     late_s: float = 10.0
     """A planned hop that would begin a job later than this gives way to a replica that would sooner."""
     assemble_s: float = 120.0  # how long a node waits at its start for those that it has never met
     orphan_s: float = 120.0  # how long it waits for a source, once all that it follows are gone
-
-    def __post_init__(self) -> None:
-        for name in ("credit", "memory", "attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
 
 
 # --- Layout files: the output of `farloop plan --json`, plus the addresses of the nodes

@@ -9,17 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from farloop.monitoring.units import BELOW_1, LEAST_0, LEAST_1, AtLeast, Checked, Count, NotNegative, Positive
 
 COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
 MOST_NODES = 1024  # planned within a minute or so; the search takes about four times as long for twice as many
 MOST_MICROBATCHES = 10_000  # of a source in a step: each is simulated by itself
 
 
-def _check_least(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {value}")
+_RATE = AtLeast(math.ulp(0.0), wanted="a number above 0")  # or infinite
+_SHARE = AtLeast(math.ulp(0.0), most=1.0, wanted="a share above 0 and at most 1, as 0.8")
 
 
 class CardKind(StrEnum):
@@ -52,28 +52,24 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Card(Checked):
     """A network card of a node."""
 
     kind: CardKind
     bytes_per_s: float | None = None  # line rate; None if unknown
-    efficiency: float = 1.0  # share of the line rate that transfers reach
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.efficiency <= 1.0:
-            raise ValueError(f"efficiency is {self.efficiency}; expected a share above 0 and at most 1, as 0.8")
+    efficiency: Annotated[float, _SHARE] = 1.0  # share of the line rate that transfers reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Checked):
     """One node of the run: a machine or a whole cluster behind one address."""
 
     name: str
     site: str = ""  # nodes of one site are near each other; empty: a site of its own, named as the node
     cards: tuple[Card, ...] = ()  # None given: Ethernet
-    layer_s: float = 0.0  # seconds of the forward pass of one microbatch through one layer, measured
-    max_layers: int | None = None  # how many layers its memory holds; None: any number
-    slots: int = 1  # microbatches that it may keep between their forward and their backward pass
+    layer_s: NotNegative = 0.0  # seconds of the forward pass of one microbatch through one layer, measured
+    max_layers: Annotated[int | None, LEAST_1] = None  # how many layers its memory holds; None: any number
+    slots: Count = 1  # microbatches that it may keep between their forward and their backward pass
     stage: int | None = None  # must replicate this stage; None: the planner chooses
     address: str = ""
     """Where the other stages reach it, as tcp://host:port. Nothing is planned by it: it goes into the layout file."""
@@ -85,12 +81,7 @@ class Node:
             )
         if not self.site:
             object.__setattr__(self, "site", self.name)
-        if not (math.isfinite(self.layer_s) and self.layer_s >= 0.0):
-            raise ValueError(f"layer_s of {self.name} is {self.layer_s}; expected seconds of at least 0")
-        if self.slots < 1:
-            raise ValueError(f"slots of {self.name}: expected 1 or more, got {self.slots}")
-        if self.max_layers is not None and self.max_layers < 1:
-            raise ValueError(f"max_layers of {self.name}: expected 1 or more, got {self.max_layers}")
+        Checked.__post_init__(self)
 
     @property
     def fabric(self) -> CardKind:
@@ -108,18 +99,12 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(Checked):
     """One direction between two places."""
 
-    latency_s: float  # one way
-    bytes_per_s: float = math.inf
+    latency_s: NotNegative  # one way
+    bytes_per_s: Annotated[float, _RATE] = math.inf
     assumed: bool = False  # its rate was neither given nor measured
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
-            raise ValueError(f"latency is {self.latency_s} s; expected a number of at least 0")
-        if not self.bytes_per_s > 0.0:
-            raise ValueError(f"bandwidth is {self.bytes_per_s} bytes/s; expected a number above 0")
 
     def seconds(self, num_bytes: float) -> float:
         """From the first byte sent to the last received."""
@@ -131,62 +116,45 @@ LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, assumed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Checked):
     """Sizes and durations of the model."""
 
-    layers: int
-    activation_bytes: float = 0.0  # of one microbatch between two stages; a gradient back is as large
-    parameter_bytes: float = 0.0  # of all parameters, fp32: what a sync without a codec sends
-    sync_bytes: float | None = None
+    layers: Count
+    layer_bytes: float | None = None  # memory of one layer, by which nodes say how many they hold
+    activation_bytes: NotNegative = 0.0  # of one microbatch between two stages, or of a gradient back
+    parameters: NotNegative = 0.0  # of all of it
+    sync_bytes: Annotated[float | None, LEAST_0] = None
     """Of a parameter in an all-reduce inside an island. None: the bits that are planned, or fp32 where none are."""
-    microbatches: int = 1  # of every source in a step
-    backward: float = 1.5  # backward pass of a layer in forward passes; 1.5 in SkipPipe's code
-    loss: float = 0.25  # head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code
-    gap_s: float = 0.0  # of a node between two pieces of work
-    overhead_s: float = 0.0  # of the hosts, per message: copies between CPU and GPU, framing
+    microbatches: Annotated[int, AtLeast(1, MOST_MICROBATCHES)] = 1  # of every source in a step
+    backward: NotNegative = 1.5  # backward pass of a layer in forward passes; 1.5 in SkipPipe's code
+    loss: NotNegative = 0.25
+    """Head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code."""
+    gap_s: NotNegative = 0.0  # of a node between two pieces of work
+    overhead_s: NotNegative = 0.0  # of the hosts, per message: copies between CPU and GPU, framing
 
-    def __post_init__(self) -> None:
-        _check_least(self, "layers", "microbatches")
-        if self.microbatches > MOST_MICROBATCHES:
-            raise ValueError(f"microbatches: expected at most {MOST_MICROBATCHES}, got {self.microbatches}")
-        for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s", "sync_bytes"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name} is {value}; expected a number of at least 0")
+    @property
+    def parameter_bytes(self) -> float:
+        """In fp32: what a sync without a codec sends."""
+        return 4.0 * self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
-    in_bytes_per_s: float = math.inf
-    out_bytes_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("in_bytes_per_s", "out_bytes_per_s"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
+class Hub(Checked):
+    in_bytes_per_s: Annotated[float, _RATE] = math.inf
+    out_bytes_per_s: Annotated[float, _RATE] = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    stages: int | None = None  # None: as few as memory allows
-    skip: float = 0.0  # share of the stages that a microbatch leaves out, below 1
+class PlanRequest(Checked):
+    stages: Annotated[int | None, LEAST_1] = None  # None: as few as memory allows
+    skip: Annotated[float, BELOW_1] = 0.0  # share of the stages that a microbatch leaves out, below 1
     seed: int = 0
-    h: int = 100  # inner steps between two syncs of the same parameters
-    bits: tuple[int, ...] = (8, 4, 2)  # of a parameter on its way to the coordinator: what the planner may choose from
-    fragments: int = 8  # of a sync, each sent by itself
+    h: Count = 100  # inner steps between two syncs of the same parameters
+    bits: Annotated[tuple[int, ...], lambda bits: LEAST_1(min(bits, default=0))] = (8, 4, 2)
+    """Of a parameter on its way to the coordinator: what the planner may choose from."""
+    fragments: Count = 8  # of a sync, each sent by itself
     mode: Mode | None = None  # None: the cheapest; C where something is skipped
-    effort: float = 1.0  # multiplies the number of moves that a search may try
-    cut: tuple[int, ...] | None = None
-    """Layers of each stage, of nodes that say theirs: a running pipeline cannot change them. None: by speed."""
-
-    def __post_init__(self) -> None:
-        _check_least(self, "stages", "h", "fragments")
-        if not 0.0 <= self.skip < 1.0:
-            raise ValueError(f"skip is {self.skip}; from 0 to below 1, as 0.25")
-        if not self.bits or min(self.bits) < 1:
-            raise ValueError(f"bits is {list(self.bits)}; expected whole numbers of at least 1, as [8, 4, 2]")
-        if not (math.isfinite(self.effort) and self.effort > 0.0):
-            raise ValueError(f"effort is {self.effort}; expected a number above 0")
+    effort: Positive = 1.0  # multiplies the number of moves that a search may try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +166,8 @@ class Inventory:
     of their sites. Two places without one cannot reach each other; only nodes of one site have LOCAL between them."""
     hub: Hub | None = None  # None: nothing is known of the coordinator's end
     wish: PlanRequest = PlanRequest()
+    cut: tuple[int, ...] | None = None
+    """Layers of each stage, of nodes that say theirs: a running pipeline cannot change them. None: by speed."""
     name: str = ""
     about: str = ""
 
@@ -236,7 +206,7 @@ class Inventory:
             raise ValueError(f"stages is {self.wish.stages}; the nodes have stages 0 to {last}, so it is {last + 1}")
         if missing := [stage for stage in range(last + 1) if stage not in stages]:
             raise ValueError(f"stage {missing[0]} has no node; stages count from 0 without a gap")
-        cut = self.wish.cut
+        cut = self.cut
         if cut is not None and (len(cut) != last + 1 or sum(cut) != self.model.layers):
             raise ValueError(
                 f"the cut is {list(cut)}; the model has {self.model.layers} layers and the nodes {last + 1} stages"

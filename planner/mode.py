@@ -255,7 +255,7 @@ class ModeChoice:
         model, wish = self._model, self._wish
         if len(members) < stages and stage_of is None and length == stages:
             raise ValueError(f"stages is {stages}; {len(members)} nodes can be joined, so at most that many")
-        work = work_of(self._inventory, members, wish.cut or min_max_split(model.layers, [1.0] * stages))
+        work = work_of(self._inventory, members, self._inventory.cut or min_max_split(model.layers, [1.0] * stages))
         return Task(
             work=work,
             message_s=message_s,
@@ -265,7 +265,7 @@ class ModeChoice:
             stage_of=None if stage_of is None else tuple(stage_of[node] for node in members),
             seed=wish.seed,
             effort=wish.effort,
-            keeps_cut=wish.cut is not None,
+            keeps_cut=self._inventory.cut is not None,
             left_out=tuple(left_out),
         )
 

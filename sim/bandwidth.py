@@ -1,16 +1,16 @@
 """Compute utilisation against bandwidth."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Annotated, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farloop.algo.schedule import due_step
 from farloop.algo.validation import require
+from farloop.monitoring.units import AtLeast, Checked, Count, OneOf, Positive, plural
 
 # --- How busy a node stays behind a link of a given bandwidth, and which bandwidth keeps it busy.
 #
@@ -60,45 +60,43 @@ _PRECISION = 1e-6  # of a required bandwidth, relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class Training(Checked):
     """What is trained, and how. Raises ValueError, one sentence, for what cannot be."""
 
-    params: float  # parameters of the model
-    layers: int  # equal ones, between which the parameters and the step's time are divided
-    step_s: float  # seconds of compute of one inner step
-    method: MethodName
-    h: int = 1  # inner steps between two syncs of the same parameters; data-parallel has 1
-    bits: float = 16.0  # sent over the link per parameter and sync
-    layers_per_fragment: int = 1  # of streaming; the others send the model whole
+    params: Positive  # parameters of the model
+    layers: Annotated[
+        int, AtLeast(1, MOST_LAYERS)
+    ]  # equal ones, between which the parameters and the step's time are divided
+    step_s: Positive  # seconds of compute of one inner step
+    method: Annotated[MethodName, OneOf(METHOD_NAMES)]
+    h: Count = 1  # inner steps between two syncs of the same parameters; data-parallel has 1
+    bits: Positive = 16.0  # sent over the link per parameter and sync
+    layers_per_fragment: Count = 1  # of streaming; the others send the model whole
     overlap: int = 0  # inner steps that training goes on while a payload is on its way (τ); data-parallel has 0
-    lag: int = 0  # rounds that an update may come late: 0, or 1 of the model `farloop`
-    model: ModelName = "farloop"  # what happens on the link: what the daemons do, or what was published
+    lag: Annotated[int, AtLeast(0, 1, wanted="0 or 1")] = (
+        0  # rounds that an update may come late: 0, or 1 of the model `farloop`
+    )
+    model: Annotated[ModelName, OneOf(MODEL_NAMES)] = (
+        "farloop"  # what happens on the link: what the daemons do, or what was published
+    )
 
     def __post_init__(self) -> None:
-        require(self.method in METHOD_NAMES, f"there is no method {self.method!r}; there are {', '.join(METHOD_NAMES)}")
-        require(self.model in MODEL_NAMES, f"there is no model {self.model!r}; there are {', '.join(MODEL_NAMES)}")
-        for name in ("params", "step_s", "bits"):
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"{name} is {value:g}; it must be a number above 0")
-        for name in ("layers", "h", "layers_per_fragment"):
-            require(getattr(self, name) >= 1, f"{name}: expected 1 or more, got {getattr(self, name)}")
-        require(self.layers <= MOST_LAYERS, f"layers: expected at most {MOST_LAYERS}, got {self.layers}")
+        Checked.__post_init__(self)
         if self.method == "data-parallel":
             require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
             require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")
         most = self.h if self.model == "published" else self.h - 1  # a send must not meet its own merge (protocol D)
         require(
             0 <= self.overlap <= most,
-            f"overlap is {_plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {most}",
+            f"overlap is {plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {most}",
         )
-        require(self.lag in (0, 1), f"lag is {self.lag}; it takes 0 or 1")
         if self.lag:
             require(self.model == "farloop", f"the model {self.model} knows no lag: lag is 0, not 1")
             require(self.method != "data-parallel", "data-parallel waits for its gradients: lag is 0, not 1")
             require(self.overlap == 0, f"overlap is {self.overlap}; with lag = 1 it is 0, for a whole round overlaps")
         require(
             self.layers_per_fragment <= self.layers,
-            f"layers_per_fragment is {self.layers_per_fragment}, but the model has {_plural(self.layers, 'layer')}",
+            f"layers_per_fragment is {self.layers_per_fragment}, but the model has {plural(self.layers, 'layer')}",
         )
         if self.method == "streaming":
             require(
@@ -247,10 +245,6 @@ def _stall(events: Sequence[_Event], period: float, transfers: Floats, training:
     return np.maximum((stalled + stalled_before) / 2, training.layers * transfers - period)
 
 
-def _plural(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
 # --- text
 
 
@@ -260,7 +254,7 @@ def model_text(training: Training) -> str:
         ((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if training.params >= size),
         (1.0, ""),
     )
-    layers = _plural(training.layers, "layer")
+    layers = plural(training.layers, "layer")
     return f"{training.params / size:.4g}{unit} parameters, {layers}, {training.step_s:g} s of compute per inner step"
 
 

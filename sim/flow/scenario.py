@@ -3,15 +3,25 @@
 import dataclasses
 import math
 import random
-import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args
 
 import numpy as np
 
 from farloop.algo.methods import METHODS
 from farloop.algo.validation import require
-from farloop.monitoring.units import AtLeast, OneOf
+from farloop.monitoring.units import (
+    ABOVE_0,
+    BELOW_1,
+    LEAST_0,
+    LEAST_1,
+    AtLeast,
+    Checked,
+    Count,
+    NotNegative,
+    OneOf,
+    Positive,
+)
 
 # --- Scenario: machines, links, faults, and the methods to compare
 # Values.
@@ -29,29 +39,7 @@ LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})  # methods whose mach
 _FASTEST: Final = 1e18  # bytes a second of a link that has no limit
 
 
-_MOST: Final = sys.float_info.max  # less than infinity
-_0, _1 = AtLeast(0.0, most=_MOST, wanted="0 or more"), AtLeast(1.0, most=_MOST, wanted="1 or more")
-_ABOVE_0: Final = AtLeast(math.ulp(0.0), most=_MOST, wanted="a number above 0")
 _SHARE: Final = AtLeast(0.0, most=1.0, wanted="0 to 1")
-_BELOW_1: Final = AtLeast(0.0, most=math.nextafter(1.0, 0.0), wanted="0 or more and below 1")
-
-
-class Table:
-    """A table of a scenario file. Its fields have their rules beside them, which a file and a call are held to."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, a sentence that begins with the field."""
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            for rule in getattr(hint, "__metadata__", ()):
-                try:
-                    if (value := getattr(self, name)) is not None:
-                        rule(value)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-
 
 OPEN: Final[Any] = None
 """What a field is set to that follows from the method."""
@@ -69,36 +57,35 @@ _OF_METHOD: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_ro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules(Table):
+class Rules(Checked):
     """How it is trained. What is left open gets the method's value (algo/methods.py)."""
 
     method: MethodName = "decoupled"
-    h: Annotated[int, _1] = OPEN  # inner steps of a round; lock-step methods synchronise every step
-    fragments: Annotated[int, _1] = OPEN  # equal parts of the model, each sent once a round, in a slot of its own
-    tau: Annotated[int, _0] = OPEN  # inner steps between a send and its merge
+    h: Count = OPEN  # inner steps of a round; lock-step methods synchronise every step
+    fragments: Count = OPEN  # equal parts of the model, each sent once a round, in a slot of its own
+    tau: Annotated[int, LEAST_0] = OPEN  # inner steps between a send and its merge
     lag: int = OPEN  # rounds that an update comes late: 1 gives it the whole next round to come, without tau
-    quorum: Annotated[int | None, _1] = OPEN  # deltas that can close a window; None: all that are expected
-    max_staleness: Annotated[int, _0] = OPEN  # windows that a delta may come too late and still be merged
-    max_stale_rounds: Annotated[int, _0] = OPEN  # rounds that a node runs past a send without an answer before it waits
+    quorum: Annotated[int | None, LEAST_1] = OPEN  # deltas that can close a window; None: all that are expected
+    max_staleness: Annotated[int, LEAST_0] = OPEN  # windows that a delta may come too late and still be merged
+    max_stale_rounds: Annotated[int, LEAST_0] = OPEN  # rounds that a node runs past an unanswered send before it waits
     per_node_h: bool = OPEN  # slow nodes do fewer inner steps in a round
-    bits_up: Annotated[float, _0] = OPEN  # bits per parameter of a delta, scales included
-    bits_down: Annotated[float, _0] = OPEN  # bits per parameter of an update
-    commit_s: Annotated[float, _0] = 0.0  # summing, stepping, encoding and storing one window
-    liveness_s: Annotated[float, _0] = 10.0  # silence after which the others go on without a node
-    reconfigure_s: Annotated[float, _0] = 30.0
+    bits_up: NotNegative = OPEN  # bits per parameter of a delta, scales included
+    bits_down: NotNegative = OPEN  # bits per parameter of an update
+    commit_s: NotNegative = 0.0  # summing, stepping, encoding and storing one window
+    liveness_s: NotNegative = 10.0  # silence after which the others go on without a node
+    reconfigure_s: NotNegative = 30.0
     """Everybody's pause (`elastic`), or that of one cluster of several machines, after a crash, to go on without it."""
-    restart_s: Annotated[float, _0] = 60.0  # from the last repair to the next step (`data-parallel`)
-    checkpoint_steps: Annotated[int, _1] = 1
+    restart_s: NotNegative = 60.0  # from the last repair to the next step (`data-parallel`)
+    checkpoint_steps: Count = 1
     """Inner steps between two checkpoints of `data-parallel`: what came after the last one is done again."""
-    clusters: Annotated[int | None, _1] = (
-        None  # gather the machines of every group into so many nodes, each a cluster of equal size
-    )
+    clusters: Annotated[int | None, LEAST_1] = None
+    """Gather the machines of every group into so many nodes, each a cluster of equal size."""
 
     def __post_init__(self) -> None:
         for name, value in self._of_method().items():
             if getattr(self, name) is OPEN:
                 object.__setattr__(self, name, value)
-        Table.__post_init__(self)
+        Checked.__post_init__(self)
         if self.method in LOCK_STEP:
             for name in ("h", "fragments"):
                 require(getattr(self, name) == 1, f"{name} is {getattr(self, name)}; {self.method} takes only 1")
@@ -129,29 +116,29 @@ class Rules(Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group(Table):
+class Group(Checked):
     """Nodes of one kind. A node is one machine, or a cluster of several that train in lock-step among themselves."""
 
     name: str = "nodes"
-    count: Annotated[int, _1] = 1
-    machines: Annotated[int, _1] = 1  # of each node
-    step_s: Annotated[float, _ABOVE_0] = 1.0  # seconds of an inner step
-    step_sigma: Annotated[float, _0] = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
-    spread: Annotated[float, _0] = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
+    count: Count = 1
+    machines: Count = 1  # of each node
+    step_s: Positive = 1.0  # seconds of an inner step
+    step_sigma: NotNegative = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
+    spread: NotNegative = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
     slow_share: Annotated[float, _SHARE] = 0.0  # share of the steps that stumble…
-    slow_factor: Annotated[float, _1] = 1.0  # … and take so many times as long.
-    crashes_per_hour: Annotated[float, _0] = 0.0  # of each machine, while it is up
-    repair_s: Annotated[float, _0] = 600.0  # from a crash until the machine can take part again
-    joins_at_s: Annotated[float, _0] = 0.0
-    drains_at_s: Annotated[float | None, _0] = None  # leaves in order: what it has sent is still merged
-    up_gbit_s: Annotated[float | None, _ABOVE_0] = None
+    slow_factor: Annotated[float, LEAST_1] = 1.0  # … and take so many times as long.
+    crashes_per_hour: NotNegative = 0.0  # of each machine, while it is up
+    repair_s: NotNegative = 600.0  # from a crash until the machine can take part again
+    joins_at_s: NotNegative = 0.0
+    drains_at_s: Annotated[float | None, LEAST_0] = None  # leaves in order: what it has sent is still merged
+    up_gbit_s: Annotated[float | None, ABOVE_0] = None
     """Rate of each node's own link towards the coordinator; no limit where it is left out."""
-    down_gbit_s: Annotated[float | None, _ABOVE_0] = None
-    rtt_s: Annotated[float, _0] = 0.0
-    jitter_s: Annotated[float, _0] = 0.0  # added to every transfer, evenly between 0 and this
-    loss: Annotated[float, _BELOW_1] = 0.0  # share of the rate that is lost to sending again
-    outages_per_hour: Annotated[float, _0] = 0.0  # of each node's link
-    outage_s: Annotated[float, _0] = 60.0
+    down_gbit_s: Annotated[float | None, ABOVE_0] = None
+    rtt_s: NotNegative = 0.0
+    jitter_s: NotNegative = 0.0  # added to every transfer, evenly between 0 and this
+    loss: Annotated[float, BELOW_1] = 0.0  # share of the rate that is lost to sending again
+    outages_per_hour: NotNegative = 0.0  # of each node's link
+    outage_s: NotNegative = 60.0
     site: str | None = None  # name of the uplink that it shares
 
     def bytes_per_s(self, gbit_s: float | None) -> float:
@@ -160,11 +147,11 @@ class Group(Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub(Table):
+class Hub(Checked):
     """The coordinator's own link: what comes in is the nodes' up."""
 
-    up_gbit_s: Annotated[float | None, _ABOVE_0] = None
-    down_gbit_s: Annotated[float | None, _ABOVE_0] = None
+    up_gbit_s: Annotated[float | None, ABOVE_0] = None
+    down_gbit_s: Annotated[float | None, ABOVE_0] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,32 +162,32 @@ class Site(Hub):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outage(Table):
+class Outage(Checked):
     """The links of a whole group are cut."""
 
     group: str
-    at_s: Annotated[float, _0]
-    for_s: Annotated[float, _0]
+    at_s: NotNegative
+    for_s: NotNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crash(Table):
+class Crash(Checked):
     """A machine of every node of a group breaks, besides what chance brings."""
 
     group: str
-    at_s: Annotated[float, _0]
+    at_s: NotNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model(Table):
+class Model(Checked):
     """What is trained, as its size."""
 
-    parameters: Annotated[int, _1] = 1_000_000_000
-    snapshot_bits: Annotated[float, _0] = 32.0  # bits per parameter of what a newcomer fetches
+    parameters: Count = 1_000_000_000
+    snapshot_bits: NotNegative = 32.0  # bits per parameter of what a newcomer fetches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant(Table):
+class Variant(Checked):
     """One of the ways that are compared."""
 
     name: str
@@ -208,7 +195,7 @@ class Variant(Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep(Table):
+class Sweep(Checked):
     """A key of the nodes or of the rules that takes several values."""
 
     key: Annotated[str, lambda key: OneOf(sorted(SWEPT))(key)]
@@ -216,7 +203,7 @@ class Sweep(Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published(Table):
+class Published(Checked):
     """What others report for one line of the table, to stand beside it."""
 
     variant: str
@@ -232,15 +219,15 @@ _WHOLE |= {"max_staleness", "max_stale_rounds"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowScenario(Table):
+class FlowScenario(Checked):
     """What is played: every variant at every swept value with every seed."""
 
     name: str = "scenario"
     about: str = ""
-    steps: Annotated[int | None, _1] = None  # inner steps after which a case ends: `steps / h` outer steps
-    hours: Annotated[float | None, _ABOVE_0] = None  # hours after which it ends, whichever comes first
-    seed: Annotated[int, _0] = 0
-    repeats: Annotated[int, _1] = 1  # seeds: the results are means over them
+    steps: Annotated[int | None, LEAST_1] = None  # inner steps after which a case ends: `steps / h` outer steps
+    hours: Annotated[float | None, ABOVE_0] = None  # hours after which it ends, whichever comes first
+    seed: Annotated[int, LEAST_0] = 0
+    repeats: Count = 1  # seeds: the results are means over them
     model: Model = field(default_factory=Model)
     coordinator: Hub = field(default_factory=Hub)
     nodes: tuple[Group, ...] = (Group(count=4),)
@@ -253,7 +240,7 @@ class FlowScenario(Table):
 
     def __post_init__(self) -> None:
         require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
-        Table.__post_init__(self)
+        Checked.__post_init__(self)
         require(len(self.nodes) > 0, "nodes: there are none")
         groups, sites = [group.name for group in self.nodes], [site.name for site in self.sites]
         for what, names in (("nodes", groups), ("sites", sites), ("variants", [v.name for v in self.variants])):

@@ -10,7 +10,7 @@ def two_islands(*, h: int) -> Inventory:
     """DT-FM's worked example: nodes 0, 1 in X and 2, 3 in Y."""
     return Inventory(
         nodes=tuple(Node(name=name, site=name[0].upper(), layer_s=0.1) for name in ("x0", "x1", "y0", "y1")),
-        model=Model(layers=2, activation_bytes=0.05e9, parameter_bytes=0.8e9),
+        model=Model(layers=2, activation_bytes=0.05e9, parameters=0.2e9),
         links={("X", "X"): INSIDE, ("Y", "Y"): INSIDE, ("X", "Y"): ACROSS, ("Y", "X"): ACROSS},
         wish=PlanRequest(h=h, stages=2),
     )
@@ -23,7 +23,7 @@ def four_sites() -> Inventory:
     links |= {ends: wan for site in "ABCD" for ends in ((site, COORDINATOR), (COORDINATOR, site))}
     return Inventory(
         nodes=tuple(Node(name=f"{site}{number}", site=site, layer_s=0.05) for site in "ABCD" for number in range(4)),
-        model=Model(layers=12, parameter_bytes=800e6),
+        model=Model(layers=12, parameters=200e6),
         links=links,
         hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),
         wish=PlanRequest(bits=(4,)),

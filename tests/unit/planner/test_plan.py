@@ -58,7 +58,7 @@ def test_a_sync_inside_an_island_is_counted_as_an_all_reduce(sync_bytes: float |
     link = Link(latency_s=0.0, bytes_per_s=3.125e9)
     inventory = Inventory(
         nodes=tuple(Node(name=name, site="X", layer_s=0.01) for name in "abcd"),
-        model=Model(layers=8, parameter_bytes=14.4e9, sync_bytes=sync_bytes),
+        model=Model(layers=8, parameters=3.6e9, sync_bytes=sync_bytes),
         links={ends: link for ends in (("X", "X"), ("X", COORDINATOR), (COORDINATOR, "X"))},
         hub=Hub(in_bytes_per_s=3.125e9, out_bytes_per_s=3.125e9),
         wish=PlanRequest(bits=(16,)),
@@ -99,7 +99,7 @@ def holmes_s(*kinds: CardKind) -> float:
             for k, kind in enumerate(kinds)
         ),
         model=Model(
-            layers=30, parameter_bytes=4 * 3.6e9, sync_bytes=(4 + 2) * 15 / 16, microbatches=12,
+            layers=30, parameters=3.6e9, sync_bytes=(4 + 2) * 15 / 16, microbatches=12,
             activation_bytes=32 * 2048 * 3072 * 2 / 2, backward=2.0, loss=0.0,
         ),
         links={(a, b): Link(latency_s=1e-5) for a in kinds for b in kinds},
