@@ -21,13 +21,9 @@ def layout_of(
     return StageLayout(epoch=epoch, stages=stages, paths=ways)
 
 
-def example(*paths: str) -> StageLayout:
-    """Four stages of two nodes, sources 0 and 1: with one job of 1 s each the best chains are 024 and 135."""
-    return layout_of(["01", "23", "45", "67"], paths)
-
-
 def example_delay(one: str, other: str) -> float:
-    """Seconds between two of its nodes, the same both ways."""
+    """Seconds between two nodes of stages 01, 23, 45, 67, the same both ways. With one job of 1 s each the best chains
+    are 024 and 135."""
     low, high = sorted((one, other))
     if low in _FROM_SOURCES and high not in _FROM_SOURCES:
         return float(_FROM_SOURCES[low][int(high) - 2])

@@ -134,7 +134,8 @@ def check_story(path: Path, story: StoryText, play: Callable[[str], str], *, rew
     if rewrite:
         head = "\n".join(story.title)
         before, after = path.read_text().split(head, 1)
-        path.write_text(before + head + after.replace("\n".join(story.lines), "\n".join(lines), 1))
+        old, new = ("\n".join(["", *text, ""]) for text in (story.lines, lines))
+        path.write_text(before + head + after.replace(old, new, 1))
     else:
         assert lines == list(story.lines)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pipeline_world
 import pytest
@@ -9,11 +11,12 @@ import simulated_faults as sc
 from faulty_world import World, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_layouts import example, example_delay, layout_of
+from pipeline_layouts import example_delay, layout_of
 from pipeline_world import Costs
 from simulated_outcome import Outcome
 from simulated_runs import scenario_of
 from slow_cases import examples
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.spec import NodeId
 from farloop.algo.stages import StageLayout
@@ -155,9 +158,6 @@ class PipelineWorld(pipeline_world.World):
 
         self.agenda.at(at_s, comes)
 
-    def tell(self, name: str, event: ev.Event) -> None:
-        self._handle(name, event)
-
     def _kill(self, name: str) -> None:
         if not self.processes[name].alive:
             return
@@ -179,162 +179,69 @@ def news(world: PipelineWorld, source: str) -> bool:
     return world.agenda.now - max([0.0, *record.began_at, *record.over_at]) < 10.0
 
 
-def seconds(world: PipelineWorld, source: str) -> list[float]:
-    """Of each step of a source but the first, in which the nodes meet."""
-    record = world.records[source]
-    return [over - began for began, over in zip(record.began_at, record.over_at, strict=True)][1:]
+class Told(PipelineWorld, Scripted):
+    """Stages and paths as `ab,cd` and `ac,bd`. Its stories have these words:
+
+    kill b 30.0 | revive b 60.0              at 30 s, at 60 s
+    offer a ab,cd ad,bc epoch=2 at=25.0      a is given another layout
+    a                                        what became of a once all are done; `seconds a`: how long its steps took
+    """
+
+    def __init__(
+        self, *, stages: str, paths: str, steps: int, microbatches: int, epoch: int = 1, slow: str = "",
+        delays: str = "", **settings: Any,
+    ) -> None:  # fmt: skip
+        """`slow` nodes compute four times as long. `delays`: ac2.0,bc2.4, or those of the worked example."""
+        costs = {name: Costs(forward_s=4.0, backward_s=6.0) if name in slow else Costs() for name in stages}
+        known = {word[:2]: float(word[2:]) for word in delays.split(",") if word and delays != "example"}
+        super().__init__(
+            _layout(stages, paths, epoch),
+            steps=steps,
+            microbatches=microbatches,
+            costs=costs,
+            delay=example_delay if delays == "example" else lambda u, v: known.get(u + v, 0.0),
+            settings=Settings(**settings),
+        )
+
+    def offer(self, node: str, stages: str, paths: str, *, epoch: int, at: float) -> None:
+        layout = _layout(stages, paths, epoch)
+        self.agenda.at(at, lambda: self._handle(node, ev.Offered(layout=layout, addresses={})))
+
+    def __getattr__(self, node: str) -> list[str]:
+        if node not in self.nodes:
+            raise AttributeError(node)
+        self.run(FAR)
+        record, machine = self.records[node], self.machines[node]
+        counted = {name: machine.counted[name] for name in ("rerouted", "skipped") if machine.counted[name]}
+        dropped = [summary.dropped for summary in record.summaries]
+        reissued = sum(summary.reissued for summary in record.summaries)
+        return [
+            f"{len(record.summaries)} steps of {' '.join(str(summary.microbatches) for summary in record.summaries)}",
+            *([f"dropped {' '.join(map(str, dropped))}"] if any(dropped) else []),
+            *([f"reissued {reissued}"] if reissued else []),
+            f"forward {record.visits[Kind.FORWARD]}",
+            f"backward {record.visits[Kind.BACKWARD]}",
+            *(f"{name} {count}" for name, count in counted.items()),
+            f"inputs {record.peak_inputs}",
+            f"layout {machine.epoch}",
+            *([record.stopped] if record.stopped else []),
+            *record.notes[:1],
+        ]
+
+    def seconds(self, source: object) -> list[float]:
+        """Of each step of a source but the first, in which the nodes meet."""
+        self.run(FAR)
+        record = self.records[str(source)]
+        return [round(over - began, 6) for began, over in zip(record.began_at, record.over_at, strict=True)][1:]
 
 
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (("024", "135"), (15.75, 15.75)),
-        (("042", "153"), (15.75, 15.75)),
-        (("0247", "1356"), (22.25, 20.25)),
-        (("047", "135"), (19.75, 15.75)),
-    ],
-)
-def test_the_worked_example_takes_as_long_as_computed(paths: tuple[str, ...], expected: tuple[float, float]) -> None:
-    """Latency = 2·cycle + 7.75: three forwards of 1, the loss of 0.25, three backwards of 1.5, and the links twice."""
-    world = PipelineWorld(example(*paths), steps=3, microbatches=1, delay=example_delay)
-    world.run(FAR)
-    for source, wanted in zip("01", expected, strict=True):
-        assert seconds(world, source) == pytest.approx([wanted, wanted])
+def _layout(stages: str, paths: str, epoch: int) -> StageLayout:
+    return layout_of(stages.split(","), [path for path in paths.split(",") if path], epoch=epoch)
 
 
-def test_two_forwards_that_collide_take_turns() -> None:
-    """They reach the node 0.4 apart; the other one waits 0.6."""
-    layout = layout_of(["ab", "c"], ["ac", "bc"])
-    world = PipelineWorld(layout, steps=1, microbatches=1, delay=lambda u, v: {"ac": 2.0, "bc": 2.4}.get(u + v, 0.0))
-    world.run(FAR)
-    assert world.records["c"].visits == {Kind.FORWARD: 2, Kind.BACKWARD: 2}
-
-
-@pytest.mark.parametrize("credit", [1, 2, 4, 8])
-def test_more_microbatches_under_way_are_never_slower(credit: int) -> None:
-    layout = layout_of(["a", "b", "c"], ["abc"])
-
-    def took(credit: int) -> float:
-        world = PipelineWorld(layout, steps=2, microbatches=8, settings=Settings(credit=credit))
-        world.run(FAR)
-        return seconds(world, "a")[0]
-
-    assert took(credit) <= took(1) + 1e-9
-    # Never faster than the busiest node works: the source, with 8 times 1 + 0.25 + 1.5.
-    assert took(credit) >= 8 * 2.75 - 1e-9
-
-
-def test_a_node_keeps_no_more_inputs_than_its_memory() -> None:
-    world = PipelineWorld(
-        layout_of(["ab", "c"], ["ac", "bc"]), steps=3, microbatches=6, settings=Settings(credit=6, memory=2)
-    )
-    world.run(FAR)
-    assert world.records["c"].peak_inputs == 2
-    assert all(summary.completed == 6 for name in "ab" for summary in world.records[name].summaries)
-
-
-def test_the_stages_of_a_dead_node_go_to_its_replica() -> None:
-    world = PipelineWorld(layout_of(["a", "bc", "d"], ["abd"]), steps=6, microbatches=4)
-    world.kill("b", at_s=30.0)
-    world.run(FAR)
-    assert [summary.completed for summary in world.records["a"].summaries] == [4] * 6
-    assert world.machines["a"].counted["rerouted"] > 0 == world.machines["a"].counted["skipped"]
-    assert world.records["c"].visits[Kind.BACKWARD] > 0
-
-
-def test_a_stage_without_a_living_node_is_skipped() -> None:
-    world = PipelineWorld(layout_of(["a", "b", "c"], ["abc"]), steps=6, microbatches=4)
-    world.kill("b", at_s=30.0)
-    world.run(FAR)
-    assert [summary.completed for summary in world.records["a"].summaries] == [4] * 6
-    assert world.machines["a"].counted["skipped"] > 0
-
-
-def test_what_may_not_be_skipped_is_dropped_and_counted() -> None:
-    """Three of four stages are gone: a microbatch would visit a quarter of the model."""
-    world = PipelineWorld(layout_of(["a", "b", "c", "d"], ["abcd"]), steps=4, microbatches=4)
-    for name in "bcd":
-        world.kill(name, at_s=25.0)
-    world.run(FAR)
-    summaries = world.records["a"].summaries
-    assert len(summaries) == 4
-    assert all(summary.completed + summary.dropped == 4 for summary in summaries)
-    assert summaries[-1].dropped == 4
-
-
-def test_a_node_that_comes_back_is_used_again() -> None:
-    world = PipelineWorld(layout_of(["a", "b", "c"], ["abc"]), steps=12, microbatches=2)
-    world.kill("b", at_s=20.0)
-    world.revive("b", at_s=60.0)
-    world.run(FAR)
-    assert [summary.completed for summary in world.records["a"].summaries] == [2] * 12
-    assert world.records["b"].visits[Kind.BACKWARD] > 0
-
-
-def test_stages_without_a_source_stop_and_say_so() -> None:
-    world = PipelineWorld(layout_of(["ab", "c"], ["ac"]), steps=4, microbatches=2, settings=Settings(orphan_s=30.0))
-    world.kill("a", at_s=10.0)
-    world.run(FAR)
-    assert world.records["c"].stopped == "the sources that this stage follows (a) are gone"
-
-
-def test_pipelines_that_share_no_node_do_not_wait_for_each_other() -> None:
-    slow, fast = Costs(forward_s=4.0, backward_s=6.0), Costs()
-    costs = {name: slow if name in "bd" else fast for name in "abcd"}
-    world = PipelineWorld(layout_of(["ab", "cd"], ["ac", "bd"]), steps=4, microbatches=2, costs=costs)
-    world.run(FAR)
-    assert world.records["a"].over_at[-1] < world.records["b"].over_at[1]
-
-
-def test_a_node_that_serves_two_sources_takes_one_step_for_both() -> None:
-    slow = {"a": Costs(), "b": Costs(forward_s=5.0, backward_s=7.0), "c": Costs()}
-    world = PipelineWorld(layout_of(["ab", "c"], ["ac", "bc"]), steps=4, microbatches=2, costs=slow)
-    world.run(FAR)
-    assert [summary.microbatches for summary in world.records["c"].summaries] == [4] * 4
-    assert world.records["c"].visits == {Kind.FORWARD: 16, Kind.BACKWARD: 16}
-
-
-# --- another layout
-
-
-def test_a_new_layout_is_followed_by_all_from_a_step_on() -> None:
-    old, new = layout_of(["ab", "cd"], ["ac", "bd"]), layout_of(["ab", "cd"], ["ad", "bc"], epoch=2)
-    world = PipelineWorld(old, steps=10, microbatches=2)
-    world.agenda.at(25.0, lambda: world.tell("a", ev.Offered(layout=new, addresses={})))
-    world.run(FAR)
-    assert {name: machine.epoch for name, machine in world.machines.items()} == dict.fromkeys("abcd", 2)
-    for name in "ab":
-        assert [summary.completed for summary in world.records[name].summaries] == [2] * 10
-        assert not [summary for summary in world.records[name].summaries if summary.reissued]
-
-
-def test_a_layout_that_one_node_cannot_follow_is_followed_by_none() -> None:
-    old = layout_of(["ab", "cd"], ["ac", "bd"])
-    moved = layout_of(["abc", "d"], ["ad", "bd"], epoch=2)
-    world = PipelineWorld(old, steps=10, microbatches=2)
-    world.agenda.at(25.0, lambda: world.tell("a", ev.Offered(layout=moved, addresses={})))
-    world.run(FAR)
-    assert {machine.epoch for machine in world.machines.values()} == {1}
-    assert any("c cannot follow layout 2" in note for note in world.records["a"].notes)
-
-
-def test_an_old_layout_is_not_followed_again() -> None:
-    old = layout_of(["ab", "cd"], ["ac", "bd"], epoch=3)
-    world = PipelineWorld(old, steps=2, microbatches=2)
-    world.tell("a", ev.Offered(layout=layout_of(["ab", "cd"], ["ad", "bc"], epoch=3), addresses={}))
-    assert "epoch 3 is not above the present one's" in world.records["a"].notes[0]
-
-
-def test_a_node_that_missed_the_switch_is_told_of_it() -> None:
-    """It comes back with the layout it knows, and is brought up to date by the first work that it refuses."""
-    old, new = layout_of(["ab", "cd"], ["ac", "bd"]), layout_of(["ab", "cd"], ["ac", "bd"], epoch=2)
-    world = PipelineWorld(old, steps=20, microbatches=2)
-    world.kill("d", at_s=20.0)
-    world.agenda.at(30.0, lambda: world.tell("a", ev.Offered(layout=new, addresses={})))
-    world.revive("d", at_s=60.0)
-    world.run(FAR)
-    assert {machine.epoch for machine in world.machines.values()} == {2}
-    assert world.records["d"].visits[Kind.BACKWARD] > 0
+@all_stories(__file__, "pipelines")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told(**story.settings).told, rewrite=rewrite)
 
 
 # --- laws
