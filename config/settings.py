@@ -39,7 +39,6 @@ from farloop.config.sources import (
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.monitoring.addresses import check_source, parse_each_tcp, parse_host_port, parse_tcp
 from farloop.monitoring.status import dumps
-from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.monitoring.units import ascii_number, is_digits, nearest
 from farloop.node.errors import LayoutError
 from farloop.node.settings import (
@@ -520,7 +519,7 @@ def _check_leadership(settings: Settings) -> None:
 
 
 def _check_daemon(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
-    """Quiet hours, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
+    """Quiet hours and keys. Encryption has both of its keys, and is required beyond loopback."""
     values = settings.section(section)
     for key, other in (("quiet_hours", "quiet_uplink"), ("quiet_uplink", "quiet_hours")):
         if values[key] and not values[other]:
@@ -542,8 +541,6 @@ def _check_daemon(settings: Settings, section: str, *, address: str, partner: st
             f"{values[address]} goes beyond this machine, so key and {partner} are required (make keys with: farloop "
             "keys new DIR), or insecure = true, which lets anyone read the traffic and join",
         )
-    if refused := congestion_refused(values["congestion"]) if values["congestion"] else None:
-        raise settings.error(section, "congestion", refused.partition(": ")[2])
 
 
 def toml_text(settings: Settings) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp
+from farloop.monitoring.tcp_connection import check_congestion
 from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration
 from farloop.wire.keys import check_name
 from farloop.wire.limits import Limits, Timing
@@ -119,7 +120,7 @@ class CoordinatorConfig:
     """What 10⁹ bytes that leave a site cost, for metrics and `farloop config check`."""
     egress_currency: str = "USD"
     """The currency of that price, as dashboards name it."""
-    congestion: str = ""
+    congestion: Annotated[str, check_congestion] = ""
     """Congestion control of the connections to nodes, as bbr; the system's unless given."""
     max_uplink: Annotated[str, parse_rate] = ""
     """Most that the coordinator sends to all nodes together, as 20mbit; empty: as fast as the links."""

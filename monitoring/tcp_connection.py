@@ -66,18 +66,19 @@ def choose_congestion(descriptor: int, host: str, name: str) -> bool:
     return False
 
 
-def congestion_refused(name: str) -> str | None:
-    """Why this process may not choose it, as one line with what it may; None where it may."""
+def check_congestion(name: str) -> None:
+    """Raises ValueError, one line, where this process may not choose it; empty is the system's choice."""
+    if not name:
+        return
     if _CONGESTION is None:
-        return f"congestion = {name!r}: this system does not support the choice; leave it out"
+        raise ValueError(f"{name!r}: this system does not support the choice; leave it out")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
     except OSError as error:
         known = _allowed() or "what the kernel has"
         fix = f"choose one of {known}, or have an administrator add it to net.ipv4.tcp_allowed_congestion_control"
-        return f"congestion = {name!r}: {(error.strerror or str(error)).lower()}; {fix}"
-    return None
+        raise ValueError(f"{name!r}: {(error.strerror or str(error)).lower()}; {fix}") from None
 
 
 def _allowed() -> str:

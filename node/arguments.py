@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from farloop.algo.spec import RunSpec
 from farloop.algo.stages import Part
-from farloop.monitoring.addresses import check_source
-from farloop.monitoring.tcp_connection import congestion_refused
 from farloop.node.devices import Awaited
 from farloop.node.errors import LoopError
 from farloop.node.link import LinkConfig
 from farloop.node.model.inner_optimizer import Whose
 from farloop.node.model.merges import OnMerge
 from farloop.node.model.shards import ModelParts, is_dtensor
-from farloop.node.settings import Buffers, NodeConfig, Where, check_fingerprint
-from farloop.wire.keys import check_name
-from farloop.wire.limits import check_lanes
-from farloop.wire.uplink import UplinkLimit, parse_hours, parse_rate
+from farloop.node.settings import Buffers, NodeConfig, Where
+from farloop.wire.uplink import UplinkLimit
 
 ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
@@ -196,25 +192,10 @@ _PREFIX = "FARLOOP_NODE__"
 ALIKE = 0.7  # `difflib` ratio from which a word is a misspelt one
 
 
-def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Parses a text as itself where `check` raises no ValueError."""
-
-    def parse(text: str) -> str:
-        check(text)
-        return text
-
-    return parse
-
-
 def _number(text: str) -> int:
     if not re.fullmatch("[0-9]+", text):
         raise ValueError(f"expected a whole number of 0 or more, got {text!r}")
     return int(text)
-
-
-def _lanes(text: str) -> int:
-    check_lanes(lanes := _number(text))
-    return lanes
 
 
 def _switch(text: str) -> bool:
@@ -223,24 +204,19 @@ def _switch(text: str) -> bool:
     return words[text.lower()]
 
 
-def _congestion(text: str) -> str:
-    if refused := congestion_refused(text):
-        raise ValueError(refused.partition(": ")[2])
-    return text
-
-
 def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-_FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
-    "coordinator": str, "name": _checked(check_name), "key": _path, "server_key": _path, "state_dir": _path,
-    "fingerprint": _checked(check_fingerprint), "http": str, "http_names": str, "tau": _number, "adapt_tau": _switch,
-    "give_up": float, "lanes": _lanes, "congestion": _congestion, "bulk_source": _checked(check_source),
-    "max_uplink": _checked(parse_rate), "quiet_hours": _checked(parse_hours), "quiet_uplink": _checked(parse_rate),
-}  # fmt: skip
-"""How the text of a variable is read, by its key in [node]. Raises ValueError. All but those of the link, from `lanes`
-on, are arguments of `join`."""
+_READERS: Mapping[type, Callable[[str], Any]] = {int: _number, float: float, bool: _switch, Path: _path}
+"""How a text is read, by what a setting is; others are the text itself."""
+_OF_THE_LINK = ("lanes", "congestion", "bulk_source", "max_uplink", "quiet_hours", "quiet_uplink")
+_FROM_ENVIRONMENT = (
+    *("coordinator", "name", "key", "server_key", "state_dir", "fingerprint", "http", "http_names"),
+    *("tau", "adapt_tau", "give_up", *_OF_THE_LINK),
+)
+"""Keys of [node] that are read from variables. All but those of the link are arguments of `join`."""
+_HINTS = get_type_hints(NodeConfig, include_extras=True)
 _KEYS = tuple(field.name for field in dataclasses.fields(NodeConfig) if not field.name.startswith("data"))
 """Of [node]. Those that `join` does not read are of `farloop node`."""
 _IN_SECONDS = {"give_up": "give_up_s", "hang_timeout": "hang_timeout_s"}
@@ -260,6 +236,16 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
         raise LoopError(f"{name} is not read: after {_PREFIX} join reads {known}")
 
 
+def _parsed(key: str, text: str) -> Any:
+    """The text of a key of [node] as its type, held to the rules beside it. Raises ValueError."""
+    hint, *rules = get_args(_HINTS[key]) if get_origin(_HINTS[key]) is Annotated else (_HINTS[key],)
+    kind = (get_args(hint) or (hint,))[0]  # without None
+    value = _READERS.get(kind, str)(text)
+    for rule in rules:
+        rule(value)
+    return value
+
+
 def setting(argument: str, given: Any) -> Any:
     """An argument of `join`, from the environment where it is None. Raises LoopError."""
     variable = f"{_PREFIX}{argument.upper()}"
@@ -267,10 +253,10 @@ def setting(argument: str, given: Any) -> Any:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
         try:
-            return _FROM_ENVIRONMENT[argument](text)
+            return _parsed(argument, text)
         except ValueError as error:
             raise LoopError(f"{variable}: {error}") from None
-    if isinstance(given, str) and _FROM_ENVIRONMENT[argument] is _path:
+    if isinstance(given, str) and Path in get_args(_HINTS[argument]):
         return _path(given)
     if given is None and argument in ("coordinator", "name"):
         raise LoopError(f"join got no {argument}: give {argument}=…, {WANTED[argument][1]}, or set {variable}")

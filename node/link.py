@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.monitoring.addresses import check_source, parse_each_tcp
-from farloop.monitoring.tcp_connection import congestion_refused
+from farloop.monitoring.tcp_connection import check_congestion
+from farloop.monitoring.units import Checked
 from farloop.node.errors import Unreachable
 from farloop.node.settings import NodeConfig
 from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Moved, Objects, Timer
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConfig:
+class LinkConfig(Checked):
     """Settings of a link. Raises ValueError for half a pair of keys, too many lanes, and for a congestion control or an
     address out of reach."""
 
@@ -50,9 +51,9 @@ class LinkConfig:
     """This node's secret key file; CURVE is on with it."""
     server_key: Path | None = None
     """File of the coordinator's public keys; goes with `key`."""
-    congestion: str = ""
+    congestion: Annotated[str, check_congestion] = ""
     """Congestion control of its TCP connections, as `bbr`; the system's unless given."""
-    lanes: int = 0
+    lanes: Annotated[int, check_lanes] = 0
     """Connections that carry blobs; 0: as many as the link is measured to need."""
     bulk_source: str = ""
     """Address of this machine from which bulk lanes leave; the system's choice unless given. It needs keys."""
@@ -82,18 +83,13 @@ class LinkConfig:
     def __post_init__(self) -> None:
         if (self.key is None) != (self.server_key is None):
             raise ValueError("key and server_key go together: with one alone nothing would be encrypted")
-        try:
-            check_lanes(self.lanes)
-        except ValueError as error:
-            raise ValueError(f"lanes: {error}") from None
+        Checked.__post_init__(self)
         if self.bulk_source:
             try:
                 for address in parse_each_tcp(self.coordinator):
                     check_source(self.bulk_source, address.host)
             except ValueError as error:
                 raise ValueError(f"bulk_source: {error}") from None
-        if self.congestion and (refused := congestion_refused(self.congestion)):
-            raise ValueError(refused)
 
 
 # --- Traffic

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, get_args
 
 from farloop.monitoring.addresses import check_listening, check_tcp_listening, parse_each_tcp, parse_host_port
+from farloop.monitoring.tcp_connection import check_congestion
 from farloop.monitoring.units import TIME, AtLeast, OneOf, check_duration, nearest
 from farloop.node.machine_info import parse_nics
 from farloop.quant.spelling import check_codec
@@ -211,7 +212,7 @@ class NodeConfig:
     """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
     nics: Annotated[str, parse_nics] = ""
     """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
-    congestion: str = ""
+    congestion: Annotated[str, check_congestion] = ""
     """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
     lanes: Annotated[int, check_lanes] = 0
     """Connections that carry deltas and updates, from 1 to 16. 0: as many as the link is measured to need."""

@@ -16,7 +16,7 @@ from farloop.cli.doctor import dial_back
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.net.link_monitor import reaches
 from farloop.monitoring.addresses import Address
-from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, tcp_info
+from farloop.monitoring.tcp_connection import check_congestion, choose_congestion, congestion_of, tcp_info
 from farloop.node.link import LinkConfig
 from farloop.node.zmq_dealer import LinkThread
 from farloop.wire.link_measurement import INFO_BYTES, parse
@@ -62,15 +62,14 @@ def test_a_descriptor_that_is_another_sockets_by_now_is_left_alone(pair: tuple[s
 
 def test_congestion_control_is_chosen_per_connection(pair: tuple[socket.socket, socket.socket]) -> None:
     client, _ = pair
-    assert congestion_refused("reno") is None
+    check_congestion("reno")
     assert choose_congestion(client.fileno(), "127.0.0.1", "reno")
     assert congestion_of(client.fileno(), "127.0.0.1") == "reno"
 
 
 def test_one_that_may_not_be_chosen_is_refused_with_those_that_may() -> None:
-    refused = congestion_refused("warp9")
-    assert refused is not None
-    assert "congestion = 'warp9'" in refused and "reno" in refused and "\n" not in refused
+    with pytest.raises(ValueError, match=r"^'warp9': [^\n]*reno[^\n]*$"):
+        check_congestion("warp9")
 
 
 def test_a_nodes_connections_use_the_control_that_it_chose(tmp_path: Path) -> None:
