@@ -154,6 +154,8 @@ def python(*names: Mapping[str, Any]) -> Callable[[str], str]:
             exec(compile(ast.Module(before, []), line, "exec"), scope)
             with redirect_stdout(said):
                 exec(compile(ast.Interactive([last]), line, "single"), scope)
+        except NameError:
+            raise  # the line itself is wrong
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what follows
             said.write(f"{type(error).__name__}: {error}".replace("\n", "\\n"))
         return said.getvalue()

@@ -1,8 +1,9 @@
 """farloop.wire.lanes: how many bulk lanes a link needs, and which of them the next chunk leaves on."""
 
 import dataclasses
+from pathlib import Path
 
-import pytest
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.wire.lanes import Lanes, lanes_needed
 from farloop.wire.limits import MOST_LANES
@@ -12,32 +13,11 @@ MBIT = 1e6 / 8
 CLEAN = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=0, segments=100_000, congestion="cubic")
 ONE_IN_1000 = dataclasses.replace(CLEAN, retransmits=100)
 """One lane of CUBIC has 3.9 Mbit/s with it (RFC 8312)."""
-BBR = dataclasses.replace(ONE_IN_1000, congestion="bbr")
 
 
-@pytest.mark.parametrize(
-    ("what", "mbit", "rtt_s", "kernel", "lanes"),
-    [
-        ("nothing is known", 0.0, 0.0, None, 1),
-        ("a thin link", 50.0, 0.3, CLEAN, 1),
-        ("a near one", 10_000.0, 0.0005, CLEAN, 1),
-        ("a long fat one", 200.0, 0.1, CLEAN, 4),
-        ("... of which the kernel tells nothing", 200.0, 0.1, None, 4),
-        ("... that loses what BBR does not mind", 200.0, 0.1, BBR, 4),
-        ("CUBIC that loses: one lane is twice doubled ...", 3.9, 0.1, ONE_IN_1000, 2),
-        ("... and again ...", 15.0, 0.1, ONE_IN_1000, 8),
-        ("... as far as there may be", 100.0, 0.1, ONE_IN_1000, 16),
-        ("less than one lane could have: the link is the bound", 1.5, 0.1, ONE_IN_1000, 1),
-        ("loss behind a queue of its own", 10.0, 0.1, dataclasses.replace(ONE_IN_1000, rtt_s=0.2), 1),
-        ("... on a fat link", 100.0, 0.1, dataclasses.replace(ONE_IN_1000, rtt_s=0.2), 4),
-        ("a few lost segments show no rate", 40.0, 0.1, dataclasses.replace(CLEAN, retransmits=7, segments=900), 1),
-        ("loss on a short way", 40.0, 0.004, dataclasses.replace(ONE_IN_1000, rtt_s=0.004, least_rtt_s=0.004), 1),
-    ],
-)
-def test_there_are_several_lanes_where_one_does_not_fill_the_link(
-    what: str, mbit: float, rtt_s: float, kernel: Connection | None, lanes: int
-) -> None:
-    assert lanes_needed(mbit * MBIT, rtt_s, kernel) == lanes, what
+@all_stories(__file__, "lanes")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(globals()), rewrite=rewrite)
 
 
 def test_under_loss_the_number_doubles_with_the_rate_until_the_link_is_the_bound() -> None:

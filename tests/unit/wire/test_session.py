@@ -3,11 +3,14 @@ a perfect pipe (Q, R, V; late timers: C)."""
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from plain_runs import PLAIN_HELLO
 from session_pairs import WELCOME, carry, delta, messages, offer_of, opened, update
+from stories import StoryText, all_stories, check_story, python
 
+import farloop.wire.session
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
@@ -26,11 +29,12 @@ from farloop.wire.messages import (
     Refused,
     Role,
     Stored,
+    Welcome,
     decode,
     encode,
 )
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.session import HEARTBEAT, ControlStream, Handshake, Session, State, run_tag
+from farloop.wire.session import ControlStream, Handshake, Session, State, run_tag
 from farloop.wire.traffic import Traffic
 
 # --- The control stream
@@ -50,132 +54,22 @@ def pushed(*bodies: bytes, **limits: int) -> ControlStream:
     return control
 
 
-def numbers(frames: list[tuple[int, bytes]]) -> list[int]:
-    return [seq for seq, _ in frames]
-
-
-def test_what_is_not_acknowledged_is_sent_again_after_a_doubling_time_out() -> None:
-    control, sent_at = pushed(b"x"), []
-    for _ in range(5):
-        at = control.next_timer() or 0.0
-        control.handle_timer(at - 0.1)
-        assert control.outgoing(at - 0.1) == [], "not a bit early"
-        control.handle_timer(at)
-        assert control.outgoing(at) == [(0, b"x")]
-        sent_at.append(at)
-        control.check()
-    assert sent_at == [2.0, 6.0, 14.0, 24.0, 34.0]
-
-
-def test_an_acknowledgement_ends_resending_and_resets_the_time_out() -> None:
-    control = pushed(b"x", b"y", b"z")
-    control.handle_timer(2.0)
-    control.outgoing(2.0)
-    control.acknowledge(2, 3.0)
-    assert not control.idle and control.next_timer() == 5.0
-    control.handle_timer(5.0)
-    assert control.outgoing(5.0) == [(2, b"z")]
-    control.acknowledge(3, 5.5)
-    assert control.idle and control.next_timer() is None
-    control.acknowledge(1, 6.0)
+def resent(control: ControlStream) -> float:
+    """When all is sent again that is not acknowledged: then, and not a bit before."""
+    at = control.next_timer() or 0.0
+    control.handle_timer(at - 0.1)
+    assert control.outgoing(at - 0.1) == []
+    control.handle_timer(at)
+    assert control.outgoing(at) == [(0, b"x")]
     control.check()
+    return at
 
 
-def test_no_more_than_the_window_is_in_flight() -> None:
-    control = stream()
-    for _ in range(AHEAD_FRAMES + 5):
-        control.push(b"x")
-    assert numbers(control.outgoing(0.0)) == list(range(AHEAD_FRAMES))
-    control.acknowledge(3, 0.0)
-    assert numbers(control.outgoing(0.0)) == [AHEAD_FRAMES, AHEAD_FRAMES + 1, AHEAD_FRAMES + 2]
+def took(control: ControlStream, seq: int, now: float = 0.0) -> list[int]:
+    """Fragments of the messages that are delivered with number `seq`, a Fetch of that fragment."""
+    delivered = control.accept(seq, Fetch(fragment=seq), 10, now)
     control.check()
-
-
-@pytest.mark.parametrize(("limits", "size"), [({"max_queued_messages": 2}, 1), ({"max_queued_bytes": 100}, 40)])
-def test_messages_that_wait_are_bounded_by_number_and_by_bytes(limits: dict[str, int], size: int) -> None:
-    control = pushed(bytes(size), bytes(size), **limits)
-    with pytest.raises(LimitReached):
-        control.push(bytes(size))
-    control.push(b"the session's own", bounded=False)
-    control.check()
-    control.outgoing(0.0)
-    control.acknowledge(3, 0.0)
-    control.push(bytes(1000))  # one is always accepted
-
-
-def test_of_what_is_replaced_only_the_newest_waits() -> None:
-    """A Credit has the place of the one before, anything else its own."""
-    control = pushed(*[b"x"] * AHEAD_FRAMES)
-    for body, newest_of, bounded in [
-        (b"credit 1", "credit", False), (b"report 1", "report", True), (b"other", None, True),
-        (b"credit 2", "credit", False), (b"report 2", "report", True), (b"other", None, True),
-    ]:  # fmt: skip
-        control.push(body, newest_of=newest_of, bounded=bounded)
-        control.check()
-    control.acknowledge(AHEAD_FRAMES, 0.0)
-    assert [body for _, body in control.outgoing(0.0)] == [b"credit 2", b"other", b"report 2", b"other"]
-    control.push(b"credit 3", newest_of="credit", bounded=False)
-    assert control.outgoing(0.0) == [(AHEAD_FRAMES + 4, b"credit 3")], "what was transmitted is not replaced"
-    assert numbers(control.outgoing(0.0)) == [] and not control.idle
-
-
-def test_many_messages_at_once_are_acknowledged_at_once() -> None:
-    """Credits of a fast link would wait a quarter of a second for room among the frames in flight."""
-    control = stream()
-    control.heartbeats = True
-    for seq in range(AHEAD_FRAMES // 4 - 1):
-        control.accept(seq, Fetch(fragment=0), 10, 0.5)
-    assert control.next_timer() == 0.75
-    control.accept(AHEAD_FRAMES // 4 - 1, Fetch(fragment=0), 10, 0.6)
-    assert control.outgoing(0.6) == [(0, HEARTBEAT)]
-    control.accept(AHEAD_FRAMES // 4, Fetch(fragment=0), 10, 0.7)
-    assert control.next_timer() == pytest.approx(0.95)
-
-
-def test_messages_are_delivered_in_order_once() -> None:
-    control = stream()
-    first, second, third = (Fetch(fragment=seq) for seq in range(3))
-    assert control.accept(2, third, 10, 0.0) == control.accept(2, third, 10, 0.0) == []
-    assert control.accept(0, first, 10, 0.0) == [first] and control.received == 1
-    assert control.accept(1, second, 10, 0.0) == [second, third]
-    for seq, message in enumerate((first, second, third)):
-        assert control.accept(seq, message, 10, 0.0) == [], "the newest one again, as well"
-    assert control.accept(4, third, 10, 0.0) == []
-    assert control.accept(3, None, 10, 0.0) == [third], "an unknown message is numbered but not delivered"
-    assert control.received == 5
-    control.check()
-
-
-def test_frames_ahead_are_kept_only_within_the_bound() -> None:
-    control = stream(max_ahead_bytes=20)
-    for seq in (1, 2, 3):
-        control.accept(seq, Fetch(fragment=seq), 10, 0.0)
-        control.check()
-    assert control.accept(0, Fetch(fragment=0), 10, 0.0) == [Fetch(fragment=seq) for seq in (0, 1, 2)]
-    assert control.accept(3, Fetch(fragment=3), 10, 0.0) == [Fetch(fragment=3)]
-
-
-def test_impossible_numbers_are_remote_errors() -> None:
-    control = pushed(b"x")
-    control.admit(AHEAD_FRAMES - 1, 1)
-    for seq, ack, words in [(0, 2, "acknowledged"), (AHEAD_FRAMES, 0, "ahead")]:
-        with pytest.raises(RemoteProtocolError, match=words):
-            control.admit(seq, ack)
-
-
-def test_a_silent_end_sends_a_heartbeat_each_second_and_acknowledges_by_what_comes_first() -> None:
-    control = stream()
-    assert control.next_timer() is None
-    control.heartbeats = True
-    assert control.next_timer() == 1.0
-    assert (control.outgoing(0.9), control.outgoing(1.0)) == ([], [(0, HEARTBEAT)])
-    assert control.next_timer() == 2.0
-    control.accept(0, Fetch(fragment=0), 10, 1.5)
-    assert control.next_timer() == 1.75
-    control.push(b"x")
-    assert numbers(control.outgoing(1.6)) == [0] and control.outgoing(1.75) == []
-    control.accept(0, Fetch(fragment=0), 10, 1.8)
-    assert control.outgoing(2.05) == [(0, HEARTBEAT)], "a duplicate asks for the acknowledgement that was lost"
+    return [message.fragment for message in delivered if isinstance(message, Fetch)]
 
 
 # --- Who may say what, and when
@@ -205,120 +99,19 @@ def greeting(role: Role, *, open: bool = True) -> Handshake:
     return end
 
 
+def welcome(epoch: int) -> Welcome:
+    return dataclasses.replace(WELCOME, epoch=epoch)
+
+
 NODE, COORDINATOR = Role.NODE, Role.COORDINATOR
 
 
-@pytest.mark.parametrize("role", Role)
-def test_welcome_opens_both_ends_with_the_same_run_and_epoch(role: Role) -> None:
-    end = greeting(role)
-    assert (end.state, end.run, end.epoch) == (State.OPEN, RUN, EPOCH)
-    if role is Role.NODE:
-        assert end.lane_token == WELCOME.lane_token
-
-
-@pytest.mark.parametrize(
-    ("make", "said", "unsaid"),
-    [
-        (lambda: Handshake(NODE), [PLAIN_HELLO], [Ready(), LEAVE, Fetch(fragment=0)]),
-        (lambda: greeting(NODE, open=False), [], [PLAIN_HELLO, Ready()]),
-        (lambda: greeting(NODE), [Ready(), LEAVE], [PLAIN_HELLO, Finished(), REFUSED, LaneHello(lane_token=b"")]),
-        (lambda: Handshake(COORDINATOR), [], [WELCOME, REFUSED, Finished(), LEAVE]),
-        (
-            lambda: greeting(COORDINATOR, open=False),
-            [REFUSED, WELCOME],
-            [dataclasses.replace(WELCOME, epoch=epoch) for epoch in (0, -1, 1 << 32)],  # no frame can carry it
-        ),
-        (lambda: greeting(COORDINATOR), [Finished(), LEAVE], [WELCOME, REFUSED, Ready(), LaneHello(lane_token=b"")]),
-    ],
-)
-def test_an_end_says_what_is_its_turn_and_nothing_that_belongs_to_the_other(
-    make: Callable[[], Handshake], said: list[Message], unsaid: list[Message]
-) -> None:
-    for message in said:
-        make().check_send(message)
-    for message in unsaid:
-        with pytest.raises(LocalProtocolError):
-            make().check_send(message)
-
-
-@pytest.mark.parametrize("message", [LEAVE, REFUSED])
-def test_nothing_follows_a_farewell(message: Leave | Refused) -> None:
-    coordinator = greeting(COORDINATOR, open=False)
-    coordinator.sent(message)
-    assert coordinator.state is State.CLOSING and coordinator.farewell is message
-    for after in (Finished(), LEAVE, REFUSED):
-        with pytest.raises(LocalProtocolError):
-            coordinator.check_send(after)
-
-
-LATER = dataclasses.replace(WELCOME, epoch=EPOCH + 1)
-OTHERS = [(RUN + 1, EPOCH), (RUN, EPOCH + 1), (RUN, EPOCH - 1), (0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("make", "taken", "refused"),
-    [
-        (
-            lambda: greeting(COORDINATOR),
-            [
-                (frame(0, 0, 0), PLAIN_HELLO),  # sent again it is only a duplicate
-                (frame(RUN, EPOCH, 1), Ready()),
-                (frame(RUN, EPOCH, 1), None),
-                (frame(RUN, EPOCH, 0), Heartbeat()),
-            ],
-            [
-                *((frame(run, epoch, 3), Ready()) for run, epoch in OTHERS),
-                *((frame(RUN, EPOCH, 5), theirs) for theirs in (Finished(), REFUSED, LaneHello(lane_token=b""))),
-                (frame(RUN, EPOCH, 0), Ready()),  # only opening messages stand first, and only there
-                (frame(RUN, EPOCH, 0), None),
-                (frame(RUN, EPOCH, 1), Heartbeat()),
-                (frame(0, 0, 1), PLAIN_HELLO),
-            ],
-        ),
-        (
-            lambda: greeting(NODE),
-            [(frame(RUN, EPOCH, 0), WELCOME), (frame(RUN, EPOCH, 3), Finished())],
-            [
-                *((frame(run, epoch, 3), Finished()) for run, epoch in OTHERS),
-                (frame(RUN, EPOCH, 5), Ready()),
-                (frame(RUN, EPOCH + 1, 0), LATER),
-            ],
-        ),
-        (
-            lambda: greeting(NODE, open=False),
-            [(frame(RUN, EPOCH, 0), WELCOME), (frame(0, 0, 0), REFUSED)],
-            [
-                *((frame(run, epoch, 0, ack), WELCOME) for run, epoch, ack in [(RUN, 9, 1), (RUN + 1, EPOCH, 1)]),
-                *((frame(run, epoch, 0, ack), WELCOME) for run, epoch, ack in [(0, 0, 1), (RUN, EPOCH, 0)]),
-                (frame(RUN, 0, 0), dataclasses.replace(WELCOME, epoch=0)),
-                (frame(RUN, 1, 0), REFUSED),
-                (frame(0, 0, 0, 0), REFUSED),
-            ],
-        ),
-        (
-            lambda: Handshake(COORDINATOR),
-            [(frame(0, 0, 0, 0), PLAIN_HELLO)],
-            [(frame(RUN, 1, 0), PLAIN_HELLO), (frame(0, 0, 1), Ready()), (frame(5, 5, 1), Ready())],
-        ),
-    ],
-)
-def test_a_frame_is_of_the_sessions_run_and_epoch_and_says_what_is_the_peers_turn(
-    make: Callable[[], Handshake],
-    taken: list[tuple[ControlFrame, Message | None]],
-    refused: list[tuple[ControlFrame, Message | None]],
-) -> None:
-    """S."""
-    for given, message in taken:
-        assert make().admit(given, message)
-    for given, message in refused:
-        with pytest.raises(RemoteProtocolError):
-            make().admit(given, message)
+@all_stories(__file__, "control", "handshake")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(farloop.wire.session), globals()), rewrite=rewrite)
 
 
 def test_what_overtakes_the_welcome_is_not_judged_but_dropped_and_comes_again() -> None:
-    assert not greeting(NODE, open=False).admit(frame(5, 5, 1), Finished())
-    assert not greeting(NODE, open=False).admit(frame(5, 5, 0), Heartbeat())
-
     node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
     node.send(PLAIN_HELLO, 0.0)
     carry(node, coordinator, 0.0)
