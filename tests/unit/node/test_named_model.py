@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from stories import StoryText, all_stories, check_story, python
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -19,7 +20,7 @@ from farloop.algo.fragments import kept_ties, partition, trainable_tensors, whol
 from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.config.settings import load_node, load_run
-from farloop.node.errors import LayoutMismatch, ModelError
+from farloop.node.errors import LayoutMismatch
 from farloop.node.model import named as named_model
 from farloop.node.model.built_in import build
 from farloop.node.model.named import (
@@ -281,23 +282,37 @@ def test_a_tied_head_that_has_become_a_parameter_of_its_own_is_refused(
             matched_parameters(module, run)
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ({"model_type": "llamma"}, "knows no architecture 'llamma'; did you mean llama"),
-        ({"model_type": "clip"}, "clip is no causal language model"),
-        ({"model_type": None}, "names no architecture: it has no model_type"),
-        ({"hidden_size": "wide"}, "the config.json of a llama model cannot be used"),
-        ({"hidden_act": "no such"}, "the llama model of this config.json cannot be built"),
-        ({"vocab_size": 100}, "the model reads 100 different tokens and the data have 256"),
-        ({"max_position_embeddings": 16}, "the model reads at most 16 tokens, the run's sequences have 32"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
-    ],
-)
-def test_an_untrainable_config_is_refused_in_one_line(tmp_path: Path, values: dict[str, object], line: str) -> None:
+FACTORIES = """
+from torch import nn
+
+def small():
+    return nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 256))
+
+def needs(size):
+    return small()
+
+def number():
+    return 5
+"""
+
+
+def planned(**values: object) -> None:
+    plan(folder(Path("model"), **values))
+
+
+def refuses(words: str, **values: object) -> None:
+    """The words of transformers that follow are not the test's."""
+    with pytest.raises(ValueError, match=words):
+        planned(**values)
+
+
+@all_stories(__file__, "models")
+def test_stories(path: Path, story: StoryText, rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=line):
-        plan(folder(tmp_path / "model", **values))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setitem(sys.modules, "transformers", sys.modules["transformers"])
+    check_story(path, story, python(globals()), rewrite=rewrite)
 
 
 def test_weights_that_are_not_whole_or_no_floating_point_are_refused(tmp_path: Path) -> None:
@@ -317,29 +332,6 @@ def test_weights_that_are_not_whole_or_no_floating_point_are_refused(tmp_path: P
             file.unlink(missing_ok=True)
         with pytest.raises(ValueError, match=r"the weights in .*model cannot be read: .*-of-.*\.safetensors$"):
             plan(name)
-
-
-def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    name = folder(tmp_path / "model")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
-    for wanted, line in (
-        (f"hf:{tmp_path / 'empty'}", "holds no config.json"),
-        (f"hf:{tmp_path / 'nowhere'}", "there is no folder"),
-        (f"hf:{tmp_path / 'pickled'}", "pytorch_model.bin, which is pickled: convert them to safetensors"),
-        ("hf:somebody/no-such-model", "no model of this name was downloaded"),
-        ("no_such_package.module:factory", "there is no Python module no_such_package here: .* PYTHONPATH"),
-        ("tinny", "there is no 'tinny'; did you mean tiny"),
-        ("some thing:other", "there are nano, .* hf:FOLDER, package.module:factory"),
-    ):
-        with pytest.raises(ValueError, match=line):
-            plan(wanted)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"needs the package transformers.*: pip install farloop\[hf\]"):
-        plan(name)
 
 
 def test_code_that_a_config_names_is_never_loaded(tmp_path: Path) -> None:
@@ -373,17 +365,6 @@ def test_a_factory_s_module_and_loss_are_taken(tmp_path: Path, monkeypatch: pyte
                     x = x + block(x)
                 return self.head(x)
 
-        def small():
-            model = Model()
-            model.embed = nn.Embedding(100, 8)
-            return model
-
-        def needs(size):
-            return Model()
-
-        def number():
-            return 5
-
         def odd():
             return Model()
 
@@ -396,22 +377,6 @@ def test_a_factory_s_module_and_loss_are_taken(tmp_path: Path, monkeypatch: pyte
     assert factory_model("mine_of_the_test:Model").loss is causal_lm_loss
     assert factory_model("mine_of_the_test:odd").loss(lambda tokens: torch.full((2,), 3.0), TOKENS) == 9.0  # type: ignore[arg-type]
     assert model_of_run("own", 0, "mine_of_the_test:Model").vocabulary == 256
-    for wanted, line in (
-        ("mine_of_the_test:small", "the model reads 100 different tokens and the data have 256"),
-        ("mine_of_the_test:needs", "needs cannot be called without arguments"),
-        ("mine_of_the_test:number", r"number\(\) returned a int, not a torch.nn.Module"),
-        ("mine_of_the_test:nothing", "has no function nothing"),
-    ):
-        with pytest.raises(ValueError, match=line):
-            plan(wanted)
-
-
-def test_a_node_loads_code_by_its_own_file_alone() -> None:
-    with pytest.raises(ModelError, match=r"the run's model is its nodes' own: name it .* \[node\] model = "):
-        model_of_run("own", 0)
-    with pytest.raises(ValueError, match="Expecting value"):
-        model_of_run("antigravity:factory", 0)
-    assert "antigravity" not in sys.modules
 
 
 def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:

@@ -11,25 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_runs import plain_progress
 from prometheus_client.parser import text_string_to_metric_families
+from stories import StoryText, all_stories, check_story, python
 
+import farloop.node.reports
 from farloop.algo.spec import Lease, NodeId
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
 from farloop.node.metrics import Metrics
 from farloop.node.reports import (
-    AWAY_S,
-    MERGED_ALONE,
-    NO_SESSION,
     NOT_MERGED,
     PROGRESS_S,
-    ROUNDS,
     Activity,
     Isolation,
     Reports,
     StageLog,
     TimeAccount,
 )
-from farloop.node.send_schedule import USED_KEPT, LeaseCursor, LeaseExhausted
+from farloop.node.send_schedule import USED_KEPT, LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 from farloop.wire.messages import BytesByKind
@@ -62,29 +60,6 @@ def test_a_report_is_due_every_second_with_the_speed_since_the_last(machine: Nod
     assert reports.progress(MOVED, None, 104.0).tokens_per_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("stage", "waiting", "state"),
-    [
-        ("joining", "the coordinator", "joining"),
-        ("ready", "the start", "ready"),
-        ("training", None, "training"),
-        ("training", "fragment 0, window 1", "waiting"),
-        ("finishing", "the last windows", "waiting"),
-        ("draining", "fragment 0, window 1", "draining"),
-        ("finished", None, "finished"),
-        ("left", None, "finished"),
-        ("stopped", None, "finished"),
-    ],
-)
-def test_the_state_is_that_of_the_machine_in_a_word(
-    machine: NodeMachine, reports: Reports, stage: Stage, waiting: str | None, state: str
-) -> None:
-    machine.stage = stage
-    told = reports.progress(MOVED, waiting, 1.0)
-    assert (told.state, told.detail) == (state, waiting or "")
-    assert (told.sent, told.received) == (MOVED.up, MOVED.down)
-
-
 def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine: NodeMachine, reports: Reports) -> None:
     """I: the session may break in between, and the next Hello would deny it."""
     assert reports.hello().round is None
@@ -94,27 +69,24 @@ def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine:
     assert reports.hello().round == 4
 
 
+def told(stage: Stage, waiting: str | None) -> tuple[str, str]:
+    machine = NodeMachine(name=NodeId("a"), incarnation=1)
+    machine.stage = stage
+    reports = Reports(machine, TimeAccount(), LeaseCursor(), cast(NodeState, None), "", "of the run")
+    report = reports.progress(MOVED, waiting, 1.0)
+    assert (report.sent, report.received) == (MOVED.up, MOVED.down)
+    return report.state, report.detail
+
+
 # --- where the time goes
 
 
-@pytest.mark.parametrize(
-    ("turns", "now", "share"),
-    [
-        ([], 1000.0, 1.0),
-        ([("farloop", 3.0)], 3.0, 1.0),
-        ([("training", 1000.0), ("farloop", 1009.0), (None, 1010.0)], 5000.0, 0.9),  # nothing counts after the end
-        # A wait counts while it lasts: a node that stands still must not look busier and busier.
-        ([("training", 0.0), ("blocked", 10.0)], 20.0, 0.5),
-        ([("training", 0.0), ("blocked", 10.0)], 40.0, 0.25),
-    ],
-)
-def test_the_share_of_computing_is_of_the_time_between_the_first_step_and_the_last(
-    turns: list[tuple[Activity | None, float]], now: float, share: float
-) -> None:
+def share(now: float, **since: float) -> float:
+    """Of computing, where each of these activities began at a second; `end` is the end of the run."""
     clock = TimeAccount()
-    for activity, since in turns:
-        clock.turn(activity, since)
-    assert clock.compute_share(now) == pytest.approx(share)
+    for activity, second in since.items():
+        clock.turn(cast(Activity, activity) if activity != "end" else None, second)
+    return round(clock.compute_share(now), 9)
 
 
 def test_farloop_s_own_time_waiting_and_evaluation_count_against_the_share() -> None:
@@ -156,30 +128,15 @@ class Scene:
                 self.alone.on_message(committed, self.round)
         return self.how()
 
-
-def test_a_node_of_which_nothing_is_merged_says_so_until_something_is() -> None:
-    for names, alone in (((A, B), ""), ((B,), NOT_MERGED), ((A,), MERGED_ALONE)):
-        scene = Scene()
-        assert scene.go_on(ROUNDS, *names) == ""
-        assert scene.go_on(1, *names) == alone
-        assert scene.go_on(1, A, B) == ""
+    def away(self, seconds: float) -> str:
+        """After so long without the coordinator."""
+        self.now += seconds
+        return self.how(connected=False)
 
 
-def test_a_node_that_goes_on_without_the_coordinator_says_so_after_a_while() -> None:
-    scene = Scene()
-    for seconds, alone in ((0.0, ""), (AWAY_S - 0.1, ""), (0.1, NO_SESSION)):
-        scene.now += seconds
-        assert scene.how(connected=False) == alone
-    assert scene.how() == ""
-    scene.now += 0.1
-    assert scene.how(connected=False) == "", "the time counts from each loss"
-
-
-def test_who_does_not_train_is_not_alone_and_begins_anew() -> None:
-    scene = Scene()
-    scene.go_on(9)
-    assert scene.how(trains=False, connected=False) == ""
-    assert scene.go_on(1) == ""
+@all_stories(__file__, "samples")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(farloop.node.reports), globals()), rewrite=rewrite)
 
 
 # --- the log
@@ -295,62 +252,6 @@ def cursor_of(*leases: tuple[int, int]) -> LeaseCursor:
     for start, count in leases:
         cursor.grant(Lease(start=start, count=count))
     return cursor
-
-
-def test_an_exhausted_cursor_says_so_and_consumes_nothing() -> None:
-    with pytest.raises(LeaseExhausted):
-        LeaseCursor().consume(1)
-    cursor = cursor_of((5, 3))
-    with pytest.raises(LeaseExhausted, match="4 samples wanted, 3 left"):
-        cursor.consume(4)
-    assert (cursor.remaining, cursor.watermark) == (3, 0)
-    assert (cursor.consume(0), cursor.consume(3)) == ([], [5, 6, 7])
-
-
-def test_the_next_samples_are_known_as_far_as_they_are_granted() -> None:
-    cursor = cursor_of((5, 3), (20, 4))
-    cursor.consume(1)
-    assert (cursor.peek(0), cursor.peek(3), cursor.peek(9)) == ([], [6, 7, 20], [6, 7, 20, 21, 22, 23])
-    assert (cursor.consume(6), cursor.peek(1)) == ([6, 7, 20, 21, 22, 23], [])
-
-
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (-1, 5), (3, -2)])
-def test_a_lease_of_nothing_is_refused(start: int, count: int) -> None:
-    with pytest.raises(ValueError, match="grants nothing"):
-        cursor_of((start, count))
-
-
-@pytest.mark.parametrize(("start", "count"), [(10, 6), (14, 1), (8, 3), (0, 100), (12, 1)])
-def test_a_sample_granted_twice_is_refused_even_when_it_was_consumed(start: int, count: int) -> None:
-    cursor = cursor_of((10, 5))
-    cursor.consume(5)
-    with pytest.raises(ValueError, match=r"overlap an earlier lease \[10, 15\)"):
-        cursor.grant(Lease(start=start, count=count))
-    assert cursor.remaining == 0
-    for start in (15, 9):
-        cursor.grant(Lease(start=start, count=1))
-    assert cursor.consume(2) == [15, 9]
-
-
-def test_a_lease_that_is_told_again_changes_nothing_even_when_it_was_consumed() -> None:
-    """The coordinator repeats grants that a broken session may have lost (protocol Q, Data leases)."""
-    cursor = cursor_of((10, 5), (20, 2), (10, 5), (20, 2))
-    assert (cursor.remaining, cursor.consume(6)) == (7, [10, 11, 12, 13, 14, 20])
-    for start, count in ((10, 5), (20, 2)):
-        cursor.grant(Lease(start=start, count=count))
-    assert (cursor.remaining, cursor.watermark, cursor.consume(1)) == (1, 6, [21])
-
-
-def test_only_what_is_still_its_own_is_used_on() -> None:
-    """Data leases: a node that was away for long is told what it holds; the rest may be others', or its own anew."""
-    cursor = cursor_of((0, 5), (10, 5), (20, 5))
-    cursor.consume(7)
-    cursor.retain([Lease(start=10, count=5), Lease(start=50, count=5)])
-    assert (cursor.watermark, cursor.remaining, cursor.consume(3)) == (7, 3, [12, 13, 14])
-    cursor.retain([])
-    assert (cursor.watermark, cursor.remaining) == (10, 0)
-    cursor.grant(Lease(start=13, count=4))
-    assert cursor.consume(4) == [13, 14, 15, 16]
 
 
 def test_what_is_remembered_of_used_leases_does_not_grow() -> None:

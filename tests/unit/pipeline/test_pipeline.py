@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pipeline_layouts import layout_of
 from pipeline_nodes import SMALL, microbatches, model
 from slow_cases import examples
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo.fragments import partition
 from farloop.algo.stages import Hop, Stage, order_fault
-from farloop.node.errors import LayoutError
 from farloop.node.settings import Normalise
 from farloop.pipeline import events as ev
 from farloop.pipeline import messages
@@ -95,35 +95,6 @@ def test_a_codec_makes_it_smaller_and_nearly_the_same_and_is_believed_where_it_w
         from_bytes(parcel.info, parcel.data, CPU)
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        (messages.message(messages.Switch(epoch=1), RUN + 1), "a frame of run"),
-        (parts_of(torch.zeros(1, 512, 1024)), "2097152 bytes of 'float32'"),  # beyond the bound
-        # A tensor that is not as its header says.
-        (parts_of(torch.zeros(2, 3, 5), shape=(2, 3, 6)), "for float32 of shape"),
-        (parts_of(torch.zeros(2, 3, 5), shape=(2, 3, -5)), "TensorInfo.shape.2: "),
-        (parts_of(torch.zeros(2, 3, 5), shape=()), "TensorInfo.shape: "),
-        (parts_of(torch.zeros(2, 3, 5), dtype="int64"), "of 'int64'"),
-        (parts_of(torch.zeros(2, 3, 5), size=119), "119 are announced"),
-        (parts_of(torch.zeros(2, 3, 5), checksum=1), "wrong checksum of a tensor"),
-        # Numbers that make no sense.
-        (parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, position=65)), "Work.position: "),
-        (
-            parts_of(torch.zeros(1, 1, 1), of=dataclasses.replace(WORK, visited=(Hop(stage=-1, node="oslo"),))),
-            "Work.visited: .* a visit that cannot be",
-        ),
-        (messages.message(dataclasses.replace(WORD, job_s=float("nan")), RUN), "PipelineMessage.job_s: "),
-        (messages.message(dataclasses.replace(WORD, queued=-1), RUN), "PipelineMessage.queued: "),
-        (messages.message(dataclasses.replace(WORD, sent_s=float("inf")), RUN), "PipelineMessage.sent_s: "),
-        (messages.message(messages.Forget(trip=route(source="")), RUN), "Forget.trip.source: "),
-    ],
-)
-def test_a_frame_that_cannot_be_meant_is_refused(parts: list[Buffer], said: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=said):
-        messages.parse(parts, RUN, MOST)
-
-
 @settings(max_examples=examples(60))
 @given(st.sampled_from([*MESSAGES, None]), st.integers(0, 10_000), st.integers(1, 255))
 def test_no_damaged_frame_is_believed(message: messages.Message | None, place: int, flip: int) -> None:
@@ -155,50 +126,6 @@ def step(loads: Mapping[str, float], position: int = 1) -> Onward | None:
     return onward(ROUTES, ROUTES.paths[0], position, hops, loads.get, late_s=LATE_S)
 
 
-@pytest.mark.parametrize(
-    ("stages", "legal"),
-    [
-        ([0, 1, 2, 3], True),
-        ([0, 2, 1, 3], True),
-        ([0, 2, 1, 4, 3], True),
-        ([0, 4], True),
-        ([0, 5], False),  # five steps forward
-        ([0, 3, 1], False),  # two back at once
-        ([0, 2, 1, 4, 3, 6, 5], False),  # back three times
-        ([1, 2], False),
-        ([0, 1, 1], False),
-        ([], False),
-    ],
-)
-def test_swaps_and_jumps_are_bounded_as_skippipe_has_them(stages: list[int], legal: bool) -> None:
-    assert bool(order_fault(stages)) != legal
-
-
-@pytest.mark.parametrize(
-    ("loads", "position", "node", "skipped"),
-    [
-        ({"b": 3.0, "B": 0.0}, 1, "b", 0),  # the planned one, while it can be reached
-        ({"B": 3.0}, 1, "B", 0),  # its replica
-        ({"b": LATE_S + 1, "B": 2.0}, 1, "B", 0),  # one that would begin sooner
-        ({"b": LATE_S + 1, "B": LATE_S + 5}, 1, "b", 0),
-        ({"c": 0.0, "d": 0.0}, 1, "c", 1),  # past a stage that no node holds
-        ({"d": 0.0}, 1, "d", 2),
-        ({}, 3, None, 1),  # back to its source: the last stage is skipped
-        ({}, 4, None, 0),  # at the end of its path
-    ],
-)
-def test_a_microbatch_goes_to_the_planned_node_its_replica_or_past_the_stage(
-    loads: dict[str, float], position: int, node: str | None, skipped: int
-) -> None:
-    hop = None if node is None else Hop(stage="abcd".index(node.lower()), node=node)
-    ahead = 0 if hop is None else skipped
-    assert step(loads, position) == Onward(hop=hop, position=position + ahead, rerouted=node == "B", skipped=skipped)
-
-
-def test_who_would_visit_less_than_half_of_the_stages_has_no_way_on() -> None:
-    assert step({}) is None
-
-
 @given(st.dictionaries(st.sampled_from("bBcCd"), st.floats(0.0, 50.0)), st.integers(1, 4))
 def test_whatever_is_chosen_is_live_legal_and_ahead(loads: dict[str, float], position: int) -> None:
     taken = step(loads, position)
@@ -228,28 +155,28 @@ def test_what_is_written_is_read_again_and_what_else_a_plan_says_is_passed_over(
     assert read_layout(path) == (LAYOUT, ADDRESSES)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"stages": []}, "there is no stage"),
-        ({"stages": 3}, "stages:"),
-        ({"paths": [{"nodes": ["a", "x"]}]}, "visits stage 2 on x, which does not hold it"),
-        ({"paths": [{"nodes": ["c"]}]}, "begins at stage 1"),
-        ({"addresses": {"a": "tcp://h:1"}}, "addresses has none of b"),
-        ({"addresses": ADDRESSES | {"b": "10.0.0.1"}}, "addresses of b"),
-        ({"stages": [{"layers": [0, 2], "nodes": ["a"]}, {"layers": [3, 4], "nodes": ["c"]}]}, "begins at 3"),
-        ("{", "is not JSON"),
-        (None, "cannot read the layout"),
-    ],
-)
-def test_an_impossible_layout_is_one_line(tmp_path: Path, change: dict[str, Any] | str | None, said: str) -> None:
-    path = tmp_path / "layout.json"
-    if change is not None:
-        plain = json.loads(layout_json(LAYOUT, ADDRESSES))
-        path.write_text(change if isinstance(change, str) else json.dumps(plain | change))
-    with pytest.raises(LayoutError, match=said) as told:
-        read_layout(path)
-    assert str(path) in str(told.value) and "\n" not in str(told.value)
+def layout(**change: object) -> None:
+    """Read that of `LAYOUT` with other values."""
+    path = Path("layout.json")
+    path.write_text(json.dumps(json.loads(layout_json(LAYOUT, ADDRESSES)) | change))
+    read_layout(path)
+
+
+def parse(parts: list[Buffer]) -> None:
+    messages.parse(parts, RUN, MOST)
+
+
+def field(parts: list[Buffer]) -> str:
+    """What a refusal names; the words of pydantic are not the test's."""
+    with pytest.raises(RemoteProtocolError) as error:
+        parse(parts)
+    return str(error.value).partition(":")[0]
+
+
+@all_stories(__file__, "pipeline")
+def test_stories(path: Path, story: StoryText, rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_story(path, story, python(globals()), rewrite=rewrite)
 
 
 # --- the machine, where messages come in an unlucky order
@@ -372,11 +299,6 @@ def test_the_stages_have_the_names_of_the_whole_model_and_share_none() -> None:
     tensors = [(name, tuple(parameter.shape)) for name, parameter in whole.items()]
     for fragment in partition(tensors, pattern="strided", stages=(1, 3)).fragments:
         assert all(slot.name in stages[fragment.stage] for slot in fragment.tensors)
-
-
-def test_layers_that_the_model_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match="layers 3 to 5 of a model of 4"):
-        part(3, 5)
 
 
 @pytest.mark.parametrize("normalise", ["visits", "share"])
