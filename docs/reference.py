@@ -77,27 +77,28 @@ farloop config show examples/run.toml    # every key with its value, meaning and
 
 Whole numbers of [run] are at most 2⁴⁰, but for `seed`, which is at most 2⁶³ − 1.
 
-An *open* key takes its value from the method (`farloop lab methods`), or as its meaning says.
+In brackets stand what a key takes and its default. An *open* key takes its value from the method
+(`farloop lab methods`), or as its meaning says.
 
 ## RUN.toml
 
-{_tables(RUN_SCHEMA)}
+{_sections(RUN_SCHEMA)}
 ## NODE.toml
 
-{_tables(NODE_SCHEMA, said={"data": _SAME_DATA})}"""
+{_sections(NODE_SCHEMA, said={"data": _SAME_DATA})}"""
     )
 
 
-def _tables(schema: Schema, said: dict[str, str] | None = None) -> str:
+def _sections(schema: Schema, said: dict[str, str] | None = None) -> str:
     parts = []
     for section, keys in schema.items():
-        parts.append(f"### [{section}]\n")
+        parts.append(f"### [{section}]\n\n")
         if said and section in said:
-            parts.append(said[section] + "\n")
+            parts.append(said[section] + "\n\n")
             continue
-        rows = [(f"`{key.name}`", _sort(key), _default(key), key.meaning) for key in keys.values()]
-        parts.append(_table(("key", "value", "default", "meaning"), rows))
-    return "\n".join(parts)
+        parts += [f"- `{key.name}` ({_sort(key)}; {_default(key)}): {key.meaning}\n" for key in keys.values()]
+        parts.append("\n")
+    return "".join(parts).strip() + "\n"
 
 
 def _sort(key: Key) -> str:
@@ -202,13 +203,6 @@ def _option(line: str) -> tuple[str, str, str] | None:
             else:
                 meaning += f" `{label}`."
     return f"`{match[1].replace(' range>', '>')}`", meaning, default
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells) + " |\n"
-
-    return "".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
 
 _RESULTS = re.compile(

@@ -64,7 +64,7 @@ def test_every_key_stands_on_the_page_with_its_meaning() -> None:
     for section, keys in [*RUN_SCHEMA.items(), *NODE_SCHEMA.items()]:
         assert f"### [{section}]" in page
         for key in keys.values():
-            assert key.meaning and f"| `{key.name}` |" in page, f"[{section}] {key.name}"
+            assert key.meaning and f"\n- `{key.name}` (" in page, f"[{section}] {key.name}"
 
 
 def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
