@@ -190,7 +190,7 @@ def _option(line: str) -> tuple[str, str, str] | None:
     if match is None or match[1] == "--help":
         return None
     meaning, default = match[2], ""
-    if extra := re.search(r"\s*\[((?:env var|default|required)\b.*)\]$", meaning):
+    if extra := re.search(r"\s*\[((?:env var|default|required)\b.*|\S*x[<>]\S*)\]$", meaning):
         meaning = meaning[: extra.start()]
         for part in re.split(r"; (?=default: |required$|\d*[^ ]*x[<>])", extra[1]):
             label, _, value = part.partition(": ")
