@@ -134,8 +134,8 @@ def run_coordinator(
         )
         ending.callback(store.close)
         if mirror is not None:
-            mark(config.state_dir, leadership.term.holder)
             leadership.begun()
+            mark(config.state_dir, leadership.term.holder)
             mirror.lets_in = True
         adopt = None
         if adopt_patience_s is not None:

@@ -42,7 +42,9 @@ class Term:
 
     run: str  # fingerprint
     leader: str  # its [coordinator] name
-    holder: str  # drawn by the process that leads, anew where it lets a standby in: folders are marked with it
+    holder: str
+    """Drawn by the process that leads, anew where it lets a standby in: folders are marked with it. Until that process
+    has the run, the mark of those that have all follows, after a space."""
     term: int  # how often the record was replaced
     address: str  # where nodes reach the leader, as far as it knows
     in_sync: tuple[str, ...] = ()  # standbys that have all that was told
@@ -280,11 +282,13 @@ class Leadership:
         return cls(store, root, term, now) if found == term else None
 
     def begun(self) -> None:
-        """Record that the run is in the folder: none of the same name, with an empty folder, begins it anew. A store
-        that does not answer is not waited for. Raises Deposed."""
+        """Record that the run is in this folder, before anything is told: none of the same name, with an empty folder,
+        begins it anew, and what others have no longer counts. The store is waited for only where others could go on.
+        Raises Deposed."""
         with self._lock:
-            if self.term.term == 1:
-                self._change(self.term, lambda: True)
+            alone = dataclasses.replace(self.term, in_sync=(), holder=self.term.holder.split()[0])
+            if self.term.term == 1 or self.term != alone:
+                self._change(alone, lambda is_alone=self.term == alone: is_alone)
 
     def set_in_sync(
         self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = ""

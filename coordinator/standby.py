@@ -85,7 +85,8 @@ class Contender:
                     "coordinator that led last with --force-lead",
                 )
             if force or self._may_begin(self.leader):
-                leadership = patiently(partial(self._claim, version), stopped, "changed")
+                claim = partial(self._claim, version, keeps=not force and self._has_run())
+                leadership = patiently(claim, stopped, "changed")
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
                     return leadership
@@ -109,9 +110,6 @@ class Contender:
                 )
         return None
 
-    def _next(self, before: Term | None) -> Term:
-        return dataclasses.replace(self._own, term=1 if before is None else before.term + 1)
-
     def _may_begin(self, found: Term | None) -> bool:
         """Whether this process may lead without having stood by: there was no leader, it is the last one and has its
         folder, or the last one's state is to be recovered from copies."""
@@ -129,17 +127,25 @@ class Contender:
     def _has_all_of(self, term: Term) -> bool:
         """Whether the folder was led, or given all, by the holder of this record; names alone may be given twice."""
         holders = marked(self._root, self.files)
-        return not holders or term.holder in holders
+        return not holders or not {*term.holder.split()}.isdisjoint(holders)
 
-    def _claim(self, version: Version) -> Leadership | None:
-        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's."""
-        own = self._own.holder
-        if (holders := marked(self._root, self.files)) and own not in holders:
-            mark(self._root, " ".join([*holders, own]), self.files)
-        leadership = Leadership.claim(self._store, self._root, self._next(self.leader), version)
-        if leadership is not None and holders is not None:
-            mark(self._root, own, self.files)
-        return leadership
+    def _claim(self, version: Version, *, keeps: bool) -> Leadership | None:
+        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's.
+        `keeps`: this folder has all that was told; should it turn out to be unreadable, another that has all goes on.
+        """
+        own, before = self._own.holder, self.leader
+        number = 1 if before is None else before.term + 1
+        if number == 2 and not self._has_run():  # no run has begun, as `Leadership.begun` would say
+            number = 1
+        term = dataclasses.replace(self._own, term=number)
+        if before is not None:
+            holders = marked(self._root, self.files) or []
+            if kept := [holder for holder in before.holder.split() if holder in holders]:
+                mark(self._root, " ".join([*kept, own]), self.files)
+            if keeps and (others := {before.leader, *before.in_sync} - {self.name}):
+                theirs = before.holder.split()[-1]
+                term = dataclasses.replace(term, holder=f"{own} {theirs}", in_sync=tuple(sorted(others)))
+        return Leadership.claim(self._store, self._root, term, version)
 
     def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None
@@ -177,7 +183,7 @@ class Contender:
         """Take the lead from a leader that is silent, if this folder has all that it told."""
         try:
             self.leader, version = self._store.read()
-            if self.leader is not None and self.leader.holder == self._own.holder:  # an answer was lost
+            if self.leader is not None and self.leader.holder.split()[0] == self._own.holder:  # an answer was lost
                 return Leadership(self._store, self._root, self.leader, version)
             if self.leader is None or self.name not in self.leader.in_sync:
                 only = f": only {self.leader.leader} can go on" if self.leader else ""
@@ -191,7 +197,7 @@ class Contender:
                 only = f"only {self.leader.leader} can go on, or the folder that {self.name} had"
                 self._say(f"the record has {self.name} in sync, and this folder has not what it says: {only}")
                 return None
-            leadership = self._claim(version)
+            leadership = self._claim(version, keeps=not is_lost)
         except Unreachable as error:
             self._say(f"who leads is not known: {error}")
             return None

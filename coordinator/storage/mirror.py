@@ -418,7 +418,8 @@ class Mirror:
                 if last > asked_at + RIVAL_S:
                     self._refuse(route, name, f"another standby of the name {name} is connected: {_OWN_NAME}")
                     self._known_routes.pop(route, None)
-                    del self._joining[who], self._heard_at[who]
+                    del self._joining[who]
+                    self._heard_at.pop(who, None)  # it may be silent since it asked
                 elif self._now() - last > SILENCE_S:
                     del self._joining[who]
                     return name, route, held

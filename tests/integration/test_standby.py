@@ -255,7 +255,7 @@ def test_a_leader_that_was_suspended_ends_and_nothing_of_it_counts(pair: Pair) -
     after = pair.goes_on_at("b", before)
     pair.daemons["a"].signal(signal.SIGCONT)
     assert run.until_ended(pair.daemons["a"]) == ExitCode.REFUSED
-    assert_one_line(pair.daemons["a"], "b leads the run since term 4", "start this one again, and it stands by")
+    assert_one_line(pair.daemons["a"], "b leads the run since term 5", "start this one again, and it stands by")
     later = run.until("windows commit", partial(further_than, before=after))
     assert later["run"]["epoch"] == after["run"]["epoch"]
 

@@ -20,7 +20,7 @@ from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreacha
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.follower import Following
-from farloop.coordinator.storage.mirror import mark
+from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import as_they_are
 from farloop.coordinator.storage.segment import segment_header
 from farloop.lab.chaos import record_server
@@ -212,7 +212,7 @@ def test_the_first_leads_and_leads_again_on_its_own_folder(tmp_path: Path) -> No
     a.has_run()
     leads.set_in_sync(("b",))
     again = Start(tmp_path, "a", **PAIR).lead()
-    assert again is not None and again.term.term == 3 and again.term.in_sync == ()
+    assert again is not None and again.term.term == 3
     with pytest.raises(Deposed, match="a leads the run since term 3"):
         leads.set_in_sync(())
 
@@ -226,6 +226,13 @@ def test_a_second_one_of_the_same_name_does_not_begin_the_run_anew(tmp_path: Pat
     assert other.lead() is None and other.stands_by
     leads.begun()
     leads.check()
+
+
+def test_a_start_that_fails_before_the_run_exists_may_be_repeated(tmp_path: Path) -> None:
+    """As with a full disk: the third one stood by for itself."""
+    for _ in range(3):
+        leads = Start(tmp_path, "a", **PAIR).lead()
+        assert leads is not None and leads.term.term == 1
 
 
 def test_a_second_one_stands_by(tmp_path: Path) -> None:
@@ -304,6 +311,29 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     assert taken is not None
     again = Start(tmp_path, "b", **PAIR).lead()
     assert again is not None and again.term.term == taken.term.term + 1
+
+
+def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(tmp_path: Path) -> None:
+    """Its folder turns out to be damaged, or it dies again."""
+    a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
+    leads = a.lead()
+    assert leads is not None
+    leads.set_in_sync(("b",))
+    for start in (a, b):
+        start.has_run()
+        mark(start.config.state_dir, leads.term.holder)
+    for _ in range(3):  # a dies as often as it starts
+        leads = Start(tmp_path, "a", **PAIR).lead()
+        assert leads is not None and leads.term.in_sync == ("b",)
+    taken = b.contender._take_over()
+    assert taken is not None and taken.term.in_sync == ("a",)
+    with pytest.raises(Deposed, match="b leads"):
+        leads.begun()
+    back = Start(tmp_path, "a", **PAIR).contender._take_over()
+    assert back is not None and back.term.in_sync == ("b",)
+    back.begun()
+    assert back.term.in_sync == () and Start(tmp_path, "b", **PAIR).contender._take_over() is None
+    assert len(marked(a.config.state_dir) or []) < 4, "the mark does not grow with each start"
 
 
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:

@@ -347,6 +347,18 @@ def test_a_standby_that_was_started_again_is_let_in_once_its_last_process_is_sil
     assert [*pair.mirror._standbys] == [b"2"] and pair.mirror.leadership.term.in_sync == ("b",)
 
 
+def test_a_second_standby_that_is_silent_since_it_asked_is_refused(pair: Pair, spec: RunSpec) -> None:
+    """It ended the leader."""
+    pair.begin(spec)
+    pair.join()
+    pair.mirror.lets_in = False
+    pair.join(b"2", "2")
+    pair.time += mirrors.SILENCE_S + 0.1
+    pair.mirror.lets_in, pair.replica = True, Replica(PLACE, pair.standby, beside=False)
+    pair.join()
+    assert [*pair.mirror._standbys] == [b"1"] and not pair.mirror._joining
+
+
 def test_nothing_waits_for_a_standby_that_said_good_bye(pair: Pair, spec: RunSpec) -> None:
     store = pair.begin(spec)
     pair.join()

@@ -82,13 +82,22 @@ class Coordinator:
         self.disk = self.disk.power_cut(self.world.fate()) if self.world.dice.random() < 0.5 else self.disk.killed()
 
     def lead(self, led: Leadership) -> None:
-        """Go on with what the folder has. All that was told has to be there."""
+        """Go on with what the folder has, or fail as one does that cannot read it."""
+        if not self.world.calm and self.world.dice.random() < 0.2:
+            self.alive = False
+            return
+        try:
+            self._begin(led)
+        except (Killed, Deposed, StorageFailed):
+            self.mirror, self.alive = None, False
+
+    def _begin(self, led: Leadership) -> None:
+        """All that was told has to be there."""
         self.replica = self.route = None
         Replica(PLACE, self.disk, beside=False)  # what a start does with a half-given state
         self.mirror = Mirror(PLACE, led, self.disk, lambda: self.world.now)
         self.mirror._moved = Turn(self.world, self)  # type: ignore[assignment]
-        self.mirror.send, self.mirror.lets_in = self.send, True
-        mark(PLACE, led.term.holder, self.disk)
+        self.mirror.send = self.send
         self.files = MirroredFiles(self.mirror)
         held = b"" if self.disk.identity(LOG) is None else self.disk.read_bytes(LOG)
         self.size = len(held) // RECORD_BYTES * RECORD_BYTES
@@ -99,6 +108,9 @@ class Coordinator:
             self.files.create(LOG).close()
         with closing(self.files.open(PLACE)) as folder:
             folder.sync()
+        led.begun()
+        mark(PLACE, led.term.holder, self.disk)
+        self.mirror.lets_in = True
 
     def tell(self) -> None:
         """Write a record; once it is durable as it has to be, nodes are told."""
@@ -171,6 +183,7 @@ class World:
     def turn(self, caller: Coordinator | None) -> None:
         """A quarter of a second. Raises Killed in the call of a process that died."""
         self.now += TURN_S
+        life = caller and caller.contender
         if self._depth < 6:
             self._depth += 1
             try:
@@ -182,7 +195,7 @@ class World:
                 self._depth -= 1
         while caller is not None and caller.alive and not caller.runs:
             self.turn(None)
-        if caller is not None and not caller.alive:
+        if caller is not None and not (caller.alive and caller.contender is life):
             raise Killed
 
     def _chance(self) -> None:
@@ -250,7 +263,7 @@ class World:
         with suppress(leadership.Unreachable):
             found, version = self.terms.read()
             host.contender.leader = found
-            if host.contender._may_begin(found) and (led := host.contender._claim(version)):
+            if host.contender._may_begin(found) and (led := host.contender._claim(version, keeps=found is not None)):
                 host.lead(led)
 
     def live(self, turns: int) -> None:
