@@ -2,12 +2,13 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
-import pytest
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.net.link_table import COORDINATOR, Ends, LinkTable
-from farloop.coordinator.observe.straggler_monitor import LEAST_ROUNDS, USUAL_AFTER, RoundTimes, SlowLinks
+from farloop.coordinator.observe.straggler_monitor import RoundTimes, SlowLinks
 from farloop.planner.anomalies import Kind, Samples, slow
 from farloop.wire.meter import Burst
 
@@ -18,89 +19,61 @@ def delta(seq: int, fragment: int = 0) -> BlobId:
     return BlobId(kind=BlobKind.DELTA, fragment=fragment, version=seq, node=A, incarnation=1, seq=seq)
 
 
-class Paced(RoundTimes):
-    """The rounds of node a."""
+class Paced(Scripted):
+    """Node a. A round is of ten steps and a thousand bytes, ten seconds from the round before.
+
+    rounds 8 | rounds 8 byte_s=0.008 strays=True      how long the last took, of how long was expected
+    asked 1 600 0.0 | asked 2 400 1.0 fragment=1      a delta of so many bytes, at 0 s; it is whole, at 3 s
+    whole 1 3.0 | broken | closed
+    reported 7.0 10 10.0                              seconds blocked, steps, at 10 s
+    forget | starts 2 | pace
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.retain({A: 1})
+        self.times, self.number = RoundTimes(), 0
+        self.starts(1)
 
-    def round(self, number: int, *, byte_s: float = 0.001, strays: bool = False) -> Samples:
-        """Ten steps and a thousand bytes, ten seconds from the round before."""
-        begin = 10.0 * number
-        self.reported(A, blocked_s=begin, inner_steps=10 * number, now=2 * begin)
-        self.reported(A, blocked_s=begin, inner_steps=10 * number + 10, now=2 * begin + 5.0)
-        self.asked(delta(number), 1000, begin)
-        self.whole(delta(number), begin + 1000 * byte_s)
-        return self.close([(Kind.LINK_SLOW, A)] if strays else [])[A]
+    def starts(self, incarnation: int) -> None:
+        self.times.retain({A: incarnation} if incarnation else {})
 
+    def rounds(self, count: int, *, byte_s: float = 0.001, strays: bool = False) -> str:
+        for number in range(self.number, self.number + count):
+            begin = 10.0 * number
+            self.reported(begin, 10 * number, 2 * begin)
+            self.reported(begin, 10 * number + 10, 2 * begin + 5.0)
+            self.asked(number, 1000, begin)
+            self.whole(number, begin + 1000 * byte_s)
+            told = self.closed(strays=strays)
+        self.number += count
+        return told
 
-@pytest.fixture
-def paced() -> Paced:
-    return Paced()
+    def reported(self, blocked_s: float, steps: int, now: float, *, trains: bool = True) -> None:
+        self.times.reported(A, blocked_s, steps, now, trains=trains)
 
+    def asked(self, seq: int, num_bytes: int, now: float, *, fragment: int = 0) -> None:
+        self.times.asked(delta(seq, fragment), num_bytes, now)
 
-def test_a_node_is_judged_by_the_median_of_its_own_rounds_once_there_are_enough(paced: Paced) -> None:
-    for number in range(LEAST_ROUNDS):
-        sample = paced.round(number)
-        assert [part.expected_s for part in sample.values()] == [0.0, 0.0], "not yet"
-    sample = paced.round(LEAST_ROUNDS, byte_s=0.008)
-    assert sample[Kind.LINK_SLOW].expected_s == pytest.approx(1.0) and sample[Kind.LINK_SLOW].taken_s == pytest.approx(
-        8.0
-    )
-    assert sample[Kind.NODE_SLOW].expected_s > 0.0
+    def whole(self, seq: int, now: float, *, fragment: int = 0) -> None:
+        self.times.whole(delta(seq, fragment), now)
 
+    def broken(self) -> None:
+        self.times.broken(A)
 
-def test_rounds_that_stray_are_not_learnt_from(paced: Paced) -> None:
-    for number in range(LEAST_ROUNDS):
-        paced.round(number)
-    for number in range(LEAST_ROUNDS, LEAST_ROUNDS + 40):
-        sample = paced.round(number, byte_s=0.008, strays=True)
-    assert sample[Kind.LINK_SLOW].expected_s == pytest.approx(1.0)
-    assert paced.paces()[A].bytes_per_s == pytest.approx(125.0), "its pace is what it is now"
-    paced.forget(Kind.LINK_SLOW, A)
-    assert paced.round(99)[Kind.LINK_SLOW].expected_s == 0.0, "learnt anew"
+    def closed(self, *, strays: bool = False) -> str:
+        found = self.times.close([(Kind.LINK_SLOW, A)] if strays else []).get(A, {})
+        told = [f"{kind.name} {part.taken_s:g} of {part.expected_s:g}" for kind, part in found.items()]
+        return ", ".join(told) or "none"
 
+    def forget(self) -> None:
+        self.times.forget(Kind.LINK_SLOW, A)
 
-def test_another_start_of_a_node_is_another_machine_for_all_one_knows(paced: Paced) -> None:
-    for number in range(LEAST_ROUNDS + 1):
-        paced.round(number)
-    assert A in paced.paces()
-    paced.retain({A: 2})
-    assert A not in paced.paces()
-    assert paced.round(0)[Kind.NODE_SLOW].expected_s == 0.0
-    paced.retain({})
-    assert paced.close([]) == {}
+    def pace(self) -> str:
+        return f"{self.times.paces()[A].bytes_per_s:g} bytes a second" if A in self.times.paces() else "unknown"
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds"),
-    [
-        # side by side they share the seconds of the link
-        ([("asked", delta(1, 0), 600, 0.0), ("asked", delta(2, 1), 400, 1.0), ("whole", delta(1, 0), 3.0),
-          ("whole", delta(2, 1), 4.0)], 4.0),
-        # what broke off tells nothing
-        ([("asked", delta(1), 1000, 0.0), ("broken", A), ("asked", delta(1), 400, 60.0), ("whole", delta(1), 61.0)],
-         1.0),
-        # the first was given up for the second
-        ([("asked", delta(2), 1000, 70.0), ("asked", delta(3), 1000, 90.0), ("whole", delta(3), 91.0),
-          ("whole", delta(2), 99.0)], 1.0),
-    ],
-)  # fmt: skip
-def test_a_transfer_takes_the_links_seconds(paced: Paced, steps: list[tuple[object, ...]], seconds: float) -> None:
-    for call, *given in steps:
-        getattr(paced, str(call))(*given)
-    assert paced.close([])[A][Kind.LINK_SLOW].taken_s == pytest.approx(seconds)
-
-
-def test_standing_still_and_evaluating_are_no_compute(paced: Paced) -> None:
-    paced.reported(A, blocked_s=0.0, inner_steps=0, now=0.0)
-    paced.reported(A, blocked_s=7.0, inner_steps=10, now=10.0)
-    assert paced.close([])[A][Kind.NODE_SLOW].taken_s == pytest.approx(3.0)
-    paced.reported(A, blocked_s=7.0, inner_steps=10, now=60.0, trains=False)
-    paced.reported(A, blocked_s=7.0, inner_steps=11, now=61.0)
-    paced.reported(A, blocked_s=7.0, inner_steps=13, now=62.0)
-    assert paced.close([])[A][Kind.NODE_SLOW].taken_s == pytest.approx(1.0)
+@all_stories(__file__, "paces")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Paced().told, rewrite=rewrite)
 
 
 def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
@@ -129,7 +102,6 @@ def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
 RATES = {"a": 1e6, "b": 2e6, "c": 8e6, "d": 0.5e6}
 """Unequal from the beginning: that is no reason to call any of them slow."""
 PLACES = [*RATES, COORDINATOR]
-UP, DOWN = ("c", COORDINATOR), (COORDINATOR, "c")
 
 
 def measured(slow: dict[Ends, float]) -> LinkTable:
@@ -146,41 +118,20 @@ def measured(slow: dict[Ends, float]) -> LinkTable:
     return table
 
 
-def slowed(slow: dict[Ends, float]) -> SlowLinks:
-    known = SlowLinks()
-    for _ in range(LEAST_ROUNDS):
-        known.on_round_end(measured({}), list(RATES))
-        assert not any(map(known.of, PLACES))
-    known.on_round_end(measured(slow), list(RATES))
-    return known
+class Slowed(Scripted):
+    """`rounds 9 c-up=8.0 c-down=8.0`: in nine rounds these ways are 8 times as slow as usual; where that is told."""
+
+    def __init__(self) -> None:
+        self.known = SlowLinks()
+
+    def rounds(self, count: int, **slow: float) -> list[str]:
+        ways = {(way.split("-")[0], COORDINATOR) if way.endswith("up") else (COORDINATOR, way.split("-")[0]): factor
+                for way, factor in slow.items()}  # fmt: skip
+        for _ in range(count):
+            self.known.on_round_end(measured(ways), list(RATES))
+        return [f"{place}: {told}" for place in PLACES if (told := self.known.of(place))]
 
 
-@pytest.mark.parametrize(
-    ("slow", "place", "told"),
-    [
-        ({UP: 8.0}, "c", "send side, 8.0 times as slow as before"),
-        ({UP: 8.0, DOWN: 8.0}, "c", "card or host"),
-        ({}, "c", ""),
-    ],
-)
-def test_where_links_became_slow_is_told(slow: dict[Ends, float], place: str, told: str) -> None:
-    known = slowed(slow)
-    assert known.of(place).startswith(told)
-    assert [one for one in PLACES if known.of(one)] == ([place] if told else [])
-
-
-def test_all_uplinks_together_are_the_coordinators_own_end() -> None:
-    known = slowed({(node, COORDINATOR): 8.0 for node in RATES})
-    assert known.of(COORDINATOR).startswith("receive side")
-
-
-def test_what_stays_slow_is_usual_one_day_and_so_is_what_became_fast() -> None:
-    """No place is called slow for ever, nor are links held to what they no longer are."""
-    known = slowed({UP: 8.0})
-    for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.on_round_end(measured({UP: 8.0}), list(RATES))
-    assert known.of("c") == "", "the usual by now"
-    for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.on_round_end(measured({}), list(RATES))
-    known.on_round_end(measured({UP: 4.0}), list(RATES))
-    assert known.of("c") == "send side, 4.0 times as slow as before", "not as it was when it was slow"
+@all_stories(__file__, "slow_links")
+def test_slow_links(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Slowed().told, rewrite=rewrite)
