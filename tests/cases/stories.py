@@ -64,17 +64,20 @@ class StoryText:
 
 
 class Scripted:
-    """Its methods and attributes are the words of stories: `give a 10; free` calls give("a", 10), and free is told."""
+    """Its methods and attributes are the words of stories: `give a 10; free` calls give("a", 10), and free is told.
+    `3 give a#` calls it for a1, a2 and a3."""
 
     def told(self, line: str) -> str:
         """What the last word of a line returned, as text."""
         found: Any = None
         for event in line.split("; "):
-            word, *given = event.split()
-            plain = [literal(value) for value in given if "=" not in value]
-            named = {key: literal(value) for key, value in (pair.split("=", 1) for pair in given if "=" in pair)}
-            found = getattr(self, word)
-            found = found(*plain, **named) if callable(found) else found
+            count, _, once = event.partition(" ")
+            for number in range(int(count)) if count.isdigit() else [0]:
+                word, *given = (once if count.isdigit() else event).replace("#", str(number + 1)).split()
+                plain = [literal(value) for value in given if "=" not in value]
+                named = {key: literal(value) for key, value in (pair.split("=", 1) for pair in given if "=" in pair)}
+                found = getattr(self, word)
+                found = found(*plain, **named) if callable(found) else found
         return self.text(found)
 
     def text(self, found: Any) -> str:

@@ -1,6 +1,7 @@
 """Covers `coordinator/net/router.py` over a socket and a clock without network and time."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from interpreter_work import work_of
 from plain_runs import plain_hello, plain_spec
+from stories import Scripted, StoryText, all_stories, check_story
 from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -25,7 +27,7 @@ from farloop.coordinator.net.router import (
     Egress,
     SessionRouter,
 )
-from farloop.coordinator.net.sessions import Peer, RateLimits
+from farloop.coordinator.net.sessions import Peer
 from farloop.runtime.ports import Action, Route, RouterListener, Sent
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
@@ -109,7 +111,7 @@ class Hall(VirtualHost):
         self.closed: list[tuple[str, SessionClosed]] = []
         self.said: list[tuple[str, object]] = []
         self.sent: list[tuple[str, BlobId]] = []
-        self.told: list[tuple[str, SessionEvent]] = []
+        self.told_to: list[tuple[str, SessionEvent]] = []
         """What nodes heard."""
         self.refuses: Callable[[str, SessionEvent], bool] = lambda name, event: False
         """Whether the executor raises an error for an event."""
@@ -170,7 +172,7 @@ class Hall(VirtualHost):
 
     def _act(self, name: str, node: Session) -> None:
         for event in node.events():
-            self.told.append((name, event))
+            self.told_to.append((name, event))
             match event:
                 case MessageReceived(message=Welcome()):
                     self.arrive(name, 1, node.lane_hello())
@@ -268,50 +270,6 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
         assert logged and logged[0].exc_info, "an unexpected error is logged with its traceback"
 
 
-def test_a_node_whose_message_is_refused_hears_which_and_why(hall: Hall) -> None:
-    hall.nodes["a"].send(Fetch(fragment=1 << 63), 0.0)
-    hall.turn()
-    why = f"Fetch.fragment is {1 << 63}: expected a number from 0 to {(1 << 63) - 1}"
-    assert ("a", MessageReceived(message=Leave(reason=Reason.MALFORMED, detail=why))) in hall.told
-    assert hall.nodes["a"].state is State.CLOSED
-    hall.assert_only_a_ended(Reason.MALFORMED)
-
-
-def test_what_a_suspended_node_sends_after_its_session_ended_is_counted_as_late(hall: Hall) -> None:
-    hall.pass_time(11.0)
-    assert hall.ends == [("a", Reason.SILENT), ("b", Reason.SILENT)]
-    for fragment in range(20):
-        hall.nodes["a"].send(Fetch(fragment=fragment), 11.0)
-    hall.turn("a")
-    assert hall.away and set(hall.away) == {Reason.ENDED}
-
-
-def test_a_node_whose_session_a_newer_start_ends_hears_it(hall: Hall) -> None:
-    hall.link.closed_by_us(hall.peers["a"], Reason.OLD_INCARNATION, "start 2 of a has joined, this is 1")
-    hall.turn()
-    told = Leave(reason=Reason.OLD_INCARNATION, detail="start 2 of a has joined, this is 1")
-    assert ("a", MessageReceived(message=told)) in hall.told
-    hall.assert_only_a_ended(Reason.OLD_INCARNATION)
-
-
-@pytest.mark.parametrize("kind", [MessageReceived, BlobSent, SessionClosed])
-def test_an_event_that_cannot_be_handled_ends_the_session_that_it_is_of(hall: Hall, kind: type) -> None:
-    hall.refuses = lambda name, event: name == "a" and isinstance(event, kind)
-    hall.work("a", 1)
-    if kind is SessionClosed:
-        hall.link.closed_by_us(hall.peers["a"], Reason.SUPERSEDED)
-    hall.assert_only_a_ended(Reason.SUPERSEDED if kind is SessionClosed else Reason.FAULT)
-
-
-def test_after_an_event_that_cannot_be_handled_only_the_end_is_reported(hall: Hall) -> None:
-    hall.refuses = lambda name, event: event == MessageReceived(message=Ready())
-    for message in (Fetch(fragment=1), Ready(), Fetch(fragment=2)):
-        hall.nodes["a"].send(message, 0.0)
-    hall.turn()
-    assert hall.said == [("a", Fetch(fragment=1))]
-    hall.assert_only_a_ended(Reason.FAULT)
-
-
 @pytest.mark.parametrize("error", [StorageFailed(Path("disk"), "on purpose"), MachineBroken("so")])
 def test_an_error_of_the_whole_process_ends_no_session_and_is_raised(hall: Hall, error: Exception) -> None:
     with pytest.raises(type(error)), hall.link.working_for(hall.peers["a"]):
@@ -329,16 +287,6 @@ def test_an_update_that_cannot_be_read_without_a_free_descriptor_ends_one_sessio
         session.push_blob(update(1), Unopened(DATA))
     hall.turn()
     hall.assert_only_a_ended(Reason.FAULT)
-
-
-def test_messages_that_are_never_acknowledged_end_the_session() -> None:
-    """4096 outcomes of nonsense offers ended the coordinator."""
-    hall = Hall(Limits(max_queued_messages=50))
-    for _ in range(60):
-        with hall.link.working_for(hall.peers["a"]) as session:
-            session.send(Finished(), 0.0)
-    assert "50 messages" in hall.closed[0][1].detail and hall.away == [Reason.BEHIND]
-    hall.assert_only_a_ended(Reason.BEHIND)
 
 
 def test_a_first_frame_that_cannot_be_handled_is_ignored(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,19 +323,6 @@ def test_sessions_share_a_limited_uplink_by_turns_and_snapshots_come_last() -> N
     assert hall.link.uplink is not None and hall.link.uplink.held_s > 5.0 and hall.ends == []
 
 
-def test_each_session_has_its_timers_on_time(hall: Hall) -> None:
-    """An acknowledgement, and the end of a silent session, at the time that each of them is due."""
-    hall.pass_time(0.5)
-    hall.nodes["b"].send(Fetch(fragment=1), 0.5)
-    hall.turn("b")
-    hall.pass_time(Timing().ack_delay_s + 0.01)
-    assert hall.wire.sent.pop("b0") and "a1" not in hall.wire.sent
-    hall.pass_time(Timing().liveness_s - hall.process.now + 0.1)
-    assert hall.ends == [("a", Reason.SILENT)]
-    hall.pass_time(0.5)
-    assert hall.ends == [("a", Reason.SILENT), ("b", Reason.SILENT)]
-
-
 def test_a_sessions_timer_looks_at_no_other_session() -> None:
     """Each has acknowledgements and heartbeats at times of its own; per session, many cost what few do."""
 
@@ -403,107 +338,6 @@ def test_a_sessions_timer_looks_at_no_other_session() -> None:
     assert many < 1.2 * few
 
 
-@pytest.mark.parametrize("readable", ["socket", "process"])
-def test_after_a_pause_what_is_readable_goes_in_before_timers_fire(hall: Hall, readable: str) -> None:
-    """C: a pause of the coordinator is not held against its nodes, however short it is."""
-    hall.pass_time(9.6)
-
-    def read() -> None:
-        for name, node in hall.nodes.items():
-            node.send(Fetch(fragment=1), 1.0)
-            for lane, parts in node.outgoing(1.0):
-                hall.arrive(name, lane, parts)
-
-    if readable == "socket":
-        hall.wire.readable = [read]
-    else:
-        hall.agenda.after(0.2, lambda: hall.process.deliver(read))
-    hall.pass_time(0.8, stopped=True)
-    assert hall.ends == [] and len(hall.said) == 2
-
-
-def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does(hall: Hall) -> None:
-    hall.wire.full = {"a0", "a1"}
-    hall.work("a", 1)
-    hall.work("b", 1)
-    assert hall.sent == [("b", update(1))]
-    hall.wire.full.clear()
-    with hall.link.working_for(hall.peers["a"]) as session:
-        session.send(Finished(), 0.0)
-    assert not hall.wire.sent.get("a0"), "it waits behind the frames that were not taken"
-    hall.link.on_writable()
-    hall.turn()
-    assert hall.sent == [("b", update(1)), ("a", update(1))] and not hall.ends
-
-
-def test_a_session_outlives_a_bulk_lane_but_not_its_last_one(hall: Hall) -> None:
-    """T: what was on its way on the lane that is gone leaves on the other."""
-    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
-    hall.nodes["a"].lane_opened(2)
-    hall.wire.full = {"a1"}
-    with hall.link.working_for(hall.peers["a"]) as session:
-        session.push_blob(update(0), BytesSource(bytes(1 << 20)))
-    assert len(hall.wire.sent["a2"]) == 4 and "a1" not in hall.wire.sent, "half waits for the lane that is full"
-    hall.wire.full, hall.wire.gone = set(), {"a1"}
-    hall.work("a", 1)
-    assert hall.sent[-1] == ("a", update(1)) and not hall.ends
-    assert sorted(hall.peers["a"].lanes) == [0, 2]
-    hall.wire.gone = {"a2"}
-    hall.work("a", 2)
-    hall.assert_only_a_ended(Reason.CLOSED)
-
-
-def test_a_lane_that_is_lost_with_several_frames_behind_it_costs_no_session(hall: Hall) -> None:
-    """T: they were given to it at once, before the first of them found it full."""
-    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
-    hall.nodes["a"].lane_opened(2)
-    hall.wire.full = {"a1", "a2"}
-    with hall.link.working_for(hall.peers["a"]) as session:
-        for version in range(1, 5):
-            session.send(committed(version), 0.0)
-            session.push_blob(update(version), BytesSource(DATA))
-    lane = hall.link._peers.lane("a1")
-    assert lane is not None and len(lane.backlog) > 1
-    hall.wire.full, hall.wire.gone = set(), {"a1"}
-    hall.link.on_writable()
-    assert not hall.ends and sorted(hall.peers["a"].lanes) == [0, 2]
-    hall.turn()
-    assert sorted(blob.version for _, blob in hall.sent) == [1, 2, 3, 4]
-
-
-def test_a_lane_that_is_opened_again_takes_the_place_of_the_one_that_was_lost(hall: Hall) -> None:
-    """T: also where its node alone has noticed; the frames that waited for it are not sent to it."""
-    hall.arrive("a", 2, lane_hello(1, 1, hall.peers["a"].token, 2))
-    hall.wire.full = {"a1", "a2"}
-    with hall.link.working_for(hall.peers["a"]) as session:
-        session.push_blob(update(0), BytesSource(bytes(1 << 20)))
-    assert "a2" not in hall.wire.sent
-    hall.link.on_frame("new", lane_hello(1, 1, hall.peers["a"].token, 2), From())
-    assert hall.peers["a"].lanes[2].route == "new" and len(hall.wire.sent["new"]) == 4 and not hall.ends
-    assert hall.link._peers.lane("a2") is None
-
-
-def test_the_end_of_a_connection_is_noticed_at_once(hall: Hall) -> None:
-    """V: not when there happens to be something to send."""
-    hall.wire.gone = {"a0"}
-    hall.link.on_gone()
-    hall.pass_time(0.2)
-    hall.assert_only_a_ended(Reason.CLOSED)
-
-
-def test_a_node_that_asks_too_often_is_dismissed_and_hears_why(hall: Hall) -> None:
-    for _ in range(100):
-        hall.nodes["a"].send(Ready(), 0.0)
-    first, *others = hall.nodes["a"].outgoing(0.0)
-    for lane, parts in [*others, first]:  # the first is late, and all are delivered at once
-        hall.arrive("a", lane, parts)
-    assert len(hall.said) == RateLimits().messages[Ready].burst, "what follows is ignored"
-    assert hall.away == [Reason.TOO_OFTEN]
-    hall.turn()
-    assert ("a", MessageReceived(message=Leave(reason=Reason.TOO_OFTEN))) in hall.told
-    hall.assert_only_a_ended(Reason.TOO_OFTEN)
-
-
 def test_a_greeting_that_cannot_be_read_is_answered(hall: Hall) -> None:
     hall.link.on_frame("old", ControlFrame(run=0, epoch=0, seq=0, ack=0, body=b"?").parts(), From())
     (answer,) = hall.wire.sent["old"]
@@ -511,17 +345,139 @@ def test_a_greeting_that_cannot_be_read_is_answered(hall: Hall) -> None:
     assert isinstance(refused, Refused) and refused.reason is Reason.MALFORMED and hall.ends == []
 
 
-def test_frames_are_attributed_to_the_key_that_authenticated_them() -> None:
-    """U."""
-    hall = Hall(keys=True)
-    hall.link.on_frame("stranger", [b"?"], From())
-    assert hall.away == [Reason.WRONG_KEY]
-    hall.keys["a"] = "b"
-    hall.nodes["a"].send(Fetch(fragment=1), 0.0)
-    hall.turn()
-    hall.assert_only_a_ended(Reason.WRONG_KEY)
-    hall.link.on_revoked({"b"})
-    assert hall.ends[1:] == [("b", Reason.WRONG_KEY)]
+class Told(Hall, Scripted):
+    """Its stories have these words:
+
+    fetch a 1 | ready a            a says this; `turn` carries what was said, and `turn a` that of a alone
+    work a 1 | pushes a 1 | tells a    every kind of work for its session; an update; a message
+    closes a OLD_INCARNATION why   its session ends
+    cannot_handle a BlobSent       events of this kind of its session cannot be handled
+    opens a 2 | full a1 | gone a1 | free | writable | notices      lanes, and what becomes of them
+    passes 0.5 | reads 0.8 socket  time; after a pause in which frames wait in the socket, or for the process
+    late a | reads | stranger | has_key_of a b | revoked b
+    ended | why | turned_away | heard a | messages | updates | sent_on a1 | backlog a1 | lanes a
+    only_a                         only the session of a has ended, nothing of it is kept, and b goes on; why
+    """
+
+    def __init__(self, *, queued: int = 4096, keys: bool = False) -> None:
+        super().__init__(Limits(max_queued_messages=queued), keys=keys)
+
+    def fetch(self, name: str, fragment: int, now: float = 0.0) -> None:
+        self.nodes[name].send(Fetch(fragment=fragment), now)
+
+    def ready(self, name: str) -> None:
+        self.nodes[name].send(Ready(), 0.0)
+
+    def late(self, name: str) -> None:
+        """What it has said arrives at once, the first of it last."""
+        first, *others = self.nodes[name].outgoing(0.0)
+        for lane, parts in [*others, first]:
+            self.arrive(name, lane, parts)
+
+    def tells(self, name: str) -> None:
+        with self.link.working_for(self.peers[name]) as session:
+            session.send(Finished(), 0.0)
+
+    def pushes(self, name: str, *versions: int, size: int = len(DATA)) -> None:
+        with self.link.working_for(self.peers[name]) as session:
+            for version in versions:
+                if size == len(DATA):
+                    session.send(committed(version), 0.0)
+                session.push_blob(update(version), BytesSource(bytes(size)))
+
+    def closes(self, name: str, reason: str, *why: str) -> None:
+        self.link.closed_by_us(self.peers[name], Reason[reason], " ".join(map(str, why)))
+
+    def cannot_handle(self, name: str, kind: str) -> None:
+        self.refuses = lambda who, event: (
+            who == name
+            and (type(event).__name__ == kind or (event == MessageReceived(message=Ready()) and kind == "Ready"))
+        )
+
+    def opens(self, name: str, lane: int, route: str = "") -> None:
+        hello = lane_hello(1, 1, self.peers[name].token, lane)
+        if route:
+            self.link.on_frame(route, hello, From())
+        else:
+            self.arrive(name, lane, hello)
+            self.nodes[name].lane_opened(lane)
+
+    def full(self, *routes: str) -> None:
+        self.wire.full = set(routes)
+
+    def gone(self, *routes: str) -> None:
+        self.wire.full, self.wire.gone = set(), set(routes)
+
+    def writable(self) -> None:
+        self.link.on_writable()
+
+    def notices(self) -> None:
+        self.link.on_gone()
+
+    def passes(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    def reads(self, seconds: float, where: str) -> None:
+        def read() -> None:
+            for name, node in self.nodes.items():
+                node.send(Fetch(fragment=1), 1.0)
+                for lane, parts in node.outgoing(1.0):
+                    self.arrive(name, lane, parts)
+
+        if where == "socket":
+            self.wire.readable = [read]
+        else:
+            self.agenda.after(0.2, lambda: self.process.deliver(read))
+        self.pass_time(seconds, stopped=True)
+
+    def stranger(self) -> None:
+        self.link.on_frame("stranger", [b"?"], From())
+
+    def has_key_of(self, name: str, owner: str) -> None:
+        self.keys[name] = owner
+
+    def revoked(self, owner: str) -> None:
+        self.link.on_revoked({owner})
+
+    def ended(self) -> list[str]:
+        return [f"{name} {reason.name}" for name, reason in self.ends]
+
+    def why(self) -> str:
+        return self.closed[-1][1].detail
+
+    def turned_away(self) -> dict[str, int]:
+        return dict(Counter(reason.name for reason in self.away))
+
+    def heard(self, name: str) -> list[str]:
+        leaves = (event.message for who, event in self.told_to if who == name and isinstance(event, MessageReceived))
+        return [f"{leave.reason.name} {leave.detail}".strip() for leave in leaves if isinstance(leave, Leave)]
+
+    def messages(self) -> list[str]:
+        return [f"{name} {type(message).__name__}" for name, message in self.said]
+
+    def updates(self) -> list[str]:
+        """That were acknowledged."""
+        return [f"{name} {blob.version}" for name, blob in self.sent]
+
+    def sent_on(self, route: str) -> int:
+        """Frames that wait for the node."""
+        return len(self.wire.sent.get(route, []))
+
+    def backlog(self, route: str) -> int:
+        lane = self.link._peers.lane(route)
+        return 0 if lane is None else len(lane.backlog)
+
+    def lanes(self, name: str) -> list[str]:
+        return [f"{number} by {lane.route}" for number, lane in sorted(self.peers[name].lanes.items())]
+
+    def only_a(self) -> str:
+        self.assert_only_a_ended(self.ends[0][1])
+        return self.ends[0][1].name
+
+
+@all_stories(__file__, "router")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told(**story.settings).told, rewrite=rewrite)
 
 
 # --- Egress: a joiner's download starves no live traffic, and is not starved
