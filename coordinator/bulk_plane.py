@@ -50,10 +50,10 @@ class BulkPlane:
             del self._alarms[_WHAT]
         return now >= max(self._paused.get(_OURS, now), self._paused.get(node, now))
 
-    def place(self, blob: BlobId, method: str, key: str) -> Place | None:
+    def place(self, blob: BlobId, method: str, key: str, ahead: int = 0) -> Place | None:
         """Where a node is to write or read it; None: the URL cannot be signed."""
         try:
-            return Place(blob=blob, url=self._sign(method, key))
+            return Place(blob=blob, url=self._sign(method, key), ahead=ahead)
         except CopyFailed as error:
             self.failed(str(error))
             return None

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.algo.spec import BlobId, BlobKind, NodeId, WindowTerms
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.bulk_plane import MOST_UNREAD, BulkPlane
@@ -100,6 +100,8 @@ class CoordinatorExecutor:
         self._shown_at = float("-inf")  # when the observer's status was made
         self._bulk = bulk
         self._placed: dict[BlobId, msg.Offer] = {}  # deltas that nodes are writing to the store
+        self._written: dict[tuple[NodeId, int], msg.Placed] = {}
+        """By node and fragment, the last that was written before its offer was let in: that waits for others."""
         self._fetching: set[BlobId] = set()  # ... and those that are read from it
         self._unread: dict[int, set[BlobId]] = {}  # by session, updates that its node is reading there
         self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal, bulk)
@@ -229,6 +231,7 @@ class CoordinatorExecutor:
             self._unread.pop(peer.number, None)
             if node is not None:
                 self._placed = {blob: offer for blob, offer in self._placed.items() if blob.node != node}
+                self._written = {of: placed for of, placed in self._written.items() if of[0] != node}
                 self._deltas.on_disconnect(node)
             if self._observer is not None:
                 self._observer.on_disconnect(node, reason, detail, self.machine)
@@ -346,9 +349,23 @@ class CoordinatorExecutor:
                     if bulk is not None and place is not None and bulk.is_open(node) and self._reads(peer, blob):
                         session.send(place, self._clock.now())
                         session.send(committed, self._clock.now())
+                        if (opens := committed.next_window) and (ahead := self._place_ahead(bulk, node, opens)):
+                            session.send(ahead, self._clock.now())
                     else:
                         session.send(committed, self._clock.now())
                         self._downloads.push(session, peer.number, committed)
+
+    def _place_ahead(self, bulk: BulkPlane, node: NodeId, opens: WindowTerms) -> msg.Place | None:
+        """Where the node writes its delta to the next window: it need not offer that first, and wait for the answer."""
+        blob = BlobId(
+            kind=BlobKind.DELTA,
+            fragment=opens.fragment,
+            version=opens.window,
+            node=node,
+            incarnation=self.machine.members[node].incarnation,
+        )
+        offer = msg.Offer(blob=blob, size=0, digest=0, window=opens.window, ahead=self._store.ledger.epoch)
+        return bulk.place(blob, "PUT", rec.object_key(rec.InputStored.of(offer)), ahead=offer.ahead)
 
     def _reads(self, peer: Peer, update: BlobId) -> bool:
         """Note that its node is to read an update from the store; False: it has too many of them to read."""
@@ -382,11 +399,15 @@ class CoordinatorExecutor:
     def _place(self, session: Session, offer: msg.Offer) -> None:
         """Let the node write its delta to the store; by the session if it cannot within the life of the URL."""
         assert self._bulk is not None
-        place = self._bulk.place(offer.blob, "PUT", rec.object_key(rec.InputStored.of(offer)))
-        if place is None:
-            return self._receive(offer, by_store=False)
+        if not offer.ahead:
+            place = self._bulk.place(offer.blob, "PUT", rec.object_key(rec.InputStored.of(offer)))
+            if place is None:
+                return self._receive(offer, by_store=False)
+            session.send(place, self._clock.now())
         self._placed[offer.blob] = offer
-        session.send(place, self._clock.now())
+        early = self._written.pop((offer.blob.node, offer.blob.fragment), None)
+        if early is not None and early.blob == offer.blob:
+            return self._on_written(early)
 
         def expired() -> None:
             if self._placed.get(offer.blob) is offer and not self._stopped:
@@ -410,12 +431,17 @@ class CoordinatorExecutor:
                 bulk.failed(placed.detail, peer.node)
                 with self._router.working_for(peer) as session:
                     self._downloads.resend(session, peer.number, blob)
-        elif blob.node == peer.node and (offer := self._placed.get(blob)) is not None:
-            if placed.detail:
-                self._not_placed(offer, placed.detail)
-            else:
-                del self._placed[blob]
-                self._fetch(bulk, offer)
+        elif blob in self._placed and blob.node == peer.node:
+            self._on_written(placed)
+        elif blob.node == peer.node and 0 <= blob.fragment < len(self._store.buffers):
+            self._written[blob.node, blob.fragment] = placed
+
+    def _on_written(self, placed: msg.Placed) -> None:
+        assert self._bulk is not None
+        if placed.detail:
+            self._not_placed(self._placed[placed.blob], placed.detail)
+        else:
+            self._fetch(self._bulk, self._placed.pop(placed.blob))
 
     def _not_placed(self, offer: msg.Offer, why: str) -> None:
         assert self._bulk is not None

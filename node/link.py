@@ -285,6 +285,7 @@ BAD_SESSIONS = 8
 being stored in between, end the node: the next one would end the same way."""
 
 CHUNKS_AHEAD = 4  # chunks handed to a lane at a time: the session cannot take back what is queued there
+AHEAD_S = 540.0  # that a URL for a delta to come is good for: it lives 600
 MOST_READS = 8  # objects that are read at a time: each has its memory
 CONTROL = 0  # the lane of a session that carries no blobs
 
@@ -336,8 +337,9 @@ class NodeLink:
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
         self._downloads, self._probing = Downloads(), Probing()
         self._objects = objects
-        self._writing = set[BlobId]()  # deltas that are on their way to the store
+        self._writing: dict[BlobId, str] = {}  # deltas that are on their way to the store, and by what URL
         self._places: dict[BlobId, str] = {}  # URLs of what is to be announced
+        self._ahead: dict[int, tuple[msg.Place, float]] = {}  # by fragment, for the next delta, and when it came
         self._reading: dict[BlobId, bytearray] = {}  # what is on its way from the store
         self._to_read: dict[BlobId, Callable[[], None]] = {}  # what waits for those to end
         self._fixed_lanes, self._wanted_lanes = config.lanes, max(1, config.lanes)
@@ -403,8 +405,13 @@ class NodeLink:
         for blob in session.transfers.waiting:
             if (blob.kind, blob.fragment) == (offer.blob.kind, offer.blob.fragment) and blob.seq < offer.blob.seq:
                 session.cancel(blob)
+        ahead = self._taken_ahead(session, offer)
+        if ahead is not None:
+            offer = dataclasses.replace(offer, ahead=ahead.ahead)
         try:
             session.send_blob(offer, BytesSource(data))
+            if ahead is not None:
+                self._write(offer.blob, ahead.url, data)
         except AlreadyUnderWay as error:  # offered twice, by a reconnection and by its encoder
             _log.debug("duplicate offer reason=%s", error)
         except LimitReached as error:
@@ -591,7 +598,7 @@ class NodeLink:
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
         self._remember_link(session)
         self._downloads.on_session_end()
-        for over in (self._places, self._reading, self._to_read):
+        for over in (self._places, self._ahead, self._reading, self._to_read):
             over.clear()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
@@ -649,9 +656,12 @@ class NodeLink:
                 ):
                     self._probing.on_blob_end(blob)
                     continue
-                case wire_ev.MessageReceived(message=msg.Place(blob=blob, url=url)):
-                    if blob.kind is BlobKind.DELTA:
-                        self._write(session, blob, url)
+                case wire_ev.MessageReceived(message=msg.Place(blob=blob, url=url) as place):
+                    if place.ahead:
+                        self._ahead[blob.fragment] = place, now
+                    elif blob.kind is BlobKind.DELTA:
+                        if (source := session.transfers.source_of(blob)) is not None:  # else it is decided
+                            self._write(blob, url, source.read(0, source.size))
                     else:
                         self._places[blob] = url
                     continue
@@ -684,23 +694,34 @@ class NodeLink:
 
     # --- the object store
 
-    def _write(self, session: Session, blob: BlobId, url: str) -> None:
+    def _taken_ahead(self, session: Session, offer: msg.Offer) -> msg.Place | None:
+        """Where to write a delta without waiting for the answer to its offer, which leaves at once."""
+        if offer.blob.kind is not BlobKind.DELTA or offer.blob.fragment not in self._ahead:
+            return None
+        place, came_at = self._ahead.pop(offer.blob.fragment)
+        is_good = self._clock.now() - came_at < AHEAD_S and place.blob.version == offer.window
+        return place if is_good and len(session.transfers.unacknowledged(BlobKind.DELTA)) < MOST_READS else None
+
+    def _write(self, blob: BlobId, url: str, data: Buffer) -> None:
         """Write an offered delta to the store, and tell: of a failure, too, after which it goes by the session."""
-        source = session.transfers.source_of(blob)
-        if source is None or blob in self._writing:  # it is decided; or of an earlier session, and this one is told
+        place = url.partition("?")[0]
+        if self._writing.get(blob) == place:  # since an earlier session, and this one is told
             return
         if self._objects is None:
             return self._send(msg.Placed(blob=blob, detail="this node reaches no object store"))
 
         def over(why: str, moved: Moved) -> None:
-            self._writing.discard(blob)
+            is_last = self._writing.get(blob) == place
+            if is_last:
+                del self._writing[blob]
             self._moved(BytesByKind(delta=moved[0]), BytesByKind(control=moved[1]))
             if why:
                 _log.warning("delta not written to the object store blob=%s why=%r", blob, why)
-            self.send(msg.Placed(blob=blob, detail=why))
+            if is_last:
+                self.send(msg.Placed(blob=blob, detail=why))
 
-        self._writing.add(blob)
-        self._objects.put(url, source.read(0, source.size), over)
+        self._writing[blob] = place
+        self._objects.put(url, data, over)
 
     def _announced(self, session: Session, blob: BlobId, size: int, digest: int, now: float) -> None:
         """A blob comes by the session, or is to be read from the store."""

@@ -407,6 +407,7 @@ class Offer(Message):
     """Samples that its node had used of its leases when it took the delta, counted since its start. None where it
     takes none."""
     history: int = 0  # the history that the base of a delta is of
+    ahead: int = 0  # that of the `Place` by which a delta is being written already
 
 
 @message(8, Role.NODE, Role.COORDINATOR)
@@ -431,6 +432,8 @@ class Place(Message):
 
     blob: BlobId
     url: str  # signed for this one request
+    ahead: int = 0
+    """Not 0: an epoch. The blob is yet to be taken, and `version` is its window: write it there as it is offered."""
 
 
 @message(36, Role.NODE)

@@ -160,6 +160,7 @@ class InputStored:
     digest: int  # xxh3-64 of the attached bytes
     consumed: int | None = None  # samples of its leases that its node had used by then; None where it takes none
     payload: int = 0  # xxh3-64 of the encoded numbers alone, to recognise a copy; 0 if not computed
+    ahead: int = 0  # as of `Offer`
 
     @classmethod
     def of(cls, offer: Offer, payload: int = 0) -> "InputStored":
@@ -171,6 +172,7 @@ class InputStored:
             digest=offer.digest,
             consumed=offer.consumed,
             payload=payload,
+            ahead=offer.ahead,
         )
 
     def offer(self) -> Offer:
@@ -182,6 +184,7 @@ class InputStored:
             window=self.window,
             contributors=self.contributors,
             consumed=self.consumed,
+            ahead=self.ahead,
         )
 
 
@@ -242,12 +245,15 @@ class WindowCommitted:
 
 
 def object_key(record: InputStored | WindowCommitted) -> str:
-    """Name of the bytes in an object store, below that of the run: no other bytes ever have it. It ends with their
-    digest. They are attached to the record, or there."""
+    """Name of the bytes in an object store, below that of the run: no other bytes ever have it. They are attached to
+    the record, or there."""
     if isinstance(record, WindowCommitted):
         return f"f{record.fragment}/v{record.version}/update-{record.update_digest:016x}"
     blob = record.blob
-    return f"f{blob.fragment}/v{record.window}/{blob.node}-{blob.incarnation}-{blob.seq}-{record.digest:016x}"
+    name = f"f{blob.fragment}/v{record.window}/{blob.node}-{blob.incarnation}"
+    if record.ahead:  # the node has one such URL for a window, and whoever reads the bytes compares their digest
+        return f"{name}-epoch-{record.ahead}"
+    return f"{name}-{blob.seq}-{record.digest:016x}"
 
 
 @_record(10)

@@ -80,7 +80,7 @@ def note_objects(directory: Path, url: str, files: Files = DISK) -> None:
         files.write_bytes(temporary, text)
 
 
-def read_object(directory: Path, key: str, files: Files = DISK) -> bytes:
+def read_object(directory: Path, key: str, digest: int, files: Files = DISK) -> bytes:
     """The bytes of a record that has a key. Raises StorageFailed."""
     path = directory / _FILE
     try:
@@ -92,6 +92,6 @@ def read_object(directory: Path, key: str, files: Files = DISK) -> bytes:
     except (CopyFailed, Failed) as error:
         passes = isinstance(error, Failed) and error.passes
         raise ObjectFailed(path, f"{url}/{key} cannot be read: {error}", passes=passes) from error
-    if xxhash.xxh3_64(data).hexdigest() != key[-16:]:
-        raise ObjectFailed(path, f"{key} does not have the digest in its name")
+    if xxhash.xxh3_64_intdigest(data) != digest:
+        raise ObjectFailed(path, f"{key} does not have the digest that its record names")
     return bytes(data)

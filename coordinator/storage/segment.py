@@ -72,6 +72,7 @@ class Attachment:
     size: int
     key: str = ""
     """Of the object that has them instead (`objects.py`); then the segment has none, and `size` may be unknown."""
+    digest: int = 0  # of that object's bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +98,11 @@ class Entry:
     def placed(self) -> "Entry":
         """With the key of the bytes that are not attached to it. A blob has no less than a header."""
         match self.record:
-            case records.InputStored() | records.WindowCommitted() as record if not self.attachment.size:
-                return replace(self, attachment=replace(self.attachment, key=records.object_key(record)))
+            case records.InputStored(digest=digest) | records.WindowCommitted(update_digest=digest) if (
+                not self.attachment.size
+            ):
+                key = records.object_key(self.record)
+                return replace(self, attachment=replace(self.attachment, key=key, digest=digest))
             case _:
                 return self
 
@@ -242,7 +246,7 @@ def read_attachment(
         StorageFailed: they cannot be read.
     """
     if attachment.key:
-        stored = read_object(directory, attachment.key, files)
+        stored = read_object(directory, attachment.key, attachment.digest, files)
         return stored if nbytes == attachment.size else stored[offset : offset + nbytes]
     assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
     path = segment_path(directory, attachment.segment)

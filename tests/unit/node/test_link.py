@@ -38,6 +38,8 @@ from farloop.wire.messages import (
     Message,
     Observed,
     Offer,
+    Place,
+    Placed,
     Probe,
     Refused,
     Role,
@@ -474,6 +476,9 @@ class Reads:
     def __init__(self) -> None:
         self.begun: list[tuple[str, Callable[[str, tuple[int, int]], None]]] = []
 
+    def put(self, url: str, data: Any, over: Callable[[str, tuple[int, int]], None]) -> None:
+        self.begun.append((url, over))
+
     def get(self, url: str, into: bytearray, right: Any, over: Callable[[str, tuple[int, int]], None]) -> None:
         self.begun.append((url, over))
 
@@ -491,6 +496,30 @@ def test_reads_that_a_snapshot_makes_needless_let_the_next_ones_begin() -> None:
     for _, over in list(reads.begun):
         over("", (0, 8))
     assert [url for url, _ in reads.begun][MOST_READS:] == ["f1"]
+
+
+@pytest.mark.parametrize(("window", "later_s", "is_used"), [(7, 500.0, True), (7, 560.0, False), (8, 1.0, False)])
+def test_a_delta_is_written_with_its_offer_where_a_url_for_its_window_is_known_and_lives(
+    window: int, later_s: float, is_used: bool
+) -> None:
+    store, wires = Reads(), Wires(1)
+    wires.link._objects = cast(Any, store)
+    blob = BlobId(kind=BlobKind.DELTA, fragment=2, version=7, node=NodeId("a"), incarnation=1)
+    wires.other.send(Place(blob=blob, url="ahead?signed", ahead=3), wires.clock.now())
+    wires._answer()
+    wires.link._ahead = {2: (wires.link._ahead[2][0], wires.link._ahead[2][1] - later_s)}
+    wires.run_for(1.0)
+    delta = dataclasses.replace(blob, version=6, seq=1)
+    wires.link.send_blob(Offer(blob=delta, size=8, digest=0, window=window), bytearray(8))
+    (offer,) = [message for message in wires.heard if isinstance(message, Offer)]
+    assert offer.ahead == 3 * is_used and [url for url, _ in store.begun] == ["ahead?signed"] * is_used
+    wires.other.send(Place(blob=delta, url="asked?signed"), wires.clock.now())  # the coordinator did not use it
+    wires._answer()
+    for _, over in store.begun:
+        over("", (8, 0))
+    wires.run_for(1.0)
+    assert [url for url, _ in store.begun][is_used:] == ["asked?signed"]
+    assert [message.blob for message in wires.heard if isinstance(message, Placed)] == [delta], "of the last one alone"
 
 
 def test_a_link_that_is_known_to_be_long_and_fat_begins_with_four_lanes() -> None:

@@ -25,7 +25,9 @@ def played(
     """The outcome, with the invariants of every run checked."""
     world = World(scenario_of(method, *faults, store=store, **given))
     monkeypatch.setattr(bulk_plane, "PAUSE_S", 0.3)  # the runs are short
-    monkeypatch.setattr(segment, "read_object", lambda directory, key, files: store.objects[key] if store else b"")
+    monkeypatch.setattr(
+        segment, "read_object", lambda directory, key, digest, files: store.objects[key] if store else b""
+    )
     outcome = world.run()
     outcome.check()
     return outcome, world
@@ -47,6 +49,21 @@ def test_no_byte_of_a_delta_or_update_passes_the_sessions(monkeypatch: pytest.Mo
     up, down = sum(each.up.delta for each in moved), sum(each.down.update for each in moved)
     updates = sum(len(data) for key, data in store.objects.items() if "update-" in key)
     assert (up, down) == (stored - updates, 2 * updates)
+
+
+def test_all_but_a_nodes_first_deltas_are_written_without_asking_for_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, world = played(monkeypatch, "streaming", store := VirtualStore())
+    deltas = [key for key in store.objects if "update-" not in key and "snapshot-" not in key]
+    asked = [key for key in deltas if "-epoch-" not in key]
+    assert len(asked) == len(world.hosts) * len({key.partition("/")[0] for key in deltas}) < len(deltas)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_delta_may_be_written_before_its_offer_is_let_in(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A store that answers at once, beside a journal that takes its time."""
+    given: dict[str, object] = {"seed": seed, "job_s": (0.2, 0.4), "patience_s": 30.0, "num_samples": 2000}
+    _, world = played(monkeypatch, "streaming", VirtualStore(seconds=(0.0, 0.0)), **given)
+    assert not world.coordinator.machine.alarms
 
 
 def test_a_joiner_reads_its_snapshots_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
