@@ -6,25 +6,27 @@ unacknowledged bytes are bounded by the window) and W (events per blob).
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import session_pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from session_pairs import delta, offer_of, update
+from session_pairs import delta, update
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.wire import events, limits
 from farloop.wire.blobs import MAX_ISLANDS, BytesSource, Ranges, Reassembly, blob_digest, blob_key
-from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, SessionEvent
+from farloop.wire.events import SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.lanes import Lane
 from farloop.wire.limits import (
     EARLY_BYTES,
-    EARLY_FRAMES,
     INITIAL_FLIGHT,
     LEAST_FLIGHT,
-    SMALLEST_CHUNK,
     THIN_CHUNK,
     Limits,
     Timing,
@@ -32,7 +34,7 @@ from farloop.wire.limits import (
 from farloop.wire.link_measurement import Noise
 from farloop.wire.messages import Credit, Offer
 from farloop.wire.outgoing import Flight, Outgoing
-from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
+from farloop.wire.reasons import LimitReached
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
 
@@ -119,12 +121,6 @@ def test_a_blob_is_held_against_its_digest(pieces: list[tuple[int, bytes] | None
     assert reassembly.complete and reassembly.verify() == verifies
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 11), (10, 1), (1 << 60, 1)])
-def test_a_range_outside_the_blob_is_refused(offset: int, length: int) -> None:
-    with pytest.raises(ValueError, match="of a blob of 10 bytes"):
-        Reassembly(10, 0).add(offset, memoryview(bytes(length)))
-
-
 def test_ranges_beyond_the_bound_are_dropped_and_may_come_again() -> None:
     data = bytes(range(256)) * 16
     reassembly = Reassembly(len(data), blob_digest(data))
@@ -144,51 +140,28 @@ TIMING = Timing(rto_s=2.0)
 LANE = Lane(1)
 
 
-def outgoing(size: int, limit: int = 0) -> Outgoing:
-    return Outgoing(update(), BytesSource(bytes(size)), limit, Flight(TIMING))
+def outgoing(size: int, limit: int = 0, flight: Flight | None = None) -> Outgoing:
+    return Outgoing(update(), BytesSource(bytes(size)), limit, flight or Flight(TIMING))
 
 
-def chunks(out: Outgoing, chunk_bytes: int, now: float) -> list[tuple[int, int]]:
+def chunks(out: Outgoing, chunk_bytes: int, now: float = 0.0) -> list[tuple[int, int]]:
+    """(offset, length) of the next ones."""
     sent = []
     while (chunk := out.next_chunk(chunk_bytes, out.in_flight, now, LANE)) is not None:
         sent.append((chunk[0], len(chunk[1])))
     return sent
 
 
-def test_nothing_leaves_without_credit_and_no_more_than_it() -> None:
-    out = outgoing(100)
-    assert chunks(out, 30, 0.0) == []
-    out.credit(0, 70, 0.0)
-    assert chunks(out, 30, 0.0) == [(0, 30), (30, 30), (60, 10)]
-    out.credit(60, 1000, 0.0)
-    assert chunks(out, 30, 0.0) == [(70, 30)]
-    out.credit(100, 100, 0.0)
-    assert out.done
-
-
-def test_false_claims_of_a_receiver_are_cut_to_the_blob() -> None:
-    out = outgoing(100)
-    out.credit(60, 10, 0.0)
-    assert (out.acked, out.sent, out.limit) == (60, 60, 60)
-    out.credit(1000, 2000, 0.0)
-    assert (out.acked, out.sent, out.limit) == (100, 100, 100)
-
-
-def test_without_progress_it_goes_back_to_what_is_acknowledged_ever_more_patiently() -> None:
-    out = outgoing(100)
-    out.credit(0, 100, 0.0)
-    now, waits = 1.0, []
+def goes_back(out: Outgoing, now: float) -> list[float]:
+    """Seconds of each of six waits for progress, in which nothing is acknowledged."""
+    waits = []
     for _ in range(6):
-        assert chunks(out, 50, now) == [(0, 50), (50, 50)]
-        assert out.in_flight == 100
+        assert chunks(out, 50, now) == [(0, 50), (50, 50)] and out.in_flight == 100
         waits.append(out.deadline() - now)
         now = out.deadline()
         out.rewind()
         assert out.in_flight == 0
-    assert waits == [2.0, 4.0, 8.0, 16.0, 16.0, 16.0]
-    chunks(out, 50, now)
-    out.credit(10, 100, now)
-    assert out.deadline() - now == 2.0
+    return waits
 
 
 def carried(flight: Flight, num_bytes: int, seconds: float, *, now: float = 0.0) -> None:
@@ -197,122 +170,6 @@ def carried(flight: Flight, num_bytes: int, seconds: float, *, now: float = 0.0)
     out.credit(0, num_bytes, now)
     assert chunks(out, num_bytes, now) == [(0, num_bytes)]
     out.credit(num_bytes, num_bytes, now + seconds)
-
-
-def test_the_time_out_follows_the_rate_and_the_bytes_in_flight() -> None:
-    flight = Flight(TIMING)
-    assert flight.timeout_s(1) == 2.0
-    assert flight.timeout_s(512 << 10) == 16.0, "nothing is known yet: the slowest link is assumed"
-    assert flight.timeout_s(1 << 30) == 120.0
-    for _ in range(20):
-        carried(flight, 512 << 10, 0.5)
-    assert flight.timeout_s(512 << 10) == 2.0
-    assert 7.9 < flight.timeout_s(4 << 20) < 8.1
-    for _ in range(20):
-        carried(flight, 10, 5.0)
-    assert flight.timeout_s(512 << 10) == 16.0, "a small blob's round trip does not make the link slow"
-
-
-def test_a_chunk_is_timed_from_its_leaving_to_its_acknowledgement() -> None:
-    flight = Flight(TIMING)
-    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, flight)
-    out.credit(0, 1 << 20, 0.0)
-    assert out.next_chunk(1 << 19, 0, 0.0, LANE) is not None
-    out.credit(1 << 18, 1 << 20, 0.5)
-    assert flight.timeout_s(1 << 20) == 32.0, "half a chunk is none"
-    out.credit(1 << 19, 1 << 20, 1.0)
-    mean = ((64 << 10) + (1 << 19)) / 2
-    assert flight.timeout_s(1 << 20) == 2 * (1 << 20) / mean
-    assert flight.bytes_per_s == 1 << 19
-
-
-def test_the_acknowledgement_of_bytes_that_were_sent_twice_measures_nothing() -> None:
-    flight = Flight(TIMING)
-    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 0, flight)
-    out.credit(0, 1 << 20, 0.0)
-    chunks(out, 1 << 18, 0.0)
-    out.rewind()
-    chunks(out, 1 << 18, 9.0)
-    out.credit(1 << 20, 1 << 20, 9.1)
-    assert out.done
-    assert flight.timeout_s(1 << 20) == 32.0 and flight.bytes_per_s == 0.0
-
-
-def test_bytes_that_an_earlier_session_brought_are_no_sample() -> None:
-    flight = Flight(TIMING)
-    out = Outgoing(update(), BytesSource(bytes(1 << 20)), 1 << 20, flight)
-    assert out.next_chunk(1000, 0, 0.0, LANE) is not None
-    out.credit(1 << 19, 1 << 20, 0.1)
-    assert flight.bytes_per_s == pytest.approx(10_000)
-    assert out.in_flight == 0 and out.next_chunk(1000, 0, 0.2, LANE) == (1 << 19, memoryview(bytes(1000)))
-
-
-def test_what_has_arrived_beyond_a_gap_is_not_in_flight_and_may_be_sent_again() -> None:
-    out = outgoing(100)
-    out.credit(0, 100, 0.0)
-    chunks(out, 50, 0.0)
-    out.credit(0, 100, 1.0, arrived=50)
-    assert (out.in_flight, out.unacknowledged) == (50, 100)
-    out.credit(0, 100, 1.0, arrived=1000)
-    assert (out.in_flight, out.unacknowledged) == (0, 100), "no more than was sent"
-    out.rewind()
-    assert chunks(out, 50, 3.0) == [(0, 50), (50, 50)]
-
-
-def test_after_a_time_out_only_what_has_not_arrived_is_sent_again() -> None:
-    out = outgoing(100)
-    out.credit(0, 100, 0.0)
-    assert len(chunks(out, 20, 0.0)) == 5
-    out.credit(10, 100, 1.0, arrived=50, islands=[(20, 40), (60, 80)])
-    assert (out.in_flight, out.flying) == (50, 60), "of the first chunk, a half"
-    out.rewind()
-    assert chunks(out, 20, 3.0) == [(10, 10), (40, 20), (80, 20)]
-    out.credit(20, 100, 3.1, arrived=60, islands=[(20, 40), (60, 80)])
-    out.rewind()
-    out.credit(60, 100, 3.2, arrived=80, islands=[(60, 80), (90, 95)])
-    assert chunks(out, 50, 4.0) == [(80, 10), (95, 5)], "what came late is not sent again"
-
-
-def test_what_an_earlier_session_brought_beyond_a_gap_is_not_sent() -> None:
-    out = outgoing(100)
-    out.credit(30, 100, 0.0, arrived=60, islands=[(40, 50), (80, 100)])
-    assert chunks(out, 100, 0.0) == [(30, 10), (50, 30)]
-
-
-def test_a_receiver_that_told_of_what_it_has_not_gets_all_of_it_after_a_time_out() -> None:
-    out = outgoing(100)
-    out.credit(0, 50, 0.0)
-    out.credit(0, 50, 0.0, islands=[(0, 50), (60, 70), (5, 4), (-3, 7), (90, 1000)])
-    assert chunks(out, 100, 0.0) == [] and out.unacknowledged == 50
-    out.rewind()
-    assert chunks(out, 100, 3.0) == [(0, 50)]
-    out.check()
-
-
-def test_what_was_on_a_lane_that_is_lost_leaves_first_and_nothing_else_is_sent_again() -> None:
-    end = End(chunk_bytes=100)
-    end.transfers.lanes.opened(2)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    gone = [chunk for _ in range(6) if (chunk := end.transfers.next_chunk(0.0)) is not None]
-    assert [lane for lane, *_ in gone] == [1, 2, 1, 2, 1, 2]
-    end.transfers.credited(Credit(blob=update(1), received=200, limit=1000, arrived=300, islands=(500, 600)), 0.1)
-    end.transfers.lane_lost(2)
-    assert end.sent(2) == [(1, 300, 100), (1, 600, 100)], "200 to 300 and 400 to 500 are on the other lane"
-    end.transfers.lane_lost(2)
-    end.transfers.lane_lost(1)
-    assert end.transfers.next_chunk(0.2) is None and end.transfers.lanes.in_flight == 0
-    end.transfers.lanes.opened(3)
-    assert end.sent(2) == [(1, 200, 100), (1, 300, 100)]
-    end.transfers.check()
-
-
-def test_a_lane_that_takes_nothing_now_gets_nothing() -> None:
-    end = End(chunk_bytes=100)
-    end.transfers.lanes.opened(2)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    lanes = [chunk[0] for _ in range(4) if (chunk := end.transfers.next_chunk(0.0, full={1})) is not None]
-    assert lanes == [2, 2, 2, 2]
-    assert end.transfers.next_chunk(0.0, full={1, 2}) is None
 
 
 # --- The flight window
@@ -391,15 +248,6 @@ def test_a_receiver_that_keeps_much_reports_in_larger_pieces_and_the_window_hold
     assert flight.window(256 << 20, 0.0) == 64 << 20 > 2 * flight.product
 
 
-def test_before_the_first_credit_nothing_is_sent_twice() -> None:
-    out = outgoing(100, limit=10)
-    assert chunks(out, 30, 0.0) == [(0, 10)]
-    assert out.early_bytes == 10
-    out.credit(0, 100, 5.0)
-    assert out.early_bytes == 0
-    assert out.deadline() == 7.0
-
-
 # --- What an end sends and takes
 
 DATA = bytes(range(250)) * 4
@@ -438,303 +286,35 @@ class End:
         self.transfers.check()
         return found
 
+    def sent_bytes(self) -> int:
+        return sum(length for _, _, length in self.sent())
 
-def test_blobs_take_turns_by_chunk() -> None:
-    end = End(chunk_bytes=400)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
-    assert end.sent() == [(1, 0, 400), (2, 0, 400), (1, 400, 400), (2, 400, 400), (1, 800, 200), (2, 800, 200)]
+    def lanes_of(self, num_chunks: int, **options: Any) -> list[int]:
+        return [chunk[0] for _ in range(num_chunks) if (chunk := self.transfers.next_chunk(0.0, **options)) is not None]
 
+    def push(self, version: int, size: int = 0, *, data: bytes = b"", background: bool = False) -> None:
+        source = BytesSource(bytes(size) or data or DATA)
+        self.transfers.begin(update(version), source, pushed=not background, background=background)
 
-def test_of_offered_blobs_a_chunk_leaves_before_credit_and_later_what_fills_the_link() -> None:
-    """They may be declined: then these bytes were for nothing."""
-    end, source = End(), BytesSource(bytes(10 << 20))
-    for seq in (1, 2):
-        end.transfers.begin(delta(seq), source, pushed=False)
-    assert end.sent() == [(0, 0, SMALLEST_CHUNK)]
-    end.transfers.credited(Credit(blob=delta(1), received=0, limit=10 << 20), 0.0)
-    end.sent()
-    end.transfers.credited(Credit(blob=delta(1), received=2 << 20, limit=10 << 20), 1.0)
-    assert end.transfers.bytes_per_s == 2 << 20
-    end.transfers.cancel(delta(1))
-    assert sum(length for _, _, length in end.sent()) == (4 << 20) - SMALLEST_CHUNK, "two round trips"
+    def offer(self, seq: int, size: int = 1000, *, background: bool = False) -> None:
+        self.transfers.begin(delta(seq), BytesSource(bytes(size)), pushed=False, background=background)
 
+    def credit(self, blob: BlobId, received: int, limit: int, *, now: float = 0.0, **more: Any) -> None:
+        self.transfers.credited(Credit(blob=blob, received=received, limit=limit, **more), now)
 
-def test_a_background_blob_waits_for_credit() -> None:
-    end = End()
-    end.transfers.begin(delta(1), BytesSource(DATA), pushed=False, background=True)
-    assert end.sent() == []
+    def expect(self, blob: BlobId) -> Reassembly:
+        return self.transfers.expect(blob, len(DATA), DIGEST, None, 0.0)
+
+    def mebibytes(self, first: int, stop: int, *, since: float, every: float) -> None:
+        """Of update 1, one after the other."""
+        for n in range(first, stop):
+            self.accept(frame(update(1), n << 20, bytes(1 << 20)), since + every * (n - first))
 
 
-def test_blobs_without_credit_together_send_no_more_than_their_receiver_keeps() -> None:
-    end = End()
-    source = BytesSource(bytes(1 << 20))
-    for version in range(20):
-        end.transfers.begin(update(version), source, pushed=True)
-    assert sum(length for _, _, length in end.sent()) == EARLY_BYTES
+def full(offer: Offer) -> None:
+    raise LimitReached("too many messages")
 
 
-def test_a_receiver_tells_what_it_keeps_and_the_sender_keeps_to_it() -> None:
-    end = End()
-    end.transfers.credited(Credit(blob=update(99), received=0, limit=5, early=6 << 20), 0.0)
-    for version in range(20):
-        end.transfers.begin(update(version), BytesSource(bytes(1 << 20)), pushed=True)
-    assert sum(length for _, _, length in end.sent()) == 6 << 20
-    end.transfers.credited(Credit(blob=update(0), received=1 << 20, limit=1 << 20, early=5 << 20), 0.0)
-    assert end.sent() == [], "5 MiB are on their way"
-
-
-def test_no_more_is_in_flight_than_the_window_whatever_credit_allows() -> None:
-    end = End()
-    end.transfers.begin(update(1), BytesSource(bytes(20 << 20)), pushed=True)
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=20 << 20), 0.0)
-    assert sum(length for _, _, length in end.sent()) == INITIAL_FLIGHT
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=20 << 20, arrived=1 << 20), 1.0)
-    assert sum(length for _, _, length in end.sent()) == 1 << 20, "what arrived beyond a gap makes room"
-
-
-def test_a_declined_blob_ends_and_credit_for_an_unknown_one_is_passed_over() -> None:
-    end = End()
-    end.transfers.credited(Credit(blob=update(1), received=5, limit=10), 0.0)
-    assert end.events == []
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    end.transfers.credited(Credit(blob=update(1), received=0, limit=0), 0.0)
-    assert end.events == [BlobDeclined(blob=update(1))]
-    assert end.sent() == []
-
-
-def test_a_blob_that_is_not_what_was_announced_is_corrupt_and_forgotten() -> None:
-    end = End()
-    reassembly = end.transfers.expect(update(1), len(DATA), DIGEST + 1, None, 0.0)
-    end.accept(frame(update(1), 0, DATA))
-    assert end.events == [BlobCorrupt(blob=update(1))]
-    assert reassembly.received == 0
-
-
-def test_a_chunk_beyond_the_size_is_a_remote_error() -> None:
-    end = End()
-    end.transfers.expect(update(1), 1000, 0, None, 0.0)
-    end.accept(frame(update(1), 999, b"x"))
-    with pytest.raises(RemoteProtocolError):
-        end.transfers.admit(frame(update(1), 1000, b"x"))
-
-
-def test_early_chunks_beyond_the_announced_size_are_dropped() -> None:
-    end = End()
-    end.accept(frame(update(1), 0, DATA + b"more"))
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    assert end.credits[0].received == 0
-    end.transfers.check()
-
-
-def test_a_transfer_resumes_where_the_last_session_ended() -> None:
-    end = End()
-    reassembly = end.transfers.expect(delta(1), len(DATA), DIGEST, None, 0.0)
-    end.accept(frame(delta(1), 0, DATA[:300]))
-
-    after = End()
-    assert after.transfers.expect(delta(1), len(DATA), DIGEST, reassembly, 9.0) is reassembly
-    assert after.credits == [Credit(blob=delta(1), received=300, limit=1000)]
-    after.accept(frame(delta(1), 300, DATA[300:]))
-    assert after.events == [BlobReceived(blob=delta(1), data=bytearray(DATA))]
-
-
-@pytest.mark.parametrize(("size", "digest"), [(len(DATA), DIGEST + 1), (len(DATA) - 1, DIGEST)])
-def test_nothing_is_resumed_when_size_or_digest_differ(size: int, digest: int) -> None:
-    held = Reassembly(len(DATA), DIGEST)
-    held.add(0, memoryview(DATA)[:300])
-    end = End()
-    assert end.transfers.expect(delta(1), size, digest, held, 0.0) is not held
-    assert end.credits[0].received == 0
-
-
-def test_a_cancelled_blob_is_declined_and_its_late_chunks_dropped() -> None:
-    end = End()
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    end.accept(frame(update(1), 0, DATA[:300]))
-    end.transfers.cancel(update(1))
-    assert end.credits[-1] == Credit(blob=update(1), received=300, limit=0)
-    end.accept(frame(update(1), 0, DATA))
-    end.transfers.expect(update(1), len(DATA), DIGEST, None, 0.0)
-    assert end.credits[-1].received == 0
-    assert end.events == []
-    for version in range(2, 2000):  # unseen; they are remembered within a bound
-        end.transfers.cancel(update(version))
-    assert end.credits[-1] == Credit(blob=update(1999), received=0, limit=0)
-    end.transfers.check()
-
-
-def test_early_chunks_are_bounded_in_bytes_and_number_and_the_newest_are_kept() -> None:
-    end, chunk = End(), 1 << 20
-    for version in range(6):
-        end.accept(frame(update(version), 0, bytes(chunk)))
-    for version in range(6):
-        end.transfers.expect(update(version), 2 * chunk, 0, None, 0.0)
-    assert [credit.received for credit in end.credits] == [0, 0, *[chunk] * 4]
-    for version in range(100, 102 + EARLY_FRAMES):
-        end.accept(frame(update(version), 0, b"x"))
-    for version in (101, 102):
-        end.transfers.expect(update(version), 2, 0, None, 0.0)
-    assert [credit.received for credit in end.credits[6:]] == [0, 1]
-
-
-def test_what_a_receiver_keeps_follows_the_rate_at_which_it_receives() -> None:
-    end, size = End(early_pool_bytes=10 << 20), 64 << 20
-    end.transfers.expect(update(1), size, 0, None, 0.0)
-    for n in range(8):
-        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.1 * n)
-    assert end.credits[-1].early == EARLY_BYTES
-    for n in range(8, 16):
-        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 0.8 + 0.05 * (n - 8))
-    assert end.transfers.early_bytes == pytest.approx(5 << 20, rel=0.01)
-    assert end.credits[-1].early == end.transfers.early_bytes
-    for n in range(16, 32):
-        end.accept(frame(update(1), n << 20, bytes(1 << 20)), 1.25 + 0.01 * (n - 16))
-    assert end.credits[-1].early == end.transfers.early_bytes == 10 << 20, "its share is the most"
-
-
-def test_a_credit_reports_256_kib_or_what_has_waited_a_quarter_of_a_second() -> None:
-    end = End()
-    end.transfers.expect(update(1), 1 << 20, 0, None, 0.0)
-    end.credits.clear()
-    end.accept(frame(update(1), 0, bytes(200 << 10)), 0.1)
-    assert end.credits == [] and end.transfers.next_timer() == 0.25
-    end.accept(frame(update(1), 200 << 10, bytes(56 << 10)), 0.2)
-    assert [credit.received for credit in end.credits] == [256 << 10] and end.transfers.next_timer() is None
-    end.accept(frame(update(1), 300 << 10, bytes(1000)), 0.3)
-    end.transfers.handle_timer(0.45)
-    assert [(c.received, c.arrived) for c in end.credits[1:]] == [(256 << 10, (256 << 10) + 1000)]
-    end.accept(frame(update(1), 256 << 10, bytes(1000)), 0.9)
-    assert end.credits[-1].received == (256 << 10) + 1000, "on a thin link each chunk"
-
-
-def test_many_blobs_at_once_are_reported_in_smaller_pieces() -> None:
-    """The windows are the session's: many blobs of less than is worth a Credit could fill them."""
-    end = End(early_pool_bytes=64 << 20)
-    for version in range(8):
-        end.transfers.expect(update(version), 64 << 20, 0, None, 0.0)
-    end.accept(frame(update(0), 0, bytes(4 << 20)), 0.0)
-    for n in range(1, 8):
-        end.accept(frame(update(0), n << 22, bytes(4 << 20)), 0.05 * n)
-    assert end.transfers.early_bytes > 16 << 20
-    end.credits.clear()
-    end.accept(frame(update(1), 0, bytes(256 << 10)), 0.36)
-    assert end.credits[-1].received == 256 << 10
-
-
-def test_cancelling_what_is_sent_tells_no_peer() -> None:
-    end = End()
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    end.transfers.cancel(update(1))
-    assert end.sent() == []
-    assert end.credits == []
-
-
-def test_a_background_blob_has_its_turn_when_no_other_has_credit() -> None:
-    """R: a joiner's snapshot never delays an update of its own session."""
-    end = End(chunk_bytes=400)
-    end.transfers.begin(update(9), BytesSource(DATA), pushed=False, background=True)
-    end.transfers.credited(Credit(blob=update(9), received=0, limit=1000), 0.0)
-    end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
-    assert not end.transfers.waits(0.0)
-    assert end.sent(4) == [(2, 0, 400), (2, 400, 400), (2, 800, 200), (9, 0, 400)]
-    assert end.transfers.waits(0.0)
-    end.transfers.begin(update(1), BytesSource(DATA[:400]), pushed=True)
-    assert not end.transfers.waits(0.0)
-    assert end.sent() == [(1, 0, 400), (9, 400, 400), (9, 800, 200)]
-
-
-def test_background_blobs_wait_where_they_are_not_asked_for() -> None:
-    end = End(chunk_bytes=400)
-    end.transfers.begin(update(9), BytesSource(DATA), pushed=False, background=True)
-    end.transfers.credited(Credit(blob=update(9), received=0, limit=1000), 0.0)
-    assert end.transfers.next_chunk(0.0, background=False) is None
-    assert end.transfers.live_in_flight == 0
-    assert end.sent(1) == [(9, 0, 400)]
-    assert end.transfers.live_in_flight == 0
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    assert end.transfers.next_chunk(0.0, background=False) is not None
-    assert end.transfers.live_in_flight == 400
-
-
-def test_an_expected_blob_that_stands_still_is_declined_and_one_that_moves_never() -> None:
-    """Time without progress counts, not time in all; what was here already is no progress."""
-    end = End(idle_s=30.0)
-    end.transfers.expect(delta(1), len(DATA), DIGEST, None, 0.0)
-    for i in range(20):
-        now = 29.0 * i
-        end.accept(frame(delta(1), 10 * i, DATA[10 * i : 10 * i + 10]), now)
-        end.transfers.handle_timer(now)
-    assert end.events == [] and end.transfers.next_timer() == now + 30.0
-    end.accept(frame(delta(1), 0, DATA[:200]), now + 29.0)
-    end.transfers.handle_timer(now + 30.0)
-    assert end.events == [BlobIdle(blob=delta(1))]
-    assert end.credits[-1].limit == 0 and end.transfers.next_timer() is None
-
-
-def test_blobs_that_share_a_lane_may_each_wait_for_the_others() -> None:
-    end = End(idle_s=30.0)
-    for seq in (1, 2, 3):
-        end.transfers.expect(delta(seq), len(DATA), DIGEST, None, 0.0)
-    assert end.transfers.next_timer() == 90.0
-    end.transfers.clock_jumped(5.0)
-    assert end.transfers.next_timer() == 95.0
-
-
-@pytest.mark.parametrize("size", [0, 1001])
-def test_a_blob_of_no_size_or_beyond_the_limit_is_not_expected(size: int) -> None:
-    end = End(max_blob_bytes=1000)
-    with pytest.raises(LocalProtocolError):
-        end.transfers.expect(update(2), size, 0, None, 0.0)
-    assert end.credits == []
-
-
-def test_a_limit_that_is_reached_is_told_from_a_blob_that_is_under_way() -> None:
-    """Whoever takes one for the other drops what it should send, or keeps what it should not."""
-    end = End(max_blobs=1)
-    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
-    end.transfers.expect(update(7), 1000, 0, None, 0.0)
-    refused: list[tuple[type[Exception], Callable[[], object]]] = [
-        (AlreadyUnderWay, lambda: end.transfers.queue(update(1), BytesSource(DATA))),
-        (AlreadyUnderWay, lambda: end.transfers.expect(update(7), 1000, 0, None, 0.0)),
-        (LimitReached, lambda: end.transfers.expect(update(8), 1000, 0, None, 0.0)),
-    ]
-    for error, call in refused:
-        with pytest.raises(error):
-            call()
-    assert len(end.credits) == 1
-
-
-def test_what_is_too_many_at_once_waits_in_order_and_what_is_pushed_leaves_room_for_what_is_offered() -> None:
-    """A snapshot is what ends a queue of updates: they must not keep it from being offered."""
-    end, announced = End(max_active=2), list[BlobId]()
-
-    def begin_next() -> None:
-        end.transfers.begin_next(lambda offer: announced.append(offer.blob))
-
-    for n in range(300):
-        end.transfers.queue(update(n), BytesSource(DATA))
-    for n in range(4):
-        end.transfers.queue(delta(n), BytesSource(DATA), offer_of(delta(n), DATA))
-    begin_next()
-    assert sum(end.transfers.unacknowledged(BlobKind.UPDATE).values()) == 300 * len(DATA)
-    assert len(end.transfers.waiting) == 300 and announced == [delta(0), delta(1)]
-    with pytest.raises(AlreadyUnderWay):
-        end.transfers.queue(delta(2), BytesSource(DATA), offer_of(delta(2), DATA))
-    end.transfers.cancel(delta(2))
-    end.transfers.credited(Credit(blob=delta(0), received=0, limit=0), 0.0)
-    end.transfers.drop(delta(1))
-    begin_next()
-    assert announced == [delta(0), delta(1), delta(3)] and end.credits == []
-
-
-def test_a_blob_that_cannot_be_announced_still_waits() -> None:
-    end = End()
-    end.transfers.queue(delta(1), BytesSource(DATA), offer_of(delta(1), DATA))
-
-    def full(offer: Offer) -> None:
-        raise LimitReached("too many messages")
-
-    with pytest.raises(LimitReached):
-        end.transfers.begin_next(full)
-    assert end.transfers.waiting == [delta(1)] and end.sent() == []
+@all_stories(__file__, "outgoing", "transfers")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(session_pairs), vars(limits), vars(events), globals()), rewrite=rewrite)
