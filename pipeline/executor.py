@@ -11,17 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import assert_never, cast
 
 from torch import Tensor
 
 from farloop.algo.stages import StageLayout
 from farloop.node.errors import LayoutError
-from farloop.node.settings import Normalise
+from farloop.node.settings import Normalise, PipelineConfig
 from farloop.pipeline import events as ev
 from farloop.pipeline import messages
 from farloop.pipeline.events import PipelineBroken
-from farloop.pipeline.layout import Settings
 from farloop.pipeline.link import PeerConfig, PeerLink
 from farloop.pipeline.machine import PipelineMachine
 from farloop.pipeline.messages import FramedMessage, Leave, Message, MicrobatchRoute, PipelineMessage, Work
@@ -50,27 +49,25 @@ class Executor:
         addresses: Mapping[str, str],
         jobs: StageJobs,
         peer: PeerConfig,
-        settings: Settings | None = None,
+        config: PipelineConfig,
         incarnation: int = 0,
         run: int = 0,
-        codec: str = "",
-        normalise: Normalise = "visits",
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`codec`: of activations and gradients; none unless given. `wanted`: False ends a step that waits.
+        """`wanted`: False ends a step that waits.
 
         Raises:
             LayoutError: the layout has a fault, or no stage for this node.
             KeyFileError: a key file cannot be used.
         """
         try:
-            self.machine = PipelineMachine(name=peer.name, layout=layout, incarnation=incarnation, settings=settings)
+            self.machine = PipelineMachine(name=peer.name, layout=layout, incarnation=incarnation, config=config)
         except ValueError as error:
             raise LayoutError(str(error)) from error
         self.jobs = jobs
         self.bytes_by_hop: dict[str, int] = {}  # bytes of tensors sent, by receiver
         self._addresses, self._incarnation, self._run = dict(addresses), incarnation, run
-        self._codec, self._normalise, self._wanted = codec, normalise, wanted
+        self._config, self._wanted = config, wanted
         self._inbox: queue.SimpleQueue[tuple[str, FramedMessage | Message | bool]] = queue.SimpleQueue()
         self._events: deque[ev.Event] = deque()
         self._tensors: dict[Work, Tensor] = {}  # received tensors that wait for their work
@@ -110,7 +107,7 @@ class Executor:
                 return None
         if self._summary is None:
             return None
-        trained = self.jobs.finish(self._share(self._summary), self._normalise)
+        trained = self.jobs.finish(self._share(self._summary), cast(Normalise, self._config.normalise))
         return Step(trained=trained, summary=self._summary, seconds=time.monotonic() - began)
 
     def offer(self, layout: StageLayout, addresses: Mapping[str, str]) -> None:
@@ -147,7 +144,7 @@ class Executor:
                 self._handle(ev.Up(peer=name) if come else ev.Down(peer=name))
             case FramedMessage(work=work, info=info, data=data):
                 try:
-                    self._tensors[work] = from_bytes(info, data, self.jobs.device, self._codec)
+                    self._tensors[work] = from_bytes(info, data, self.jobs.device, self._config.codec)
                 except RemoteProtocolError as error:
                     return _log.warning("bad tensor of %s reason=%r", name, str(error))
                 self._handle(ev.Arrived(sender=name, work=work))
@@ -173,7 +170,7 @@ class Executor:
                     self._results[work.trip] = result
                 self._events.append(ev.Computed(work=work))
             case ev.Send(to=to, work=work):
-                info, data = to_bytes(self._results.pop(work.trip), self._codec)
+                info, data = to_bytes(self._results.pop(work.trip), self._config.codec)
                 self.bytes_by_hop[to] = self.bytes_by_hop.get(to, 0) + info.size
                 stamped = replace(info, sent_s=time.monotonic())
                 self.link.send(to, messages.parcel(work, stamped, data, self._run))

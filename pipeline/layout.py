@@ -8,28 +8,10 @@ from pathlib import Path
 from farloop.algo.stages import Hop, Stage, StageLayout
 from farloop.algo.stages import Path as Way
 from farloop.monitoring.addresses import parse_tcp
-from farloop.monitoring.units import Checked, Count
 from farloop.node.errors import LayoutError
 from farloop.pipeline.messages import Prepare, Switch
 from farloop.wire.messages import validate
 from farloop.wire.reasons import RemoteProtocolError
-
-# --- Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Checked):
-    """Bounds and patience of one node."""
-
-    credit: Count = 4  # microbatches that a source has under way at once
-    memory: Count = 16  # inputs kept until their backward pass
-    attempts: Count = 3  # trips that a microbatch is given before it is dropped
-    patience_s: float = 120.0  # a trip that takes longer is lost
-    late_s: float = 10.0
-    """A planned hop that would begin a job later than this gives way to a replica that would sooner."""
-    assemble_s: float = 120.0  # how long a node waits at its start for those that it has never met
-    orphan_s: float = 120.0  # how long it waits for a source, once all that it follows are gone
-
 
 # --- Layout files: the output of `farloop plan --json`, plus the addresses of the nodes
 #

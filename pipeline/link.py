@@ -127,14 +127,12 @@ class PeerConfig:
     peers: Path | None = None  # folder of the others' .pub files, required with `key`
     liveness_s: float = 5.0  # silence after which a peer is given up
     max_tensor_bytes: int = 1 << 30  # largest tensor that is believed
-    delays_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by which frames to a peer are held back: emulated distance, for experiments on one machine."""
 
 
 @dataclass(slots=True)
 class _Peer:
     address: str
-    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)  # frames to send, with their times
+    queue: deque[list[Buffer]] = field(default_factory=deque)  # frames to send
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     connected: bool = False
     heard_at: float | None = None
@@ -181,7 +179,7 @@ class PeerLink:
 
     def send(self, to: str, parts: list[Buffer]) -> None:
         """Queue a frame; dropped while the peer cannot be reached."""
-        self._call(self._send, to, parts, time.monotonic())
+        self._call(self._send, to, parts)
 
     # --- on the loop
 
@@ -206,8 +204,7 @@ class PeerLink:
 
     def _end(self) -> None:
         assert self._main is not None
-        pending = [peer.queue[-1][0] for peer in self._peers.values() if peer.queue]
-        self._loop.call_later(max([0.2, *(due - time.monotonic() + 0.2 for due in pending)]), self._main.cancel)
+        self._loop.call_later(0.2, self._main.cancel)
 
     async def _serve(self) -> None:
         context = zmq.asyncio.Context()
@@ -333,14 +330,14 @@ class PeerLink:
                 self._peers[name] = peer = _Peer(address)
                 self._group.create_task(self._keep_dialling(name, peer), name=f"to-{name}")
 
-    def _send(self, to: str, parts: list[Buffer], asked_at: float) -> None:
+    def _send(self, to: str, parts: list[Buffer]) -> None:
         peer = self._peers.get(to)
         if peer is None or not peer.connected:
             return
         if len(peer.queue) >= MOST_QUEUED:
             _log.warning("peer dropped name=%s cause='%d frames queued'", to, len(peer.queue))
             return self._is_up(to, peer, up=False)
-        peer.queue.append((asked_at + self._config.delays_s.get(to, 0.0), parts))
+        peer.queue.append(parts)
         peer.wake.set()
 
     async def _keep_dialling(self, name: str, peer: _Peer) -> None:
@@ -396,13 +393,9 @@ class PeerLink:
             while not peer.queue:
                 peer.wake.clear()
                 await peer.wake.wait()
-            due, parts = peer.queue[0]
-            if (pause := due - time.monotonic()) > 0:
-                await asyncio.sleep(pause)
-            if peer.queue and peer.queue[0][1] is parts:
-                peer.queue.popleft()
-                self.bytes_sent += sum(len(part) for part in parts)
-                await dealer.send_multipart(parts, copy=False)
+            parts = peer.queue.popleft()
+            self.bytes_sent += sum(len(part) for part in parts)
+            await dealer.send_multipart(parts, copy=False)
 
     async def _beat(self) -> None:
         while True:
@@ -417,7 +410,7 @@ class PeerLink:
         now = time.monotonic()
         echo = peer.sight.echo(now)
         word = replace(self._word(), sent_s=now, echo_s=echo.sent_s, held_s=echo.held_s)
-        self._send(name, messages.message(word, self._run), now)
+        self._send(name, messages.message(word, self._run))
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """Follow the folder of keys: removed keys are rejected from then on."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from farloop.algo.stages import Hop, StageLayout
+from farloop.node.settings import PipelineConfig
 from farloop.pipeline import events as ev
-from farloop.pipeline.layout import Letters, Settings, Switching, why_not
+from farloop.pipeline.layout import Letters, Switching, why_not
 from farloop.pipeline.messages import (
     Ended,
     Forget,
@@ -135,25 +136,25 @@ class JobQueue:
 #     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
 
 EMA = 0.1  # smoothing of the seconds per job (SWARM's α)
+ATTEMPTS = 3  # trips that a microbatch is given before it is dropped
+ASSEMBLE_S = 120.0  # how long a node waits at its start for those that it has never met
+ORPHAN_S = 120.0  # how long it waits for a source, once all that it follows are gone
 
 
 class PipelineMachine:
-    def __init__(
-        self, *, name: str, layout: StageLayout, incarnation: int = 0, settings: Settings | None = None
-    ) -> None:
+    def __init__(self, *, name: str, layout: StageLayout, config: PipelineConfig, incarnation: int = 0) -> None:
         """Raises ValueError where the layout has a fault, or no stage for this node."""
         if fault := next(layout.faults(), ""):
             raise ValueError(f"layout {layout.epoch}: {fault}")
         if (stage := layout.stage_of(name)) is None:
             raise ValueError(f"layout {layout.epoch} has no stage for {name}")
         self.name, self.layout, self.stage = name, layout, stage
-        self.settings = settings or Settings()
+        self.config = config
         self.peers = Peers(others(layout, name))
         self.homes = Sources(name, layout)
         self.flights: InFlight | None = None  # of a source
         if stage == 0:
-            credit, attempts = self.settings.credit, self.settings.attempts
-            self.flights = InFlight(source=name, start=incarnation, credit=credit, attempts=attempts)
+            self.flights = InFlight(source=name, start=incarnation, credit=config.credit, attempts=ATTEMPTS)
         self.switching = Switching()
         self.desk = JobQueue()
         self.counted: Counter[str] = Counter()
@@ -226,19 +227,19 @@ class PipelineMachine:
         """When to call `handle_timer`."""
         if not self._open:
             return None
-        times = [self.flights.next_overdue(self.settings.patience_s)] if self.flights is not None else []
+        times = [self.flights.next_overdue(self.config.patience_s)] if self.flights is not None else []
         if not self._assembled or not self.ready:
             times.append(self._assemble_by)
         if self._orphan_since is not None:
-            times.append(self._orphan_since + self.settings.orphan_s)
+            times.append(self._orphan_since + ORPHAN_S)
         return min((time for time in times if time is not None), default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
         self._now = now
         if self.flights is not None:
-            for trip in self.flights.overdue(now, self.settings.patience_s):
+            for trip in self.flights.overdue(now, self.config.patience_s):
                 self._lose(trip, "late")
-        if self._orphan_since is not None and now >= self._orphan_since + self.settings.orphan_s:
+        if self._orphan_since is not None and now >= self._orphan_since + ORPHAN_S:
             self._orphan_since = None
             sources = ", ".join(self.homes.sources)
             self._do(ev.Stop(reason=f"the sources that this stage follows ({sources}) are gone"))
@@ -250,7 +251,7 @@ class PipelineMachine:
             self.flights.check()
             assert set(self.desk.held) <= {flight.trip for flight in self.flights.flying.values()}
         else:
-            assert len(self.desk.held) <= self.settings.memory, "more inputs than memory"
+            assert len(self.desk.held) <= self.config.memory, "more inputs than memory"
         for trip in self.desk.held:
             assert trip.source == self.name or not self._is_down(trip.source), "an input of a source that is gone"
 
@@ -258,7 +259,7 @@ class PipelineMachine:
 
     def _begin(self, began: ev.StepBegan) -> None:
         assert not self._open, "the last step is not over"
-        self._assemble_by = self._now + self.settings.assemble_s if self._assemble_by is None else self._assemble_by
+        self._assemble_by = self._now + ASSEMBLE_S if self._assemble_by is None else self._assemble_by
         self.step += 1
         self._switch_layout_if_due()
         self._open, self._closes_round = True, began.closes_round
@@ -273,7 +274,7 @@ class PipelineMachine:
         self._switch_layout_if_due()
         if self._open:
             self._issue()
-            full = self.flights is None and len(self.desk.held) >= self.settings.memory
+            full = self.flights is None and len(self.desk.held) >= self.config.memory
             if work := self.desk.next(full=full, here=Hop(stage=self.stage, node=self.name)):
                 self.busy_at = self._now
                 self._do(ev.Compute(work=work))
@@ -380,7 +381,7 @@ class PipelineMachine:
     def _send_onward(self, work: Work, held: AdmittedWork) -> None:
         """Forward: to the next stage, or back to the source for the loss."""
         path = self.layout.paths_from(work.trip.source)[work.path]
-        position, late_s = work.position + 1, self.settings.late_s
+        position, late_s = work.position + 1, self.config.late_s
         step = onward(self.layout, path, position, held.visited, self._load, late_s=late_s)
         if step is None:
             return self._lose(work.trip, "no way on")
@@ -494,7 +495,7 @@ class PipelineMachine:
             for trip in sorted({*self.desk.held, *(work.trip for work in self.desk.queue)}):
                 self._lose(trip, "a new layout")
             self.layout, self._goes_over = layout, False
-            self._assembled, self._assemble_by = False, self._now + self.settings.assemble_s
+            self._assembled, self._assemble_by = False, self._now + ASSEMBLE_S
             self.switching.finish()
             self.homes.follow(layout)
             self._do(ev.Adopt(layout=layout))

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
@@ -22,10 +21,10 @@ from farloop.node.errors import DataError, LayoutError
 from farloop.node.library import Node, join_run
 from farloop.node.link import LOOK_S
 from farloop.node.model.built_in import GPT, build, from_json
-from farloop.node.settings import NodeConfig, Normalise, PipelineConfig
+from farloop.node.settings import NodeConfig, PipelineConfig
 from farloop.node.trainer import check_data, corpora_of, inventory_of, mixed_precision
 from farloop.pipeline.executor import Executor
-from farloop.pipeline.layout import Settings, read_layout
+from farloop.pipeline.layout import read_layout
 from farloop.pipeline.link import PeerConfig
 from farloop.pipeline.stage import StageJobs, StagePart
 from farloop.wire.messages import MOST_SEEN, Observed
@@ -92,13 +91,9 @@ def _executor(
             liveness_s=pipeline.liveness_s,
             max_tensor_bytes=4 * numel + 4096,
         ),
-        settings=Settings(
-            credit=pipeline.credit, memory=pipeline.memory, patience_s=pipeline.patience_s, late_s=pipeline.late_s
-        ),
+        config=pipeline,
         incarnation=node.executor.machine.incarnation,
         run=int(spec.identity.fingerprint(), 16),
-        codec=pipeline.codec,
-        normalise=cast(Normalise, pipeline.normalise),
         wanted=lambda: not node.asked_to_leave,
     )
 

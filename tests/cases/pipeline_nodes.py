@@ -9,9 +9,8 @@ from torch import Tensor
 
 from farloop.algo.stages import StageLayout
 from farloop.node.model.built_in import GPT, build
-from farloop.node.settings import ModelConfig, Normalise
+from farloop.node.settings import ModelConfig, PipelineConfig
 from farloop.pipeline.executor import Executor, Step
-from farloop.pipeline.layout import Settings
 from farloop.pipeline.link import PeerConfig
 from farloop.pipeline.stage import StageJobs, StagePart
 
@@ -42,9 +41,7 @@ class Nodes:
         self,
         layout: StageLayout,
         *,
-        settings: Settings | None = None,
-        codec: str = "",
-        normalise: Normalise = "visits",
+        config: PipelineConfig | None = None,
         keys: Path | None = None,
         bind: str = "tcp://127.0.0.1:0",
     ) -> None:
@@ -63,9 +60,7 @@ class Nodes:
                 addresses={},
                 jobs=StageJobs(part),
                 peer=PeerConfig(name=name, bind=bind, **own),
-                settings=settings or Settings(assemble_s=PATIENCE_S),
-                codec=codec,
-                normalise=normalise,
+                config=config or PipelineConfig(),
             )
         for executor in self.executors.values():
             executor.start()

@@ -10,8 +10,8 @@ from functools import partial
 from typing import assert_never
 
 from farloop.algo.stages import StageLayout
+from farloop.node.settings import PipelineConfig
 from farloop.pipeline import events as ev
-from farloop.pipeline.layout import Settings
 from farloop.pipeline.machine import PipelineMachine
 from farloop.pipeline.messages import Kind, Leave, Message, PipelineMessage, Work
 from farloop.sim.virtual_time import EventQueue, Process
@@ -57,13 +57,13 @@ class World:
         microbatches: int,
         costs: Mapping[str, Costs] | Costs | None = None,
         delay: Delay = lambda u, v: 0.0,
-        settings: Settings | None = None,
+        config: PipelineConfig | None = None,
     ) -> None:
         """`microbatches` of each source and step."""
         self.agenda = EventQueue()
         self.layout, self.steps, self.microbatches = layout, steps, microbatches
         self.nodes = [name for stage in layout.stages for name in stage.replicas]
-        self._costs, self._delay, self._settings = costs or Costs(), delay, settings or Settings()
+        self._costs, self._delay, self._config = costs or Costs(), delay, config or PipelineConfig()
         self.records: dict[str, Record] = {}
         self.machines: dict[str, PipelineMachine] = {}
         self.processes: dict[str, Process] = {}
@@ -87,7 +87,7 @@ class World:
         self._lives[name] += 1
         self.processes[name] = Process(self.agenda)
         self.machines[name] = PipelineMachine(
-            name=name, layout=self.layout, incarnation=self._lives[name], settings=self._settings
+            name=name, layout=self.layout, incarnation=self._lives[name], config=self._config
         )
         self.records[name] = Record()
         self._timers.pop(name, None)

@@ -3,41 +3,35 @@
 DELAYS.json has seconds by sender and receiver, and is looked at for every frame.
 """
 
-import functools
 import json
 import sys
+import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from farloop.cli.main import app
-from farloop.pipeline import trainer
-from farloop.pipeline.link import PeerConfig
+from farloop.pipeline import executor
+from farloop.pipeline.link import PeerLink
 
 
-class Delays(Mapping[str, float]):
-    """Of one sender, as the file has them now."""
+def far_link(file: Path, sender: str) -> type[PeerLink]:
+    """Links whose frames are held back, in order, for as long as the file has it."""
 
-    def __init__(self, file: Path, sender: str) -> None:
-        self._file, self._sender = file, sender
+    class FarLink(PeerLink):
+        def _send(self, to: str, parts: list[Any]) -> None:
+            delay_s = json.loads(file.read_text()).get(sender, {}).get(to, 0.0)
+            due[to] = max(due[to], time.monotonic() + delay_s)
+            self._loop.call_at(self._loop.time() + due[to] - time.monotonic(), super()._send, to, parts)
 
-    def _now(self) -> dict[str, float]:
-        told: dict[str, float] = json.loads(self._file.read_text()).get(self._sender, {})
-        return told
-
-    def __getitem__(self, receiver: str) -> float:
-        return self._now()[receiver]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
+    due = defaultdict[str, float](float)
+    return FarLink
 
 
 def main(node: str, delays: str) -> None:
     name = tomllib.loads(Path(node).read_text())["node"]["name"]
-    trainer.PeerConfig = functools.partial(PeerConfig, delays_s=Delays(Path(delays), name))  # type: ignore[assignment, misc]
+    executor.PeerLink = far_link(Path(delays), name)  # type: ignore[misc]
     app(["node", node], standalone_mode=True)
 
 

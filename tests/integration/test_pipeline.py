@@ -8,6 +8,7 @@ from pipeline_layouts import layout_of
 from pipeline_nodes import SMALL, Nodes, Steps, microbatches, model
 
 from farloop.node.model.built_in import GPT
+from farloop.node.settings import PipelineConfig
 from farloop.node.zmq_dealer import new_key_pair
 from farloop.pipeline.executor import Executor
 from farloop.pipeline.stage import StagePart
@@ -115,7 +116,7 @@ def test_activations_in_eight_bits_train_as_well(tmp_path: Path) -> None:
         (tmp_path / f"{name}.pub").write_bytes(public)
         (tmp_path / f"{name}.key").write_bytes(secret)
         (tmp_path / f"{name}.key").chmod(0o600)
-    nodes = Nodes(layout_of(["a", "b", "c"], ["abc"]), codec="q8", keys=tmp_path)
+    nodes = Nodes(layout_of(["a", "b", "c"], ["abc"]), config=PipelineConfig(codec="q8"), keys=tmp_path)
     took = trained(nodes, STEPS, 2, {"a": 1})
     exact = trained(Nodes(layout_of(["a", "b", "c"], ["abc"])), STEPS, 2, {"a": 1})
     for ours, theirs in zip(took["a"], exact["a"], strict=True):

@@ -20,7 +20,7 @@ from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo.fragments import partition
 from farloop.algo.stages import Hop, Stage, order_fault
-from farloop.node.settings import Normalise
+from farloop.node.settings import Normalise, PipelineConfig
 from farloop.pipeline import events as ev
 from farloop.pipeline import messages
 from farloop.pipeline.layout import layout_json, read_layout
@@ -186,7 +186,7 @@ OVER = messages.PipelineMessage(incarnation=0, epoch=1, ready=True, queued=0, jo
 
 
 def begun() -> PipelineMachine:
-    machine = PipelineMachine(name="b", layout=layout_of(["a", "bc"], ["ab"]))
+    machine = PipelineMachine(name="b", layout=layout_of(["a", "bc"], ["ab"]), config=PipelineConfig())
     machine.handle(ev.StepBegan(), 0.0)
     machine.handle(ev.Up(peer="a"), 0.0)
     return machine
