@@ -135,8 +135,8 @@ def commands() -> str:
     shared = [row for row, count in times.items() if count >= _SHARED]
     parts = [
         _MADE,
-        "# Commands\n\n`farloop COMMAND --help` says the same at the terminal. [How they end](exit-codes.md), "
-        "and what a scheduler should do then.\n\n",
+        "# Commands\n\n`farloop COMMAND --help` says the same at the terminal. "
+        "[Exit codes](exit-codes.md) say how they end.\n\n",
         *(f"- **{panel}**: {', '.join(_link(words) for words, _, _ in told)}\n" for panel, told in found.items()),
         "\nOptions of several commands, each of which names those that it has:\n\n",
         _options(shared),
