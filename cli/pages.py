@@ -132,12 +132,14 @@ def standby_pages(config: CoordinatorConfig, contender: Contender) -> Iterator[s
 
     def text() -> str:
         client, leader = contender.client, contender.leader
-        if client is None or leader is None:
+        if client is None:
             return f"{contender.name} begins to stand by"
         in_memory = ", and in memory" if has_state() else ""
-        state = f"in sync{in_memory}" if client.is_in_sync else client.failed or "not in sync"
+        state = f"in sync{in_memory}" if client.is_in_sync else client.trouble or "not in sync"
         silence_s = time.monotonic() - client.heard_at
-        return f"{contender.name} stands by for {leader.leader}: {state}, {silence_s:.0f} s since it was heard of"
+        whom = leader.leader if leader else "a leader"
+        why = f"; it does not take over: {contender.told}" if contender.told and client.is_without_leader else ""
+        return f"{contender.name} stands by for {whom}: {state}, {silence_s:.0f} s since it was heard of{why}"
 
     def told(status: int) -> Response:
         return Response(status=status, body=f"{text()}\n".encode())

@@ -287,8 +287,9 @@ class Leadership:
         Raises Deposed."""
         with self._lock:
             alone = dataclasses.replace(self.term, in_sync=(), holder=self.term.holder.split()[0])
-            if self.term.term == 1 or self.term != alone:
-                self._change(alone, lambda is_alone=self.term == alone: is_alone)
+            is_alone = self.term == alone
+            if self.term.term == 1 or not is_alone:
+                self._change(alone, lambda: is_alone)
 
     def set_in_sync(
         self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = ""

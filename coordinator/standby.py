@@ -45,7 +45,8 @@ class Contender:
         self.follower: Follower | None = None
         """The state in memory, once it leads and could follow."""
         self._asked_at = float("-inf")
-        self._told = ""
+        self.told = ""
+        """Why it did not take over the last time."""
 
     def lead(self, *, force: bool, stand_by: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         """Return once this process leads; None once `stopped`.
@@ -185,9 +186,11 @@ class Contender:
             self.leader, version = self._store.read()
             if self.leader is not None and self.leader.holder.split()[0] == self._own.holder:  # an answer was lost
                 return Leadership(self._store, self._root, self.leader, version)
-            if self.leader is None or self.name not in self.leader.in_sync:
-                only = f": only {self.leader.leader} can go on" if self.leader else ""
-                self._say(f"the record does not have this standby in sync{only}")
+            if self.leader is None:
+                self._say("the record is gone: put it back, or start the coordinator that led last with --force-lead")
+                return None
+            if self.name not in self.leader.in_sync:
+                self._say(f"the record does not have this standby in sync: only {self.leader.leader} can go on")
                 return None
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")
@@ -206,8 +209,8 @@ class Contender:
         return leadership
 
     def _say(self, why: str) -> None:
-        if why != self._told:
-            self._told = why
+        if why != self.told:
+            self.told = why
             _log.warning("does not take over why=%r", why)
 
 

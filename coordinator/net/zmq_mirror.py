@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.coordinator.errors import StateMismatch, StorageError, StorageFailed
-from farloop.coordinator.leadership import Term
+from farloop.coordinator.leadership import REPEAT_S, Term
 from farloop.coordinator.net.zmq_router import BindError, require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
@@ -38,6 +38,7 @@ SILENCE_S: Final = 6.0
 """A standby takes over once it heard nothing of the leader for so long: more than `mirror.SILENCE_S`, so that the
 leader goes on where both could."""
 LOST_S: Final = 1.0  # ... or once the connection is broken for so long
+FAILED_S: Final = 3.0  # a standby that cannot write asks again so often: less than `SILENCE_S`
 _COPY_BYTES: Final = 1 << 16  # smaller parts are copied: that is cheaper than to share them
 _BURST: Final = 256  # messages that are taken before others have their turn
 
@@ -198,7 +199,11 @@ class MirrorClient:
         """When the leader was last heard of."""
         self.lost_at: float | None = None
         """When its connection broke; None while it has not."""
-        self.failed = ""  # why the folder cannot be written; empty while it can
+        self._failed = ""  # why the folder cannot be written; empty while it can
+        self._peer = self._peers[0]  # that was dialled last
+        self._joined_at = float("-inf")
+        self._unheard = dict[Address, str]()  # peers at which no leader was heard since the last one was, and why
+        self._told_at = float("-inf")
 
     @property
     def is_without_leader(self) -> bool:
@@ -212,6 +217,13 @@ class MirrorClient:
         return self._replica.whole > 0 and not self.is_without_leader
 
     @property
+    def trouble(self) -> str:
+        """Why it is not in sync; empty where that is not known."""
+        if self._failed or not {*self._peers} <= self._unheard.keys():
+            return self._failed
+        return f"no leader at {', '.join(f'{peer} ({why})' for peer, why in self._unheard.items())}"
+
+    @property
     def whole(self) -> int:
         """The number of the copy that the folder has whole; 0 while it is being given one, and before."""
         return self._replica.whole
@@ -223,21 +235,21 @@ class MirrorClient:
     def run(self, over: Callable[[], bool]) -> None:
         """Until `over`, which is asked several times a second, says so. What the leader sent until then is applied.
         Raises StateMismatch: the leader refuses this standby."""
-        joined_at = pinged_at = float("-inf")
-        taken = 0
+        pinged_at, taken = float("-inf"), 0
         try:
             while not over():
                 now = time.monotonic()
                 # Before silence is measured: `over` may have waited for the record's store for longer than that
                 if self._socket is not None and not self._receive():
                     self._hang_up()
-                patience_s = JOIN_S if self.lost_at is not None or self.heard_at < joined_at else SILENCE_S + JOIN_S
-                if self._socket is None and now - joined_at < PING_S:
+                is_heard = self.lost_at is None and self.heard_at >= self._joined_at
+                patience_s = SILENCE_S + JOIN_S if is_heard else JOIN_S
+                if self._socket is None and now - self._joined_at < (FAILED_S if self._failed else PING_S):
                     time.sleep(0.02)
                     continue
-                if self._socket is None or now - max(self.heard_at, joined_at) > patience_s:
+                if self._socket is None or now - max(self.heard_at, self._joined_at) > patience_s:
                     self._join()
-                    joined_at = pinged_at = time.monotonic()
+                    self._joined_at = pinged_at = time.monotonic()
                     taken = self._replica.taken
                     continue
                 if now - pinged_at > PING_S:
@@ -251,9 +263,8 @@ class MirrorClient:
                 if self._replica.taken != taken:
                     taken = self._replica.taken
                     self._say(["took", taken])
-            if not self.is_without_leader and self._socket is not None:
-                self._say(["bye"])
-                self._socket.linger = 1000  # milliseconds
+            if not self.is_without_leader:
+                self._leave()
         finally:
             self._hang_up()
             self._replica.close()
@@ -262,16 +273,21 @@ class MirrorClient:
     def _join(self) -> None:
         """Dial the next peer, and ask to be let in."""
         self._hang_up()
+        if self._dials and self.heard_at < self._joined_at:
+            self._unheard.setdefault(self._peer, "no answer")
+            if self.trouble and time.monotonic() - self._told_at > REPEAT_S:
+                self._told_at = time.monotonic()
+                _log.warning("standby is not let in why=%r", self.trouble)
         own = self._own
         held = {"": (own.run, own.holder)} | digests(self._root, self._replica.files, self._known)
-        peer = self._peers[self._dials % len(self._peers)]
+        self._peer = self._peers[self._dials % len(self._peers)]
         self._dials += 1
         self._socket = _dealer(self._context, self._secret)
         self._monitor = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
         try:
-            _connect(self._socket, peer)
+            _connect(self._socket, self._peer)
         except (OSError, zmq.ZMQError) as error:
-            _log.info("peer not dialled peer=%s why=%r", peer, str(error))
+            _log.info("peer not dialled peer=%s why=%r", self._peer, str(error))
             return
         self._say(["join", own.leader, held])
         self._say(["version", own.leader, version_of()])
@@ -280,6 +296,12 @@ class MirrorClient:
     def _ping(self) -> None:
         self._say(["ping"])
         self._say(["clock", self._own.leader, datetime.now(UTC).timestamp()])
+
+    def _leave(self, why: str = "") -> None:
+        """Say that this standby goes, or why it cannot go on: nothing waits for it any more."""
+        self._say(["bye", why])
+        if self._socket is not None:
+            self._socket.linger = 1000  # milliseconds
 
     def _hang_up(self) -> None:
         if self._socket is not None:
@@ -300,13 +322,18 @@ class MirrorClient:
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
-                if event == zmq.EVENT_DISCONNECTED:
+                if event != zmq.EVENT_DISCONNECTED:
+                    continue
+                if self.heard_at < self._joined_at:
+                    self._unheard[self._peer] = "it ends the connection: are [coordinator] key here and there the same?"
+                else:
                     self.lost_at = self.lost_at or time.monotonic()  # a try that fails later is no new loss
-                    return False
+                return False
         with suppress(zmq.Again):
             for _ in range(_BURST):
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
                 self.heard_at, self.lost_at = time.monotonic(), None
+                self._unheard.clear()
                 head = json.loads(frames[0].bytes)
                 if head == ["unknown"]:
                     return False
@@ -321,12 +348,12 @@ class MirrorClient:
         try:
             self._replica.apply(head, parts, lambda number: self._acks.put((dial, number)))
         except (OSError, StorageError) as error:
-            if not self.failed:
+            if not self._failed:
                 _log.error("standby cannot write why=%r note='it is not in sync; trying again'", str(error))
-            self.failed = str(error)
-            time.sleep(1.0)
+            self._failed = str(error)
+            self._leave(self._failed)
             return False
         if head[1] == "whole":
-            self.failed = ""
+            self._failed = ""
             _log.info("standby is whole bytes=%d", self._replica.taken)
         return True

@@ -15,7 +15,7 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
 
 The standby asks to be let in by `["join", name, {"": [run, process], file: [bytes, digest]}]`: its run's fingerprint,
 what its process drew at its start, and what it has. It answers `["ack", number]`, and `["took", bytes]` as it goes on;
-`["bye"]` is its last word. `["refused", why]` ends it.
+`["bye", why]` is its last word. `["refused", why]` ends it.
 """
 
 import json
@@ -190,7 +190,9 @@ class Mirror:
                 self.send(route, [b'["pong"]'])
             case ["ping"]:
                 self.send(route, [b'["unknown"]'])  # it came back over another connection, or was left behind
-            case ["bye"] if who is not None:
+            case ["bye", str(why)] if who is not None:
+                if why:
+                    _log.warning("standby cannot go on name=%s why=%r", who[0], why)
                 with self._moved:  # whoever waits for it waits no longer
                     self._heard_at.pop(who, None)
                     self._joining.pop(who, None)

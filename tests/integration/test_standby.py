@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -33,10 +34,14 @@ from loopback import (
 from object_server import serving
 from terms_in_memory import Terms
 
+from farloop.cli.keys import write_pair
 from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.errors import StorageFailed
 from farloop.coordinator.leadership import Leadership, Term
 from farloop.coordinator.net import zmq_mirror
 from farloop.coordinator.net.zmq_mirror import MirrorClient, MirrorServer
+from farloop.coordinator.storage import mirror as mirrors
+from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror
 from farloop.local.processes import free_port
 from farloop.monitoring.addresses import Address
@@ -228,6 +233,52 @@ def test_a_standby_whose_record_answers_slowly_is_let_in(tmp_path: Path, monkeyp
     with closing(MirrorServer(f"tcp://127.0.0.1:{port}", None, mirror)):
         client.run(over)
     assert client.is_in_sync and client._dials == 1
+
+
+def test_a_standby_that_cannot_write_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk is full: each of its tries held the leader's commits until its silence was long enough."""
+    monkeypatch.setattr(mirrors, "SILENCE_S", 1000.0)
+    terms, port, until = Terms(), free_port(), time.monotonic() + 20.0
+    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
+    client = MirrorClient(tmp_path / "b", [Address(host="127.0.0.1", port=port)], None, STANDBY)
+    apply = client._replica.apply
+
+    def full(head: list[Any], parts: Sequence[Bytes], ack: Callable[[int], None]) -> None:
+        if head[1] == "whole":
+            raise StorageFailed(tmp_path / "b", "No space left on device")
+        apply(head, parts, ack)
+
+    monkeypatch.setattr(client._replica, "apply", full)
+    mirror.lets_in = True
+    gone = "standby left behind name=b"
+    with closing(MirrorServer(f"tcp://127.0.0.1:{port}", None, mirror)):
+        client.run(lambda: gone in caplog.text or time.monotonic() > until)
+    assert gone in caplog.text and "standby cannot go on name=b why='" in caplog.text
+    assert client.trouble.endswith("No space left on device") and terms.term.in_sync == ()
+
+
+def test_a_standby_that_hears_no_leader_says_where_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its key is another one, as after a change of one of the two."""
+    monkeypatch.setattr(zmq_mirror, "JOIN_S", 0.5)
+    keys = [write_pair(tmp_path / name, name)[0] for name in ("a", "b")]
+    peers, until = [Address(host="127.0.0.1", port=free_port()) for _ in range(2)], time.monotonic() + 20.0
+    terms = Terms()
+    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
+    client = MirrorClient(tmp_path / "b", peers, keys[1], STANDBY)
+    with closing(MirrorServer(f"tcp://{peers[0]}", keys[0], mirror)):
+        client.run(lambda: "standby is not let in" in caplog.text or time.monotonic() > until)
+    assert (
+        f"no leader at {peers[0]} (it ends the connection: are [coordinator] key here and there the same?)"
+        in client.trouble
+    )
+    assert f"{peers[1]} (no answer)" in client.trouble and client.trouble in caplog.text
+    assert client.lost_at is None, "a leader that was never heard is not lost"
 
 
 class Listening:

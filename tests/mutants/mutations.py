@@ -549,8 +549,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a standby leads that is not in sync",
         "coordinator/standby.py",
-        "self.leader is None or self.name not in self.leader.in_sync",
-        "self.leader is None",
+        "            if self.name not in self.leader.in_sync:\n",
+        "            if not self.name:\n",
         "unit/coordinator/test_pair_simulated.py",
     ),
 )

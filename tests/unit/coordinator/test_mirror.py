@@ -362,7 +362,7 @@ def test_a_second_standby_that_is_silent_since_it_asked_is_refused(pair: Pair, s
 def test_nothing_waits_for_a_standby_that_said_good_bye(pair: Pair, spec: RunSpec) -> None:
     store = pair.begin(spec)
     pair.join()
-    pair.mirror.received(b"1", ["bye"])
+    pair.mirror.received(b"1", ["bye", ""])
     pair.cut_off = True
     pair.mirror._moved = Clock(pair)
     stored_runs.commit(store, 0)
