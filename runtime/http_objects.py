@@ -1,6 +1,7 @@
 """The objects of `ports.py` over HTTP and HTTPS: the standard library's client in threads, with proxies and resume."""
 
 import http.client
+import re
 import ssl
 import threading
 import time
@@ -26,10 +27,13 @@ _T = TypeVar("_T")
 _Job = Callable[[Any], None]  # of a client
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _HINTS: Final = {
-    ("PUT", 301): "; the bucket is in another region: set AWS_REGION to it",
+    ("PUT", 301): "; the bucket is in another region, or the URL at another place",
     ("PUT", 404): "; is there such a bucket?",
+    ("PUT", 405): "; nginx takes PUT with: dav_methods PUT DELETE",
+    ("PUT", 413): "; nginx takes large bodies with: client_max_body_size 0",
     ("GET", 404): "; it was deleted, perhaps by a lifecycle rule",
 }
+_MOST_TOLD: Final = 4096  # bytes of the page that comes with an error
 
 
 class Failed(Exception):
@@ -63,11 +67,17 @@ def _connection(parts: SplitResult, proxy: SplitResult | None) -> _Connection:
 
 
 def proxy_of(parts: SplitResult) -> SplitResult | None:
-    """The proxy for a URL, as HTTPS_PROXY, HTTP_PROXY and NO_PROXY name it."""
+    """The proxy for a URL, as HTTPS_PROXY, HTTP_PROXY and NO_PROXY name it. Raises Failed: it is none."""
     found = urllib.request.getproxies().get(parts.scheme)
     if not found or urllib.request.proxy_bypass(parts.netloc):
         return None
-    return urlsplit(found if "://" in found else f"http://{found}")
+    try:
+        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        if proxy.scheme == "http" and proxy.hostname and proxy.port != 0:
+            return proxy
+    except ValueError:
+        pass  # the port is no number, or a bracket is missing
+    raise Failed(f"{parts.scheme.upper()}_PROXY names no proxy: expected http://HOST:PORT")
 
 
 def _authorization(proxy: SplitResult) -> dict[str, str]:
@@ -154,21 +164,24 @@ class Client:
             for name, value in headers.items():
                 connection.putheader(name, value)
             connection.endheaders()
-            for start in range(0, len(body or b""), PIECE_BYTES):
-                assert body is not None
-                piece = body[start : start + PIECE_BYTES]
-                self._pace(len(piece))
-                connection.send(piece)
-                if time.monotonic() > until:
-                    raise Failed("too slow")
+            with suppress(BrokenPipeError):  # by a server that refuses it before its end, and says why
+                for start in range(0, len(body or b""), PIECE_BYTES):
+                    assert body is not None
+                    piece = body[start : start + PIECE_BYTES]
+                    self._pace(len(piece))
+                    connection.send(piece)
+                    if time.monotonic() > until:
+                        raise Failed("too slow")
             answer = connection.getresponse()
         finally:
             self.sent += connection.sent - before
-        told = [f"HTTP/1.1 {answer.status} {answer.reason}", *(f"{k}: {v}" for k, v in answer.getheaders()), "", ""]
-        self.received += len("\r\n".join(told))
+        head = [f"HTTP/1.1 {answer.status} {answer.reason}", *(f"{k}: {v}" for k, v in answer.getheaders()), "", ""]
+        self.received += len("\r\n".join(head))
         self.date = answer.getheader("Date", "")
         if answer.status not in wanted:
-            said = f"{answer.status} {answer.reason}"
+            told = re.findall(rb"<(?:Code|Message)>([^<]*)<", answer.read(_MOST_TOLD))  # by S3, Google and Azure
+            words = [" ".join(line.decode(errors="replace").split())[:200] for line in told]
+            said = ": ".join([f"{answer.status} {answer.reason}", *words])
             raise OSError(said) if answer.status in _AGAIN else Failed(said + _HINTS.get((method, answer.status), ""))
         return answer
 
@@ -197,7 +210,8 @@ class Client:
                 tries, before = (tries if progress() == before else 0), progress()
                 untrusted = isinstance(error, ssl.SSLCertVerificationError)
                 if tries == len(PAUSES_S) or isinstance(error, TimeoutError) or untrusted:
-                    failed = Failed(f"{self._way}: {error or type(error).__name__}")
+                    fix = "; SSL_CERT_FILE names the file of your own authority's certificate" if untrusted else ""
+                    failed = Failed(f"{self._way}: {error or type(error).__name__}{fix}")
                     failed.away, failed.passes = isinstance(error, (TimeoutError, ConnectionError)), not untrusted
                     raise failed from error
             time.sleep(PAUSES_S[tries])

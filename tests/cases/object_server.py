@@ -147,7 +147,8 @@ class _Handler(http_store.Handler):
         data = super().begun(method)
         self.server.bodies.append((method, len(data or b"")))
         if data is not None and not self._signed(method):
-            self.answer(403)
+            said = "<Code>SignatureDoesNotMatch</Code>\n<Message>The signature is not\nthe calculated one</Message>"
+            self.answer(403, f"<Error>{said}<StringToSign>secret</StringToSign></Error>".encode())
             return None
         return data
 

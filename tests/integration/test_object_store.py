@@ -29,7 +29,7 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.objects import note_objects, signer
 from farloop.coordinator.storage.verify import verify
 from farloop.lab.bench.http_store import ObjectServer as ObjectStore
-from farloop.local.processes import free_port
+from farloop.local.processes import free_ports
 from farloop.runtime import http_objects
 from farloop.runtime.http_objects import Client, Failed, HttpObjects
 from farloop.runtime.ports import Moved
@@ -110,7 +110,9 @@ def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer, monkeyp
     server.fault = lambda method, path: "403"
     assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail
     server.fault, server.life_s = lambda method, path: "", 0.0
-    assert "403" in store_from_here(signer(STORE)("PUT", "a")).detail, "expired"
+    expired = store_from_here(signer(STORE)("PUT", "a")).detail
+    assert "403 Forbidden: SignatureDoesNotMatch: The signature is not the calculated one" in expired
+    assert "secret" not in expired
     assert "in quotes" in (store_from_here("a").fix or "")
     server.life_s, server.date = 600.0, "Fri, 27 Nov 2020 06:45:41 GMT"
     (found,) = object_store(STORE)
@@ -121,6 +123,10 @@ def test_doctor_says_what_a_store_lacks_or_refuses(server: ObjectServer, monkeyp
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     (found,) = object_store(STORE)
     assert f"PUT: 127.0.0.1:{server.server_port} by the proxy 127.0.0.1:9: [Errno 111]" in found.detail
+    for wrong in ("::::", "http://", "socks5://127.0.0.1:9", "http://user:secret@h:port"):
+        monkeypatch.setenv("HTTP_PROXY", wrong)
+        (found,) = object_store(STORE)
+        assert found.detail == f"{STORE}: PUT: HTTP_PROXY names no proxy: expected http://HOST:PORT"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     signer.cache_clear()
@@ -322,11 +328,13 @@ def test_https_goes_through_the_proxy_of_the_environment(
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make a certificate")
     subprocess.run(words, check=True, capture_output=True)
-    monkeypatch.setenv("SSL_CERT_FILE", str(made[0]))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*made)
     plain.socket = context.wrap_socket(plain.socket, server_side=True)
     url, asked = plain.url.replace("http:", "https:"), list[bytes]()
+    with pytest.raises(Failed, match=r"self-signed certificate.*SSL_CERT_FILE"):
+        client.fetch(f"{url}/a")
+    monkeypatch.setenv("SSL_CERT_FILE", str(made[0]))
     with proxy(asked) as port:
         monkeypatch.setenv("HTTPS_PROXY", f"http://user:p%40ss@127.0.0.1:{port}")
         client.put(f"{url}/a", memoryview(b"data"))
@@ -346,15 +354,17 @@ def test_https_goes_through_the_proxy_of_the_environment(
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx, a web server that takes PUT")
 def test_nginx_is_an_object_store(tmp_path: Path, new_run: NewRun, client: Client) -> None:
     """Without signatures and If-None-Match, with ranges: a run's bytes go by it, and doctor says what it lacks."""
-    port = free_port()
+    port, small, readable = free_ports(3)
     (tmp_path / "nginx.conf").write_text(
         f"""daemon off; master_process off; pid {tmp_path}/pid; error_log stderr;
         events {{}}
         http {{ access_log off; client_max_body_size 0; client_body_temp_path {tmp_path}/body;
         proxy_temp_path {tmp_path}/t; fastcgi_temp_path {tmp_path}/t; uwsgi_temp_path {tmp_path}/t;
         scgi_temp_path {tmp_path}/t;
-        server {{ listen 127.0.0.1:{port}; root {tmp_path}/objects;
-        location / {{ dav_methods PUT DELETE; create_full_put_path on; }} }} }}"""
+        root {tmp_path}/objects; dav_methods PUT DELETE; create_full_put_path on;
+        server {{ listen 127.0.0.1:{port}; }}
+        server {{ listen 127.0.0.1:{small}; client_max_body_size 1m; }}
+        server {{ listen 127.0.0.1:{readable}; dav_methods off; }} }}"""
     )
     (tmp_path / "objects").mkdir()
     with subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]) as nginx:
@@ -371,6 +381,9 @@ def test_nginx_is_an_object_store(tmp_path: Path, new_run: NewRun, client: Clien
             assert not why and into == data
             (found,) = object_store(url)
             assert found.level == "warn" and "it has no If-None-Match" in found.detail
+            for other, words in ((small, "client_max_body_size 0"), (readable, "dav_methods PUT DELETE")):
+                (found,) = object_store(f"http://127.0.0.1:{other}/runs")
+                assert found.level == "fail" and words in found.detail
             moved = play(by_store(new_run, url, steps=12))
             assert sum(path.stat().st_size for path in (tmp_path / "objects").rglob("update-*")) > 1 << 16
             assert all(kinds["delta"] for kinds in moved.values())
