@@ -335,11 +335,13 @@ def commit(
     pool: Pool = NO_POOL,
     in_place: bool = False,
     expendable: bool = False,
+    measured: bool = True,
 ) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
 
     `in_place`: the old buffers may become the new ones. They do where it is known before that every number stays
-    finite, so that an error leaves them as they were. `expendable`: they do, and an error leaves them lost.
+    finite, so that an error leaves them as they were. `expendable`: they do, and an error leaves them lost. Where the
+    kernels make it in one pass, and it is not to be `measured`, digests and the norm are 0, and the update no blob.
     Raises NonFiniteError: the sum or the step left what fp32 holds.
     """
     codec, buffers, numel = codec_named(codec_down), buffers.ready_for(terms), step.fragment.numel
@@ -380,6 +382,7 @@ def commit(
             new_anchor=new_anchor,
             seed=header.seed,
             steps=codec.steps(step.fragment),
+            measured=measured,
         )
     )
     if isinstance(found, int):
@@ -389,6 +392,8 @@ def commit(
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
     after = Buffers(version=step.version, anchor=new_anchor, target=new_target, outer=outer)
     after = replace(after, largest=math.inf if outer.keys() - {"momentum"} else found.largest)
+    if not measured:
+        return Result(buffers=after, update=update, anchor_digest=0, target_digest=0, outer_digest=None, delta_norm=0.0)
     return _result(after, seal(header, update), total_of(found.tile_sums), found)
 
 

@@ -398,9 +398,10 @@ class Recovery:
         places = [self.attachments.input(addend.blob) for addend in record.blobs]
         spooled = [(read(place), addend.weight) for place, addend in zip(places, record.blobs, strict=True) if place]
         inputs = spooled if len(spooled) == len(places) else None
+        last = record.version == self.ledger.versions[record.fragment]
         try:
             restored, same = commits.repeat(
-                self.ledger, buffers, record, update, inputs, commit.codecs, self.pool, expendable=trusting
+                self.ledger, buffers, record, update, inputs, commit.codecs, self.pool, expendable=trusting, last=last
             )
         except (commits.WrongAnchor, BadBlob) as error:
             raise Inconsistent(self.directory, str(error)) from error

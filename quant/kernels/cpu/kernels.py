@@ -111,7 +111,8 @@ class CpuKernels(BlockKernels):
             old, new = tensors[1:4], tensors[4:]
             how = (*own, *self._steps(step.steps, place, count), step.seed & _SEED_MASK, self.mode, place)
             first_tile, present = place * BLOCK // TILE, min(count * BLOCK, numel - place * BLOCK)
-            notes = (present, norms[first_tile:].ctypes.data, found[first_tile:].ctypes.data)
+            sums = norms[first_tile:].ctypes.data if step.measured else 0
+            notes = (present, sums, found[first_tile:].ctypes.data)
             return on_parts(
                 lambda first, last: loop(*deltas, *old, step.lr, step.mu, *new, *how, *notes, first, last),
                 num_blocks=-(-present // TILE),
@@ -125,6 +126,8 @@ class CpuKernels(BlockKernels):
         bad = self._run(run, payloads, tensors, numel=numel, length=numel, encodes=True, written=4, unit=TILE)
         if bad >= 0:
             return bad
+        if not step.measured:
+            return Found(tile_sums=[], anchor_digest=0, target_digest=0, momentum_digest=0, largest=math.inf)
         digests = [int(np.add.reduce(found[:, 2 * k])) for k in range(FOUND // 2)]
         largest = min(found[:, 1::2].max(initial=0), np.uint64(INFINITY))
         return Found(

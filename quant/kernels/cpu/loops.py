@@ -354,7 +354,7 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
         end: Number,
     ) -> Number:
         # Tiles [begin, end) of `count` elements; the tensors reach to the end of the last block. Each number is read
-        # before the new one is written, because the new tensors may be the old ones.
+        # before the new one is written, because the new tensors may be the old ones. Without `norms` nothing is found.
         scale_addresses = addresses_at(scale_addresses_address)
         code_addresses = addresses_at(code_addresses_address)
         weights = floats_at(weights_address)
@@ -399,7 +399,8 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                         part[i] = part[i] + weight * decoded[i]
             for i in range(present, NORM_SIZE):
                 total[i] = np.float32(0.0)
-            norms[tile] = sum_of_squares(total, sums)
+            if norms_address != 0:
+                norms[tile] = sum_of_squares(total, sums)
             of_tile = after(found, tile * FOUND_SIZE)
             for k in range(FOUND_SIZE):
                 of_tile[k] = np.uint64(0)
@@ -433,7 +434,8 @@ def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: i
                     v[i] = anchor[first + i] + decoded[i]
                 for i in range(B):
                     new_anchor[first + i] = v[i]
-                note(of_tile, v, stepped, moved, here, index)
+                if norms_address != 0:
+                    note(of_tile, v, stepped, moved, here, index)
         return np.int64(-1)
 
     return BlockLoops(

@@ -377,13 +377,14 @@ def test_the_outer_step_is_that_of_algo(pair: tuple[BlockCodec, BlockKernels], h
                 out=out,
                 seed=SEED,
                 steps=on(codec.steps(flat(numel))),
+                measured=number != 5,
             )
             found = kernels.outer(step)
             t, m, a = new_t, new_m, new_a
             assert same_bits(out, payload)
             assert same_bits(t, target) and same_bits(a, anchor)
             assert buffers is None or (m is not None and same_bits(m, buffers))
-            assert found == Found(
+            assert not step.measured or found == Found(
                 tile_sums=sums_by_reference(delta),
                 anchor_digest=digest_by_reference(anchor, 0)[0],
                 target_digest=digest_by_reference(target, 0)[0],
