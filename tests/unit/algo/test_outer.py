@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_runs import plain_terms
+from stories import StoryText, all_stories, check_story, python
 from torch import Tensor, nn
 
+from farloop.algo import outer_optimizers, outer_settings
 from farloop.algo.adamw import AdamWSettings, adamw_step_, is_decayed
 from farloop.algo.fragments import flatten_into, partition, view
 from farloop.algo.methods import METHODS
@@ -19,13 +22,12 @@ from farloop.algo.outer_optimizers import (
     OUTER_OPTIMIZERS,
     OuterKind,
     OuterSettings,
-    restarts,
     staleness_gap,
     state_names,
     step_,
     step_gain,
 )
-from farloop.algo.outer_settings import LEAST_WORK, PLAIN_AVERAGE, corrected, default_outer, is_corrected, settings_of
+from farloop.algo.outer_settings import PLAIN_AVERAGE, corrected, default_outer, settings_of
 from farloop.algo.schedule import first_rounds, first_windows, learning_rate, window_after
 from farloop.algo.spec import Fragment, Layout, WindowTerms
 from farloop.algo.terms import LearningRate, Rewarm, Terms
@@ -71,21 +73,6 @@ def test_the_gain_of_a_kind_is_the_length_of_its_first_step(kind: OuterKind) -> 
     settings = OuterSettings(kind=kind, lr=0.7, momentum=0.9, buffer=2)
     target, _ = run(settings, [torch.ones(100)], gap=1.25)
     torch.testing.assert_close(target, torch.full((100,), -step_gain(settings, 1.25)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "with_momentum", "without"),
-    [
-        ("sgd", (), ()),
-        ("nesterov", ("momentum",), ()),
-        ("heavy-ball", ("momentum",), ()),
-        ("delayed-nesterov", ("accumulated", "momentum"), ()),
-        ("co2", ("momentum",), ("momentum",)),
-        ("adamw", ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq")),
-    ],
-)
-def test_a_kind_keeps_what_it_needs(kind: OuterKind, with_momentum: tuple[str, ...], without: tuple[str, ...]) -> None:
-    assert (state_names(kind, 0.9), state_names(kind, 0.0)) == (with_momentum, without)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,11 +133,6 @@ def test_the_deltas_of_a_window_are_averaged_and_not_applied_one_by_one() -> Non
     nesterov, delayed = OuterSettings(lr=1.0, momentum=0.9), dataclasses.replace(DELAYED, lr=1.0)
     moved = [run(nesterov, ONES[:4]), run(nesterov, ONES[:1]), run(delayed, ONES[:4])]
     assert [target.item() for target, _ in moved] == pytest.approx([-12.1441, -1.9, -1.9])
-
-
-def test_momentum_restarts_after_so_many_steps() -> None:
-    assert [v for v in range(1, 11) if restarts(dataclasses.replace(NESTEROV, restart=3), v)] == [4, 7, 10]
-    assert not any(restarts(NESTEROV, version) for version in range(1, 11))
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "heavy-ball", "co2"])
@@ -335,35 +317,7 @@ def test_weight_decay_is_for_matrices_alone_and_leaves_the_padding_at_zero() -> 
     assert [is_decayed(shape) for shape in ((), (4,), (4, 4), (4, 4, 3))] == [False, False, True, True]
 
 
-def test_no_delta_alone_steps_adamw() -> None:
-    with pytest.raises(ValueError, match="adamw_step_"):
-        run(OuterSettings(kind="adamw", lr=1.0, momentum=0.0), ONES[:1])
-
-
 # --- Defaults
-
-
-@pytest.mark.parametrize(
-    ("method", "num_nodes", "expected"),
-    [
-        *(("diloco", n, OuterSettings(lr=lr, momentum=0.9)) for n, lr in [(1, 0.4), (2, 0.6), (7, 0.6), (8, 0.8)]),
-        ("streaming", 8, OuterSettings(lr=0.8, momentum=0.9)),
-        ("decoupled", 8, OuterSettings(lr=0.7, momentum=0.9)),
-        ("async", 4, OuterSettings(kind="delayed-nesterov", lr=0.7, momentum=0.9, buffer=4)),
-        ("co2", 4, OuterSettings(kind="co2", lr=1.0, momentum=0.2, clip=6.0)),
-        ("sparse", 4, OuterSettings(kind="sgd", lr=1.0, momentum=0.0)),
-    ],
-)
-def test_defaults_are_those_of_the_sources(method: str, num_nodes: int, expected: OuterSettings) -> None:
-    assert default_outer(num_nodes, h=30, outer_steps=1000, method=method) == expected
-
-
-@pytest.mark.parametrize(("method", "fewest"), [("diloco", 20), ("streaming", 20), ("async", 20), ("co2", 2)])
-def test_a_run_too_short_for_its_momentum_is_plainly_averaged(method: str, fewest: int) -> None:
-    """Twice 1/(1 − μ) outer steps, in which most of a delta comes out of the buffer."""
-    assert default_outer(2, h=30, outer_steps=fewest, method=method).momentum > 0.0
-    short = default_outer(2, h=30, outer_steps=fewest - 1, method=method)
-    assert (short.lr, short.momentum) == (PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum)
 
 
 @pytest.mark.parametrize(("nodes", "momentum"), [(1, 0.6), (2, 0.6), (3, 0.65), (4, 0.7), (8, 0.7)])
@@ -385,13 +339,10 @@ def test_a_sync_at_every_step_is_plainly_averaged_and_every_method_has_its_optim
         assert {default_outer(4, h=30, outer_steps=steps, method=name).kind for steps in (1, 100)} == {method.outer}
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "h", "method", "error"),
-    [(0, 30, "diloco", ValueError), (2, 0, "diloco", ValueError), (2, 30, "nonsense", ValueError)],
-)
-def test_defaults_for_no_run_are_refused(num_nodes: int, h: int, method: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        default_outer(num_nodes, h=h, outer_steps=100, method=method)
+def default_of(method: str, outer_steps: int) -> tuple[float, float]:
+    """Rate and momentum."""
+    found = default_outer(2, h=30, outer_steps=outer_steps, method=method)
+    return found.lr, found.momentum
 
 
 # --- Where rounds differ in length: ν, μ and the scale of a delta, and what a re-warm leaves of the momentum
@@ -431,21 +382,6 @@ def test_a_delta_moves_the_target_by_the_same_whatever_it_is_worth_and_momentum_
     assert plain.lr * plain.delta_scale == pytest.approx(0.7) and plain.momentum == 0.0
 
 
-def test_a_delta_that_is_worth_one_is_stepped_as_ever_and_nothing_is_divided_by_no_work() -> None:
-    assert corrected(NESTEROV, 1.0) == NESTEROV
-    assert corrected(NESTEROV, 0.0) == corrected(NESTEROV, 1e-30) == corrected(NESTEROV, LEAST_WORK)
-
-
-def test_only_runs_whose_rounds_differ_are_corrected_and_only_where_momentum_spans_them() -> None:
-    assert is_corrected(terms())
-    constant = {"h_rule": "constant", "h_alpha": 0.0}
-    for choices in (constant, {"outer_momentum": 0.0}, {"outer_correction": False}, {"method": "data-parallel"}):
-        assert not is_corrected(terms(**choices))
-    *regular, flush = windows(terms(**constant))
-    assert {settings for _, settings in regular} == {NESTEROV}
-    assert flush[0].final and flush[1] == PLAIN_AVERAGE
-
-
 def test_every_window_is_corrected_for_the_steps_between_its_sends() -> None:
     """In several slots a window covers the end of one round and the beginning of the next."""
     run = terms()
@@ -475,3 +411,8 @@ def test_a_rewarm_damps_the_momentum_of_every_fragment_once(share: float, rule: 
     assert sorted(window.fragment for window, _, _ in damped) == [0, 1]
     for _, settings, before in damped:
         assert settings == dataclasses.replace(before, momentum=before.momentum * share)
+
+
+@all_stories(__file__, "outer")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(outer_optimizers), vars(outer_settings), globals()), rewrite=rewrite)

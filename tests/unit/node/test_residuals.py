@@ -15,9 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from node_story import delta
 from safetensors.torch import load_file, save_file
 from slow_cases import examples
+from stories import StoryText, all_stories, check_story, python
 from torch import Tensor
 
-from farloop.algo.spec import BlobId, BlobKind
+from farloop.algo import spec
+from farloop.algo.spec import BlobId
 from farloop.node.model.residuals import R_STALE, Residual, Residuals
 from farloop.quant import registry, spelling
 from farloop.quant.codec import Traits
@@ -75,45 +77,6 @@ class Kept:
         assert buffer is not None
         (value,) = set(buffer.tolist())
         return float(value)
-
-
-def test_what_a_merged_delta_lost_is_added_to_the_next() -> None:
-    assert Kept().next() == 0.0
-    assert Kept().send(1, 2.0).settle(1).next() == 2.0
-    assert Kept().own.for_delta(delta(4, 1), "q4") is None, "without feedback nothing is kept"
-
-
-@pytest.mark.parametrize("outcome", ["dropped", "unknown"])
-def test_what_another_delta_lost_is_not(outcome: str) -> None:
-    """E: dropped, never carried."""
-    kept = Kept().send(1, 2.0)
-    if outcome == "dropped":
-        kept.settle(1, None)
-    assert kept.next() == 0.0
-
-
-def test_a_snapshot_ends_it_and_an_encoding_that_ends_after_it_is_not_read() -> None:
-    assert Kept().send(1, 2.0).settle(1).install(9).next(9) == 0.0
-    kept = Kept()
-    under_way = kept.own.for_delta(delta(4, 1), FEEDBACK)
-    assert under_way is not None
-    kept.install(9)
-    under_way.fill_(5.0)
-    kept.own.encoded(delta(4, 1), FEEDBACK, None)
-    assert kept.settle(1, None).next(9) == 0.0, "its base is gone: the machine forgets it"
-
-
-@pytest.mark.parametrize(("codec", "value"), [("q4:beta=1", 2.0), ("q8:beta=0.5", 0.0)])
-def test_another_setting_of_the_codec_keeps_it_and_another_codec_does_not(codec: str, value: float) -> None:
-    assert Kept().send(1, 2.0).settle(1).next(codec=codec) == value
-
-
-def test_the_last_payload_is_there_for_the_codec_that_wrote_it() -> None:
-    kept, payload = Kept().own, torch.arange(5, dtype=torch.uint8)
-    assert kept.previous(delta(4, 1), "q4") is None
-    kept.encoded(delta(4, 1), "q4", payload)
-    assert kept.previous(delta(4, 2), "q4") is payload
-    assert kept.previous(delta(4, 2), "q8") is None
 
 
 @pytest.mark.parametrize(
@@ -196,41 +159,18 @@ def dropped(seq: int, window: int = 4) -> Event:
 RESET: Event = Residual.reset
 
 
-@pytest.mark.parametrize(
-    ("events", "added"),
-    [
-        ([encoded(1)], 0.0),
-        ([encoded(1), merged(1)], 1.0),
-        ([encoded(1), dropped(1)], 0.0),
-        ([encoded(1), dropped(1), merged(1)], 0.0),
-        # A delta whose outcome never came is given up by the next.
-        ([encoded(1), encoded(2), merged(1), dropped(1)], 0.0),
-        ([encoded(1), encoded(2), merged(1), merged(2)], 2.0),
-        # Outcomes of other deltas, and repeated ones, change nothing.
-        ([merged(1), dropped(1)], 0.0),
-        ([encoded(1), merged(2), dropped(2), merged(1)], 1.0),
-        ([encoded(1), merged(1), merged(1, 9), dropped(1)], 1.0),
-        # A reset leaves nothing. An encoding that ends after it makes nothing usable.
-        ([encoded(1), merged(1), RESET], 0.0),
-        ([encoded(1), RESET, merged(1)], 0.0),
-        ([RESET, encoded(1)], 0.0),
-    ],
-)
-def test_what_is_added_to_the_next_delta(events: list[Event], added: float) -> None:
+def added(*events: Event) -> float:
+    """What is added to the next delta, everywhere."""
     residual = fresh()
     for event in events:
         event(residual)
-    assert set(residual.for_delta().tolist()) == {added}
+    (value,) = set(residual.for_delta().tolist())
+    return float(value)
 
 
-def test_what_cannot_happen_is_noticed() -> None:
-    residual, blob = fresh(), delta(4, 1)
-    for wrong in (dataclasses.replace(blob, fragment=1), dataclasses.replace(blob, kind=BlobKind.UPDATE)):
-        with pytest.raises(AssertionError):
-            residual.encoded(wrong)
-    residual.encoded(blob)
-    with pytest.raises(AssertionError):  # a delta is part of a later version than its base
-        residual.merged(blob, blob.version)
+@all_stories(__file__, "residuals")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(spec), globals()), rewrite=rewrite)
 
 
 GRAINS = 100

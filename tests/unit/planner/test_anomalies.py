@@ -2,9 +2,12 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from stories import StoryText, all_stories, check_story, python
 
+from farloop.planner import anomalies
 from farloop.planner.anomalies import (
     Action,
     Finding,
@@ -13,7 +16,6 @@ from farloop.planner.anomalies import (
     Progress,
     Sample,
     Samples,
-    deadline_s,
     hung,
     localise,
     next_step,
@@ -33,27 +35,27 @@ def cells_of(rows: list[list[float | None]]) -> dict[tuple[int, int], float]:
     return {(u, v): value for u, row in enumerate(rows) for v, value in enumerate(row) if value is not None}
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (changed(lambda u, v, value: 40.0 if u == 1 else value), (Place.SEND, 1, None)),
-        (changed(lambda u, v, value: 45.0 if v == 2 else value), (Place.RECEIVE, None, 2)),
-        (changed(lambda u, v, value: 60.0 if (u, v) == (0, 3) else value), (Place.PATH, 0, 3)),
-        (
-            [[None if u == v else 40.0 if 1 in (u, v) else 10.0 + (u + v) % 3 for v in range(6)] for u in range(6)],
-            (Place.HOST, 1, 1),
-        ),
-        (BASE, None),
-        ([[None, 5.0], [5.0, None]], None),
-    ],
-)
-def test_where_it_is_slow(
-    rows: list[list[float | None]], expected: tuple[Place, int | None, int | None] | None
-) -> None:
-    found = localise(cells_of(rows))
-    assert [(one.place, one.source, one.target) for one in found] == ([expected] if expected else [])
-    if expected == (Place.PATH, 0, 3):
-        assert found[0].factor == pytest.approx(60.0 / 11.0)
+def places(rows: list[list[float | None]]) -> list[tuple[str, int | None, int | None, float]]:
+    return [(one.place.name, one.source, one.target, round(one.factor, 2)) for one in localise(cells_of(rows))]
+
+
+def culprit(*, entered: bool, heard: bool) -> str:
+    """Of three nodes, of which b is behind."""
+    waiting = Progress(last_done=41, entered=True, heard=True)
+    found = hung({"a": waiting, "b": Progress(last_done=40, entered=entered, heard=heard), "c": waiting})
+    return "" if found is None else f"{found.kind.name} of {found.node}: {found.reason}"
+
+
+def climbed(finding: Finding, steps: int) -> list[str]:
+    taken: list[Action] = []
+    for _ in range(steps):
+        taken.append(next_step(finding, taken, another_way=True).action)
+    return [action.name for action in taken]
+
+
+@all_stories(__file__, "planner")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(anomalies), globals()), rewrite=rewrite)
 
 
 @pytest.mark.parametrize("kind", ["row", "column", "cell"])
@@ -73,22 +75,6 @@ def test_factor_two_is_found_in_20_percent_noise(kind: str) -> None:
         wanted = {"row": (Place.SEND, u, None), "column": (Place.RECEIVE, None, v), "cell": (Place.PATH, u, v)}[kind]
         hits += [(one.place, one.source, one.target) for one in found] == [wanted]
     assert hits >= 0.95 * tries
-
-
-@pytest.mark.parametrize(
-    ("entered", "heard", "kind"),
-    [(True, False, Kind.DEAD), (False, True, Kind.NODE_HANG), (True, True, Kind.LINK_HANG)],
-)
-def test_the_one_with_the_lowest_sequence_is_the_culprit(entered: bool, heard: bool, kind: Kind) -> None:
-    waiting = Progress(last_done=41, entered=True, heard=True)
-    found = hung({"a": waiting, "b": Progress(last_done=40, entered=entered, heard=heard), "c": waiting})
-    assert found is not None and (found.node, found.kind) == ("b", kind) and "sync 41" in found.reason
-    assert hung({}) is None
-
-
-def test_a_deadline_is_well_above_what_was() -> None:
-    assert deadline_s([1.0, 1.1, 0.9], 2.0) == 5.0
-    assert deadline_s([1.0] * 50 + [9.0], 2.0) == 11.0
 
 
 def rounds(count: int, *, seed: int, noise: float, factor: float = 1.0, nodes: int = 8) -> list[dict[str, Samples]]:
@@ -124,16 +110,3 @@ def test_no_node_is_slow_by_what_was_predicted_of_it_nor_among_three() -> None:
         f"n{n}": {kind: Sample(taken_s=s * n, expected_s=s * n) for kind, s in usual.items()} for n in range(1, 9)
     }
     assert slow([own] * 5) == slow(rounds(5, seed=0, noise=0.01, factor=9.0, nodes=3)) == ()
-
-
-def test_the_ladder_goes_up_one_rung_at_a_time() -> None:
-    finding = Finding(kind=Kind.LINK_SLOW, node="n3", reason="n3 sends 3.0 times as long as predicted")
-    taken: list[Action] = []
-    for _ in range(7):
-        taken.append(next_step(finding, taken, another_way=True).action)
-    assert taken[:3] == [Action.REPROBE, Action.LIGHTEN, Action.REROUTE]
-    assert taken[3:] == [Action.DROP, Action.DROP, Action.DROP, Action.EVICT]
-    assert next_step(finding, [Action.REPROBE, Action.LIGHTEN]).action is Action.DROP
-    assert "tried before" in next_step(finding, [Action.REPROBE]).reason
-    dead = Finding(kind=Kind.DEAD, node="b", reason="b is behind")
-    assert next_step(dead, []).action is Action.DROP, "at once"

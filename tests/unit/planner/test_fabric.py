@@ -2,16 +2,18 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands, world
+from stories import StoryText, all_stories, check_story, python
 
-from farloop.planner.anomalies import UNREACHABLE_S, suspects
-from farloop.planner.fabric import FALLBACK_BYTES_PER_S, fabric_of, islands_of, threshold
+from farloop.planner import anomalies, fabric, placement
+from farloop.planner.anomalies import UNREACHABLE_S
+from farloop.planner.fabric import fabric_of, islands_of
 from farloop.planner.inventory import Card, CardKind, Inventory, Link, Model, Node
-from farloop.planner.placement import Transport, blocks, transport
 
 # --- Links
 
@@ -21,20 +23,6 @@ def test_seconds_of_a_message() -> None:
     assert found.message_s[0][1] == INSIDE.seconds(0.05e9) == 0.041
     assert found.message_s[0][2] == ACROSS.seconds(0.05e9) == pytest.approx(0.85)
     assert found.message_s[0][0] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ([[0.0, 9.1, 1.0], [9.1, 0.0, 2.0], [1.0, 2.0, 0.0]], ((0, 1), (1, 0))),
-        ([[0.0, 8.9, 1.0], [8.9, 0.0, 2.0], [1.0, 2.0, 0.0]], ()),
-        ([[0.0, 99.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]], ((0, 1),)),
-    ],
-)
-def test_a_link_that_is_slower_than_three_ways_round_is_suspect(
-    seconds: list[list[float]], expected: tuple[tuple[int, int], ...]
-) -> None:
-    assert suspects(seconds) == expected
 
 
 def test_suspects_and_missing_links_are_not_used() -> None:
@@ -96,38 +84,12 @@ def with_kinds(kinds: list[CardKind], inside: Link) -> Inventory:
     return Inventory(nodes=nodes, model=Model(layers=1), links={("X", "X"): inside})
 
 
-@pytest.mark.parametrize(
-    ("kinds", "inside", "islands"),
-    [
-        ([IB, ROCE, IB, ROCE_V1, ROCE], NEAR, [(0, 2), (1, 4), (3,)]),  # kinds that cannot talk are apart
-        ([IWARP, CardKind.VIRTUAL, PLAIN, ROCE], NEAR, [(0, 1, 2), (3,)]),  # the first three are ethernet to each other
-        ([IB] * 2, TWO_MS, [(0,), (1,)]),  # RDMA has to be nearer than ethernet
-        ([PLAIN] * 2, TWO_MS, [(0, 1)]),
-    ],
-)
-def test_islands_can_talk_and_are_near(kinds: list[CardKind], inside: Link, islands: list[tuple[int, ...]]) -> None:
-    assert placed(with_kinds(kinds, inside)) == islands
-
-
 def test_links_that_are_far_one_way_make_other_islands() -> None:
     both = with_kinds([PLAIN] * 2, NEAR)
     assert placed(replace(both, links={("0", "1"): NEAR, ("1", "0"): ACROSS})) == [(0,), (1,)]
     assert placed(two_islands(h=1)) == [(0, 1), (2, 3)]
     unknown = replace(two_islands(h=1), links={("X", "X"): INSIDE})
     assert placed(unknown) == [(0, 1), (2, 3)]  # Y by the assumption of a site
-
-
-@pytest.mark.parametrize(
-    ("bandwidths", "expected"),
-    [
-        ([1.25e9, 0.0625e9], 1.25e9),
-        ([1.25e9, 1.0e9, 0.06e9, 0.05e9], 1.0e9),
-        ([1.0e9, 0.9e9], FALLBACK_BYTES_PER_S),
-        ([], FALLBACK_BYTES_PER_S),
-    ],
-)
-def test_the_threshold_is_above_the_largest_gap(bandwidths: list[float], expected: float) -> None:
-    assert threshold(bandwidths) == expected
 
 
 @given(st.lists(st.sampled_from(list(CardKind)), min_size=1, max_size=8), st.floats(1e-5, 5e-3), st.floats(1e7, 1e11))
@@ -139,25 +101,6 @@ def test_every_node_is_in_one_island_of_one_kind(kinds: list[CardKind], latency_
         assert {inventory.nodes[node].fabric for node in island.nodes} == {island.fabric}
 
 
-# --- Groups
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ([IB, IB], Transport.INFINIBAND),
-        ([ROCE, ROCE], Transport.ROCE),
-        ([ROCE_V1], Transport.ROCE),
-        ([ROCE_V1, ROCE], Transport.SOCKET),
-        ([IB, ROCE], Transport.SOCKET),
-        ([PLAIN, CardKind.VIRTUAL], Transport.SOCKET),
-        ([IWARP, IWARP], Transport.SOCKET),
-        ([], Transport.SOCKET),
-    ],
-)
-def test_rdma_only_for_groups_of_one_rdma_kind(kinds: list[CardKind], expected: Transport) -> None:
-    assert transport(kinds) is expected
-
-
-def test_blocks_are_as_even_as_possible() -> None:
-    assert blocks((5, 3, 1, 0, 2), 2) == ((5, 3, 1), (0, 2))
+@all_stories(__file__, "fabric")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(anomalies), vars(fabric), vars(placement), globals()), rewrite=rewrite)

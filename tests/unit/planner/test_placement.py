@@ -1,15 +1,20 @@
 """Layers per stage, and DT-FM's cost of groups: worked examples, brute force, and searches that only get better."""
 
+import dataclasses
 import itertools
-import math
 import random
+from pathlib import Path
 
+import plan_cases
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import two_islands
 from slow_cases import examples
+from stories import StoryText, all_stories, check_story, python
 
+from farloop.algo import stages
+from farloop.planner import chain_search, inventory, paths, plan
 from farloop.planner.fabric import Fabric, fabric_of, islands_of
 from farloop.planner.mode import Crossover, across_groups, inside_groups
 from farloop.planner.placement import Costs, all_reduce_s, best_order, descend, dp_s, matching_s, min_max_split
@@ -17,22 +22,10 @@ from farloop.planner.placement import Costs, all_reduce_s, best_order, descend, 
 # --- Layers per stage
 
 
-@pytest.mark.parametrize(
-    ("layers", "speeds", "exact"),
-    [
-        (30, (197, 160), (17, 13)),
-        (48, (197, 160), (27, 21)),
-        (24, (4, 2, 1, 1), (12, 6, 3, 3)),
-        (12, (1, 0.6, 0.25), (7, 4, 1)),
-        (7, (5, 1, 1), (5, 1, 1)),
-    ],
-)
-def test_published_splits(layers: int, speeds: tuple[float, ...], exact: tuple[int, ...]) -> None:
-    assert min_max_split(layers, speeds) == exact
-
-
-def test_a_cap_of_memory_moves_layers_to_other_stages() -> None:
-    assert min_max_split(12, (4.0, 1.0, 1.0), (5, None, 4)) == (5, 4, 3)
+@all_stories(__file__, "placement")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    names = (stages, chain_search, paths, inventory, plan, plan_cases, dataclasses)
+    check_story(path, story, python(*map(vars, names), globals()), rewrite=rewrite)
 
 
 SPEEDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
@@ -59,22 +52,6 @@ def test_no_split_is_faster(speeds: list[float], more: int) -> None:
         return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
     assert slowest_s(min_max_split(layers, speeds)) == pytest.approx(min(map(slowest_s, every)))
-
-
-@pytest.mark.parametrize(
-    ("layers", "speeds", "caps", "words"),
-    [
-        (2, (1.0, 1.0, 1.0), None, "2 layers cannot be cut into 3 stages"),
-        (4, (1.0, 0.0), None, "speed 0"),
-        (4, (1.0, math.nan), None, "speed nan"),
-        (9, (1.0, 1.0), (4, 4), "hold 8 layers at most"),
-    ],
-)
-def test_what_cannot_be_split_is_said(
-    layers: int, speeds: tuple[float, ...], caps: tuple[int, ...] | None, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        min_max_split(layers, speeds, caps)
 
 
 # --- Groups

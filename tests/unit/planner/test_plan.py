@@ -210,15 +210,3 @@ def test_a_faster_network_does_not_give_a_slower_step() -> None:
     inventory = world(20, stages=6, skip=1 / 3)
     fast = {ends: replace(link, latency_s=link.latency_s / 2) for ends, link in inventory.links.items()}
     assert make_plan(replace(inventory, links=fast)).step_s < make_plan(inventory).step_s
-
-
-@pytest.mark.parametrize(
-    ("wish", "words"),
-    [
-        (PlanRequest(stages=6, skip=0.9), "no path would leave its source; the most that can be planned is 0.67"),
-        (PlanRequest(stages=6, skip=0.3, mode=Mode.A), "only mode C skips stages"),
-    ],
-)
-def test_what_cannot_be_planned_is_said(wish: PlanRequest, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_plan(replace(world(20, stages=6, skip=0.0), wish=wish))

@@ -14,38 +14,13 @@ from farloop.algo.stages import IN_ORDER, PUBLISHED, OrderLimits, order_fault
 from farloop.planner.chain_search import Annealing, Chains, step_s, visits
 from farloop.planner.exact_chains import lower_bound_s
 from farloop.planner.fabric import fabric_of
-from farloop.planner.paths import Work, chain_s, latency_s, path_length
+from farloop.planner.paths import Work, chain_s, latency_s
 from farloop.planner.routes import Paths, Task, plan_paths
 from farloop.planner.simulator import Route, bounds_s, simulate
 
 TINY = Work(layer_s=(1.0,) * 8, layers=(1,) * 4, slots=(1,) * 8, microbatches=1)
 
 # --- Which paths are allowed, and what one costs
-
-
-@pytest.mark.parametrize(
-    ("stages", "fault"),
-    [
-        *((allowed, "") for allowed in (
-            (0,), (0, 1, 2, 3), (0, 2, 1, 3), (0, 4), (0, 2, 1, 4, 3), (0, 1, 5, 4)
-        )),
-        ((), "begins at stage 0"),
-        ((1, 2), "begins at stage 0"),
-        ((0, 1, 1), "visited twice"),
-        ((0, 5), "a jump from stage 0 to 5"),
-        ((0, 3, 1), "too far out of order"),  # two behind
-        ((0, 2, 1, 4, 3, 6, 5), "too far out of order"),  # three swaps
-    ],
-)  # fmt: skip
-def test_orders_of_stages(stages: tuple[int, ...], fault: str) -> None:
-    assert fault in order_fault(stages) and bool(fault) == bool(order_fault(stages))
-
-
-@pytest.mark.parametrize(
-    ("stages", "skip", "length"), [(6, 1 / 3, 4), (8, 0.25, 6), (4, 0.0, 4), (4, 0.25, 3), (1, 0, 1)]
-)
-def test_the_length_of_a_path(stages: int, skip: float, length: int) -> None:
-    assert path_length(stages, skip) == length
 
 
 @given(st.integers(1, 9), st.integers(2, 10), st.integers(2, 10))
@@ -57,13 +32,6 @@ def test_visits_are_even(chains: int, stages: int, length: int) -> None:
     assert all(len(path) == length and not order_fault(path) for path in found)
     counts = [sum(stage in path for path in found) for stage in range(1, stages)]
     assert max(counts) - min(counts) <= 1
-
-
-def test_what_cannot_be_visited_is_refused_with_what_can() -> None:
-    with pytest.raises(ValueError, match=r"nearest skip that can be planned is 0\.\d0"):
-        visits(9, 10, 2, OrderLimits(max_jump=4))
-    with pytest.raises(ValueError, match="5 paths are needed: 15 nodes, or fewer stages"):
-        visits(4, 10, 3, PUBLISHED)
 
 
 @pytest.mark.parametrize(
