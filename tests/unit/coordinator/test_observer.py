@@ -16,6 +16,7 @@ import torch
 from disk_faults import refuse
 from observed import Watched, lines_of
 from plain_runs import plain_progress
+from stories import Scripted, StoryText, all_stories, check_story
 from virtual_files import VirtualFiles
 
 from farloop.algo.spec import NodeId, RunSpec
@@ -116,33 +117,107 @@ def scene(reopen: Callable[[], Scene]) -> Scene:
     return reopen()
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
-    """Lines of the log that begin so."""
-    caplog.set_level(logging.INFO)
-    return lambda start: [line for line in caplog.messages if line.startswith(start)]
+class Told(Scripted):
+    """The words of stories:
+
+    joins a | ready a | reports a state=waiting | leaves a FAILED why | parts a SILENT
+    passes 3.0 | ticks 300.0           time; and timers that are due then fire
+    delivers a | finishes a | scores 2.75 | believes 0.0
+    fills | empties                    the disk: the run is held
+    refreshed                          what is told of it from now on
+    status run.state                   a part of the status
+    lines | log run | metric nodes state=training        of lines and log, what is new
+    """
+
+    def __init__(self, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        self.scene, self.caplog = scene, caplog
+        self.lines_told = self.logged = 0
+
+    def joins(self, node: str, session: int = 1, **hello: Any) -> None:
+        for command in self.scene.join(NodeId(node), session, **hello):
+            if isinstance(command, ev.Refuse):
+                self.scene.observer.on_command(command)
+
+    def ready(self, node: str) -> None:
+        self.scene.say(NodeId(node), msg.Ready())
+
+    def reports(self, node: str, **changes: Any) -> None:
+        self.scene.say(NodeId(node), dataclasses.replace(PROGRESS, **changes))
+
+    def leaves(self, node: str, reason: str, *detail: str) -> None:
+        self.scene.say(NodeId(node), msg.Leave(reason=Reason[reason], detail=" ".join(detail).replace("|", "\n")))
+
+    def parts(self, node: str, reason: str, session: int = 1) -> None:
+        self.scene.handle(ev.NodeDisconnected(session=session, node=NodeId(node), reason=Reason[reason]))
+
+    def passes(self, seconds: float) -> None:
+        self.scene.now += seconds
+
+    def ticks(self, seconds: float) -> None:
+        self.scene.pass_time(seconds)
+
+    def delivers(self, node: str) -> None:
+        self.scene.deliver(NodeId(node))
+
+    def finishes(self, node: str) -> None:
+        while windows := self.scene.machine.windows:
+            self.scene.now += 1.0
+            self.scene.deliver(NodeId(node), min(windows, key=lambda f: (windows[f].terms.round, -f)))
+
+    def scores(self, loss: float) -> None:
+        self.scene.evaluate(loss)
+
+    def claims_score(self, *versions: int) -> None:
+        self.scene.say(A, msg.Evaluation(loss=0.0, versions=versions, position=20.0, seconds=1.0))
+
+    def fills(self) -> None:
+        self.scene.hold.begin("a record", FULL)
+
+    def empties(self) -> None:
+        self.scene.hold.end("a record")
+
+    def alarms_of(self, what: str) -> None:
+        """The store and the machine have one each."""
+        self.scene.store.alarms = {f"snapshot of {what}": "no room"}
+        self.scene.machine.alarms[f"commit of {what}"] = "no room either"
+
+    def refreshed(self) -> None:
+        self.scene.refresh()
+
+    def status(self, path: str) -> str:
+        found: Any = self.scene.status()
+        for name in path.split("."):
+            found = found[int(name) if name.isdigit() else name]
+        return str(found)
+
+    def run(self) -> dict[str, Any]:
+        """The status of it, but for the version of farloop."""
+        found: dict[str, Any] = dict(self.scene.status()["run"])
+        assert found.pop("farloop") == version_of()
+        return {name: value for name, value in found.items() if value not in ("", [], 0)}
+
+    def joined(self) -> bool:
+        return self.scene.observer.joined
+
+    def lines(self) -> str:
+        new, self.lines_told = self.scene.lines()[self.lines_told :], len(self.scene.lines())
+        return "\n".join(", ".join(f"{key} {value}" for key, value in line.items() if value) for line in new) or "none"
+
+    def log(self, start: str = "") -> str:
+        new, self.logged = self.caplog.messages[self.logged :], len(self.caplog.messages)
+        return "\n".join(line for line in new if line.startswith(start)) or "none"
+
+    def metric(self, name: str, **labels: str) -> str:
+        return str(self.scene.value(f"farloop_{name}", **{label: str(value) for label, value in labels.items()}))
+
+
+@all_stories(__file__, "observer")
+def test_stories(scene: Scene, caplog: pytest.LogCaptureFixture, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told(scene, caplog).told, rewrite=rewrite)
 
 
 # --- The run
-
-
-def test_a_run_that_waits_for_its_nodes_says_so(scene: Scene, spec: RunSpec) -> None:
-    scene.now += 5.0
-    status = scene.status()
-    assert status["run"] == {
-        "name": "small", "fingerprint": spec.identity.fingerprint(), "method": "streaming", "codec_up": "q4",
-        "codec_down": "q4", "steps": 40, "h": 10, "tau": 2, "mix": 0.5, "fragments": 2, "parameters": 500,
-        "state": "waiting", "epoch": 1, "revision": 0, "changed": [], "nodes": 1, "started_s": 0.0, "uptime_s": 5.0,
-        "farloop": version_of(),
-    }  # fmt: skip
-    assert (status["position"], status["round"], status["outer_steps"], status["commits"]) == (0.0, 0, 0, 0)
-    assert (status["versions"], status["nodes"], status["alarms"]) == ([0, 0], [], [])
-    assert status["digests"] == [f"{digest:016x}" for digest in spec.identity.anchor_digests]
-    assert status["samples"] == {"granted": 0, "trained": 0, "returned": 0, "uncertain": 0}
-    assert status["windows"] == [
-        {"fragment": f, "window": 1, "round": 1 - f, "state": "open", "expected": [], "arrived": [], "merged": []}
-        for f in (0, 1)
-    ]
 
 
 def test_the_status_has_the_fields_that_were_promised(scene: Scene) -> None:
@@ -155,107 +230,7 @@ def test_the_status_has_the_fields_that_were_promised(scene: Scene) -> None:
     assert set(status["windows"][0]) == WindowStatus.__required_keys__
 
 
-def test_every_state_of_the_run_is_told_once_with_its_cause(scene: Scene, log: Callable[[str], list[str]]) -> None:
-    """O: a full disk holds it, and says what to do."""
-    scene.refresh()
-    scene.start()
-    scene.refresh()
-    scene.hold.begin("a record", FULL)
-    for _ in range(3):
-        status = scene.refresh()
-    assert "free space on its file system" in status["alarms"][0] and scene.value("farloop_storage_held") == 1
-    scene.hold.end("a record")
-    status = scene.refresh()
-    assert (status["run"]["state"], status["alarms"]) == ("training", []) and scene.value("farloop_storage_held") == 0
-    lines = log("run ")
-    assert [line.partition(" round=")[0] for line in lines] == [
-        "run is=waiting was=-", "run is=training was=waiting", "run is=held was=training", "run is=training was=held"
-    ]  # fmt: skip
-    assert "0 of 1 so far" in lines[0] and "nothing holds the run" in lines[1]
-    assert "until the alarm is resolved" in lines[2]
-
-
-def test_a_run_that_waits_for_a_decision_says_so(scene: Scene, log: Callable[[str], list[str]]) -> None:
-    """S: whoever dials again every few seconds fills no log."""
-    assert scene.value("farloop_rollback_held") == 0
-    for session in (1, 2, 3):
-        (refused,) = [c for c in scene.join(A, session, epoch_seen=5) if isinstance(c, ev.Refuse)]
-        assert refused.session == session
-        scene.observer.on_command(refused)
-        status = scene.refresh()
-    (alarm,) = status["alarms"]
-    assert status["run"]["state"] == "holding" and scene.value("farloop_rollback_held") == 1
-    assert alarm.startswith("history: the run is held: node a has met epoch 5") and "--rewind" in alarm
-    line, state = log("")
-    assert state.startswith("run is=holding")
-    assert line.startswith("alarm") and "the run is held" in line
-    assert scene.value("farloop_refusals_total", reason="holding") == 3
-
-
-def test_a_finished_run_stands_still(scene: Scene) -> None:
-    scene.start()
-    scene.status()
-    while scene.machine.windows:
-        scene.now += 1.0
-        windows = scene.machine.windows
-        scene.deliver(A, min(windows, key=lambda f: (windows[f].terms.round, -f)))
-    first = scene.status()
-    scene.now += 100.0
-    second = scene.status()
-    assert first["run"]["state"] == "finished" and first["run"]["started_s"] == second["run"]["started_s"] == 8.0
-    assert {window["state"] for window in second["windows"]} == {"final"}
-
-
 # --- Nodes and their reports
-
-
-def test_a_node_is_shown_with_what_it_last_reported(scene: Scene) -> None:
-    scene.start()
-    scene.now += 3.0
-    scene.say(A, PROGRESS)
-    scene.now += 2.0
-    status = scene.status()
-    (node,) = status["nodes"]
-    expected = {
-        "name": "a", "state": "training", "connected": True, "device": "cpu", "position": 12.5, "inner_steps": 12,
-        "tokens": 6000, "loss": 3.25, "detail": "fragment 1, window 2", "lost_steps": 2, "last_heard_s": 2.0,
-        "skipped_turns": 7, "skipped_steps": 3,
-    }  # fmt: skip
-    assert expected.items() <= node.items()
-    assert (status["position"], status["run"]["state"]) == (12.5, "training")
-    assert status["windows"][1]["expected"] == ["a"]
-
-
-def test_a_report_becomes_a_line_and_metrics(scene: Scene) -> None:
-    scene.join(A)
-    scene.now += 4.0
-    scene.say(A, PROGRESS)
-    by_kind = {"delta": 600, "update": 750, "snapshot": 800, "probe": 100, "control": 150}
-    first = {
-        "event": "progress", "t": 4.0, "node": "a", "position": 12.5, "inner_steps": 12, "tokens": 6000, "loss": 3.25,
-        "bytes_up": 700, "bytes_down": 1700, "bytes_state": 900, "bytes_by_kind": by_kind, "lost_steps": 2,
-    }  # fmt: skip
-    assert scene.lines()[1:] == [first]
-    assert scene.value("farloop_node_tokens", node="a") == 6000
-    for direction, kind, count in (("up", "delta", 600), ("down", "snapshot", 800), ("up", "probe", 0)):
-        assert scene.value("farloop_node_bytes", node="a", direction=direction, kind=kind) == count
-    scene.say(A, dataclasses.replace(PROGRESS, loss=None))
-    assert scene.lines()[2] == {**first, "loss": None}
-    assert scene.value("farloop_node_loss_nats", node="a") == 3.25, "the last one"
-
-
-def test_a_report_that_cannot_be_true_is_an_alarm_and_no_more(scene: Scene) -> None:
-    scene.join(A)
-    scene.say(A, dataclasses.replace(PROGRESS, tokens=-1))
-    assert scene.lines() == [] and scene.value("farloop_node_tokens", node="a") is None
-    assert scene.refresh()["alarms"] == ["report of a: it claims -1 tokens in 12 inner steps"]
-    assert scene.value("farloop_alarms") == 1
-    scene.say(A, PROGRESS)
-    scene.refresh()
-    assert scene.value("farloop_alarms") == 0
-    scene.store.alarms = {"snapshot of fragment 0": "no room"}
-    scene.machine.alarms["commit of fragment 1"] = "no room either"
-    assert scene.status()["alarms"] == ["snapshot of fragment 0: no room", "commit of fragment 1: no room either"]
 
 
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
@@ -277,114 +252,7 @@ def test_a_loss_that_is_no_number_is_a_word_and_the_status_stays_json(scene: Sce
     assert str(scene.value("farloop_node_loss_nats", node="a")) == word, "by which an alert knows it"
 
 
-def test_every_state_of_a_node_is_told_once_with_the_reason(scene: Scene, log: Callable[[str], list[str]]) -> None:
-    assert not scene.observer.joined
-    scene.join(A)
-    for _ in range(2):
-        scene.refresh()
-    assert scene.observer.joined
-    scene.say(A, msg.Ready())
-    scene.refresh()
-    assert scene.value("farloop_nodes", state="connected") == scene.value("farloop_nodes", state="training") == 1
-    scene.say(A, dataclasses.replace(PROGRESS, state="waiting"))
-    scene.refresh()
-    scene.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.SILENT))
-    for _ in range(2):
-        scene.refresh()
-    assert not scene.observer.joined
-    expected = [
-        ("joining", ""), ("training", ""), ("waiting", "waits for fragment 1, window 2"),
-        ("away", Reason.SILENT.sentence),
-    ]  # fmt: skip
-    assert [line["state"] for line in scene.lines() if line["event"] == "node"] == [state for state, _ in expected]
-    assert scene.lines()[-1]["reason"] == Reason.SILENT.sentence
-    assert log("node ") == [f"node name=a state={state} reason={reason!r}" for state, reason in expected]
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_a_node_that_ended_by_an_error_is_shown_with_it_until_it_returns(
-    scene: Scene, log: Callable[[str], list[str]], started: bool
-) -> None:
-    """Not with what it waited for when it last reported."""
-    scene.join(A)
-    if started:
-        scene.say(A, msg.Ready())
-    scene.say(A, dataclasses.replace(PROGRESS, state="joining", detail="the first snapshot"))
-    scene.say(A, msg.Leave(reason=Reason.FAILED, detail="RuntimeError: no\nspace " + "x" * 999))
-    (node,) = scene.refresh()["nodes"]
-    why = f"{Reason.FAILED.sentence}: RuntimeError: no?space x"
-    assert node["reason"].startswith(why) and len(node["reason"]) < 400
-    assert scene.lines()[-1]["reason"] == node["reason"] and log("node name=a state=away")[0].count("no?space") == 1
-    scene.join(A, session=2, incarnation=2)
-    scene.handle(ev.NodeDisconnected(session=2, node=A, reason=Reason.SILENT))
-    assert scene.refresh()["nodes"][0]["reason"] == Reason.SILENT.sentence
-
-
-def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
-    """V: it is connected, and no node waits for it."""
-    scene.start()
-    scene.pass_time(300.0)
-    (node,) = scene.refresh()["nodes"]
-    assert scene.lines()[-1]["state"] == "stalled"
-    assert node["connected"] and node["reason"] == Reason.STALLED.sentence
-
-
-def test_a_node_that_waits_for_its_start_says_for_which_nodes(scene: Scene, log: Callable[[str], list[str]]) -> None:
-    scene.start()
-    scene.join(B)
-    scene.say(B, msg.Ready())
-    scene.say(B, dataclasses.replace(PROGRESS, state="ready", detail="the start"))
-    scene.refresh()
-    assert "node name=b state=ready reason='waits for the start with a commit, for which a must train or stall'" in log(
-        ""
-    )
-
-
 # --- Commits and evaluations
-
-
-def test_a_commit_is_told_with_who_was_merged_and_who_was_not(scene: Scene, log: Callable[[str], list[str]]) -> None:
-    """E"""
-    scene.start()
-    scene.now += 6.0
-    scene.deliver(A)
-    assert scene.lines() == [
-        {
-            "event": "commit", "t": 6.0, "fragment": 1, "version": 1, "round": 0, "merged": ["a"],
-            "drops": [["b", Reason.LATE.sentence]], "update_bytes": 77, "norm": 2.5,
-        }
-    ]  # fmt: skip
-    assert log("commit ") == [
-        "commit fragment=1 version=1 round=0 merged=a dropped=b:LATE why='all 1 expected came'"
-    ]  # fmt: skip
-    assert scene.values(
-        {
-            "farloop_commits_total": 1, "farloop_update_bytes_total": 77, "farloop_merge_seconds_sum": 0.25,
-            "farloop_journal_seconds_sum": 0.5,
-        }
-    )  # fmt: skip
-    assert scene.value("farloop_merged_deltas_total", node="a") == 1
-    assert scene.value("farloop_dropped_deltas_total", node="b", reason="late") == 1
-    assert scene.value("farloop_fragment_version", fragment="1") == 1
-    status = scene.status()
-    assert (status["versions"], status["commits"], status["outer_steps"]) == ([0, 1], 1, 1)
-    assert status["windows"][1]["merged"] == ["a"] and status["windows"][1]["window"] == 2
-    assert status["digests"][1] == f"{5:016x}"
-
-
-def test_an_evaluation_that_the_machine_believes_is_told_with_what_it_took_to_get_there(scene: Scene) -> None:
-    """J"""
-    scene.start()
-    for versions in ((), (0, 0)):
-        scene.say(A, msg.Evaluation(loss=0.0, versions=versions, position=20.0, seconds=1.0))
-    assert scene.lines() == [] and scene.status()["evaluations"] == []
-    scene.say(A, PROGRESS)
-    scene.now += 8.0
-    scene.deliver(A)
-    scene.evaluate(2.75)
-    assert scene.lines()[-1] == {"event": "evaluation", "t": 8.0, "loss": 2.75, "position": 20.0}
-    assert scene.status()["evaluations"] == [{"loss": 2.75, "position": 20.0, "outer_steps": 1}]
-    assert scene.value("farloop_validation_loss_nats") == 2.75
 
 
 # --- Files
