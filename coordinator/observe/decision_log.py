@@ -27,7 +27,7 @@ _REFUSALS = 64  # most refusals that a window's line lists
 class DecisionLog:
     """Writes a line for every window of one coordinator."""
 
-    def __init__(self, path: Path, told: Callable[[DecisionEvent], None] | None = None) -> None:
+    def __init__(self, path: Path, told: Callable[[DecisionEvent], None]) -> None:
         """`told` gets every line, too."""
         self.timeline = MetricsLog(path, keep=KEEP_PARTS)
         self._told = told
@@ -46,8 +46,7 @@ class DecisionLog:
                 window = machine.windows[record.fragment]
                 line = self._line(record, window, machine, t, now)
                 self.timeline.write(line)
-                if self._told is not None:
-                    self._told(line)
+                self._told(line)
                 inputs = machine.ledger.inputs
                 self._came = {
                     blob: at for blob, at in self._came.items() if blob in inputs and blob not in window.inputs

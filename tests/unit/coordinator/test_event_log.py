@@ -118,67 +118,6 @@ def test_whatever_happens_for_a_reason_is_in_the_log_in_the_metrics_and_in_the_s
     assert reason.code in shown and reason.sentence in shown and "12s ago" in shown
 
 
-def a_node_of_another_run(scene: Scene) -> None:
-    scene.join(A, fingerprint="another")
-
-
-def a_delta_before_the_start(scene: Scene) -> None:
-    scene.join(A)
-    scene.say(A, plain_offer(A, contributors=()))
-
-
-def a_window_that_closes(scene: Scene) -> None:
-    drops = (msg.Drop(node=A, reason=Reason.SILENT),)
-    scene.events.on_committed(
-        rec.WindowCommitted(
-            fragment=1, version=5, round=2, merged=(), drops=drops, blobs=(), anchor_digest=0, target_digest=0,
-            momentum_digest=None, next_window=None, update_size=0, update_digest=0, outer_lr=1.0, outer_momentum=0.0,
-            why="",
-        ),
-        0.0,
-    )  # fmt: skip
-
-
-def an_anchor_asked_for(scene: Scene) -> None:
-    scene.join(A)
-    scene.say(A, msg.Fetch(fragment=1))
-
-
-def control_characters(scene: Scene) -> None:
-    scene.join(A)
-    scene.say(A, msg.Leave(reason=Reason.NONE, detail="\x1b[2J\nbye " + "x" * 999))
-
-
-@pytest.mark.parametrize(
-    ("happens", "kind", "code", "detail"),
-    [
-        (a_node_of_another_run, "refused", "wrong_run", "the node wants run another, this is "),
-        (a_delta_before_the_start, "delta", "corrupt", "fragment 1, base 0: the offer does not fit its sender"),
-        (a_window_that_closes, "dropped", "silent", "fragment 1, window 5"),
-        (an_anchor_asked_for, "anchor", "anchor_mismatch", ""),
-        (control_characters, "left", "none", "?[2J?bye xxx"),
-    ],
-)
-def test_an_event_names_its_node_and_what_happened(
-    scene: Scene, happens: Callable[[Scene], None], kind: str, code: str, detail: str
-) -> None:
-    happens(scene)
-    event = scene.only()
-    assert (event["kind"], event["node"], event["code"]) == (kind, "oslo", code)
-    assert event["detail"].startswith(detail) and len(event["detail"]) < 400
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_a_leave_is_told_once_whether_the_node_had_started_or_not(scene: Scene, started: bool) -> None:
-    scene.join(A)
-    if started:
-        scene.say(A, msg.Ready())
-    scene.say(A, msg.Leave(reason=Reason.FAILED, detail="no\nspace"))
-    session_end(scene, Reason.FAILED)
-    told = scene.only()
-    assert (told["kind"], told["code"], told["detail"]) == ("left", "failed", "no?space")
-
-
 def test_strangers_that_hang_up_push_out_nothing(scene: Scene) -> None:
     for reason in Reason:
         scene.events.on_disconnect(None, reason, "", scene.machine, 0.0)

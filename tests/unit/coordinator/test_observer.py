@@ -23,12 +23,13 @@ from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.observer import Observer
 from farloop.coordinator.storage.store import Store
-from farloop.monitoring.status import NodeStatus, Status, TotalsStatus, WindowStatus
+from farloop.monitoring.status import DecisionEvent, NodeStatus, Status, TotalsStatus, WindowStatus
 from farloop.runtime.version import version_of
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -57,6 +58,9 @@ class Scene(Watched):
 
     def on_event(self, event: ev.Event) -> None:
         self.observer.on_event(event, self.machine)
+
+    def on_command(self, command: ev.Command) -> None:
+        self.observer.on_command(command)
 
     def on_committed(self, record: rec.WindowCommitted) -> None:
         buffers = Buffers(version=record.version, anchor=torch.zeros(1), target=torch.zeros(1), outer={})
@@ -98,13 +102,18 @@ class Scene(Watched):
 
 
 @pytest.fixture
-def reopen(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Scene]]:
+def reopen(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
     """Another observer of the same run and the same file."""
-    store = Store.create(Path("/state"), spec, [torch.zeros(512), torch.zeros(256)], files=VirtualFiles())
+    stores: dict[str, Store] = {}
     scenes: list[Scene] = []
 
-    def make() -> Scene:
-        scenes.append(Scene(store, tmp_path / "metrics.jsonl", monkeypatch))
+    def make(**terms: Any) -> Scene:
+        if str(terms) not in stores:
+            own = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
+            stores[str(terms)] = Store.create(
+                Path("/state"), own, [torch.zeros(512), torch.zeros(256)], files=VirtualFiles()
+            )
+        scenes.append(Scene(stores[str(terms)], tmp_path / "metrics.jsonl", monkeypatch))
         return scenes[-1]
 
     yield make
@@ -122,34 +131,37 @@ class Told(Scripted):
 
     joins a | ready a | reports a state=waiting | leaves a FAILED why | parts a SILENT
     passes 3.0 | ticks 300.0           time; and timers that are due then fire
-    delivers a | finishes a | scores 2.75 | believes 0.0
+    delivers a | spoils a why | offers a | fetches a 1 | finishes a | scores 2.75 | claims_score 0 0
     fills | empties                    the disk: the run is held
     refreshed                          what is told of it from now on
     status run.state                   a part of the status
-    lines | log run | metric nodes state=training        of lines and log, what is new
+    lines | decisions | log run        of metrics.jsonl, decisions.jsonl and the log, what is new
+    events | metric nodes state=training
     """
 
     def __init__(self, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         self.scene, self.caplog = scene, caplog
-        self.lines_told = self.logged = 0
+        self.lines_told = self.logged = self.decided = 0
 
     def joins(self, node: str, session: int = 1, **hello: Any) -> None:
-        for command in self.scene.join(NodeId(node), session, **hello):
-            if isinstance(command, ev.Refuse):
-                self.scene.observer.on_command(command)
+        self.scene.join(NodeId(node), session, **hello)
 
-    def ready(self, node: str) -> None:
-        self.scene.say(NodeId(node), msg.Ready())
+    def ready(self, node: str, session: int = 1) -> None:
+        self.scene.say(NodeId(node), msg.Ready(), session)
 
     def reports(self, node: str, **changes: Any) -> None:
         self.scene.say(NodeId(node), dataclasses.replace(PROGRESS, **changes))
 
     def leaves(self, node: str, reason: str, *detail: str) -> None:
-        self.scene.say(NodeId(node), msg.Leave(reason=Reason[reason], detail=" ".join(detail).replace("|", "\n")))
+        """`|` is the end of a line, `~` very much."""
+        text = " ".join(detail).replace("|", "\n").replace("~", 999 * "x")
+        self.scene.say(NodeId(node), msg.Leave(reason=Reason[reason], detail=text))
 
     def parts(self, node: str, reason: str, session: int = 1) -> None:
-        self.scene.handle(ev.NodeDisconnected(session=session, node=NodeId(node), reason=Reason[reason]))
+        why, who = Reason[reason], NodeId(node)
+        self.scene.observer.on_disconnect(who, why, why.sentence, self.scene.machine)
+        self.scene.handle(ev.NodeDisconnected(session=session, node=who, reason=why))
 
     def passes(self, seconds: float) -> None:
         self.scene.now += seconds
@@ -200,6 +212,37 @@ class Told(Scripted):
     def joined(self) -> bool:
         return self.scene.observer.joined
 
+    def spoils(self, node: str, *why: str) -> None:
+        """A delta comes that cannot be kept."""
+        self.scene.handle(
+            ev.InputFailed(offer=self.scene.offer(NodeId(node)), reason=Reason.CORRUPT, detail=" ".join(why))
+        )
+
+    def offers(self, node: str) -> None:
+        self.scene.say(NodeId(node), self.scene.offer(NodeId(node)))
+
+    def fetches(self, node: str, fragment: int) -> None:
+        self.scene.say(NodeId(node), msg.Fetch(fragment=fragment))
+
+    def events(self) -> str:
+        """The newest ones."""
+        told = self.scene.status()["recent"]
+        assert all(len(one["detail"]) < 400 for one in told)
+        rows = (f"{one['kind']} {one['node'] or '-'} {one['code']}: {one['detail'][:120]}" for one in told)
+        return "\n".join(rows)
+
+    def decisions(self, *names: str) -> str:
+        """New lines of decisions.jsonl, or some of their fields."""
+        assert self.scene.observer._diary.timeline.flush()
+        lines = lines_of(self.scene.file.with_name("decisions.jsonl"))
+        new, self.decided = lines[self.decided :], len(lines)
+        assert all(DecisionEvent.__required_keys__ <= line.keys() for line in new)
+
+        def short(value: Any) -> str:
+            return f"{len(value)}, as {value[0]}" if isinstance(value, list) and len(value) > 4 else str(value)
+
+        return "\n".join(", ".join(f"{key} {short(line[key])}" for key in names or line) for line in new) or "none"
+
     def lines(self) -> str:
         new, self.lines_told = self.scene.lines()[self.lines_told :], len(self.scene.lines())
         return "\n".join(", ".join(f"{key} {value}" for key, value in line.items() if value) for line in new) or "none"
@@ -213,8 +256,10 @@ class Told(Scripted):
 
 
 @all_stories(__file__, "observer")
-def test_stories(scene: Scene, caplog: pytest.LogCaptureFixture, path: Path, story: StoryText, rewrite: bool) -> None:
-    check_story(path, story, Told(scene, caplog).told, rewrite=rewrite)
+def test_stories(
+    reopen: Callable[..., Scene], caplog: pytest.LogCaptureFixture, path: Path, story: StoryText, rewrite: bool
+) -> None:
+    check_story(path, story, Told(reopen(**story.settings), caplog).told, rewrite=rewrite)
 
 
 # --- The run
@@ -394,3 +439,20 @@ def test_the_time_of_a_resumed_run_goes_on_behind_a_torn_line(scene: Scene, reop
     again.observer.close()
     *first, torn, _, last = again.file.read_text().splitlines()
     assert torn == whole[:25] and [json.loads(line)["t"] for line in (*first, last)] == [30.0, 30.0, 32.0]
+
+
+def test_a_delta_of_an_earlier_start_of_the_coordinator_has_no_age(reopen: Callable[..., Scene]) -> None:
+    scene = reopen(min_nodes=3)
+    for node in "abc":
+        scene.join(NodeId(node))
+    for node in "abc":
+        scene.say(NodeId(node), msg.Ready())
+    scene.deliver(A)
+    scene.deliver(B)
+    again = reopen(min_nodes=3)
+    again.machine = CoordinatorMachine(scene.machine.ledger.copy(), now=scene.now)
+    again.now = scene.now
+    again.deliver(NodeId("c"))
+    assert again.observer._diary.timeline.flush()
+    (line,) = lines_of(again.file.with_name("decisions.jsonl"))
+    assert [row["after_s"] for row in line["arrived"]] == [None, None, 0.0]
