@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from node_story import identity
 from numpy.typing import NDArray
 from plain_runs import plain_terms
+from stories import StoryText, all_stories, check_story, python
 
 from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Layout, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
+from farloop.node.data import corpus
 from farloop.node.data.corpus import (
     Corpus,
     EvaluationSet,
@@ -32,7 +34,7 @@ from farloop.node.data.corpus import (
     num_samples,
 )
 from farloop.node.data.token_file import TokenWriter
-from farloop.node.errors import CorpusError, DataError
+from farloop.node.errors import CorpusError
 from farloop.node.model.built_in import build
 from farloop.node.settings import PRESETS, Share
 from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
@@ -54,15 +56,6 @@ def counting(length: int) -> NDArray[np.uint8]:
 @pytest.mark.parametrize(("length", "expected"), [(9, 1), (16, 1), (17, 2), (8 * 100, 99), (8 * 100 + 1, 100)])
 def test_a_sample_needs_its_last_target_too(length: int, expected: int) -> None:
     assert num_samples(corpus_of(counting(length)), 8) == expected
-
-
-@pytest.mark.parametrize("length", [0, 1, 8])
-def test_too_little_text_is_an_error_with_the_numbers(length: int) -> None:
-    words = f"text has {length} bytes, too little for one sequence of 8 tokens"
-    with pytest.raises(CorpusError, match=f"the training {words}"):
-        Samples(corpus_of(counting(length)), 8, seed=0)
-    with pytest.raises(CorpusError, match=f"the validation text has {length} bytes"):
-        EvaluationSet(corpus_of(counting(100), counting(length)), sequences=4, sequence_tokens=8)
 
 
 def test_a_data_pass_predicts_every_token_but_the_first_once() -> None:
@@ -141,13 +134,6 @@ def test_rows_stand_in_the_order_of_their_positions_whatever_they_are_drawn_from
         assert torch.equal(row, mixture.batch([position], 150.0)[0])
 
 
-def test_a_mixture_needs_the_text_of_every_rewarm_that_brings_one() -> None:
-    with pytest.raises(AssertionError, match="one of each re-warm"):
-        Mixture(mixed(0.5), [filled(0, 5)])
-    with pytest.raises(CorpusError, match="too little"):
-        Mixture(mixed(0.5), [filled(0, 5), corpus_of(counting(16))])
-
-
 # --- parts of a mixture, token files
 
 
@@ -165,21 +151,6 @@ def test_each_part_gives_its_share_of_the_samples_and_every_sample_once_a_pass()
     assert counts.tolist() == [500] * 30
     with pytest.raises(IndexError, match="there is no sample 5030 of 5030"):
         samples[5030]
-
-
-def test_a_mixture_is_named_by_its_parts_and_their_shares() -> None:
-    parts = [corpus_of(counting(500), digest=byte * 16) for byte in "ab"]
-    digests = [mixture_of(parts, weights).digest for weights in ([3, 1], [6, 2], [1, 1])]
-    assert digests[0] == digests[1] == "c5e86e5faf6fcf0f" != digests[2]
-    assert mixture_of(parts[::-1], [3, 1]).digest not in digests
-    for weights, line in (([1, 0], "a weight is a number above 0"), ([1, 10**9], "less than a 10000th")):
-        with pytest.raises(CorpusError, match=line):
-            mixture_of(parts, weights)
-    other = dataclasses.replace(parts[1], tokenizer="0123456789abcdef", vocabulary=300)
-    with pytest.raises(
-        CorpusError, match=r"number 2 has the tokenizer 0123456789abcdef \(300 tokens\), the first data "
-    ):
-        mixture_of([parts[0], other], [1, 1])
 
 
 def test_each_part_has_its_share_of_the_evaluation_set() -> None:
@@ -350,15 +321,6 @@ def test_each_record_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
     assert (corpus.files, corpus.duplicates) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "line", ['{"body": "x"}', '["text"]', '"text"', '{"text": 5}', '{"text"', '{"text": "\\ud800"}']
-)
-def test_a_jsonl_record_without_text_is_an_error_that_says_where(tmp_path: Path, line: str) -> None:
-    write(tmp_path, **{"data.jsonl": '{"text": "fine"}\n' + line + "\n"})
-    with pytest.raises(CorpusError, match=r"data\.jsonl, line 2: not a JSON object with a string field"):
-        load_corpus(tmp_path / "data.jsonl")
-
-
 @given(max_bytes=st.integers(2, 400))
 def test_the_cap_is_kept_to_the_byte_and_no_character_is_halved(
     tmp_path_factory: pytest.TempPathFactory, max_bytes: int
@@ -385,21 +347,6 @@ def test_a_capped_folder_is_a_sample_that_depends_on_nothing_but_its_files(tmp_p
     chosen = {int(document[:3]) for document in documents_of(one)}
     assert one.digest == two.digest and len(chosen) == 20
     assert min(chosen) < 33 and max(chosen) > 66, "not the first files of the folder"
-
-
-@pytest.mark.parametrize(
-    ("files", "name", "words"),
-    [
-        ({}, "", "no text in"),
-        ({"empty": ""}, "", "no text in"),
-        ({"image": b"\xff\xd8\xff"}, "image", "1 not UTF-8, the rest empty"),
-        ({}, "nowhere", "no file or folder"),
-    ],
-)
-def test_a_path_without_text_is_one_line(tmp_path: Path, files: dict[str, str | bytes], name: str, words: str) -> None:
-    with pytest.raises(CorpusError, match=words) as raised:
-        load_corpus(write(tmp_path, **files) / name)
-    assert "\n" not in str(raised.value)
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,22 +392,22 @@ def test_the_run_s_corpus_gives_the_run_s_evaluation_set_whatever_comes_later() 
         assert len(evaluation) == evaluation_sequences(spec().identity.evaluation_set) == 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "corpora", "sentence"),
-    [
-        ({}, ["ffff"], f"corpus is ffff, the run's is {OWN}; give every node the same"),
-        ({"data": f"{OWN}+bb"}, [OWN], "phase 1 is missing, the run's is bb; give every node the same files with"),
-        ({}, [OWN, "bb"], "phase 1 is bb, the run's is none"),
-        ({"data": f"{OWN}+bb+cc"}, [OWN, "bb", "dd"], "phase 2 is dd, the run's is cc"),
-        ({"data": f"{OWN}+bb+cc"}, [OWN, "cc", "bb"], "phase 1 is cc, the run's is bb"),
-        ({"data": "ee+bb"}, [OWN, "bb"], f"this node's corpus is {OWN}, the run's is ee;"),
-        ({"data": "own"}, [OWN], "own loops"),
-        # The same text, and other numbers.
-        ({"evaluation_set": evaluation_name(evaluation_of(800))}, [OWN], f"the run's is 5x{evaluation_of(800).digest}"),
-    ],
-)  # fmt: skip
-def test_data_that_is_not_the_run_s_is_refused_with_both_digests_and_the_mend(
-    changes: dict[str, str], corpora: list[str], sentence: str
-) -> None:
-    with pytest.raises(DataError, match=sentence):
-        check_data(spec(**changes), *(corpus_of(counting(400), digest=digest) for digest in corpora))
+def text_in(files: dict[str, str | bytes], name: str = "") -> None:
+    """Of a folder with these files, or one of them."""
+    load_corpus(write(Path("text"), **files) / name)
+
+
+def record(line: str) -> None:
+    write(Path("text"), **{"data.jsonl": '{"text": "fine"}\n' + line + "\n"})
+    load_corpus(Path("text/data.jsonl"))
+
+
+def checked(corpora: list[str], **changes: str) -> None:
+    """Corpora of these digests, against a run with these changes."""
+    check_data(spec(**changes), *(corpus_of(counting(400), digest=digest) for digest in corpora))
+
+
+@all_stories(__file__, "data")
+def test_stories(path: Path, story: StoryText, rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_story(path, story, python(vars(dataclasses), vars(corpus), globals()), rewrite=rewrite)

@@ -1,6 +1,6 @@
 """Covers `node/data/loader.py`: batches are the samples that are granted, whoever loads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from node_story import identity
 from plain_runs import plain_terms
 from slow_cases import examples
+from stories import StoryText, all_stories, check_story, python
 from torch import Tensor, nn
 
+import farloop.node.data.corpus
 from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Layout, RunSpec
 from farloop.algo.terms import LearningRate, Rewarm
@@ -21,7 +23,6 @@ from farloop.node.cluster import Cluster, Decision
 from farloop.node.data.corpus import Corpus, Mixture, load_corpus, mixture_of, num_samples
 from farloop.node.data.loader import Batches
 from farloop.node.data.token_file import TokenWriter
-from farloop.node.errors import DataError, LoopError
 from farloop.node.library import Node
 
 BATCH = 4
@@ -171,37 +172,6 @@ def test_the_loop_s_own_random_numbers_stay_as_they_were() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_two_batches_for_one_step_are_refused() -> None:
-    node = Granted()
-    loading: Iterator[Any] = batches(node, Squares(), digest=OWN)
-    next(loading)
-    node.start += 400  # a new history, at the same position
-    next(loading)
-    with pytest.raises(LoopError, match=r"a second batch was taken for one inner step: call node\.step"):
-        next(loading)
-
-
-def test_a_dataset_that_is_not_the_run_s_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the run grants no samples: name its data in \[data\] of the RUN\.toml"):
-        batches(Granted("own", 0), Squares())
-    with pytest.raises(LoopError, match=r"has no attribute digest: give digest=…"):
-        batches(Granted(), Squares())
-    with pytest.raises(DataError, match=f"data have the digest other, the run's {OWN}: give every node the same"):
-        batches(Granted(), Squares(), digest="other")
-    with pytest.raises(DataError, match="the dataset has 1000 samples, the run's 999"):
-        batches(Granted(samples=999), Squares(), digest=OWN)
-    with pytest.raises(LoopError, match=r"Batches\(shuffle=…\): the run decides on batches and their order"):
-        batches(Granted(), Squares(), digest=OWN, shuffle=True)
-    corpus = token_file(tmp_path / "t.bin")
-    node = Granted(corpus.digest, num_samples(corpus, 16))
-    node.module = nn.Embedding(256, 4)
-    line = "the data have a vocabulary of 300 tokens, and the model's largest embedding 256: build the data with"
-    with pytest.raises(DataError, match=line):
-        batches(node, Mixture(node.spec, [corpus]))
-    node.module = nn.Embedding(300, 4)
-    assert next(batches(node, Mixture(node.spec, [corpus]))).shape == (BATCH, 17)
-
-
 def test_a_rank_knows_its_parts_of_the_next_batches_once_it_asks() -> None:
     decision = Decision(running=True, lr=1.0, samples=(0, 1, 2, 3), ahead=tuple(range(4, 14)))
     executor = SimpleNamespace(look_ahead=0)
@@ -212,3 +182,9 @@ def test_a_rank_knows_its_parts_of_the_next_batches_once_it_asks() -> None:
         node = cast(Node, lead)
         assert Node.samples_ahead(node, 9) == parts, "a part of a batch is not told"
         assert (Node.samples_ahead(node, 1), executor.look_ahead) == (parts[:1], 1)
+
+
+@all_stories(__file__, "loader")
+def test_stories(path: Path, story: StoryText, rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_story(path, story, python(vars(farloop.node.data.corpus), globals()), rewrite=rewrite)

@@ -3,12 +3,15 @@
 import dataclasses
 import hashlib
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from stories import StoryText, all_stories, check_story, python
 
+from farloop.node.model import built_in
 from farloop.node.model.built_in import GPT, INIT_STD, build, config_json, from_json, rope_tables, rotate
 from farloop.node.settings import PRESETS, ModelConfig
 
@@ -138,35 +141,12 @@ def test_a_model_learns_a_short_text_by_heart() -> None:
     assert model.loss(tokens).item() < 0.5
 
 
-def test_a_sequence_beyond_the_context_is_refused() -> None:
-    model = build(SMALLEST, 0)
-    assert model(random_tokens(1, 32)).shape == (1, 32, 256)
-    with pytest.raises(ValueError, match="33 tokens is longer than the model's context of 32"):
-        model(random_tokens(1, 33))
-
-
 def test_sizes_survive_json_and_their_spelling_never_changes() -> None:
     for config in (*PRESETS.values(), dataclasses.replace(NANO, tied=False)):
         assert from_json(config_json(config)) == config
     assert config_json(NANO) == '{"context":1024,"dim":64,"heads":2,"hidden":176,"layers":4,"tied":true}'
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("own", "Expecting value"),
-        ("[]", "not the sizes of a built-in model"),
-        ('{"dim":64}', "not the sizes of a built-in model"),
-        (config_json(NANO).replace('"dim"', '"width"'), "not the sizes of a built-in model"),
-        (config_json(NANO).replace("64", "true"), "dim is a whole number"),
-        (config_json(NANO).replace("64", "64.0"), "dim is a whole number"),
-        (config_json(NANO).replace("176", "0"), "hidden is a whole number of at least 1, not 0"),
-        (config_json(NANO).replace("true", "1"), "tied is true or false"),
-        (config_json(NANO).replace("64", "63"), "dim 63 does not split into 2 heads of even width"),
-        (config_json(NANO).replace("64", "66"), "dim 66 does not split into 2 heads of even width"),
-    ],
-)
-def test_impossible_sizes_are_refused_in_one_line(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as raised:
-        from_json(text)
-    assert "\n" not in str(raised.value)
+@all_stories(__file__, "sizes")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(vars(built_in), globals()), rewrite=rewrite)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stories import StoryText, all_stories, check_story, python
 from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, statistics_of, trainable_tensors
@@ -285,25 +286,6 @@ def linears(tied: bool) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    ("module", "run", "words"),
-    [
-        (changed(lambda m: m.blocks.pop(1)), Tied(), r"a parameter 'blocks\.1\.weight' of shape \(5, 5\)"),
-        (changed(lambda m: m.blocks.insert(0, nn.Linear(6, 5))), Tied(), r"'blocks\.0\.weight' has shape \(5, 6\)"),
-        (changed(with_extra), Tied(), "this model has a trainable parameter 'extra'"),
-        (nn.ModuleDict({"module": Tied()}), Tied(), r"here it is 'module\..*Give join the module inside the wrapper"),
-        (changed(freeze), Tied(), r"here it is frozen\. Set requires_grad_\(True\) before join"),
-        (linears(tied=True), linears(tied=False), r"tied to 'embed\.weight'.*save_file\(.*model\.named_parameters\(\)"),
-    ],
-    ids=["fewer", "another shape", "more", "wrapped", "frozen", "tied"],
-)  # fmt: skip
-def test_a_model_that_is_not_the_run_s_is_refused_by_the_first_difference_and_with_the_mend(
-    module: nn.Module, run: nn.Module, words: str
-) -> None:
-    with pytest.raises(LayoutMismatch, match=words):
-        matched_parameters(module, layout_of(run))
-
-
 def test_a_file_that_peft_wrote_is_named_as_the_cause(tmp_path: Path) -> None:
     """Its names lack the adapter's, as `default`."""
     peft = pytest.importorskip("peft")
@@ -357,3 +339,13 @@ def test_an_evaluation_that_changes_statistics_changes_no_anchor() -> None:
         module(torch.randn(8, 3))
     assert mean.tolist() == [2.5] * 3
     assert replica.anchors[0].read()[:3].tolist() == [5.0] * 3
+
+
+def match(module: nn.Module, run: nn.Module | None = None) -> None:
+    """A model with the run's, by default `Tied`."""
+    matched_parameters(module, layout_of(run or Tied()))
+
+
+@all_stories(__file__, "replicas")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(globals()), rewrite=rewrite)
