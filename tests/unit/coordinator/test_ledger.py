@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_runs import plain_offer, plain_terms
 from slow_cases import examples
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo import schedule
 from farloop.algo.outer_settings import PLAIN_AVERAGE, settings_of
 from farloop.algo.schedule import opening_rounds
-from farloop.algo.spec import BlobId, Fragment, Identity, Layout, Lease, NodeId, RoundPlan, RunSpec
+from farloop.algo.spec import Fragment, Identity, Layout, Lease, NodeId, RunSpec
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, KEY_CHANGES_KEPT, ROUNDS_KEPT, Ledger
+from farloop.coordinator.decide.ledger import KEY_CHANGES_KEPT, ROUNDS_KEPT, Ledger
 from farloop.wire.messages import AnchorRef, Drop, Share
 from farloop.wire.reasons import Reason
 
@@ -29,12 +31,6 @@ def begun(spec: RunSpec, **terms: Any) -> Ledger:
 
 def stored(node: NodeId, window: int, *, fragment: int = 1, **changes: Any) -> rec.InputStored:
     return rec.InputStored.of(plain_offer(node, window, fragment=fragment, digest=5, **changes))
-
-
-def delta(node: NodeId, window: int, base: int | None = None) -> BlobId:
-    """Of fragment 1; from the base before that window unless another is named."""
-    blob = stored(node, window).blob
-    return blob if base is None else dataclasses.replace(blob, version=base)
 
 
 def committed(ledger: Ledger, fragment: int, **changes: Any) -> rec.WindowCommitted:
@@ -57,71 +53,103 @@ def commit(ledger: Ledger, *fragments: int, **changes: Any) -> None:
         ledger.check()
 
 
-def test_the_first_commit_of_round_r_fixes_round_r_plus_2(spec: RunSpec) -> None:
-    """B: S and H of a round are decided once, two rounds ahead; none is left to decide where the run ends."""
-    ledger = begun(spec)
-    fixed = []
-    for fragment in (1, 0, 1, 0, 1, 0):
-        ledger.apply(committed(ledger, fragment))
-        plan = ledger.next_round_to_fix()
-        fixed.append(plan.index if plan else None)
-        if plan:
-            ledger.apply(rec.RoundFixed(round=plan))
-            assert ledger.next_round_to_fix() is None
-    assert fixed == [2, 3, None, None, None, None]
-    assert [ledger.rounds[i] for i in range(4)] == [RoundPlan(index=i, start=10 * i, length=10) for i in range(4)]
+class Told(Scripted):
+    """A ledger of terms of its own; of fragment 1, where no other is named. Its words:
+
+    commits a update_size=1000 | commits ab drops=cLATE fragment=0 | commits n1,n2 stays=True
+    next_round | fixes                      which is to be fixed; all that are
+    stores b 3 | drops b 3 OVERLAP | holds_one b | inputs
+    reason b 3 base=1                       why a delta for window 3 may not come
+    starts a 0 | grants a 0 100 consumed=80 | leaves a CLOSED consumed=90 | left a | free
+    resumes                                 from its summary
+    served | updates 2 digest=7 | digest 5 | versions
+    """
+
+    def __init__(self, spec: RunSpec, **terms: Any) -> None:
+        self.ledger = begun(spec, **terms)
+
+    def commits(self, *merged: str, drops: str = "", fragment: int = 1, stays: bool = False, **changes: Any) -> None:
+        names = merged[0].split(",") if merged and "," in merged[0] else [*"".join(merged)]
+        changes["merged"] = tuple(Share(node=NodeId(name), weight=1.0) for name in names)
+        changes["drops"] = (Drop(node=NodeId(drops[0]), reason=Reason[drops[1:]]),) if drops else ()
+        if stays:
+            window = self.ledger.windows[fragment]
+            changes["next_window"] = dataclasses.replace(window, window=window.window + 1)
+        self.ledger.apply(committed(self.ledger, fragment, **changes))
+        self.ledger.check()
+
+    def next_round(self) -> int | str:
+        plan = self.ledger.next_round_to_fix()
+        return plan.index if plan else "none"
+
+    def fixes(self) -> None:
+        while plan := self.ledger.next_round_to_fix():
+            self.ledger.apply(rec.RoundFixed(round=plan))
+
+    def closes(self, *merged: str, **changes: Any) -> None:
+        """A commit, and the rounds that follow."""
+        self.commits(*merged, **changes)
+        self.fixes()
+
+    def rounds(self) -> list[str]:
+        return [f"{plan.start}+{plan.length}" for _, plan in sorted(self.ledger.rounds.items())]
+
+    def stores(self, node: str, window: int, **changes: Any) -> None:
+        self.ledger.apply(stored(NodeId(node), window, **changes))
+
+    def drops(self, node: str, window: int, reason: str, **changes: Any) -> None:
+        blob = stored(NodeId(node), window, **changes).blob
+        self.ledger.apply(rec.InputDropped(blob=blob, reason=Reason[reason], detail=""))
+
+    def inputs(self) -> list[str]:
+        return [f"{blob.node} start {blob.incarnation} {blob.fragment}" for blob in self.ledger.inputs]
+
+    def holds_one(self, node: str, fragment: int = 1) -> bool:
+        return self.ledger.holds_one_of(NodeId(node), fragment)
+
+    def reason(self, node: str, window: int, *, base: int | None = None) -> str:
+        blob = stored(NodeId(node), window).blob
+        blob = blob if base is None else dataclasses.replace(blob, version=base)
+        reason = self.ledger.outcome_reason(blob, window)
+        return reason.name if reason else "none"
+
+    def starts(self, node: str, round_index: int, incarnation: int = 1) -> None:
+        self.ledger.apply(rec.NodeStarted(node=NodeId(node), incarnation=incarnation, round=round_index))
+
+    def grants(self, node: str, start: int, count: int, incarnation: int = 1, **known: int) -> None:
+        lease = Lease(start=start, count=count)
+        self.ledger.apply(rec.LeaseGranted(node=NodeId(node), incarnation=incarnation, lease=lease, **known))
+
+    def leaves(self, node: str, reason: str, **known: int) -> None:
+        self.ledger.apply(rec.NodeLeft(node=NodeId(node), reason=Reason[reason], **known))
+
+    def left(self, node: str) -> int:
+        return self.ledger.leases.outstanding(NodeId(node), 1)
+
+    def started(self) -> list[str]:
+        return [f"{node} start {known.incarnation} round {known.round}" for node, known in self.ledger.started.items()]
+
+    def free(self) -> list[Lease]:
+        return self.ledger.leases.returned
+
+    def resumes(self) -> None:
+        self.ledger = self.ledger.copy()
+
+    def served(self, fragment: int = 1) -> int:
+        return len(self.ledger.served(fragment))
+
+    def updates(self, version: int, *, digest: int | None = None) -> list[int] | str:
+        digest = digest or (101 if version == 0 else 1000 + version)
+        found = self.ledger.updates_after(1, AnchorRef(fragment=1, version=version, digest=digest))
+        return "a snapshot" if found is None else [update.version for update in found]
+
+    def digest(self, version: int) -> str:
+        return str(self.ledger.anchor_digest(1, version))
 
 
-def test_only_the_last_commits_are_remembered(spec: RunSpec) -> None:
-    """R: history is at least 7 updates per fragment."""
-    ledger = begun(spec, steps=400)
-    commit(ledger, *[1] * (HISTORY_VERSIONS + 5))
-    assert [version for _, version in ledger.commits] == list(range(6, 6 + HISTORY_VERSIONS))
-    assert HISTORY_VERSIONS >= 7
-    assert [ledger.anchor_digest(1, version) for version in (0, 5, 6)] == [101, None, 1006], "0 is in the identity"
-
-
-def test_a_delta_that_was_spooled_after_its_window_had_closed_is_none_for_the_next(spec: RunSpec) -> None:
-    """A crash may come between the spool and the drop that the machine decides on (protocol E, P)."""
-    ledger = begun(spec)
-    ledger.apply(committed(ledger, 1))
-    ledger.apply(stored(B, 1))
-    assert not ledger.inputs
-    ledger.check()
-
-
-def test_of_two_deltas_of_one_node_the_first_to_be_spooled_counts(spec: RunSpec) -> None:
-    """OVERLAP, where a crash comes before the second one's drop: a node that restarted may have two (protocol H)."""
-    ledger = begun(spec)
-    first, second = stored(A, 1, fragment=0), stored(A, 1, fragment=0, incarnation=2)
-    for record in (first, second, stored(A, 1)):
-        ledger.apply(record)
-    assert [blob.fragment for blob in ledger.inputs] == [0, 1] and first.blob in ledger.inputs
-    ledger.apply(rec.InputDropped(blob=second.blob, reason=Reason.OVERLAP, detail=""))
-    assert first.blob in ledger.inputs
-
-
-def test_nodes_start_and_leave_and_a_replay_gives_back_what_the_run_gave_back(spec: RunSpec) -> None:
-    """Data leases: how much a node had used is known from its reports, which are not journaled; the record says it."""
-    ledger = begun(spec)
-    started = rec.NodeStarted(node=B, incarnation=3, round=2)
-    for record in (
-        rec.NodeStarted(node=A, incarnation=1, round=0),
-        rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=0, count=100)),
-        rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=100, count=50), consumed=80),
-    ):
-        ledger.apply(record)
-    assert ledger.leases.outstanding(A, 1) == 70
-    for record in (
-        rec.NodeLeft(node=A, reason=Reason.CLOSED, consumed=90, stored=90),
-        rec.NodeLeft(node=A, reason=Reason.DRAINED),
-        started,
-        rec.LeaseGranted(node=B, incarnation=3, lease=Lease(start=90, count=30)),
-    ):
-        ledger.apply(record)
-    ledger.check()
-    assert ledger.started == {B: started}
-    assert (ledger.leases.returned, ledger.leases.frontier) == ([Lease(start=120, count=30)], 150)
+@all_stories(__file__, "ledger")
+def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told(spec, **story.settings).told, rewrite=rewrite)
 
 
 def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_say_nothing_new(spec: RunSpec) -> None:
@@ -140,68 +168,6 @@ def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_sa
 
 
 # --- which deltas may come
-
-
-@pytest.mark.parametrize(
-    ("staleness", "window", "base", "reason"),
-    [
-        (0, 3, 2, None),
-        (0, 2, 1, Reason.LATE),
-        (0, 1, 0, Reason.LATE),
-        (0, 4, 2, Reason.UNKNOWN_WINDOW),
-        (0, 3, 1, Reason.STALE_BASE),
-        (0, 3, 3, Reason.STALE_BASE),
-        (1, 3, 1, None),
-        (1, 3, 0, Reason.STALE_BASE),
-        (2, 3, 0, None),
-    ],
-)
-def test_a_delta_is_for_the_open_window_and_from_its_base(
-    spec: RunSpec, staleness: int, window: int, base: int, reason: Reason | None
-) -> None:
-    """D: a base older than current − max_staleness is refused, and so is one that is not there yet."""
-    ledger = begun(spec, max_staleness=staleness)
-    commit(ledger, 1, 1)
-    assert ledger.outcome_reason(delta(A, window, base), window) is reason
-
-
-@pytest.fixture
-def patient(spec: RunSpec) -> Ledger:
-    """A base may be two versions old; fragment 1 is at version 3, with commits of node a alone."""
-    ledger = begun(spec, steps=100, max_staleness=2)
-    commit(ledger, 1, 1, 1, merged=(Share(node=A, weight=1.0),))
-    return ledger
-
-
-def test_a_late_delta_has_no_outcome_while_its_base_is_within_reach(patient: Ledger) -> None:
-    """D, E, H: window 4 is open. One of a node that was merged since its base holds that work again."""
-    reasons = [[patient.outcome_reason(delta(node, window), window) for window in range(1, 6)] for node in (B, A)]
-    assert reasons == [
-        [Reason.LATE, None, None, None, Reason.UNKNOWN_WINDOW],
-        [Reason.LATE, Reason.OVERLAP, Reason.OVERLAP, None, Reason.UNKNOWN_WINDOW],
-    ]
-    assert patient.outcome_reason(delta(B, 4, 0), 4) is Reason.STALE_BASE
-
-
-def test_a_delta_that_a_window_refused_is_not_taken_by_the_next_one(patient: Ledger) -> None:
-    """E: its sender had not heard, and sent it again. One that only came too late for a window may go into another."""
-    for reason in (Reason.LATE, Reason.OUTLIER):
-        commit(patient, 1, drops=(Drop(node=B, reason=reason),))
-    reasons = [patient.outcome_reason(delta(B, window), window) for window in (4, 5, 6)]
-    assert reasons == [Reason.OUTLIER, Reason.OUTLIER, None]
-    assert patient.outcome_reason(delta(A, 5), 5) is None
-
-
-def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(patient: Ledger) -> None:
-    """P, Q: and over a restart."""
-    late = stored(B, 3)
-    patient.apply(late)
-    for kept in (True, False):
-        assert patient.holds_one_of(B, 1) and not patient.holds_one_of(B, 0) and not patient.holds_one_of(A, 1)
-        commit(patient, 1)
-        assert (late.blob in patient.inputs) is kept
-        patient = patient.copy()
-    assert not patient.holds_one_of(B, 1)
 
 
 def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec) -> None:
@@ -242,48 +208,7 @@ def test_statistics_are_sent_in_fp32_by_every_node_whatever_the_codecs(spec: Run
         assert [ledger.codec_of_deltas(fragment, 1, node) for node in (A, B)] == codecs
 
 
-def test_who_has_served_a_round_is_known_however_many_they_are(spec: RunSpec) -> None:
-    """More than commits are remembered; after a restart it is as many."""
-    ledger = begun(spec)
-    names = [NodeId(f"n{number:02}") for number in range(HISTORY_VERSIONS + 4)]
-    for name in names:
-        stays = dataclasses.replace(ledger.windows[1], window=ledger.windows[1].window + 1)
-        ledger.apply(committed(ledger, 1, merged=(Share(node=name, weight=1.0),), next_window=stays))
-    assert ledger.served(1) == set(names) and ledger.served(0) == set()
-    assert ledger.copy().served(1) >= set(names[-HISTORY_VERSIONS + 1 :])
-    commit(ledger, 1)
-    assert ledger.served(1) == ledger.copy().served(1) == set()
-
-
 # --- what who comes back is sent
-
-
-def updates(ledger: Ledger, version: int, digest: int | None = None) -> list[int] | None:
-    """Versions of fragment 1 that a node with this anchor is sent; None for a snapshot."""
-    digest = digest or (101 if version == 0 else 1000 + version)
-    found = ledger.updates_after(1, AnchorRef(fragment=1, version=version, digest=digest))
-    return None if found is None else [update.version for update in found]
-
-
-def test_who_is_behind_gets_the_updates_it_missed_in_order_and_another_history_a_snapshot(spec: RunSpec) -> None:
-    """R, S: anchors are compared by digest."""
-    ledger = begun(spec)
-    commit(ledger, 1, 1, 1)
-    assert [updates(ledger, held) for held in range(4)] == [[1, 2, 3], [2, 3], [3], []]
-    assert ledger.updates_after(1, None) is updates(ledger, 1, 1234) is updates(ledger, 0, 1001) is None
-    assert [plan.index for plan in ledger.rounds_ahead()] == [2, 3], "and I: the round that it may be in"
-
-
-def test_a_snapshot_is_sent_where_it_is_fewer_bytes_or_updates_are_forgotten(spec: RunSpec) -> None:
-    """R: fragment 1 has 256 elements, its snapshot 1088 bytes."""
-    ledger = begun(spec, steps=400)
-    commit(ledger, 1, update_size=1000)
-    commit(ledger, 1, update_size=88)
-    assert updates(ledger, 0) is not None
-    commit(ledger, 1, update_size=1)
-    assert updates(ledger, 0) is None and updates(ledger, 1) is not None
-    commit(ledger, *[1] * HISTORY_VERSIONS, update_size=1)
-    assert updates(ledger, 3) is None and updates(ledger, 4) is not None
 
 
 # --- the fold

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stories import Scripted, StoryText, all_stories, check_story
 from virtual_host import JOB_S, VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -100,46 +101,98 @@ def full() -> DiskFull:
     return DiskFull(Path("disk"), 10, 0)
 
 
-def test_a_record_is_synced_before_it_counts() -> None:
-    desk = Desk()
-    desk.queue.append(rec.RunFinished(), lambda: desk.shelf.done.append(("told",)))
-    desk.run()
-    desk.queue.close()
-    assert desk.shelf.done == [("append", rec.RunFinished(), b""), ("sync",), ("told",), ("close",)]
+class Told(Scripted):
+    """Its stories count time in jobs of the disk, and have these words:
+
+    refuses full | refuses gone          what the disk says to the next write: no room, or that it fails
+    records | spools 3 | commits | reserves | verifies 3 | due one two | gives_up | closes | looks | works
+    after 2.5 | ends                     so many jobs later; once nothing is left to happen
+    done | said | alarm | errors | held
+    """
+
+    def __init__(self, *, beside: bool = False, failing: bool = False) -> None:
+        self.desk = Desk(beside=beside)
+        if failing:
+            self.desk.shelf.sync = self._fail  # type: ignore[method-assign]
+        self.seq = 0
+
+    def _fail(self) -> None:
+        raise GONE
+
+    def refuses(self, what: str) -> None:
+        self.desk.shelf.refusals.append({"full": full(), "gone": GONE, "taken": TAKEN}[what])
+
+    def records(self) -> None:
+        self.desk.queue.append(rec.RunFinished(), lambda: self.desk.note("record"))
+
+    def spools(self, count: int) -> None:
+        for _ in range(count):
+            self.desk.spool(dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=self.seq)))
+            self.seq += 1
+
+    def commits(self) -> None:
+        self.desk.queue.commit(DRAFT, DRAFT, 10, lambda record: self.desk.shelf.done.append(("told",)))
+
+    def reserves(self) -> None:
+        self.desk.queue.reserve(1, "q4", self.desk.note, lambda error: self.desk.note(type(error).__name__))
+
+    def verifies(self, count: int) -> None:
+        self.desk.shelf.unverified = [*range(1, count + 1)]
+        self.desk.queue.verify_older()
+
+    def due(self, *snapshots: str) -> None:
+        self.desk.shelf.due = [*snapshots]
+
+    def gives_up(self) -> None:
+        self.desk.queue.give_up()
+
+    def closes(self) -> None:
+        self.desk.queue.close()
+
+    def looks(self) -> None:
+        """And so again a quarter of a second later."""
+        self.desk.queue.look()
+        self.desk.run_for(LOOK_S / 4)
+
+    def works(self) -> None:
+        """A delta is stored, by which it looks itself."""
+        self.spools(1)
+        self.looks()
+
+    def looked(self) -> int:
+        return self.desk.shelf.looks
+
+    def after(self, jobs: float) -> None:
+        self.desk.run_for(jobs * JOB_S)
+
+    def ends(self) -> None:
+        self.desk.run()
+
+    def done(self) -> list[str]:
+        words = (("told",) if entry[0] == "told" else entry for entry in self.desk.shelf.done)
+        told = [" ".join(str(word) for word in entry[:2] if isinstance(word, str | int)) for entry in words]
+        self.desk.shelf.done.clear()
+        return told
+
+    def said(self) -> list[str]:
+        return [" ".join(map(str, what)) for what in self.desk.told]  # type: ignore[call-overload]
+
+    def alarm(self) -> str:
+        return self.desk.alarms.get(ALARM, "none")
+
+    def errors(self) -> list[str]:
+        return [str(error) for error in self.desk.errors]
+
+    def held(self) -> bool:
+        return bool(self.desk.queue.hold)
 
 
-def spool(desk: Desk, count: int) -> None:
-    for seq in range(count):
-        desk.spool(dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)))
+TAKEN = FolderChanged(Path("lock"), "it was removed")
 
 
-def test_deltas_that_come_while_the_disk_is_busy_share_a_sync_and_count_after_it() -> None:
-    """P: a delta that there is no room for is tried again, and holds up none of the others."""
-    desk = Desk()
-    desk.queue.append(rec.RunFinished(), lambda: None)
-    spool(desk, 5)
-    desk.run_for(2.5 * JOB_S)
-    assert [entry[0] for entry in desk.shelf.done] == ["append", "sync", *["append"] * 5, "sync"]
-    desk.run()
-    assert len(desk.shelf.done) == 8 and desk.told == [(seq,) for seq in range(5)]
-    desk = Desk(full())
-    spool(desk, 3)
-    desk.run_for(RETRY_S / 2)
-    assert desk.told == [(1,), (2,)]
-    desk.run()
-    assert desk.told == [(1,), (2,), (0,)]
-
-
-def test_a_disk_that_fails_fails_every_delta_that_waited_for_it() -> None:
-    class Failing(Shelf):
-        def sync(self) -> None:
-            raise GONE
-
-    desk = Desk(shelf=Failing)
-    for _ in range(3):
-        desk.spool()
-    desk.run()
-    assert desk.errors == [GONE] * 3 and desk.told == []
+@all_stories(__file__, "storage_queue")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told(**story.settings).told, rewrite=rewrite)
 
 
 CALLS: dict[str, Callable[[Desk], None]] = {
@@ -170,80 +223,12 @@ def test_what_does_not_fit_waits_and_says_how_to_fix_it_for_as_long(what: str, r
     assert desk.alarms == {} and not desk.queue.hold and desk.errors == []
 
 
-def test_snapshots_are_written_beside_deltas_one_at_a_time_after_their_commit_is_told() -> None:
-    desk = Desk(beside=True)
-    desk.shelf.due = ["one", "two"]
-    desk.queue.commit(DRAFT, DRAFT, 10, lambda record: desk.shelf.done.append(("told",)))
-    desk.run_for(3 * JOB_S)  # "one" is being written
-    spool(desk, 1)
-    desk.run()
-    did = [entry[:2] if entry[0] in ("save", "saved") else entry[0] for entry in desk.shelf.done]
-    assert did == [
-        "commit", "told", "append", "sync", ("save", "one"), ("saved", "one"), ("save", "two"), ("saved", "two")
-    ]  # fmt: skip
-
-
-def test_what_a_start_did_not_read_is_verified_beside_all_else_and_a_snapshot_waits_for_one_segment_at_most() -> None:
-    desk = Desk(full(), beside=True)
-    desk.shelf.unverified, desk.shelf.due = [1, 2, 3], ["first"]
-    desk.queue.verify_older()
-    desk.run()  # no descriptor is left at first
-    assert desk.shelf.done == [("verify", 3), ("verify", 2), ("verify", 1)] and desk.shelf.unverified == []
-    desk.shelf.unverified, desk.shelf.done = [1, 2, 3], []
-    desk.queue.verify_older()
-    desk.queue.commit(DRAFT, DRAFT, 10, lambda _: None)
-    desk.run()
-    work = [what for what in desk.shelf.done if what[0] in ("verify", "save")]
-    assert work == [("verify", 3), ("save", "first"), ("verify", 2), ("verify", 1)]
-    desk = Desk(GONE, beside=True)
-    desk.shelf.unverified = [1]
-    desk.queue.verify_older()
-    desk.run()
-    assert desk.errors == [GONE]
-
-
-@pytest.mark.parametrize(("error", "ends"), [(full(), []), (GONE, [GONE])])
-def test_a_snapshot_without_room_is_told_to_the_store_and_a_failing_disk_ends_the_process(
-    error: Exception, ends: list[Exception]
-) -> None:
-    desk = Desk(beside=True)
-    desk.shelf.due = ["one"]
-    desk.queue.commit(DRAFT, DRAFT, 10, desk.note)
-    desk.run_for(2.5 * JOB_S)
-    desk.shelf.refusals = [error]
-    desk.run()
-    assert desk.errors == ends and (("saved", "one", error) in desk.shelf.done) == (not ends)
-
-
-def test_a_reservation_without_room_holds_the_run_until_one_succeeds() -> None:
-    """The machine tries again: a decision stands."""
-    desk = Desk(full())
-    desk.queue.reserve(1, "q4", desk.note, lambda error: desk.note(type(error)))
-    desk.run()
-    assert desk.told == [(DiskFull,)] and desk.queue.hold and "the update of fragment 1" in desk.alarms[ALARM]
-    desk.queue.reserve(1, "q4", desk.note, desk.fatal)
-    desk.run()
-    assert desk.told[1:] == [(10,)] and not desk.queue.hold and desk.alarms == {}
-
-
 @pytest.mark.parametrize("what", CALLS)
 def test_a_failure_of_the_disk_is_not_waited_out(what: str) -> None:
     desk = Desk(GONE)
     CALLS[what](desk)
     desk.run()
     assert desk.errors == [GONE] and desk.told == [] and not desk.queue.hold
-
-
-def test_who_waits_for_room_does_not_keep_the_coordinator_from_stopping() -> None:
-    desk = Desk(*[full()] * 4)
-    desk.spool()
-    desk.run_for(RETRY_S / 2)
-    assert desk.queue.hold
-    desk.queue.give_up()
-    desk.spool()
-    desk.run()
-    desk.queue.close()
-    assert desk.told == [] and desk.shelf.done == [("close",)] and len(desk.shelf.refusals) == 2
 
 
 def test_a_hold_lasts_until_nothing_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,21 +244,3 @@ def test_a_hold_lasts_until_nothing_waits(caplog: pytest.LogCaptureFixture) -> N
     hold.end("a delta of a")
     assert not hold and alarms == {}
     assert len(caplog.records) == 1, "an outage is said once"
-
-
-def test_a_queue_that_writes_nothing_looks_every_second_who_owns_the_directory() -> None:
-    desk = Desk()
-    for _ in range(40):
-        desk.queue.look()
-        desk.run_for(LOOK_S / 4)
-    assert desk.shelf.looks == 9
-    for _ in range(40):
-        desk.spool()  # which looks by itself
-        desk.queue.look()
-        desk.run_for(LOOK_S / 4)
-    assert desk.shelf.looks == 9
-    desk.shelf.refusals.append(taken := FolderChanged(Path("lock"), "it was removed"))
-    desk.run_for(LOOK_S)
-    desk.queue.look()
-    desk.run()
-    assert desk.errors == [taken]
