@@ -207,7 +207,7 @@ def _option(line: str) -> tuple[str, str, str] | None:
 
 _RESULTS = re.compile(
     r"(?P<head><!-- rows of (?P<file>\S+?)(?: (?P<list>[\w.-]+))?(?: by (?P<keys>[\w ]+))?: (?P<cells>.+?) -->\n"
-    r"(?:\|.*\n){2})(?:\|.*\n)*|(?P<mark><!-- measured: (?P<files>.+?) -->\n)(?:- .*\n)*",
+    r"(?:\|.*\n){2})(?:\|.*\n)*|(?P<mark><!-- measured: (?P<files>.+?) -->\n)(?:(?:- |  ).*\n)*",
 )
 
 
