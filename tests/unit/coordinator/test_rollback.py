@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from coordinator_run import A, B, Run, accepted, brief, merged
 from plain_runs import plain_hello, plain_progress
-from stories import StoryText, all_stories, check_story
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import NodeId, RunSpec
@@ -19,8 +20,6 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.rollback import (
     ALARM,
     FORGOTTEN_S,
-    TRUSTED_AFTER_S,
-    Kind,
     RollbackGuard,
     as_newcomer,
     of_this_run,
@@ -29,7 +28,6 @@ from farloop.coordinator.decide.rollback import (
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.wire import messages as msg
 from farloop.wire.messages import AnchorRef, Committed, Hello
-from farloop.wire.reasons import Reason
 
 
 def ref(fragment: int, version: int, digest: int | None = None) -> AnchorRef:
@@ -40,10 +38,6 @@ def hello(**changes: Any) -> Hello:
     """A node that holds what the ledger does: version 5 of fragment 0, version 4 of fragment 1."""
     plain = {"epoch_seen": 7, "anchors": (ref(0, 5), ref(1, 4)), "round": 3, "history": 3}
     return plain_hello(**{**plain, **changes})
-
-
-AHEAD = hello(anchors=(ref(0, 9), ref(1, 4)))
-NEW_EPOCH = hello(epoch_seen=1000)
 
 
 @pytest.fixture
@@ -59,70 +53,60 @@ def ledger(spec: RunSpec) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "detail"),
-    [
-        ({}, "same", ""),
-        ({"announced": (ref(0, 5),)}, "same", ""),
-        ({"anchors": ()}, "behind", ""),
-        ({"anchors": (ref(0, 5), ref(1, 3))}, "behind", ""),
-        ({"anchors": (ref(0, 1, digest=666), ref(1, 4))}, "behind", ""),  # too long ago to be remembered
-        ({"epoch_seen": 8}, "ahead", "has met epoch 8, this start has 7"),
-        ({"anchors": (ref(0, 6), ref(1, 4))}, "ahead", "holds version 6 of fragment 0, here it is at 5"),
-        ({"announced": (ref(1, 6),)}, "ahead", "was told of version 6 of fragment 1, here it is at 4"),
-        ({"history": 4}, "ahead", "follows history 4, this is 3"),
-        (
-            {"anchors": (ref(0, 5, digest=6), ref(1, 4))},
-            "forked",
-            "holds version 5 of fragment 0 with digest 0000000000000006, here it has 0000000000000005",
-        ),
-        ({"anchors": (ref(0, 4, digest=6), ref(1, 4))}, "forked", "version 4 of fragment 0"),
-        ({"anchors": (ref(0, 5, digest=6), ref(1, 9))}, "forked", "and holds version 9 of fragment 1"),
-        ({"history": 0, "anchors": (ref(0, 9), ref(1, 4, digest=6))}, "lost", ""),
-        ({"history": 0, "epoch_seen": 8}, "ahead", "has met epoch 8"),
-        (
-            {"epoch_seen": 9, "anchors": (ref(0, 9), ref(1, 9)), "announced": (ref(0, 9), ref(1, 9))},
-            "ahead",
-            "and 2 more like these",
-        ),
-    ],
-)
-def test_greetings_prove_where_a_node_is(ledger: Ledger, changes: dict[str, Any], kind: Kind, detail: str) -> None:
-    standing = standing_of(hello(**changes), ledger)
-    assert standing.kind == kind
-    assert detail in standing.detail and bool(detail) == bool(standing.detail) == standing.is_in_doubt
+class Guard(RollbackGuard, Scripted):
+    """Of this ledger, with what it writes to. The words of its stories:
 
-
-# --- the guard
-
-
-class Guard(RollbackGuard):
-    """Of this ledger, with what it writes to."""
+    hello a epoch_seen=8 holds=0.5@6,1.4 told=0.9       where this greeting shows its node to be; `@6` is a digest
+    says a 100.0 epoch_seen=8                           the same at 100 s: why it is refused
+    forgets 1 3 | is_new                                a commit that is not remembered; a state without any
+    alarm | alarm_of a | is_held
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.run, self.decisions = RunState(ledger, 0.0), Decisions(ledger)
         super().__init__(self.run, self.decisions)
         self.alarms = self.run.alarms
 
-    def says(self, node: str, greeting: Hello, now: float) -> tuple[Reason, bool] | None:
-        """Why this node is refused, and whether for now."""
-        said = self.refusal(NodeId(node), greeting, now)
-        return said and (said.reason, said.retriable)
+    def greeting(self, holds: object = "0.5,1.4", told: object = "", **fields: Any) -> Hello:
+        anchors, announced = map(_refs, (holds, told))
+        return hello(anchors=anchors, announced=announced, **fields)
 
-    def held_by_a(self, *others: Hello) -> None:
-        """a claims an epoch in the minute after a restart; the others come again and again."""
-        assert self.says("a", NEW_EPOCH, 100.0) == HOLDING
-        for later in (101.0, 99.0 + TRUSTED_AFTER_S):
-            for number, other in enumerate(others):
-                assert self.says(f"n{number}", other, later) == HOLDING
+    def hello(self, **given: Any) -> str:
+        standing = standing_of(self.greeting(**given), self.run.ledger)
+        assert bool(standing.detail) == standing.is_in_doubt
+        return f"{standing.kind}: {standing.detail}" if standing.detail else standing.kind
+
+    def says(self, node: str, now: float, **given: Any) -> str:
+        said = self.refusal(NodeId(node), self.greeting(**given), now)
+        return f"{said.reason.name}{' for now' if said.retriable else ''}" if said else "let in"
+
+    def forgets(self, fragment: int, version: int) -> None:
+        del self.run.ledger.commits[fragment, version]
+
+    def is_new(self) -> None:
+        self.run.ledger.versions = [0, 0]
+
+    def alarm(self) -> str:
+        return self.alarms.get(ALARM, "none")
+
+    def alarm_of(self, node: str) -> str:
+        return self.alarms.get(f"{ALARM} of {node}", "none")
+
+    def is_held(self) -> bool:
+        return self.run.held is not None
 
 
-HOLDING, FENCED = (Reason.HOLDING, True), (Reason.FENCED, True)
+def _refs(words: object) -> tuple[AnchorRef, ...]:
+    """`0.5,1.4@6`: version 5 of fragment 0, and version 4 of fragment 1 with digest 6."""
+    found = re.findall(r"(\d)\.(\d)(?:@(\d+))?", str(words))
+    return tuple(
+        ref(int(fragment), int(version), int(digest) if digest else None) for fragment, version, digest in found
+    )
 
 
-@pytest.fixture
-def guard(ledger: Ledger) -> Guard:
-    return Guard(ledger)
+@all_stories(__file__, "greetings")
+def test_greetings(ledger: Ledger, path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Guard(ledger).told, rewrite=rewrite)
 
 
 def test_an_epoch_of_another_run_proves_nothing(ledger: Ledger) -> None:
@@ -131,52 +115,6 @@ def test_an_epoch_of_another_run_proves_nothing(ledger: Ledger) -> None:
     run = Run(ledger.spec)
     assert brief(run.greet(A, epoch_seen=9, epoch_run="b")).startswith("accept a")
     assert "refuse HOLDING" in brief(run.greet(A, epoch_seen=9, epoch_run=ours))
-
-
-def test_the_ways_out_of_a_hold_are_those_that_help(guard: Guard, ledger: Ledger) -> None:
-    guard.says("a", AHEAD, 2.0)
-    assert "--adopt-from-nodes" in guard.alarms[ALARM] and "delete" not in guard.alarms[ALARM]
-    guard = Guard(ledger)
-    guard.says("a", hello(epoch_seen=9, anchors=(), round=None), 2.0)
-    assert "adopt" not in guard.alarms[ALARM] and "delete the nodes' state folders" in guard.alarms[ALARM]
-    ledger.versions = [0, 0]
-    guard = Guard(ledger)
-    guard.says("a", AHEAD, 2.0)
-    _, _, ways = guard.alarms[ALARM].partition("; ")
-    assert ways.startswith("this state folder is new: if you deleted the old one on purpose, start once with --rewind")
-    assert "delete the nodes' state folders" in ways and "looks like an old copy" in ways
-
-
-def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(guard: Guard) -> None:
-    """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
-    guard.held_by_a(hello())
-    assert "node a has met epoch 1000" in guard.alarms[ALARM] and "farloop run release" in guard.alarms[ALARM]
-    assert guard.says("n0", hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
-    assert guard.run.held is None and ALARM not in guard.alarms and guard.held_s == TRUSTED_AFTER_S
-    assert guard.alarms[f"{ALARM} of a"] == (
-        "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on; "
-        "if it is right, stop the coordinator and put the newer state folder back, or start once with "
-        "--adopt-from-nodes"
-    )
-    assert guard.says("a", NEW_EPOCH, 101.0 + TRUSTED_AFTER_S) == FENCED and guard.run.held is None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        hello(anchors=()),
-        hello(anchors=(ref(0, 5),)),
-        hello(anchors=(ref(0, 5), ref(1, 2))),
-        hello(anchors=(ref(0, 5), ref(1, 3, digest=9))),
-        hello(history=0),
-    ],
-    ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
-)
-def test_who_was_not_there_at_the_last_commits_contradicts_no_node(guard: Guard, ledger: Ledger, other: Hello) -> None:
-    if other.anchors[1:] == (ref(1, 3, digest=9),):
-        del ledger.commits[1, 3]  # so long ago that its digest is not remembered
-    guard.held_by_a(other)
-    assert guard.says("n0", other, 1000.0) == HOLDING and guard.run.held is not None
 
 
 # --- in the machine
