@@ -41,7 +41,6 @@ class BulkPlane:
         self._alarms, self._counted = alarms, counted
         self._paused: dict[NodeId, float] = {}  # until when; by node, since one may lie or sit behind a bad proxy
         self._failed_at = float("-inf")
-        self.failures = 0
 
     def is_open(self, node: NodeId = _OURS) -> bool:
         """Whether blobs of this node go by the store now."""
@@ -52,11 +51,8 @@ class BulkPlane:
 
     def place(self, blob: BlobId, method: str, key: str, ahead: int = 0) -> Place | None:
         """Where a node is to write or read it; None: the URL cannot be signed."""
-        try:
-            return Place(blob=blob, url=self._sign(method, key), ahead=ahead)
-        except CopyFailed as error:
-            self.failed(str(error))
-            return None
+        url = self._signed(method, key)
+        return None if url is None else Place(blob=blob, url=url, ahead=ahead)
 
     def put(self, key: str, data: Buffer, over: Callable[[bool], None]) -> None:
         """Write an object. `over` gets whether it is there."""
@@ -69,21 +65,18 @@ class BulkPlane:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete what nothing needs. What stays is for the store's lifecycle rule."""
-        if keys and self.is_open():
-            try:
-                self._objects.delete([self._sign("DELETE", key) for key in keys])
-            except CopyFailed as error:
-                _log.warning("objects stay count=%d why=%r", len(keys), str(error))
+        if self.is_open():
+            urls = [self._signed("DELETE", key) for key in keys]
+            self._objects.delete([url for url in urls if url is not None])
 
     def failed(self, why: str, node: NodeId = _OURS) -> None:
         """The store failed this process, or a node."""
-        self.failures += 1
         self._counted(1, (0, 0))
         self._failed_at = self._clock.now()
         self._paused[node] = self._failed_at + PAUSE_S
         whom = f"node {node}" if node else "the coordinator"
         self._alarms[_WHAT] = f"it fails {whom}: {why}; what it fails goes by the session. farloop doctor checks it"
-        _log.warning("object store failed for=%r why=%r times=%d", whom, why, self.failures)
+        _log.warning("object store failed for=%r why=%r", whom, why)
 
     def close(self) -> None:
         self._objects.close()
@@ -95,9 +88,14 @@ class BulkPlane:
                 self.failed(f"{method} {key}: {why}")
             over(not why)
 
-        try:
-            url = self._sign(method, key)
-        except CopyFailed as error:
-            self.failed(str(error))
+        url = self._signed(method, key)
+        if url is None:
             return over(False)
         call(url, done)
+
+    def _signed(self, method: str, key: str) -> str | None:
+        try:
+            return self._sign(method, key)
+        except CopyFailed as error:
+            self.failed(str(error))
+            return None

@@ -136,15 +136,23 @@ class Client:
         self._patiently(receive, lambda: at)
 
     def fetch(self, url: str) -> bytearray:
-        """An object of unknown size."""
+        """An object of unknown size, by one request; a transfer that is cut goes on where it was."""
+        data, begun = bytearray(), time.monotonic()
 
-        def size() -> int:
-            answer = self.ask("GET", url, {"Range": "bytes=0-0"}, None, (200, 206))
-            self.close()
-            return int(answer.getheader("Content-Range", answer.getheader("Content-Length", "0")).rpartition("/")[2])
+        def receive() -> None:
+            answer = self.ask("GET", url, {"Range": f"bytes={len(data)}-"}, None, (200, 206))
+            if answer.status == 200:  # by a server that knows no ranges
+                data.clear()
+            while piece := answer.read1(1 << 20):
+                self.received += len(piece)
+                data.extend(piece)
+                if time.monotonic() > begun + _patience_s(len(data)):
+                    raise Failed(f"too slow: {len(data)} bytes")
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+            answer.close()  # or the connection takes no other request
 
-        data = bytearray(self._patiently(size))
-        self.get(url, memoryview(data), 0, len(data))
+        self._patiently(receive, lambda: len(data))
         return data
 
     def ask(

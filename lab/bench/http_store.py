@@ -67,8 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if (data := self.server.objects.get(self.place)) is None:
             return self.answer(404)
-        wanted = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, end = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
+        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first, last = (int(wanted[1]), int(wanted[2] or len(data))) if wanted else (0, len(data))
+        end = min(last + 1, len(data))
         part, more = data[first:end], {"Content-Range": f"bytes {first}-{end - 1}/{len(data)}"} if wanted else {}
         if self.fault == "spoil":
             part = part[:-1] + bytes([part[-1] ^ 1])

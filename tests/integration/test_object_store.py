@@ -253,6 +253,19 @@ def test_a_cut_transfer_goes_on_where_it_was(plain: ObjectStore, client: Client,
     assert plain.objects["/b"] == data
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_an_object_of_unknown_size_is_read_by_one_request_and_from_where_it_was_cut(
+    plain: ObjectStore, client: Client, share: float
+) -> None:
+    plain.objects["/a"] = data = os.urandom(3 << 20)
+    faults = iter(["", "cut", "cut", ""])
+    plain.cut_at, plain.fault = share, lambda method, path: next(faults)
+    assert client.fetch(f"{plain.url}/a") == data and plain.requests == 1
+    before = client.received
+    assert client.fetch(f"{plain.url}/a") == data
+    assert plain.requests == 4 and client.received - before < len(data) + 2000, "nothing is sent twice"
+
+
 def test_a_write_whose_answer_was_lost_is_done(plain: ObjectStore, client: Client) -> None:
     faults = iter(["lost", ""])
     plain.fault = lambda method, path: next(faults)
