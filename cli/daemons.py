@@ -34,7 +34,7 @@ from farloop.coordinator.storage.copies import read_manifest, require_no_run, re
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
-from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark, marked, unmark
 from farloop.coordinator.storage.objects import Sign, note_objects, signer, try_store
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store, read_when_possible
@@ -118,6 +118,8 @@ def run_coordinator(
                 if restore_from and adopt_patience_s is None:
                     adopt_patience_s = PATIENCE_S
             mirror = Mirror(config.state_dir, leadership)
+        else:
+            _without_record(config.state_dir, force=force_lead)
         bulk = _noted_objects(file, plan, DISK if mirror is None else MirroredFiles(mirror))
         if restore_from:
             restored(config.state_dir, plan, restore_from)
@@ -221,6 +223,20 @@ def _led(
         finally:
             on_signals(end_at_once)
     return None if leadership is None else (leadership, contender.follower)
+
+
+def _without_record(folder: Path, *, force: bool) -> None:
+    """A start without [coordinator] leads_by. Raises CommandError: a record says who leads the folder's run."""
+    is_marked = marked(folder) is not None
+    if is_marked and not force:
+        raise CommandError(
+            f"{folder}: a record says who leads its run, and another coordinator may; give [coordinator] leads_by, or, "
+            "if this is to be the only one from now on and has led last, start it once with --force-lead"
+        )
+    if force and not is_marked:
+        raise CommandError("--force-lead needs [coordinator] leads_by, the record of who leads")
+    if is_marked:
+        unmark(folder)
 
 
 def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:

@@ -361,8 +361,6 @@ def coordinator(
     check_at_once(settings)
     from farloop.cli.daemons import run_coordinator
 
-    if force_lead and not settings.coordinator.leads_by:
-        raise CommandError("--force-lead needs [coordinator] leads_by, the record of who leads")
     code = run_coordinator(
         settings,
         rewind=rewind,

@@ -272,6 +272,8 @@ class Leadership:
         self._closed = False
         self.why_held = ""
         """Why a change of the record waits; empty while none does."""
+        self.why_unread = ""
+        """Why the record could not be read the last time."""
 
     @classmethod
     def claim(cls, store: TermStore, root: Path, term: Term, version: Version) -> "Leadership | None":
@@ -327,12 +329,14 @@ class Leadership:
         return _patiently(change, over, "changed", "the run is held until it is") or False
 
     def check(self) -> None:
-        """Raises Deposed: another leads. A store that does not answer says nothing."""
+        """Raises Deposed: another leads. A store that does not answer says nothing of that."""
         with self._lock:
             try:
                 found, _ = self._store.read()
-            except Unreachable:
+            except Unreachable as error:
+                self.why_unread = str(error)
                 return
+            self.why_unread = ""
             if found is None or found.holder != self.term.holder:
                 raise self._deposed(found)
 

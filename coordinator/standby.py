@@ -12,7 +12,7 @@ from typing import Final
 
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, patiently
-from farloop.coordinator.net.zmq_mirror import MirrorClient, leading_peer
+from farloop.coordinator.net.zmq_mirror import SILENCE_S, MirrorClient, leading_peer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
@@ -45,6 +45,7 @@ class Contender:
         self.follower: Follower | None = None
         """The state in memory, once it leads and could follow."""
         self._asked_at = float("-inf")
+        self._met = ("", "", 0.0)  # the last leader that was met while it recovered the state, its mark, and when
         self.told = ""
         """Why it did not take over the last time."""
 
@@ -190,8 +191,13 @@ class Contender:
                 self._say("the record is gone: put it back, or start the coordinator that led last with --force-lead")
                 return None
             if self.name not in self.leader.in_sync:
-                self._say(f"the record does not have this standby in sync: only {self.leader.leader} can go on")
+                self._say(f"the record does not have {self.name} in sync: only {self.leader.leader} can go on")
                 return None
+            theirs = self.leader.holder.partition(" ")[2]
+            if theirs and self._met[:2] != (self.leader.leader, theirs):
+                self._met = (self.leader.leader, theirs, time.monotonic())
+            if theirs and time.monotonic() - self._met[2] < SILENCE_S:
+                return None  # it has just taken the lead itself, and is to be heard first
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")
                 return None

@@ -56,7 +56,7 @@ NODES_SILENT_S: Final = 2.5  # nodes report every second
 YIELD_S: Final = 8.0
 """How long a leader that hears neither standby nor nodes leaves the record as it is: more than a standby waits."""
 CHECK_S: Final = 2.0  # between two looks at the record
-ALONE_S: Final = 60.0  # without a standby in sync before that is an alarm
+ALONE_S: Final = 60.0  # without a standby in sync, or the record, before that is an alarm
 CLOCK_OFF_S: Final = 60.0  # between two wall clocks before that is one
 
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
@@ -161,7 +161,7 @@ class Mirror:
         self._digests: dict[str, tuple[Identity, str]] = {}
         self._sequence = 0
         self._bytes = 0
-        self._checked_at = now()
+        self._checked_at = self._read_at = now()
         self._waits_for = ""  # the standby that a sync waits for
         self.error: StorageError | None = None
         self._ends = 0  # of this mirror: 1 once it is closed
@@ -244,6 +244,8 @@ class Mirror:
             if self._now() - self._checked_at >= CHECK_S:
                 self._checked_at = self._now()
                 self.leadership.check()
+                if not self.leadership.why_unread:
+                    self._read_at = self._now()
                 for standby in list(self._standbys.values()):
                     self._bring_reports(standby)
         except (OSError, NoRoom) as error:
@@ -294,6 +296,9 @@ class Mirror:
         if why := self.leadership.why_held:
             whom = f"standby {self._waits_for} does not answer" if self._waits_for else "a standby asks to be let in"
             found["leads_by"] = f"{whom}, and the record of the leader cannot be changed: {why}; mend either of the two"
+        elif (why := self.leadership.why_unread) and self._now() - self._read_at > ALONE_S:
+            what = "the record of the leader cannot be read: should this host be lost, no standby takes over"
+            found["leads_by"] = f"{what}; mend it: {why}"
         return found
 
     # --- Changes
@@ -859,6 +864,11 @@ def mark(root: Path, holders: str, files: Files = DISK) -> None:
     files.make_directory(root)
     with files.replacing(root / _MARK) as temporary:
         files.write_bytes(temporary, holders.encode())
+
+
+def unmark(root: Path, files: Files = DISK) -> None:
+    """From now on no record is about the folder."""
+    files.delete(root / _MARK)
 
 
 def marked(root: Path, files: Files = DISK) -> list[str] | None:

@@ -313,8 +313,12 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     assert again is not None and again.term.term == taken.term.term + 1
 
 
-def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(tmp_path: Path) -> None:
-    """Its folder turns out to be damaged, or it dies again."""
+def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder turns out to be damaged, or it dies again. It is given time to be heard, once."""
+    now = 100.0
+    monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
     a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
     leads = a.lead()
     assert leads is not None
@@ -325,11 +329,16 @@ def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(t
     for _ in range(3):  # a dies as often as it starts
         leads = Start(tmp_path, "a", **PAIR).lead()
         assert leads is not None and leads.term.in_sync == ("b",)
+        assert b.contender._take_over() is None
+        now += 2.5
     taken = b.contender._take_over()
     assert taken is not None and taken.term.in_sync == ("a",)
     with pytest.raises(Deposed, match="b leads"):
         leads.begun()
-    back = Start(tmp_path, "a", **PAIR).contender._take_over()
+    a = Start(tmp_path, "a", **PAIR)
+    assert a.contender._take_over() is None
+    now += 6.5
+    back = a.contender._take_over()
     assert back is not None and back.term.in_sync == ("b",)
     back.begun()
     assert back.term.in_sync == () and Start(tmp_path, "b", **PAIR).contender._take_over() is None

@@ -438,6 +438,22 @@ def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> 
         assert pair.mirror.alarms().get("clock", "").startswith(alarm) and (alarm or not pair.mirror.alarms())
 
 
+def test_a_record_that_cannot_be_read_is_an_alarm_after_a_minute(pair: Pair, spec: RunSpec) -> None:
+    """The run goes on, and no standby could take over."""
+    pair.begin(spec)
+    pair.join()
+    for away, seconds, alarm in (
+        (True, 3.0, ""),
+        (True, 60.0, "should this host be lost, no standby takes"),
+        (False, 3.0, ""),
+    ):
+        pair.terms.away = away
+        pair.time += seconds
+        pair.mirror.received(b"1", ["ping"])
+        pair.mirror.tick()
+        assert alarm in pair.mirror.alarms().get("leads_by", "") and (alarm or not pair.mirror.alarms())
+
+
 def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None:
     """A leader that slept: its sync never returns."""
     store = pair.begin(spec)
