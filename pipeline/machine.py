@@ -268,7 +268,7 @@ class PipelineMachine:
         self._retry_early()
 
     def _advance(self) -> list[ev.Command]:
-        if not self._assembled and self.flights is not None:
+        if not self._assembled:
             mine = {hop.node for path in self.layout.paths_from(self.name) for hop in path.hops} - {self.name}
             self._assembled = all(self.peers.ready(node) or self._is_down(node) for node in mine) or self._waited_enough
         self._switch_layout_if_due()

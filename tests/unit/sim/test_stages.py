@@ -21,8 +21,8 @@ from stories import Scripted, StoryText, all_stories, check_story
 from farloop.algo.spec import NodeId
 from farloop.algo.stages import StageLayout
 from farloop.coordinator.decide import records as rec
+from farloop.node.settings import PipelineConfig
 from farloop.pipeline import events as ev
-from farloop.pipeline.layout import Settings
 from farloop.pipeline.messages import Kind
 
 A0, B0, A1, B1 = map(NodeId, ("a0", "b0", "a1", "b1"))
@@ -200,7 +200,7 @@ class Told(PipelineWorld, Scripted):
             microbatches=microbatches,
             costs=costs,
             delay=example_delay if delays == "example" else lambda u, v: known.get(u + v, 0.0),
-            settings=Settings(**settings),
+            config=PipelineConfig(**settings),
         )
 
     def offer(self, node: str, stages: str, paths: str, *, epoch: int, at: float) -> None:
@@ -269,17 +269,14 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
     nodes = [name for stage in layout.stages for name in stage.replicas]
     delays = {u + v: data.draw(st.floats(0.0, 5.0)) for u in nodes for v in nodes}
     microbatches, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    behaviour = Settings(
+    behaviour = PipelineConfig(
         credit=data.draw(st.integers(1, 4)),
         memory=data.draw(st.integers(1, 4)),
-        attempts=data.draw(st.integers(1, 3)),
         patience_s=data.draw(st.sampled_from([20.0, 40.0])),  # 4 steps of 5 microbatches, 3 trips each, end before FAR
         late_s=data.draw(st.sampled_from([1.0, 20.0])),
-        assemble_s=50.0,
-        orphan_s=100.0,
     )
     world = PipelineWorld(
-        layout, steps=steps, microbatches=microbatches, delay=lambda u, v: delays[u + v], settings=behaviour
+        layout, steps=steps, microbatches=microbatches, delay=lambda u, v: delays[u + v], config=behaviour
     )
     world.notice_s = data.draw(st.floats(0.0, 10.0))
     for name in data.draw(st.lists(st.sampled_from(nodes), max_size=4, unique=True)):
@@ -318,7 +315,7 @@ def test_where_nothing_dies_nothing_is_lost(
         steps=2,
         microbatches=microbatches,
         delay=lambda u, v: delays[u + v],
-        settings=Settings(credit=credit, patience_s=10_000.0, late_s=10_000.0),
+        config=PipelineConfig(credit=credit, patience_s=10_000.0, late_s=10_000.0),
     )
     world.run(2_000.0)
     wanted = dict.fromkeys(nodes, 0)
