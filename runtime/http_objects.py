@@ -2,6 +2,7 @@
 
 import http.client
 import re
+import select
 import ssl
 import threading
 import time
@@ -166,6 +167,10 @@ class Client:
         self._way = parts.netloc + (f" by the proxy {proxy.hostname}:{proxy.port}" if proxy else "")
         if proxy is not None and parts.scheme == "http":
             target, headers = url, headers | _authorization(proxy)
+        if connection.sock is not None:
+            (silent := select.poll()).register(connection.sock, select.POLLIN)
+            if silent.poll(0):  # the server has closed it meanwhile: the request opens another
+                connection.close()
         before = connection.sent
         try:
             connection.putrequest(method, target, skip_accept_encoding=True)
@@ -241,7 +246,7 @@ class HttpObjects:
         self._post, self._rate = post, bytes_per_s
         self._lock, self._free_at = threading.Lock(), 0.0
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._threads = 0
+        self._threads = self._unfinished = 0
         self._closed, self._away_at = False, float("-inf")
 
     def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
@@ -296,6 +301,7 @@ class HttpObjects:
                 moved[0] += client.sent - before[0]
                 moved[1] += client.received - before[1]
                 whys.extend([why] if why else [])
+                self._unfinished -= 1
                 left -= 1
                 last = not left
             if last:
@@ -304,9 +310,13 @@ class HttpObjects:
                 with suppress(RuntimeError):  # the loop is closed
                     self._post(lambda: over("".join(whys[:1]), (moved[0], moved[1])))
 
+        with self._lock:
+            self._unfinished += len(jobs)
         for job in jobs:
             self._jobs.put(partial(run, job))
-        while self._threads < THREADS:  # daemons: a store that answers nothing holds up no end of the process
+        # No more than have work, so that their connections stay in use. Daemons: a store that answers nothing holds up
+        # no end of the process.
+        while self._threads < min(THREADS, self._unfinished):
             self._threads += 1
             threading.Thread(target=self._work, name="objects", daemon=True).start()
 

@@ -28,6 +28,7 @@ from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage.objects import note_objects, signer
 from farloop.coordinator.storage.verify import verify
+from farloop.lab.bench import http_store
 from farloop.lab.bench.http_store import ObjectServer as ObjectStore
 from farloop.local.processes import free_ports
 from farloop.runtime import http_objects
@@ -251,6 +252,34 @@ def test_a_cut_transfer_goes_on_where_it_was(plain: ObjectStore, client: Client,
     assert client.received < 1.01 * len(data), "no byte came twice"
     client.put(f"{plain.url}/b", memoryview(data))
     assert plain.objects["/b"] == data
+
+
+def test_a_connection_that_the_server_has_closed_costs_no_second_try(client: Client) -> None:
+    class Impatient(http_store.Handler):
+        timeout = 0.05
+
+    with ObjectStore(Impatient).serving() as store:
+        for _ in range(3):
+            client.put(f"{store.url}/a", memoryview(b"data"))
+            sent = client.sent
+            (held,) = client._open.values()
+            assert held.sock is not None and held.sock.recv(1, socket.MSG_PEEK) == b"", "until it is closed"
+        assert store.requests == 3
+        client.put(f"{store.url}/a", memoryview(b"data"))
+        assert client.sent - sent == sent / 3
+
+
+def test_transfers_one_after_the_other_use_one_connection(plain: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[object] = []
+    accept = plain.get_request
+    monkeypatch.setattr(plain, "get_request", lambda: connections.append(made := accept()) or made)  # type: ignore[func-returns-value]
+    answers = Queue[str]()
+    objects = HttpObjects(lambda action: action())
+    for number in range(4):
+        objects.put(f"{plain.url}/{number}", b"data", lambda why, moved: answers.put(why))
+        assert answers.get(timeout=60) == ""
+    objects.close()
+    assert len(plain.objects) == 4 and len(connections) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
