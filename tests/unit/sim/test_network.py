@@ -2,12 +2,14 @@
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_world import World
 from simulated_faults import BadLinkPeriod, CrashNode, NodeSetup, Scenario
 from simulated_outcome import Outcome
+from stories import Scripted, StoryText, all_stories, check_story
 from toy_problem import terms_of
 
 from farloop.algo.spec import NodeId
@@ -78,93 +80,76 @@ def test_damage_always_changes_a_frame_of_two_parts_or_leaves_its_sizes() -> Non
     assert all(damaged(frame, rng) != frame for _ in range(300))
 
 
-def connection(cable: PhysicalLink, agenda: EventQueue) -> tuple[Connection, list[str]]:
-    made = Connection(agenda, cable, LinkConditions(), random.Random(0), Process(agenda), Process(agenda))
-    heard = list[str]()
-    made.deliver[Side.NODE] = lambda lane, frame: heard.append(f"node {lane} {frame[0].decode()}")
-    made.deliver[Side.COORDINATOR] = lambda lane, frame: heard.append(f"coordinator {lane} {frame[0].decode()}")
-    made.lost = lambda: heard.append("lost")
-    return made, heard
+class Wire(Scripted):
+    """A connection, its cable and its two processes; `at 2.0 WORD …` does that at 2 s, and `plays` all of it.
+
+    sends NODE 0 first | closes NODE | resets | cuts | mends
+    kills | stops | resumes | timer | frame             of the node's process: what comes to it
+    notes a
+    """
+
+    def __init__(self) -> None:
+        self.agenda = EventQueue()
+        self.cable, self.process = PhysicalLink(self.agenda), Process(self.agenda)
+        self.heard: list[str] = []
+        self.made = Connection(
+            self.agenda, self.cable, LinkConditions(), random.Random(0), self.process, Process(self.agenda)
+        )
+        for side in Side:
+            self.made.deliver[side] = lambda lane, frame, side=side: self.heard.append(
+                f"{side.name} {lane} {frame[0].decode()}"
+            )
+        self.made.lost = lambda: self.heard.append("lost")
+
+    def at(self, when: float, word: str, *given: Any) -> None:
+        self.agenda.at(when, lambda: getattr(self, word)(*given))
+
+    def plays(self) -> list[str]:
+        while self.agenda.step():
+            pass
+        found, self.heard = self.heard, []
+        return found
+
+    def sends(self, side: str, lane: int, frame: str) -> bool:
+        return self.made.send(Side[side], lane, [frame.encode()])
+
+    def closes(self, side: str) -> None:
+        self.made.close(Side[side])
+
+    def is_open(self, side: str) -> bool:
+        return self.made.is_open(Side[side])
+
+    def resets(self) -> None:
+        self.made.reset()
+
+    def cuts(self) -> None:
+        self.cable.cut = True
+
+    def mends(self) -> None:
+        self.cable.mend()
+
+    def kills(self) -> None:
+        self.process.kill()
+
+    def stops(self) -> None:
+        self.process.stop()
+
+    def resumes(self) -> None:
+        self.process.resume()
+
+    def timer(self) -> None:
+        self.process.after(1.0, lambda: self.heard.append("timer"))
+
+    def frame(self) -> None:
+        self.process.deliver(lambda: self.heard.append("frame"))
+
+    def notes(self, name: str) -> None:
+        self.heard.append(f"{name} at {self.agenda.now:g}")
 
 
-def test_a_cut_cable_keeps_frames_until_it_is_mended() -> None:
-    agenda = EventQueue()
-    cable = PhysicalLink(agenda)
-    made, heard = connection(cable, agenda)
-    cable.cut = True
-    assert made.send(Side.NODE, 0, [b"first"])
-    assert made.send(Side.NODE, 0, [b"second"])
-    while agenda.step():
-        pass
-    assert heard == []
-    cable.mend()
-    while agenda.step():
-        pass
-    assert heard == ["coordinator 0 first", "coordinator 0 second"]
-
-
-def test_the_other_end_hears_of_a_closed_socket_after_what_was_sent() -> None:
-    agenda = EventQueue()
-    made, heard = connection(PhysicalLink(agenda), agenda)
-    made.send(Side.COORDINATOR, 1, [b"last"])
-    agenda.after(0.1, lambda: made.close(Side.COORDINATOR))
-    while agenda.step():
-        pass
-    assert heard == ["node 1 last", "lost"]
-    assert not made.send(Side.NODE, 0, [b"too late"])
-
-
-def test_a_reset_loses_what_is_under_way() -> None:
-    agenda = EventQueue()
-    made, heard = connection(PhysicalLink(agenda), agenda)
-    made.send(Side.NODE, 0, [b"lost"])
-    made.reset()
-    while agenda.step():
-        pass
-    assert heard == ["lost"]
-    assert not made.is_open(Side.COORDINATOR)
-
-
-def play(agenda: EventQueue) -> None:
-    while agenda.step():
-        pass
-
-
-def test_actions_happen_in_the_order_of_their_time_and_then_of_their_entry() -> None:
-    agenda, seen = EventQueue(), list[tuple[float, str]]()
-    for when, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
-        agenda.at(when, lambda name=name: seen.append((agenda.now, name)))  # type: ignore[misc]
-    play(agenda)
-    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
-
-
-def test_an_action_for_the_past_happens_now() -> None:
-    agenda, seen = EventQueue(), list[float]()
-    agenda.at(3.0, lambda: agenda.at(1.0, lambda: seen.append(agenda.now)))
-    play(agenda)
-    assert seen == [3.0]
-
-
-def test_nothing_happens_to_a_dead_process() -> None:
-    agenda = EventQueue()
-    process, seen = Process(agenda), list[str]()
-    process.after(1.0, lambda: seen.append("timer"))
-    process.kill()
-    process.deliver(lambda: seen.append("frame"))
-    play(agenda)
-    assert seen == []
-
-
-def test_a_stopped_process_reads_what_waits_before_its_timers_fire() -> None:
-    """Protocol C."""
-    agenda = EventQueue()
-    process, seen = Process(agenda), list[str]()
-    process.stop()
-    process.after(1.0, lambda: seen.append("timer"))
-    agenda.at(2.0, lambda: process.deliver(lambda: seen.append("frame")))
-    agenda.at(3.0, process.resume)
-    play(agenda)
-    assert seen == ["frame", "timer"]
+@all_stories(__file__, "network")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Wire().told, rewrite=rewrite)
 
 
 THIN = LinkConditions(bytes_per_s=20_000.0)

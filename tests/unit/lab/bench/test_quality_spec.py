@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stories import StoryText, all_stories, check_story
 from typer.testing import CliRunner
 
 from farloop.algo.methods import METHODS
@@ -29,54 +30,22 @@ from farloop.node.settings import PRESETS, VOCABULARY, DataConfig
 
 # --- words
 
-ALONE = {
-    "method": "diloco",
-    "nodes": 1,
-    "codec_up": "fp32",
-    "codec_down": "fp32",
-    "outer_lr": 1.0,
-    "outer_momentum": 0.0,
-    "inner_optimizer": "adamw",
-}
+
+@all_stories(__file__, "variants")
+def test_variants(path: Path, story: StoryText, rewrite: bool) -> None:
+    def parsed(spelled: str) -> str:
+        try:
+            return ", ".join(f"{key} {value}" for key, value in parse_variant(spelled.strip("'")).items())
+        except CommandError as refused:
+            assert "\n" not in str(refused)
+            return str(refused)
+
+    check_story(path, story, parsed, rewrite=rewrite)
 
 
-@pytest.mark.parametrize(
-    ("spelled", "fields"),
-    [
-        ("h=15 method=diloco", {"h": 15, "method": "diloco"}),
-        ("codec_up=topk:k=128,beta=0.9 mix=0.25", {"codec_up": "topk:k=128,beta=0.9", "mix": 0.25}),
-        ("codec=q4r:step=0.7 peak_lr=2e-3", {"codec_up": "q4r:step=0.7", "codec_down": "q4r:step=0.7", "lr": 2e-3}),
-        ("single lr=1e-3", {**ALONE, "lr": 1e-3}),
-        ("muon-data-parallel", {**ALONE, "inner_optimizer": "muon"}),
-        *((f"{method} nodes=3", {"method": method, "nodes": 3}) for method in METHODS),
-    ],
-)
-def test_a_variant_is_a_method_settings_or_both(spelled: str, fields: dict[str, Any]) -> None:
-    assert parse_variant(spelled) == fields
-
-
-@pytest.mark.parametrize(
-    ("parse", "spelled", "what"),
-    [
-        (parse_variant, "", "empty variant"),
-        (parse_variant, "streamin nodes=2", "did you mean streaming?"),
-        (parse_variant, "xyz", "neither a method nor KEY=VALUE, as h=15"),
-        (parse_variant, "streaming diloco", "expected one method, got streaming and diloco"),
-        (parse_variant, "peek_lr=1e-3", "no setting 'peek_lr'; did you mean peak_lr?"),
-        (parse_variant, "=15", "is not KEY=VALUE"),
-        (parse_variant, "h=often", "expected a whole number"),
-        (parse_variant, "seed=3", "seed is the same for all variants"),
-        (parse_variant, "diloco sequence_tokens=64", "sequence_tokens is the same for all variants"),
-        (parse_variant, "init=/some/where", "init is the same for all variants"),
-        (parse_variant, "steps=3", "--steps"),
-        (parse_variant, "batch_sequences=2", "--global-batch"),
-        (parse_variant, "seed=2", "--set"),
-    ],
-)
-def test_a_bad_spelling_is_one_line(parse: Any, spelled: str, what: str) -> None:
-    with pytest.raises(CommandError) as caught:
-        parse(spelled)
-    assert what in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_a_variant(method: str) -> None:
+    assert parse_variant(f"{method} nodes=3") == {"method": method, "nodes": 3}
 
 
 def test_settings_are_typed() -> None:
@@ -120,24 +89,16 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
     assert (grid.model, grid.steps, grid.global_batch, grid.seeds) == ("nano", 30, 8, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("step = 3", "there is no key 'step'; did you mean steps?"),
-        ("variants = 3", "there is no key 'variants'; did you mean variant?"),
-        ("steps = 0", "steps: input should be greater than 0, got 0"),
-        ("steps = '3'", "steps: expected a whole number, got '3'"),
-        ("model = 3", "model: expected text in quotes"),
-        ("variant = 3", "variant: expected a list, got 3"),
-        ("set = 3", "set: expected a table, got 3"),
-        ("variant = [3]", r"variant\[0\]: expected a table, got 3"),
-        ("steps = ", "is not TOML"),
-    ],
-)
-def test_a_bad_file_is_one_line_with_its_path(tmp_path: Path, text: str, what: str) -> None:
-    with pytest.raises(CommandError, match=what) as caught:
-        grid_of(tmp_path, text)
-    assert str(tmp_path / "grid.toml") in str(caught.value) and "\n" not in str(caught.value)
+@all_stories(__file__, "grids")
+def test_bad_files(tmp_path: Path, path: Path, story: StoryText, rewrite: bool) -> None:
+    def refused(text: str) -> str:
+        with pytest.raises(CommandError) as caught:
+            grid_of(tmp_path, text)
+        assert str(tmp_path / "grid.toml") in str(caught.value) and "\n" not in str(caught.value)
+        what, is_not, _ = str(caught.value).replace(str(tmp_path), "").partition("is not TOML")
+        return what + is_not  # why is Python's
+
+    check_story(path, story, refused, rewrite=rewrite)
 
 
 def test_the_baseline_is_data_parallel_or_one_node_or_the_first() -> None:
@@ -241,20 +202,12 @@ def test_the_learning_rate_ends_at_a_share_of_its_peak(text: Path) -> None:
     assert given.variants[0].specs[0].terms.schedule.lr.minimum == 0.002
 
 
-@pytest.mark.parametrize(
-    ("variant", "grid", "what"),
-    [
-        ("single steps=3", {}, "steps is the same for all variants; set it with --steps"),
-        ("single", {"settings": ("batch_sequences=3",)}, "say --global-batch instead"),
-        ("diloco nodes=3", {}, "diloco nodes=3: 3 nodes cannot share 8"),
-        ("diloco nodes=0", {}, "nodes: expected 1 or more, got 0"),
-        ("streaming tau=99", {}, "streaming tau=99: tau: expected 0 to 14 by streaming with h = 15, got 99"),
-        ("diloco codec=q5", {}, "diloco codec=q5: .*q5"),
-        ("data-parallel h=2", {}, "data-parallel h=2: data-parallel runs with h = 1 only"),
-        ("single", {"model": "nanno"}, "there is no 'nanno'; did you mean nano"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_one_line(text: Path, variant: str, grid: dict[str, Any], what: str) -> None:
-    with pytest.raises(CommandError, match=what) as caught:
-        planned(text, variant, **grid)
-    assert "\n" not in str(caught.value)
+@all_stories(__file__, "plans")
+def test_plans_that_cannot_be(text: Path, path: Path, story: StoryText, rewrite: bool) -> None:
+    def refused(variant: str) -> str:
+        with pytest.raises(CommandError) as caught:
+            planned(text, variant, **story.settings)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    check_story(path, story, refused, rewrite=rewrite)

@@ -1,11 +1,11 @@
 """What a storm would notice: versions that were told and are gone, versions of two minds, and when a run goes on."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.lab.chaos.journal_referee import Journal
 from farloop.lab.chaos.recovery_watch import Book, History, Memory, Recoveries
@@ -32,56 +32,38 @@ def journal(*versions: int, first: int = 0, **more: Any) -> Journal:
     return Journal({one: digest(*one) for one in known}, versions, **more)
 
 
-Step = Callable[[History], object]
+class Told(Scripted):
+    """`page 1 0` shows version 1 of fragment 0, `told_of 0 2 beef` says a digest of another, `read 3 1 first=2` is a
+    journal from version 2 on, `appended 0 3` a commit in it."""
+
+    def __init__(self) -> None:
+        self.history = History()
+
+    def page(self, *versions: int) -> None:
+        self.history.on_status(status([*versions]))
+
+    def told_of(self, fragment: int, version: int, said: str = "") -> None:
+        self.history.record(fragment, version, said or digest(fragment, version))
+
+    def read(self, *versions: int, twice: tuple[int, int] | None = None, unequal: bool = False, **more: Any) -> None:
+        again = {"twice": (twice,)} if twice else {}
+        self.history.on_journal(journal(*versions, **again, **({"unequal": (twice,)} if unequal else {}), **more))
+
+    def appended(self, fragment: int, version: int) -> None:
+        self.history.appended([(fragment, version, digest(fragment, version))])
+
+    def finish(self) -> None:
+        self.history.finish()
+
+    def found(self) -> str:
+        history = self.history
+        told = f"{history.committed} committed, lost {sorted(history.lost)}, forks {history.forks}"
+        return f"{told}, twice {sorted(history.twice)}" if history.twice else told
 
 
-def page(*versions: int) -> Step:
-    return lambda history: history.on_status(status([*versions]))
-
-
-def told(fragment: int, version: int, said: str = "") -> Step:
-    return lambda history: history.record(fragment, version, said or digest(fragment, version))
-
-
-def read(*versions: int, **more: Any) -> Step:
-    return lambda history: history.on_journal(journal(*versions, **more))
-
-
-def appended(fragment: int, version: int) -> Step:
-    return lambda history: history.appended([(fragment, version, digest(fragment, version))])
-
-
-@pytest.mark.parametrize(
-    ("steps", "lost", "forks"),
-    [
-        ([page(1, 0), told(0, 2), read(3, 1)], set(), []),
-        # Told and beyond the journal; in one journal and not in a later one; the page falls behind.
-        ([page(3, 1), told(1, 2, "beef"), read(2, 1)], {(0, 3), (1, 2)}, []),
-        ([read(3, 3), read(3, 2)], {(1, 3)}, []),
-        ([page(4, 4), page(4, 2)], {(1, 3), (1, 4)}, []),
-        # What went with a deleted segment is not lost; what no journal ever held is, at the end.
-        ([read(9, 9), read(20, 20, first=5)], set(), []),
-        ([read(9, 9, first=5), appended(0, 3), told(0, 3), told(1, 2)], set(), []),
-        ([read(9, 9, first=5), appended(0, 3), told(0, 3), told(1, 2), History.finish], {(1, 2)}, []),
-        # Two digests of one version are a fork, whoever told them.
-        ([page(1, 1), read(1, 1)], set(), []),
-        ([page(1, 1), read(1, 1), told(1, 1, "another")], set(), [(1, 1)]),
-        ([read(1, twice=((0, 1),), unequal=((0, 1),))], set(), [(0, 1)]),
-    ],
-)
-def test_what_is_lost_and_what_forks(
-    steps: list[Step], lost: set[tuple[int, int]], forks: list[tuple[int, int]]
-) -> None:
-    history = History()
-    for step in steps:
-        step(history)
-    assert (history.lost, history.forks) == (lost, forks)
-
-
-def test_commits_are_counted_and_a_version_that_is_committed_twice_is_seen() -> None:
-    history = History()
-    read(3, 1, twice=((0, 1),))(history)
-    assert (history.committed, history.twice, history.forks) == (4, {(0, 1)}, [])
+@all_stories(__file__, "histories")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, Told().told, rewrite=rewrite)
 
 
 def test_lines_of_a_node_are_read_once_and_whole(tmp_path: Path) -> None:
