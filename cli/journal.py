@@ -218,6 +218,7 @@ def salvage_journal(
     from farloop.coordinator.storage.files import state_folder
 
     directory = state_folder(_folder(folder, state))
+    from farloop.coordinator.storage.mirror import marked
     from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
     from farloop.coordinator.storage.state_reader import journal_folder
 
@@ -253,6 +254,11 @@ def salvage_journal(
             "Nodes that have newer versions hold the run after the start: start the coordinator once with "
             "--adopt-from-nodes to go on from what they hold, or with --rewind to go on from here."
         )
+        if marked(directory) is not None:
+            console.print(
+                "The run has several coordinators, and another may have all: start that one first; this one then "
+                "stands by for it. If there is none, start this one once with --force-lead."
+            )
     if aside is not None:
         console.print(f"done: the old files are in {aside}; start the coordinator as before")
     else:

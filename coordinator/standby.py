@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import secrets
 import socket
 import time
@@ -191,12 +192,19 @@ class Contender:
                 self._say("the record is gone: put it back, or start the coordinator that led last with --force-lead")
                 return None
             if self.name not in self.leader.in_sync:
-                self._say(f"the record does not have {self.name} in sync: only {self.leader.leader} can go on")
+                only = f"only {self.leader.leader} can go on"
+                if self.leader.leader == self.name:
+                    others = " or ".join(self.leader.in_sync) or "the folder that led"
+                    only = (
+                        f"it led with another folder, or before this one was salvaged: start {others}, or --force-lead"
+                    )
+                self._say(f"the record does not have {self.name} in sync: {only}")
                 return None
             theirs = self.leader.holder.partition(" ")[2]
             if theirs and self._met[:2] != (self.leader.leader, theirs):
                 self._met = (self.leader.leader, theirs, time.monotonic())
-            if theirs and time.monotonic() - self._met[2] < SILENCE_S:
+            heard_at = self.client.heard_at if self.client else math.inf
+            if theirs and time.monotonic() - min(self._met[2], heard_at) < SILENCE_S:
                 return None  # it has just taken the lead itself, and is to be heard first
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")

@@ -28,6 +28,7 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files, no_room
 from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
+from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import Recovery
 from farloop.coordinator.storage.segment import (
     UNFINISHED,
@@ -137,6 +138,8 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
         nbytes = sum(tensor.nbytes for b in found.cut.buffers for tensor in (b.anchor, b.target, *b.outer.values()))
         files.require_free(directory, nbytes + (1 << 20))
         aside = _aside(directory, files)
+        if found.given_up and marked(directory, files) is not None:
+            mark(directory, "salvaged", files)  # no holder of a record: it does not lead before a folder that has all
         _write(aside / _NEW, found, files)
         return _swap(directory, _Step(_OUT, aside.name), files)
 

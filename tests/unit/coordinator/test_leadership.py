@@ -306,11 +306,14 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
         mark(start.config.state_dir, "another")
     assert b.contender._take_over() is None and a.lead() is None and a.stands_by
     leads.check()
+    again = Start(tmp_path, "a", **PAIR)
+    assert again.contender._take_over() is None
+    assert "it led with another folder, or before this one was salvaged: start b, or" in again.contender.told
     mark(b.config.state_dir, leads.term.holder)
     taken = b.contender._take_over()
     assert taken is not None
-    again = Start(tmp_path, "b", **PAIR).lead()
-    assert again is not None and again.term.term == taken.term.term + 1
+    later = Start(tmp_path, "b", **PAIR).lead()
+    assert later is not None and later.term.term == taken.term.term + 1
 
 
 def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(

@@ -16,6 +16,7 @@ from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide.records import KINDS, InputStored, Record, WindowCommitted, WindowTerms, decode
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.storage.segment import (
@@ -336,6 +337,17 @@ def test_salvage_goes_back_to_where_everything_is_whole(stored: Stored) -> None:
     assert 4 <= min(found.versions) < 8 and "before-salvage-1" not in files.names(PLACE)
     carry_out(PLACE, found, files)
     assert goes_on(started(files), stored) == list(found.versions)
+
+
+def test_a_salvaged_folder_does_not_lead_before_one_that_has_all(stored: Stored) -> None:
+    """It did by its mark, and the standby that had all was given what was left here."""
+    for damaged in (True, False):
+        files = stored.copy()
+        mark(PLACE, "5e1d", files)
+        if damaged:
+            flip(files, journal_of(files)[-1])
+        carry_out(PLACE, found := salvage(PLACE, files), files)
+        assert (bool(found.given_up), marked(PLACE, files)) == (damaged, ["salvaged" if damaged else "5e1d"])
 
 
 def test_a_salvaged_run_has_an_epoch_above_all_that_were_and_one_in_use_is_not_touched(stored: Stored) -> None:
