@@ -79,7 +79,7 @@ class Contender:
                 raise StateMismatch(
                     self._root,
                     f"the record holds the leader of another run (fingerprint {self.leader.run}, the file's is "
-                    f"{self._own.run}); give this run a [coordinator] leads_by of its own",
+                    f"{self._own.run}); give both one RUN.toml, or this run a [coordinator] leads_by of its own",
                 )
             if self.leader is None and not force and self._has_run() and marked(self._root) is not None:
                 raise StateMismatch(

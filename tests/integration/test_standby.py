@@ -33,6 +33,7 @@ from loopback import (
 )
 from object_server import serving
 from terms_in_memory import Terms
+from zmq.utils.monitor import recv_monitor_message
 
 from farloop.cli.keys import write_pair
 from farloop.config.exit_codes import ExitCode
@@ -83,20 +84,20 @@ class Pair:
         self.run.host, self.run.http = self.hosts[name], self.ports[name][1]
         self.run.state_dir = self.run.folder / name
 
-    def begin(self) -> None:
-        """a leads, b stands by and has all."""
+    def begin(self, *options: str) -> None:
+        """a leads, b stands by with these options."""
         self.start("a")
         self.run.until_said(self.run.folder / "a.log", "at tcp://")
-        self.start("b")
+        self.start("b", *options)
         self.look_at("a")
 
     def start_nodes(self) -> None:
         self.run.start_metronome("n", pace_s=0.1, coordinator=self.addresses)
         self.run.start_node("m", coordinator=self.addresses)
 
-    def trains(self) -> Status:
+    def trains(self, *options: str) -> Status:
         """a leads, b is in sync, and windows commit."""
-        self.begin()
+        self.begin(*options)
         self.start_nodes()
         self.until_in_sync("b")
         return self.run.until("windows commit", lambda status: min(status["versions"]) >= 2)
@@ -173,10 +174,14 @@ def test_a_standby_follows_records_whose_bytes_are_in_an_object_store(
 
 
 def test_a_leader_that_stops_in_order_hands_over(pair: Pair) -> None:
-    run, before = pair.run, pair.trains()
+    """Its own file differs in the terms: the run keeps those that it has."""
+    run, before = pair.run, pair.trains("--set", "run.h=9")
     pair.daemons["a"].signal(signal.SIGTERM)
     assert run.until_ended(pair.daemons["a"]) == ExitCode.DONE
     status = pair.goes_on_at("b", before)
+    assert status["run"]["h"] == before["run"]["h"]
+    kept = f'kept h={before["run"]["h"]} file=9 cause="the run keeps its terms; farloop run set changes them"'
+    assert run.logs().count(kept) == 1
     assert status["totals"]["tokens"] >= before["totals"]["tokens"] > 0
     standby = pair.start("a")
     pair.until_in_sync("a")
@@ -279,6 +284,28 @@ def test_a_standby_that_hears_no_leader_says_where_and_why(
     )
     assert f"{peers[1]} (no answer)" in client.trouble and client.trouble in caplog.text
     assert client.lost_at is None, "a leader that was never heard is not lost"
+
+
+@pytest.mark.parametrize(("size", "noticed"), [(1, True), (64 << 20, False)])
+def test_heartbeats_do_not_fire_within_a_large_message(size: int, noticed: bool) -> None:
+    """To a peer that takes no bytes any more. Where packets are lost the kernel ends it, as TCP_MAXRT says."""
+    message, ready = zmq.Frame(bytes(size)), b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        zmq.Context() as context,
+        zmq_mirror._dealer(context, None) as dealer,
+        dealer.get_monitor_socket(int(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)) as monitor,
+    ):
+        dealer.heartbeat_ivl = dealer.heartbeat_timeout = 200
+        dealer.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        with server.accept()[0] as peer:
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+            peer.sendall(greeting + bytes([4, len(ready)]) + ready)
+            dealer.send(message, copy=False)
+            with socket.socket(fileno=os.dup(recv_monitor_message(monitor)["value"])) as tcp:
+                assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000  # milliseconds
+            assert bool(monitor.poll(1500)) == noticed
+        dealer.disable_monitor()
 
 
 class Listening:

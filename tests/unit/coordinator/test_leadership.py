@@ -19,6 +19,7 @@ from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, Version, term_store
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
+from farloop.coordinator.storage.bucket import Bucket
 from farloop.coordinator.storage.follower import Following
 from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import as_they_are
@@ -122,6 +123,19 @@ def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> Non
         server.leases["run"] = {"metadata": {"resourceVersion": "1"}}
         with pytest.raises(Unusable, match="has no annotation"):
             term_store(f"k8s://farloop/run?api=http://127.0.0.1:{server.server_port}").read()
+
+
+def test_some_errors_of_obstore_are_pythons_own(tmp_path: Path) -> None:
+    """`Bucket` takes a missing object for none, and a folder has no condition but that an object is not there."""
+    obstore = pytest.importorskip("obstore")
+    store = obstore.store.LocalStore(tmp_path)
+    tag = obstore.put(store, "x", b"1")["e_tag"]
+    with pytest.raises(FileNotFoundError) as missing:
+        obstore.get(store, "y")
+    with pytest.raises(NotImplementedError) as refused:
+        obstore.put(store, "x", b"2", mode={"e_tag": tag})
+    assert not any(isinstance(each.value, obstore.exceptions.BaseError) for each in (missing, refused))
+    assert Bucket(f"file://{tmp_path}").get("y") is None
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"term": "x"}', b"\xff", FIRST.encode()[:-9]])
