@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import uvloop
 
@@ -26,7 +25,7 @@ from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
 from farloop.coordinator.leadership import Leadership, Unusable, term_store
 from farloop.coordinator.net.zmq_mirror import MirrorServer
-from farloop.coordinator.net.zmq_router import BindError, check_bind
+from farloop.coordinator.net.zmq_router import check_bind
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender, has_run
 from farloop.coordinator.storage.bucket import Bucket, CopyFailed
@@ -51,7 +50,6 @@ from farloop.runtime.log_queue import say
 from farloop.runtime.system import keep_freed_blocks, trim_heap
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _DIFFERS = {
     "name": "the name differs",
@@ -84,8 +82,8 @@ def run_coordinator(
 
     Raises:
         ConfigError: the run is invalid.
-        CommandError: the directory holds another run, or the port is taken.
-        StorageError, KeyFileError, EndpointError: one line each.
+        CommandError: the directory holds another run.
+        BindError, CopyFailed, StorageError, KeyFileError, EndpointError: one line each.
     """
     on_signals(end_at_once)  # until it serves: nothing is held that a crash would lose
     descriptors.raise_limit(spare=descriptors.SPARE)
@@ -93,11 +91,11 @@ def run_coordinator(
     trim_heap()
     keep_freed_blocks()
     if file.coordinator.copy_to:
-        _can_copy(file.coordinator.copy_to)
+        Bucket(file.coordinator.copy_to)  # where it cannot be opened the state folder is not touched
     config = file.coordinator
-    _bound(lambda: check_bind(config.bind))  # before the record and the state folder are touched
+    check_bind(config.bind)  # before the record and the state folder are touched
     if config.mirror:
-        _bound(lambda: check_bind(config.mirror, "mirror"))
+        check_bind(config.mirror, "mirror")
     if config.http:
         http = parse_host_port(config.http, listens=True)
         check_listen(http.host, http.port)
@@ -124,7 +122,7 @@ def run_coordinator(
         if restore_from:
             restored(config.state_dir, plan, restore_from)
         if mirror is not None:
-            ending.callback(_bound(lambda: MirrorServer(config.mirror, config.key, mirror)).close)
+            ending.callback(MirrorServer(config.mirror, config.key, mirror).close)
         store = open_run(
             config.state_dir,
             plan,
@@ -147,7 +145,7 @@ def run_coordinator(
         tell_of_stores(config, bulk)
         gc.collect()
         gc.freeze()  # modules stay: a collection that goes through all of them stops the loop for 0.2 s
-        _bound(lambda: uvloop.run(_serve(config, store, adopt, mirror, bulk)))
+        uvloop.run(_serve(config, store, adopt, mirror, bulk))
     name, folder = plan.spec.identity.name, file.coordinator.state_dir
     stopped = "stopped before the run's end; the same command continues it"
     say(_last_line(name, folder) if store.ledger.finished else stopped)
@@ -156,11 +154,11 @@ def run_coordinator(
 
 def _noted_objects(file: RunFile, plan: Plan, files: Files) -> Sign | None:
     """Remember in the state folder where the run's objects are. What signs their URLs, where new blobs go there.
-    Raises CommandError, StorageError."""
+    Raises CopyFailed, StorageError."""
     if not file.coordinator.bulk_url:
         return None
     url = f"{file.coordinator.bulk_url.rstrip('/')}/{plan.spec.identity.fingerprint()}"
-    sign = _bound(lambda: signer(url))
+    sign = signer(url)
     note_objects(file.coordinator.state_dir, url, files)
     return sign if file.run.bulk == "store" else None
 
@@ -187,21 +185,14 @@ def tell_of_stores(config: CoordinatorConfig, bulk: Sign | None) -> threading.Th
     return thread
 
 
-def _bound(call: Callable[[], _T]) -> _T:
-    try:
-        return call()
-    except (BindError, CopyFailed) as error:
-        raise CommandError(str(error)) from error
-
-
 def _led(
     config: CoordinatorConfig, plan: Plan, place: Place, *, force: bool, once: Sequence[str]
 ) -> tuple[Leadership, Follower | None] | None:
     """Wait until this process leads; None once a signal has ended that. With the state in memory, if it has followed
     another's. `once`: flags for a start that leads: one that came true when the leader is lost, days later, would
-    change another state than it was given for. Raises CommandError, StorageError, KeyFileError."""
+    change another state than it was given for. Raises CommandError, CopyFailed, StorageError, KeyFileError."""
     signals: list[int] = []
-    terms = _bound(lambda: term_store(config.leads_by))
+    terms = term_store(config.leads_by)
     contender = Contender(config, plan.spec.identity.fingerprint(), terms, place)
     with ExitStack() as standing_by:
 
@@ -241,12 +232,9 @@ def _without_record(folder: Path, *, force: bool) -> None:
 
 def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:
     """Where the copy is that an empty folder is restored from; empty for a run that has not begun.
-    Raises CommandError: it has begun, and there is no copy."""
-    try:
-        if read_manifest(Bucket(config.copy_to)) is not None:
-            return config.copy_to
-    except CopyFailed as error:
-        raise CommandError(str(error)) from error
+    Raises CopyFailed; CommandError: it has begun, and there is no copy."""
+    if read_manifest(Bucket(config.copy_to)) is not None:
+        return config.copy_to
     if leadership.term.term > 1:
         raise CommandError(
             f"{config.state_dir} holds no run, {config.copy_to} no copy of it, and the record says that it has begun; "
@@ -263,28 +251,16 @@ def _last_line(run: str, folder: Path) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _can_copy(url: str) -> None:
-    """Refuse a store that cannot be opened before the state folder is touched. Raises CommandError."""
-    try:
-        Bucket(url)
-    except CopyFailed as error:
-        raise CommandError(str(error)) from error
-
-
 def restored(directory: Path, plan: Plan, url: str) -> None:
-    """Restore the state directory from the newest copy. Raises CommandError, StorageError."""
-    try:
-        bucket = Bucket(url)
-        manifest = read_manifest(bucket)
-        wanted = plan.spec.identity.fingerprint()
-        if manifest is not None and manifest["fingerprint"] != wanted:
-            held = f"run {manifest['name']} (fingerprint {manifest['fingerprint']}, the file's is {wanted})"
-            raise CommandError(
-                f"{url} holds copies of another run, {held}; give that run's file, or its own URL", ExitCode.REFUSED
-            )
-        ledger = restore(bucket, directory)
-    except CopyFailed as error:
-        raise CommandError(str(error)) from error
+    """Restore the state directory from the newest copy. Raises CommandError, CopyFailed, StorageError."""
+    bucket = Bucket(url)
+    manifest, wanted = read_manifest(bucket), plan.spec.identity.fingerprint()
+    if manifest is not None and manifest["fingerprint"] != wanted:
+        held = f"run {manifest['name']} (fingerprint {manifest['fingerprint']}, the file's is {wanted})"
+        raise CommandError(
+            f"{url} holds copies of another run, {held}; give that run's file, or its own URL", ExitCode.REFUSED
+        )
+    ledger = restore(bucket, directory)
     say(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
 
 

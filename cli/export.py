@@ -51,7 +51,6 @@ def export(
 
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.monitoring.units import plural, size_text
-    from farloop.node.errors import ModelError
     from farloop.node.model.named import save_tokenizer, save_weights
     from farloop.runtime.system import hold, remove_abandoned
 
@@ -73,8 +72,6 @@ def export(
             save_tokenizer(tokenizer, unfinished)
         unfinished.chmod(0o755)
         unfinished.replace(folder)
-    except ModelError as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
@@ -117,7 +114,7 @@ def evaluate(
 
     from farloop.coordinator.storage.recovery import newest_model
     from farloop.node.data.corpus import EvaluationSet, load_corpus
-    from farloop.node.errors import CorpusError, ModelError
+    from farloop.node.errors import CorpusError
     from farloop.node.model.named import fill_, materialise_, model_of_run
     from farloop.node.trainer import EVALUATION_BATCH, evaluation_name, evaluation_sequences
 
@@ -136,8 +133,6 @@ def evaluate(
         fill_(named.module, weights)
         materialise_(named.module, torch.device(device))
         loss = chosen.loss(named.module, EVALUATION_BATCH, named.loss)
-    except ModelError as error:
-        raise CommandError(str(error)) from error
     except (RuntimeError, AssertionError) as error:  # torch's, for a device that is not there or too small
         raise CommandError(f"--device {device}: {str(error).splitlines()[0]}") from error
     same = evaluation_name(chosen) == identity.evaluation_set

@@ -110,7 +110,8 @@ def write_output(path: Path, content: str | bytes) -> None:
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     """Code and line of an expected error, also inside a group; None for others."""
     # Late, for the speed of `farloop --help`.
-    from farloop.coordinator.errors import Deposed, Fenced, NoFolder, StorageError
+    from farloop.coordinator.errors import BindError, Deposed, Fenced, NoFolder, StorageError
+    from farloop.coordinator.storage.bucket import CopyFailed
     from farloop.coordinator.storage.files import NO_DESCRIPTOR
     from farloop.monitoring.descriptors import hard_limit
     from farloop.monitoring.endpoint import EndpointError
@@ -131,7 +132,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode.USAGE, str(error)
         case StorageError():
             return ExitCode.STORAGE, _with_next_step(error)
-        case CorpusError() | KeyFileError() | EndpointError() | ModelError():
+        case CorpusError() | KeyFileError() | EndpointError() | ModelError() | BindError() | CopyFailed():
             return ExitCode.USAGE, str(error)
         case UnknownCodec() | BadParameter() | UnsoundPairing() | UnsupportedHost():
             return ExitCode.USAGE, str(error)

@@ -2,6 +2,7 @@
 
 NotNow                 a request is valid and the run's state does not allow it; nothing was changed
 MachineBroken          an unexpected error left the machine half changed; exit and recover
+BindError              a port cannot be had
 
 StorageError
 ├── JournalCorrupt     the journal is damaged where it cannot be a torn tail; restore the directory from a copy
@@ -21,10 +22,22 @@ StorageError
     └── NoFolder       there is no such directory where a command was told to look for one
 """
 
+import errno
 from pathlib import Path
 from typing import ClassVar, Final
 
 _SALVAGE: Final = "farloop journal salvage --state DIR says what can be saved and changes nothing"
+
+
+class BindError(OSError):
+    """The endpoint cannot be bound. The message is one line for the person who chose it."""
+
+    def __init__(self, endpoint: str, error: Exception, setting: str = "bind") -> None:
+        where = f"[coordinator] {setting}"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            super().__init__(f"{endpoint} is in use; stop the other process, or choose another port in {where}")
+        else:
+            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
 
 
 class NotNow(ValueError):

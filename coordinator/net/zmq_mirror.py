@@ -20,9 +20,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.coordinator.errors import StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.errors import BindError, StateMismatch, StorageError, StorageFailed
 from farloop.coordinator.leadership import REPEAT_S, Term
-from farloop.coordinator.net.zmq_router import BindError, require_keys
+from farloop.coordinator.net.zmq_router import require_keys
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.mirror import Mirror, Replica, digests
 from farloop.monitoring.addresses import Address, parse_tcp, resolved

@@ -8,7 +8,6 @@ one address has too many of them, when there are too many connections in all, an
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections import Counter, defaultdict
@@ -25,6 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.errors import BindError
 from farloop.monitoring import descriptors
 from farloop.monitoring.addresses import bound_socket, network_of, parse_tcp, plain_host, resolved
 from farloop.monitoring.tcp_connection import choose_congestion, end_of, hang_up
@@ -64,17 +64,6 @@ STRANGER_S: Final = 30.0
 MOST: Final = 8192  # most connections in all: two for each of the most sessions, and room for strangers
 RESERVE: Final = 256  # file descriptors that are kept free for files and HTTP
 FEWEST: Final = 64  # least budget of connections, whatever the limit of file descriptors
-
-
-class BindError(OSError):
-    """The endpoint cannot be bound. The message is one line for the person who chose it."""
-
-    def __init__(self, endpoint: str, error: Exception, setting: str = "bind") -> None:
-        where = f"[coordinator] {setting}"
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            super().__init__(f"{endpoint} is in use; stop the other process, or choose another port in {where}")
-        else:
-            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in {where}")
 
 
 def check_bind(endpoint: str, setting: str = "bind") -> None:

@@ -20,7 +20,8 @@ from farloop.config.exit_codes import (
     writing,
 )
 from farloop.coordinator import errors
-from farloop.coordinator.errors import StorageError
+from farloop.coordinator.errors import BindError, StorageError
+from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.errors import CorpusError, DataError, LayoutMismatch, NonFiniteDelta, Refused, Unreachable
 from farloop.quant.errors import UnknownCodec
@@ -51,7 +52,8 @@ WHAT_TO_DO = re.compile(
 def test_every_expected_error_has_its_code() -> None:
     for code, expected in {
         ExitCode.USAGE: (CommandError("x"), CorpusError("x"), KeyFileError("x"), EndpointError("x"),
-                         UnknownCodec("q5", ["q4"]), STORAGE_ERRORS[errors.NoFolder]),
+                         UnknownCodec("q5", ["q4"]), STORAGE_ERRORS[errors.NoFolder],
+                         CopyFailed("x"), BindError("tcp://a:1", OSError("x"))),
         ExitCode.UNREACHABLE: (CommandError("x", ExitCode.UNREACHABLE), Unreachable("x")),
         ExitCode.REFUSED: (Refused("x"), LayoutMismatch("x"), DataError("x")),
         ExitCode.BROKEN_NUMBERS: (NonFiniteDelta("w", 3),),
