@@ -375,7 +375,7 @@ class Run:
                 self.coming.remove(offer)
                 return self.handle(ev.InputStored(offer=offer))
             case "fetches", fragment:
-                return self.say(node, msg.Fetch(fragment=int(fragment)))
+                return self.say(node, msg.Fetch(fragment=int(fragment), **fields))
             case "steps", steps:
                 return self.step(node, int(steps), **fields)
             case "uses", watermark:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Run, merged, outcome, published, tell
+from coordinator_run import A, B, C, Run, outcome, published, tell
 from plain_runs import plain_offer, plain_progress
 from stories import Scripted, StoryText, all_stories, check_story
 
@@ -51,14 +51,6 @@ def test_a_held_delta_that_a_commit_makes_useless_is_let_go(spec: RunSpec) -> No
         ledger.apply(rec.InputStored.of(odd))
     shares = (*run.draft().merged, msg.Share(node=B, weight=0.0))
     assert ev.Forget(blob=odd.blob) in run.durable(merged=shares)
-
-
-@pytest.mark.parametrize("method", ["decoupled", "async"])
-def test_a_delta_without_a_step_does_not_make_a_quorum(spec: RunSpec, method: str) -> None:
-    """F: a node that stands still, or has come to the end, would race through the windows of all rounds."""
-    run = late_run(spec, method)
-    assert merged(run.store(A, steps=0, tokens=0)) == merged(run.store(B, steps=0, tokens=0)) == []
-    assert merged(run.store(C, steps=0, tokens=0)) == ["abc"], "no node is left to wait for"
 
 
 # --- every delta a step of its own

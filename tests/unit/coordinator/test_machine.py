@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from coordinator_run import A, B, C, Run, brief, outcome, published, recorded, tell
-from plain_runs import plain_progress
 from stories import StoryText, all_stories, check_story
 
 from farloop.algo import schedule
@@ -53,18 +52,6 @@ def test_a_new_node_is_welcomed_with_all_that_it_must_know(spec: RunSpec) -> Non
         windows=schedule.first_windows(run.spec.terms, run.spec.identity.layout),
     )  # fmt: skip
     assert run.greet(A) == [ev.Accept(session=1, node=A, welcome=welcome)]
-
-
-def test_a_node_gets_snapshots_of_what_it_lacks_and_the_updates_that_it_missed(spec: RunSpec) -> None:
-    """I, R, S: one that begins has the run's first weights, unless it asks; no alarm if it does."""
-    run = Run(spec, min_nodes=2)
-    assert brief(run.greet(A, anchors=())) == "accept a"
-    assert brief(run.say(A, msg.Fetch(fragment=1, first=True))) == "snapshot 1 to a" and not run.alarms
-    run = Run(spec, "a")
-    run.commit(1, A)
-    assert brief(run.greet(B, anchors=())) == "accept b; snapshot 1 to b"
-    digest_of_1 = (msg.AnchorRef(fragment=1, version=0, digest=101),)
-    assert brief(run.greet(C, anchors=digest_of_1)) == "accept c; publish 1.1 to c"
 
 
 def test_a_node_goes_on_from_anchors_on_its_disk_if_they_are_of_this_run_and_not_too_old(spec: RunSpec) -> None:
@@ -197,21 +184,6 @@ def test_who_stands_still_for_good_reason_is_waited_for_until_its_deadline(spec:
     assert run.missing() == {A, B}
     run.pass_time(10.0)
     assert run.missing() == set()
-
-
-# --- what nodes report
-
-
-def test_a_report_that_cannot_be_true_counts_for_nothing(spec: RunSpec) -> None:
-    """A, V: it would set everybody's H, or hide that nothing moves."""
-    run = Run(spec, "a", num_samples=1000)
-    run.play("a uses 4")
-    good, bad = run.machine.members[A].progress, plain_progress(inner_steps=2, tokens=10**12, sample_watermark=80)
-    assert run.say(A, bad) == [] and not run.machine.believes(A, bad)
-    assert run.machine.members[A].progress == good
-    assert run.alarms == {"report of a": "it claims 1000000000000 tokens in 2 inner steps, which have 128 at most"}
-    run.play("a uses 5")
-    assert not run.alarms
 
 
 # --- evaluations
