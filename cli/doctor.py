@@ -88,12 +88,7 @@ def _card(nic: Nic) -> Finding:
         parts.append(f"on {nic.netdev}")
     if nic.members:
         parts.append(f"bond of {', '.join(nic.members)}")
-    believed = {"kind": nic.kind, "bits_per_s": f"{nic.bits_per_s:g}" if nic.bits_per_s else ""}
-    parts += [
-        f"{fact.source} says {fact.value}"
-        for fact in nic.facts
-        if fact.about in believed and fact.value != believed[fact.about]
-    ]
+    parts += [f"{fact.source} says {fact.value}" for fact in nic.others]
     detail, data = f"{nic.name}: {', '.join(parts)}", to_plain(nic)
     if nic.usable or not nic.active:
         return ok("card", f"{detail}; {nic.why}" if nic.why else detail, data=data)

@@ -11,7 +11,7 @@ import typer
 from farloop.cli.options import AsJson, Plot, check_figure, table
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
-from farloop.monitoring.units import NOTHING, percent_text, plural, seconds_text
+from farloop.monitoring.units import NOTHING, few_of, percent_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,9 +209,8 @@ def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float
     if plan.alternatives:
         console.print(_lost(plan))
     if plan.suspects:
-        ends = ", ".join(f"{source} → {target}" for source, target in plan.suspects[:6])
-        more_words = f" and {len(plan.suspects) - 6} more" if len(plan.suspects) > 6 else ""
-        console.print(f" not believed, left out until probed again: {ends}{more_words}", soft_wrap=True)
+        ends = few_of([f"{source} → {target}" for source, target in plan.suspects], 6)
+        console.print(f" not believed, left out until probed again: {ends}", soft_wrap=True)
     for words, names in (("standing by", plan.standby), ("without a part", plan.idle)):
         if names:
             console.print(f" {words}: {', '.join(names)}", soft_wrap=True)
@@ -241,8 +240,7 @@ def _numbers(plan: "Plan") -> "Table":
 def _stages(plan: "Plan") -> "Table":
     rows = table("stage", "layers", "transport", "replicas", left=("layers", "transport"), fold=("replicas",))
     for group, stage in zip(plan.groups, plan.layout.stages, strict=True):
-        words = list(stage.replicas[:12])
-        names = ", ".join(words) + (f", … {len(stage.replicas) - 12} more" if len(stage.replicas) > 12 else "")
+        names = few_of(stage.replicas, 12)
         rows.add_row(str(group.stage), f"{stage.first}–{stage.stop - 1}", group.transport.value, names)
     return rows
 
@@ -263,8 +261,7 @@ def _rates(plan: "Plan") -> "Table":
     for name, rate in plan.sync.rates.items():
         alike.setdefault((rate.bits, rate.h), []).append(name)
     for (bits, h), names in sorted(alike.items(), reverse=True):
-        words = ", ".join(names[:8]) + (f", … {len(names) - 8} more" if len(names) > 8 else "")
-        rows.add_row(str(bits), str(h), words)
+        rows.add_row(str(bits), str(h), few_of(names, 8))
     return rows
 
 

@@ -12,6 +12,7 @@ from farloop.monitoring.units import (
     count_text,
     duration_text,
     factor_text,
+    few_of,
     loss_text,
     percent_text,
     plural,
@@ -73,7 +74,7 @@ class WindowView:
     @property
     def note(self) -> str:
         """Which nodes it waits for, or its state."""
-        return f"waits for {_few(self.missing)}" if self.missing else self.state
+        return f"waits for {few_of(self.missing, 3)}" if self.missing else self.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,12 +369,8 @@ def version_lines(status: Status) -> list[str]:
     for name, version in {**found, **{f"standby {name}": version for name, version in standbys.items()}}.items():
         if version != own:
             others.setdefault(version or "an unknown version", []).append(name)
-    told = [f"{version} at {_few(names)}" for version, names in sorted(others.items())]
+    told = [f"{version} at {few_of(names, 3)}" for version, names in sorted(others.items())]
     return [f"versions: the coordinator runs farloop {own}; {'; '.join(told)}"] if told else []
-
-
-def _few(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def printable(text: str) -> str:

@@ -104,6 +104,11 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
 
 
+def few_of(words: Sequence[str], most: int) -> str:
+    """`a, b and 7 more`."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
 def range_text(least: float | None, most: float | None) -> str:
     """`1 to 64`, `1 or more`, `at most 64`."""
     if least is None:

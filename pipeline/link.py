@@ -154,7 +154,6 @@ class PeerLink:
         self._allow = AllowList(config.peers) if config.peers else None
         self._peers: dict[str, _Peer] = {}
         self._group: asyncio.TaskGroup | None = None
-        self.bytes_sent, self.bytes_received, self.bad_frames = 0, 0, 0
         self.seen: tuple[Seen, ...] = ()  # measurements of connected peers, replaced as a whole now and then
         self.endpoint = ""  # its address, once it listens
         self._loop = uvloop.new_event_loop()
@@ -272,7 +271,6 @@ class PeerLink:
             try:
                 self._on_frame(parts)
             except RemoteProtocolError as error:
-                self.bad_frames += 1
                 _log.warning("bad frame from peer reason=%r", str(error))
 
     def _on_frame(self, parts: list[zmq.Frame]) -> None:
@@ -284,7 +282,6 @@ class PeerLink:
         now = time.monotonic()
         buffers = [part.buffer for part in parts[1:]]
         come = messages.parse(buffers, self._run, self._config.max_tensor_bytes)
-        self.bytes_received += sum(len(part) for part in buffers)
         peer.heard_at = now
         if isinstance(come, FramedMessage):
             peer.sight.tensor(come.info.size, come.info.sent_s, now)
@@ -393,9 +390,7 @@ class PeerLink:
             while not peer.queue:
                 peer.wake.clear()
                 await peer.wake.wait()
-            parts = peer.queue.popleft()
-            self.bytes_sent += sum(len(part) for part in parts)
-            await dealer.send_multipart(parts, copy=False)
+            await dealer.send_multipart(peer.queue.popleft(), copy=False)
 
     async def _beat(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import Literal
 
 from farloop.algo.stages import Hop, Path, Stage, StageLayout
+from farloop.monitoring.units import few_of
 from farloop.planner.anomalies import UNREACHABLE_S
 from farloop.planner.fabric import Fabric, Island, fabric_of, islands_of
 from farloop.planner.inventory import LOCAL, Hub, Inventory, Mode
@@ -418,8 +419,7 @@ def _unknown_of(inventory: Inventory) -> str:
     far = [node.name for node in nodes if None in (inventory.uplink(node), inventory.downlink(node))]
     if len(far) == len(nodes):
         return "links to the coordinator are neither given nor measured yet"
-    more = f" and {len(far) - 4} more" if len(far) > 4 else ""
-    return f"the coordinator's link is not known in both directions for {', '.join(far[:4])}{more}"
+    return f"the coordinator's link is not known in both directions for {few_of(far, 4)}"
 
 
 def _coverage(paths: Paths) -> list[float]:

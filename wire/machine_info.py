@@ -61,6 +61,12 @@ class Nic:
         """Which source is believed in this; empty if none said it."""
         return next((fact.source for fact in self.facts if fact.about == about), "")
 
+    @property
+    def others(self) -> list[Fact]:
+        """What others say of its kind and its rate."""
+        believed = {"kind": self.kind, "bits_per_s": f"{self.bits_per_s:g}" if self.bits_per_s else ""}
+        return [fact for fact in self.facts if fact.value != believed.get(fact.about, fact.value)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:

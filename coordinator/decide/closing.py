@@ -20,6 +20,7 @@ from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.run_state import ALARM as STORAGE
 from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
+from farloop.monitoring.units import few_of
 from farloop.wire.reasons import Reason
 
 # --- Straggler grace
@@ -183,9 +184,8 @@ class ParticipationCheck:
         self._held.discard(fragment.stage)
         if not bad:
             return None
-        names = ", ".join(out[:4]) + (f" and {len(out) - 4} more" if len(out) > 4 else "")
         count = f"{len(out)} of {len(able)} live nodes"
-        what = f"{count} were merged in none of the last {ROUNDS} rounds ({names})"
+        what = f"{count} were merged in none of the last {ROUNDS} rounds ({few_of(out, 4)})"
         if not self._floor_share:
             return f"{what}; the run goes on with the others"
         self._held.add(fragment.stage)

@@ -331,8 +331,6 @@ def _blob(running: Running) -> BlobId:
 
 
 def _nic(nic: Nic) -> NicStatus:
-    believed = {"kind": nic.kind, "bits_per_s": f"{nic.bits_per_s:g}" if nic.bits_per_s else ""}
-    others = [f for f in nic.facts if f.about in believed and f.value != believed[f.about]]
     return {
         "name": nic.name,
         "kind": nic.kind,
@@ -347,5 +345,5 @@ def _nic(nic: Nic) -> NicStatus:
         "fabric": nic.fabric,
         "provenance": nic.source("bits_per_s"),
         "kind_from": nic.source("kind"),
-        "others": [f"{fact.about} {fact.value} ({fact.source})" for fact in others],
+        "others": [f"{fact.about} {fact.value} ({fact.source})" for fact in nic.others],
     }

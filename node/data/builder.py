@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from farloop.monitoring.units import few_of
 from farloop.node.data.token_file import BYTES, SEPARATOR, VALIDATION_SHARE, Header, Tokens, TokenWriter, files_under
 from farloop.node.errors import CorpusError
 from farloop.node.settings import VOCABULARY
@@ -413,9 +414,7 @@ def _encodable(text: str) -> bool:
 
 
 def _listed(names: Iterable[str], most: int = 12) -> str:
-    known = list(names)
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(map(repr, known[:most])) + more or "none"
+    return few_of([repr(name) for name in names], most) or "none"
 
 
 def _imported(module: str, what: str) -> ModuleType:
