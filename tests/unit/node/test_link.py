@@ -1,19 +1,21 @@
-"""Covers downloads, uploads, measurement and traffic of `node/link.py`, and addresses of `node/zmq_dealer.py`.
+"""Covers downloads, uploads, measurement and traffic of `node/link.py`, and what is known of a link.
 
 Its sessions: `tests/integration/test_link.py`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from plain_runs import plain_hello, plain_spec
 from session_pairs import messages, opened
+from stories import StoryText, all_stories, check_story, python
 from tcp_infos import resent
 from virtual_host import VirtualHost
 
+import farloop.node.link
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.node.link import (
     LOOK_S,
@@ -22,16 +24,16 @@ from farloop.node.link import (
     LinkConfig,
     NodeLink,
     Probing,
-    Traffic,
     read_known,
     write_known,
 )
+from farloop.wire import events
+from farloop.wire import messages as wire_messages
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest
-from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
+from farloop.wire.events import BlobReceived, MessageReceived
 from farloop.wire.limits import THIN_CHUNK, Limits
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink
 from farloop.wire.messages import (
-    BytesByKind,
     Connection,
     Hello,
     Leave,
@@ -43,7 +45,6 @@ from farloop.wire.messages import (
     Probe,
     Refused,
     Role,
-    Seen,
     Welcome,
 )
 from farloop.wire.outgoing import LinkKnown
@@ -105,67 +106,15 @@ class Coming:
         self.downloads.on_session_end()
         self.session = Limited(self.session.most)
 
+    def coming(self) -> Iterator[BlobId]:
+        """All that is under way, and what is asked for then."""
+        while self.session.under_way:
+            yield (blob := next(iter(self.session.under_way)))
+            self.end(blob)
+
     @property
     def expected(self) -> set[BlobId]:
         return set(self.session.under_way)
-
-
-def test_a_transfer_that_broke_off_goes_on_in_the_next_session_and_what_is_not_asked_for_goes_with_it() -> None:
-    coming = Coming()
-    coming.announce(update(1), update(2))
-    coming.next_session()
-    coming.announce(update(1), update(2))
-    assert all(kept is not None for kept in coming.session.under_way.values())
-    coming.next_session()
-    assert len(coming.downloads) == 2
-    for version in range(3, 1000):
-        coming.announce(*(update(version, fragment) for fragment in range(4)))
-        coming.next_session()
-    assert len(coming.downloads) == 4
-
-
-def test_a_blob_announced_twice_in_a_session_comes_once() -> None:
-    assert Coming().announce(update(1), update(2), update(2)) == [True, True, False]
-
-
-@pytest.mark.parametrize("broken", [True, False])
-def test_a_snapshot_takes_the_place_of_the_updates_that_it_holds_even_of_those_on_their_way(broken: bool) -> None:
-    """R: a coordinator has dropped those of a node that is behind, and they would be expected for ever."""
-    coming = Coming()
-    coming.announce(update(1), update(3), update(1, fragment=1))
-    if broken:
-        coming.next_session()
-    coming.announce(snapshot(2))
-    rest = set() if broken else {update(3), update(1, fragment=1)}
-    assert coming.expected == {snapshot(2)} | rest
-    assert len(coming.downloads) == 3
-
-
-def test_what_is_here_is_not_half_here() -> None:
-    coming = Coming()
-    coming.announce(update(1), update(2))
-    coming.end(update(1))
-    coming.next_session()
-    coming.end(update(2))
-    assert len(coming.downloads) == 0
-
-
-def test_more_blobs_than_a_session_takes_at_once_all_come_in_the_end() -> None:
-    coming, came = Coming(most=2), []
-    wanted = [update(1, fragment) for fragment in range(300)]
-    assert all(coming.announce(*wanted))
-    while coming.session.under_way:
-        came.append(next(iter(coming.session.under_way)))
-        coming.end(came[-1])
-    assert came == wanted and len(coming.downloads) == 0
-
-
-def test_what_waits_and_a_snapshot_holds_is_never_asked_for() -> None:
-    coming = Coming(most=2)
-    coming.announce(update(1), update(2), update(3), update(4), snapshot(3))
-    assert coming.expected == {snapshot(3)}
-    coming.end(snapshot(3))
-    assert coming.expected == {update(4)}
 
 
 # --- uploads
@@ -210,25 +159,6 @@ def test_300_fragments_at_once_go_up_and_come_down() -> None:
     assert node.transfers.waiting == coordinator.transfers.waiting == [] and len(downloads) == 0
 
 
-def test_a_delta_that_is_offered_twice_is_sent_once() -> None:
-    node, coordinator = opened()
-    link = linked(node)
-    for _ in range(2):
-        link.send_blob(delta(1), bytearray(1))
-    carry(node, coordinator)
-    assert messages(coordinator) == [delta(1)]
-
-
-def test_a_newer_delta_of_a_fragment_takes_the_place_of_one_that_waits() -> None:
-    node, _ = opened()
-    link = linked(node)
-    for n in range(64):
-        link.send_blob(delta(n, 100 + n), bytearray(1))
-    for offer in (delta(100, 0), delta(101, 1), delta(102, 0)):
-        link.send_blob(offer, bytearray(1))
-    assert [blob.seq for blob in node.transfers.waiting] == [101, 102]
-
-
 # --- measurement
 
 BUDGET = 4 << 20
@@ -264,14 +194,18 @@ def probed_downward(num_bytes: int, *, asked: bool = True) -> tuple[Probing, Ses
     return probing, node, coordinator
 
 
-def test_bytes_that_are_asked_for_go_up_in_the_background() -> None:
+def called_off(probe: Probe) -> tuple[bool, Observed | None]:
+    """Whether a coordinator still counts a probe that was called off, and what a node tells of it."""
     (node, coordinator), probing = opened(), Probing()
-    probing.on_probe(node, UP)
+    probing.on_probe(node, probe)
     carry(node, coordinator)
-    assert messages(coordinator) == [Offer(blob=BLOB, size=BUDGET, digest=DIGEST)]
-    sink = coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
+    probing.on_probe(node, dataclasses.replace(probe, num_bytes=0))
+    coordinator.events()
+    if probe.upward:
+        coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
     carry(node, coordinator)
-    assert sink.complete and node.transfers.background_in_flight == 0 and BlobSent(blob=BLOB) in node.events()
+    node.check()
+    return coordinator.transfers.meter.busy, probing.report(node)
 
 
 def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> None:
@@ -294,71 +228,7 @@ def test_a_probe_that_comes_is_reported_with_its_number_and_what_was_seen() -> N
     assert messages(coordinator) == [] and node.transfers.meter.pop_bursts() == []
 
 
-def test_a_probe_that_told_nothing_is_reported_all_the_same() -> None:
-    probing, node, coordinator = probed_downward(1000)
-    carry(node, coordinator)
-    assert probing.report(node) is None
-    probing.on_blob_end(BLOB)
-    assert probing.report(node) == Observed(links=(Seen(probe=7),))
-    assert probing.report(node) is None
-
-
-def test_bytes_that_were_not_asked_for_are_declined() -> None:
-    _, node, coordinator = probed_downward(BUDGET, asked=False)
-    carry(node, coordinator)
-    assert coordinator.events() == [BlobDeclined(blob=BLOB)]
-
-
-@pytest.mark.parametrize("probe", [UP, DOWN])
-def test_a_probe_that_is_called_off_leaves_nothing(probe: Probe) -> None:
-    (node, coordinator), probing = opened(), Probing()
-    probing.on_probe(node, probe)
-    carry(node, coordinator)
-    probing.on_probe(node, dataclasses.replace(probe, num_bytes=0))
-    coordinator.events()
-    if probe.upward:
-        coordinator.expect(BLOB, BUDGET, DIGEST, Sink(BUDGET), 0.0)
-    carry(node, coordinator)
-    assert not coordinator.transfers.meter.busy and probing.report(node) is None
-    node.check()
-
-
-def test_the_connection_is_told_every_few_seconds() -> None:
-    (node, _), probing = opened(), Probing()
-    assert probing.is_due(0.0)
-    assert probing.connection(node, TOLD, 0.0) == Observed(links=(Seen(bulk=TOLD),))
-    assert not probing.is_due(LOOK_S - 0.1) and probing.is_due(LOOK_S)
-    assert probing.connection(node, None, LOOK_S) is None
-
-
-# --- traffic
-
-
-def test_every_byte_of_a_session_is_of_one_kind_and_direction_and_those_of_all_add_up() -> None:
-    session = Session(Role.NODE, 0.0)
-    traffic = session.traffic
-    traffic.sent_control.add(1)
-    traffic.sent_blobs[BlobKind.DELTA].add(20)
-    traffic.sent_blobs[BlobKind.PROBE].add(5)
-    traffic.received_control.add(300)
-    traffic.received_blobs[BlobKind.UPDATE].add(4_000)
-    traffic.received_blobs[BlobKind.SNAPSHOT].add(50_000)
-    traffic.sent_blobs[BlobKind.SNAPSHOT].add(600_000)
-    traffic.stray.add(7_000_000)
-    moved = Traffic(traffic.sent, traffic.received)
-    assert moved.up == BytesByKind(delta=20, snapshot=600_000, probe=5, control=1)
-    assert moved.down == BytesByKind(update=4_000, snapshot=50_000, control=7_000_300)
-    assert (moved.up + moved.down).state == 650_005
-    assert (moved.up.total, moved.down.total) == (traffic.sent.total, traffic.received.total)
-    more = Traffic(BytesByKind(delta=10, control=4), BytesByKind(snapshot=5))
-    up, down = (
-        BytesByKind(delta=30, snapshot=600_000, probe=5, control=5),
-        BytesByKind(update=4_000, snapshot=50_005, control=7_000_300),
-    )
-    assert moved + more == Traffic(up, down)
-
-
-# --- addresses and keys
+# --- what is known of a link
 
 
 KNOWN = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1.5e6)
@@ -388,14 +258,6 @@ def test_a_damaged_file_of_a_link_is_told_and_costs_nothing_but_a_slower_start(
     assert "link not known" in caplog.text
     write_known(tmp_path / "no" / "folder.json", "tcp://a:1", KNOWN)
     assert "link not kept" in caplog.text
-
-
-@pytest.mark.parametrize("keys", [{"key": Path("k")}, {"server_key": Path("s")}])
-def test_half_a_pair_of_keys_is_refused_and_never_means_no_encryption(keys: dict[str, Any]) -> None:
-    """U."""
-    LinkConfig(coordinator="tcp://a:1", key=Path("k"), server_key=Path("s"))
-    with pytest.raises(ValueError, match="key and server_key go together"):
-        LinkConfig(coordinator="tcp://a:1", **keys)
 
 
 # --- lanes
@@ -464,12 +326,6 @@ class Wires(VirtualHost):
         pass
 
 
-@pytest.mark.parametrize(("lanes", "max_lanes", "opened"), [(1, 16, 1), (4, 16, 4), (9, 3, 3), (9, 1, 1), (0, 16, 1)])
-def test_as_many_lanes_are_opened_as_wanted_and_the_coordinator_takes(lanes: int, max_lanes: int, opened: int) -> None:
-    wires = Wires(lanes, max_lanes=max_lanes)
-    assert wires.opened == list(range(1, opened + 1)) and wires.link.num_lanes == opened
-
-
 class Reads:
     """An object store that answers when it is told to."""
 
@@ -520,12 +376,6 @@ def test_a_delta_is_written_with_its_offer_where_a_url_for_its_window_is_known_a
     wires.run_for(1.0)
     assert [url for url, _ in store.begun][is_used:] == ["asked?signed"]
     assert [message.blob for message in wires.heard if isinstance(message, Placed)] == [delta], "of the last one alone"
-
-
-def test_a_link_that_is_known_to_be_long_and_fat_begins_with_four_lanes() -> None:
-    known = LinkKnown(bytes_per_s=25e6, round_trip_s=0.1, arriving_bytes_per_s=1e6)
-    assert Wires(0, known=known).link.num_lanes == 4
-    assert Wires(1, known=known).link.num_lanes == 1, "where a number is set it stands"
 
 
 def test_lanes_are_added_once_the_link_is_known_and_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,3 +497,13 @@ def test_a_session_ends_with_control_or_the_last_lane() -> None:
         assert wires.link.state is None and wires.link.num_lanes == 0
         wires.run_for(5.0)
         assert wires.sessions == 2 and wires.opened == [1, 2, 3, 1, 2, 3]
+
+
+def lanes_of(wires: Wires) -> tuple[list[int], int | None]:
+    """Those that were asked for, and their number."""
+    return wires.opened, wires.link.num_lanes
+
+
+@all_stories(__file__, "downloads")
+def test_stories(path: Path, story: StoryText, rewrite: bool) -> None:
+    check_story(path, story, python(*map(vars, (wire_messages, events, farloop.node.link)), globals()), rewrite=rewrite)
