@@ -30,7 +30,9 @@ from farloop.config.memory import memory_of
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, load
 from farloop.coordinator.leadership import Unreachable, term_store
+from farloop.coordinator.net.zmq_mirror import leading_peer
 from farloop.coordinator.net.zmq_router import most_connections
+from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.bucket import CopyFailed
 from farloop.coordinator.storage.objects import TRIAL_BYTES, signer, skew, try_store
 from farloop.monitoring import descriptors
@@ -318,7 +320,7 @@ def _run_findings(file: RunFile) -> list[Finding]:
     if config.mirror:
         findings.append(port("mirror port", parse_tcp(config.mirror, listens=True), "[coordinator] mirror"))
     if config.leads_by:
-        findings.append(_record(config.leads_by))
+        findings.append(_record(config))
     if config.bulk_url:
         findings += object_store(config.bulk_url)
     if config.key is None or config.allow is None:
@@ -500,8 +502,9 @@ def store_from_here(url: str) -> Finding:
         return ok(_STORE, "; ".join([f"{host}: a PUT by a signed URL took {took}", *skew(client)]))
 
 
-def _record(url: str) -> Finding:
-    """Who leads the run."""
+def _record(config: CoordinatorConfig) -> Finding:
+    """Who leads the run, and whether it answers this host."""
+    url = config.leads_by
     try:
         found, _ = term_store(url).read()
     except (CopyFailed, Unreachable) as error:
@@ -509,7 +512,13 @@ def _record(url: str) -> Finding:
     if found is None:
         return ok("record", f"{url}: nobody has led yet")
     in_sync = ", ".join(found.in_sync) or "nobody"
-    return ok("record", f"{url}: {found.leader} leads since term {found.term}, in sync with it: {in_sync}")
+    detail = f"{url}: {found.leader} leads since term {found.term}, in sync with it: {in_sync}"
+    if config.peers and found.leader != (config.name or socket.gethostname()):
+        with contextlib.suppress(KeyFileError):  # which is a finding of its own
+            if leading_peer(parse_each_tcp(config.peers), config.key) is None:
+                fix = f"start {found.leader}; if it runs, compare [coordinator] key there and here, peers and mirror"
+                return warn("record", f"{detail}; no leader answers at {config.peers}", fix)
+    return ok("record", detail)
 
 
 def _no_keys(address: Address) -> Finding:

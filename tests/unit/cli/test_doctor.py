@@ -64,12 +64,16 @@ def test_a_good_run_has_nothing_that_fails(tmp_path: Path) -> None:
 
 
 def test_of_several_coordinators_the_record_is_read(tmp_path: Path) -> None:
-    record = f"leads_by = 'file://{tmp_path}/r'\nmirror = 'tcp://127.0.0.1:0'\npeers = 'tcp://b:1'"
+    record = f"leads_by = 'file://{tmp_path}/r'\nmirror = 'tcp://127.0.0.1:0'\npeers = 'tcp://127.0.0.1:9'"
     path = run_toml(tmp_path, coordinator=record)
     assert found(path)["record"].detail.endswith("nobody has led yet")
     term = Term(run="1", leader="a", holder="1", term=7, address="", in_sync=("b",))
     assert term_store(f"file://{tmp_path}/r").replace(term, 0)
-    assert found(path)["record"].detail.endswith("a leads since term 7, in sync with it: b")
+    record = found(path)["record"]
+    assert (record.level, record.detail.partition("/r: ")[2]) == (
+        "warn",
+        "a leads since term 7, in sync with it: b; no leader answers at tcp://127.0.0.1:9",
+    )
     (tmp_path / "r" / "leader" / "00000002.json").write_text("{}")
     assert found(path)["record"].level == "fail"
 
