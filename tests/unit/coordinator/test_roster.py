@@ -1,10 +1,12 @@
 """A member's stages, and what makes windows wait for it (protocol I, V)."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator_run import A
 from plain_runs import plain_hello, plain_progress
+from stories import Scripted, StoryText, all_stories, check_story
 
 from farloop.coordinator.decide.roster import Member
 
@@ -25,36 +27,25 @@ def test_what_must_not_be_is_noticed(change: dict[str, Any]) -> None:
         odd.check()
 
 
-def told(*reports: tuple[float, int, float], tokens_per_step: int = 0) -> Member:
-    """A node that reports at these times: inner steps, seconds blocked."""
-    node = training()
-    for at, steps, blocked_s in reports:
-        node.report(plain_progress(inner_steps=steps, tokens=tokens_per_step * steps, blocked_s=blocked_s), at)
-    return node
+class Reporting(Scripted):
+    """A node that reports at 2 s that it has done 3 inner steps and stood still for 7 s: `reports 2.0 3 7.0`."""
+
+    def __init__(self, *, batch: int = 1000) -> None:
+        self.node, self.batch = training(), batch
+
+    def reports(self, at: float, steps: int, blocked_s: float = 0.0) -> None:
+        told = plain_progress(inner_steps=steps, tokens=self.batch * steps, blocked_s=blocked_s)
+        self.node.report(told, at)
+
+    def speed(self) -> str:
+        return f"{self.node.steps_per_s:g} steps a second"
+
+    def progress(self) -> str:
+        return f"at {self.node.progress_at:g} s"
 
 
-@pytest.mark.parametrize(
-    ("law", "reports", "steps_per_s"),
-    [
-        ("the first step tells nothing", [(1.0, 0, 0.0), (2.0, 1, 0.0)], 0.0),
-        ("it is known from the second on", [(1.0, 0, 0.0), (2.0, 1, 0.0), (4.0, 3, 0.0)], 1.0),
-        # A: else who waits for slow nodes would look as slow as they are, and all would do the same steps
-        ("time in which it stood still is not held against it", [(1.0, 1, 0.0), (9.0, 2, 7.0)], 1.0),
-        ("reports between two steps tell nothing", [(1, 1, 0.0), (2.0, 1, 0.0), (3.0, 1, 0.0), (5.0, 3, 0.0)], 0.5),
-        ("it follows what was measured last", [(1.0, 1, 0.0), (2.0, 2, 0.0), (3.0, 5, 0.0)], 2.0),
-    ],
-)
-@pytest.mark.parametrize("tokens_per_step", [1000, 4000])
-def test_a_node_s_speed(
-    law: str, reports: list[tuple[float, int, float]], steps_per_s: float, tokens_per_step: int
-) -> None:
+@pytest.mark.parametrize("batch", [1000, 4000])
+@all_stories(__file__, "speeds")
+def test_stories(path: Path, story: StoryText, rewrite: bool, batch: int) -> None:
     """A: H of a node is ⌊H · speed ÷ best speed⌋ steps: of steps, whatever the batch."""
-    assert told(*reports, tokens_per_step=tokens_per_step).steps_per_s == steps_per_s, law
-
-
-def test_steps_that_go_back_or_come_again_are_no_progress() -> None:
-    """V: a node that reports 5, 6, 5, 6, … would never have stalled."""
-    node = told((10.0, 5, 0.0), (11.0, 6, 0.0), (12.0, 5, 0.0), (13.0, 6, 0.0), (14.0, 6, 0.0))
-    assert (node.progress_at, node.seconds_per_step) == (11.0, 1.0), "measured once"
-    node.report(plain_progress(inner_steps=7), 15.0)
-    assert node.progress_at == 15.0
+    check_story(path, story, Reporting(batch=batch).told, rewrite=rewrite)

@@ -153,7 +153,7 @@ def test_a_larger_learning_rate_may_be_longer_and_a_smaller_one_no_shorter(spec:
     assert story.close(a=30.0) == {}
 
 
-@given(lengths=st.lists(st.floats(0.2, 1.5), min_size=4, max_size=80))
+@given(lengths=st.lists(st.floats(0.2, 1.5), min_size=4, max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_lengths_that_differ_by_less_than_the_band_are_never_refused(spec: RunSpec, lengths: list[float]) -> None:
     story = Story(spec)
