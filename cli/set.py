@@ -19,7 +19,7 @@ DisbelievedNodes = Annotated[
 def set_terms(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="KEY=VALUE…", show_default=False, help="E.g. outer_lr=0.5, h=60, codec_up=q8."),
+        typer.Argument(metavar="KEY=VALUE…", show_default=False, help="E.g. h=60; an unknown KEY lists all."),
     ],
     state: StateFolder = STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the change without making it.")] = False,

@@ -83,8 +83,8 @@ class CoordinatorConfig:
     http: Annotated[str, check_listening] = "127.0.0.1:9700"
     """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
     http_names: str = ""
-    """Public host names under which these pages may be asked for, as run.example.com, with commas between them; *
-    takes any. IP addresses and private names need not be given."""
+    """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
+    and private names are always allowed; * allows any name."""
     min_participation: Annotated[float | None, AtLeast(0.0, most=1.0, wanted="0 to 1, as 0.5")] = None
     """Smallest share of the live nodes that must have been merged in the last rounds; below it the run is held. 0 never
     holds it. Default: 0.5 if windows wait for all expected nodes, 0 with a quorum."""
@@ -121,9 +121,9 @@ class CoordinatorConfig:
     egress_currency: str = "USD"
     """The currency of that price, as dashboards name it."""
     congestion: Annotated[str, check_congestion] = ""
-    """Congestion control of the connections to nodes, as bbr; the system's unless given."""
+    """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
     max_uplink: Annotated[str, parse_rate] = ""
-    """Most that the coordinator sends to all nodes together, as 20mbit; empty: as fast as the links."""
+    """Most that the daemon sends, over all connections, as 20mbit; empty: as fast as the links."""
     quiet_hours: Annotated[str, parse_hours] = ""
     """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
     quiet_uplink: Annotated[str, parse_rate] = ""

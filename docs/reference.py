@@ -11,7 +11,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ _SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest i
 
 _PANELS = ("Train", "Inspect", "Configure")
 
-_GIVEN = "**Must be given.**"
+_GIVEN = "**Required.**"
 
 _SHARED = 3
 """Commands that have the same option, with the same words, before it stands once on the page."""
@@ -96,9 +96,18 @@ def _sections(schema: Schema, said: dict[str, str] | None = None) -> str:
         if said and section in said:
             parts.append(said[section] + "\n\n")
             continue
-        parts += [f"- `{key.name}` ({_sort(key)}; {_default(key)}): {key.meaning}\n" for key in keys.values()]
+        rows = _rows(keys)
+        also = rows & _rows(RUN_SCHEMA["coordinator"]) if section == "node" else set()
+        parts += [row for row in rows if row not in also]
+        if also:
+            parts.append(f"\nAs under [coordinator]: {', '.join(row.split()[1] for row in rows if row in also)}.\n")
         parts.append("\n")
     return "".join(parts).strip() + "\n"
+
+
+def _rows(keys: Mapping[str, Key]) -> KeysView[str]:
+    """In the order of the keys."""
+    return {f"- `{key.name}` ({_sort(key)}; {_default(key)}): {key.meaning}\n": None for key in keys.values()}.keys()
 
 
 def _sort(key: Key) -> str:
@@ -113,7 +122,7 @@ def _sort(key: Key) -> str:
 
 def _default(key: Key) -> str:
     if key.default is dataclasses.MISSING:
-        return "**must be given**"
+        return "**required**"
     if key.default is None:
         return "open"
     if key.default == "":
@@ -189,20 +198,27 @@ def _option(line: str) -> tuple[str, str, str] | None:
     match = re.fullmatch(r"\* `([^`]*)`:? *(.*)", line)
     if match is None or match[1] == "--help":
         return None
-    meaning, default = match[2], ""
+    meaning, default, bound = match[2], "", ""
     if extra := re.search(r"\s*\[((?:env var|default|required)\b.*|\S*x[<>]\S*)\]$", meaning):
         meaning = meaning[: extra.start()]
         for part in re.split(r"; (?=default: |required$|\d*[^ ]*x[<>])", extra[1]):
             label, _, value = part.partition(": ")
             if label == "default":
-                default = re.sub(r"^\((.*)\)$", r"\1", value)
+                default = _short(re.sub(r"^\((.*)\)$", r"\1", value))
             elif label == "env var":
                 meaning += f" In the environment: `{value}`."
             elif label == "required":
                 default = _GIVEN
+            elif bounds := re.fullmatch(r"(?:x>=)?([\d.]+)(?:<=x<=([\d.]+))?", label):
+                least, most = bounds.groups()
+                bound = f" ({_short(least)} to {_short(most)})" if most else f" (≥ {_short(least)})"
             else:
-                meaning += f" `{label}`."
-    return f"`{match[1].replace(' range>', '>')}`", meaning, default
+                raise ValueError(f"{line}: typer's words {label!r} are not known here")
+    return f"`{match[1].replace(' range>', '>')}`{bound}", meaning, default
+
+
+def _short(number: str) -> str:
+    return re.sub(r"e\+0?", "e", f"{float(number):g}") if re.fullmatch(r"\d+\.\d+", number) else number
 
 
 _RESULTS = re.compile(
