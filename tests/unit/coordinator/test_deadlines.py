@@ -99,7 +99,7 @@ class World(Run):
         return "\n".join(filter(None, [told, after]))
 
     def gist(self, alarm: str) -> str:
-        return alarm
+        return alarm.partition("; no window waits")[0].partition("; start a node")[0]
 
     def _answer(self, question: str) -> str:
         match question.split():

@@ -67,7 +67,9 @@ class Told(Scripted):
         return self.table.changed(self._ends(way))
 
     def rows(self, now: float) -> str:
-        return "\n".join(self._row(row) for row in self.table.rows(now)) or "none"
+        """Of links of which more is known than the round trip."""
+        known = (row for row in self.table.rows(now) if row["bytes_per_s"] or row["congestion"] or row["why"])
+        return "\n".join(map(self._row, known)) or "none"
 
     def _row(self, row: LinkStatus) -> str:
         rate = (

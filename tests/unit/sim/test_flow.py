@@ -89,9 +89,8 @@ def told(line: str) -> str:
             case _:
                 groups.append(Group(name=name, **fields_of(words)))
     try:
-        return report(
-            flow(method, *groups, rules=fields_of(rules), crashes=tuple(crashes), outages=tuple(outages), **fields)  # type: ignore[arg-type]
-        )
+        made = flow(method, *groups, rules=fields_of(rules), crashes=tuple(crashes), outages=tuple(outages), **fields)  # type: ignore[arg-type]
+        return report(made, *(BYTES if "model" in fields else ()))
     except Stuck as stuck:
         return str(stuck)
 
@@ -100,19 +99,21 @@ def fields_of(words: list[str]) -> dict[str, Any]:
     return {key: literal(value) for key, value in (word.split("=") for word in words)}
 
 
-def report(outcome: Outcome) -> str:
+def report(outcome: Outcome, *more: str) -> str:
     """Figures that are not 0, and in brackets commits, or the machines that compute from when on."""
-    figures = {name: getattr(outcome, name) for name in FIGURES}
+    figures = {name: getattr(outcome, name) for name in (*FIGURES, *more)}
     shown = [f"{name} {round(value, 3):g}" for name, value in figures.items() if round(value, 3)]
     found = [f"{''.join(map(str, merge.nodes))} at {merge.at_s:g}" for merge in outcome.windows[:4]]
     found = found or [f"{machines:g} at {at:g}" for at, machines in outcome.timeline[:4]]
-    return "\n".join([", ".join(shown), f"[{', '.join(found)}]"])
+    return f"{', '.join(shown)} [{', '.join(found)}]"
 
 
 FIGURES = (
-    "seconds", "goodput", "machine_s", "idle_s", "down_s", "lost_s", "lost_steps", "inner_steps", "outer_steps",
-    "merged", "stale", "dropped", "skipped", "crashes", "bytes_up", "bytes_down", "bytes_state",
+    "seconds", "goodput", "machine_s", "idle_s", "down_s", "lost_s", "lost_steps", "inner_steps", "merged", "stale",
+    "dropped", "skipped", "crashes",
 )  # fmt: skip
+BYTES = ("bytes_up", "bytes_down", "bytes_state")
+"""Of scenarios with a model of their own."""
 
 
 @all_stories(__file__, "flow")
