@@ -447,10 +447,7 @@ class Mirror:
             holder = secrets.token_hex(8)
             either = f"{self.leadership.term.holder} {holder}"
             mark(self.root, either, self.inner)
-            numbers = [
-                self.tell("whole" if each is standby else "mark", either, to=each)
-                for each in list(self._standbys.values())
-            ]
+            numbers = [self.tell("whole" if it is standby else "mark", either, to=it) for it in self._standbys.values()]
         for number in numbers:
             self.wait(number)
         with self._membership:
