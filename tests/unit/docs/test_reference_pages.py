@@ -67,6 +67,11 @@ def test_every_key_stands_on_the_page_with_its_meaning() -> None:
             assert key.meaning and f"\n- `{key.name}` (" in page, f"[{section}] {key.name}"
 
 
+def test_the_head_of_the_start_page_is_its_settings() -> None:
+    """mkdocs shows as text what it cannot read."""
+    assert re.match(r"---\n(?:\w+: [^:\n]+\n)+---\n", text_of("docs/index.md"))
+
+
 def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
     headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), flags=re.MULTILINE)
     assert headings[0] in ("Unreleased", VERSION)
