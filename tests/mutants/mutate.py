@@ -81,6 +81,8 @@ def verdict(mutation: Mutation, tree: Path, limit_s: float = WHOLE_S) -> str:
 def main(only: list[str], jobs: int) -> int:
     """Try all mutations whose name or file has one of these texts in it; how many did not come out well."""
     wanted = [m for m in MUTATIONS if not only or any(text in m.name or text in m.file for text in only)]
+    if not wanted:
+        sys.exit(f"no mutation has one of {', '.join(only)} in its name or file")
     begun, bad = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
