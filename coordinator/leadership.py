@@ -311,10 +311,16 @@ class Leadership:
         def change() -> bool:
             while self.term is before or self.term != dataclasses.replace(wanted, term=self.term.term):
                 new = dataclasses.replace(wanted, term=self.term.term + 1)
-                self._store.replace(new, self._version)  # its answer may be lost: what is there decides
+                failed = None
+                try:
+                    self._store.replace(new, self._version)
+                except Unreachable as error:  # its answer may be lost: what is there decides
+                    failed = error
                 found, version = self._store.read()
                 if found is None or found.holder not in (before.holder, wanted.holder):
                     raise self._deposed(found)
+                if failed is not None and found != new:
+                    raise failed
                 self.term, self._version, self.why_held = found, version, ""
             return True
 

@@ -242,6 +242,14 @@ def test_a_second_one_of_the_same_name_does_not_begin_the_run_anew(tmp_path: Pat
     leads.check()
 
 
+def test_a_leader_begins_though_every_answer_to_a_change_is_lost(tmp_path: Path) -> None:
+    terms = Terms()
+    terms.term = Term(run="8f3c", leader="a", holder="2 1", term=4, address="", in_sync=("b",))
+    leads, terms.deaf = Leadership(terms, tmp_path, terms.term, 0), True
+    leads.begun()
+    assert (leads.term.holder, leads.term.in_sync, leads.term.term) == ("2", (), 5)
+
+
 def test_a_start_that_fails_before_the_run_exists_may_be_repeated(tmp_path: Path) -> None:
     """As with a full disk: the third one stood by for itself."""
     for _ in range(3):
