@@ -279,7 +279,7 @@ class MirrorClient:
                 self._told_at = time.monotonic()
                 _log.warning("standby is not let in why=%r", self.trouble)
         own = self._own
-        held = {"": (own.run, own.holder)} | digests(self._root, self._replica.files, self._known)
+        held = digests(self._root, self._replica.files, self._known)
         self._peer = self._peers[self._dials % len(self._peers)]
         self._dials += 1
         self._socket = _dealer(self._context, self._secret)
@@ -289,7 +289,7 @@ class MirrorClient:
         except (OSError, zmq.ZMQError) as error:
             _log.info("peer not dialled peer=%s why=%r", self._peer, str(error))
             return
-        self._say(["join", own.leader, held])
+        self._say(["join", own.leader, own.run, own.holder, held])
         self._say(["version", own.leader, version_of()])
         self._ping()
 

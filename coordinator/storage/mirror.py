@@ -13,7 +13,7 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     mark HOLDERS                the folder's mark; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
-The standby asks to be let in by `["join", name, {"": [run, process], file: [bytes, digest]}]`: its run's fingerprint,
+The standby asks to be let in by `["join", name, run, process, {file: [bytes, digest]}]`: its run's fingerprint,
 what its process drew at its start, and what it has. It answers `["ack", number]`, and `["took", bytes]` as it goes on;
 `["bye", why]` is its last word. `["refused", why]` ends it.
 """
@@ -180,8 +180,8 @@ class Mirror:
             with self._moved:
                 self._heard_at[who] = now
         match head:
-            case ["join", str(name), dict(held)]:
-                self._asks(route, name, held)
+            case ["join", str(name), str(run), str(process), dict(held)]:
+                self._asks(route, name, run, process, held)
             case ["version", str(name), str(version)]:
                 self._versions[name] = version
             case ["clock", str(name), float(clock_s)]:
@@ -212,10 +212,9 @@ class Mirror:
             case _:
                 pass
 
-    def _asks(self, route: bytes, name: str, held: dict[str, Any]) -> None:
+    def _asks(self, route: bytes, name: str, run: str, process: str, held: dict[str, Any]) -> None:
         """To be let in."""
         now, leads = self._now(), self.leadership.term
-        run, process = held.pop("", (leads.run, ""))  # which an older farloop does not say
         if run != leads.run:
             why = f"{leads.leader} leads another run (fingerprint {leads.run}, not {run})"
             self._refuse(route, name, f"{why}: [coordinator] peers are to be the coordinators of one run")

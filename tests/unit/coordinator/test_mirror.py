@@ -57,7 +57,7 @@ class Pair:
 
     def join(self, route: bytes = b"1", process: str = "1") -> None:
         self.route = route
-        self.mirror.received(route, ["join", "b", {"": ["r", process]} | digests(PLACE, self.standby, {})])
+        self.mirror.received(route, ["join", "b", "r", process, digests(PLACE, self.standby, {})])
         self.mirror.tick()
         if self.mirror.error is not None:
             raise self.mirror.error
@@ -309,7 +309,7 @@ def test_a_standby_of_the_leaders_name_or_of_another_run_is_refused(
 ) -> None:
     sent = list[Any]()
     pair.mirror.send = lambda route, frames: sent.extend(json.loads(bytes(frame)) for frame in frames)
-    pair.mirror.received(b"1", ["join", name, {"": [run, "1"]}])
+    pair.mirror.received(b"1", ["join", name, run, "1", {}])
     pair.mirror.tick()
     assert [head[0] for head in sent] == ["refused"] and sent[0][1].startswith(why)
     assert f"standby refused name={name} why='{why}" in caplog.text and not pair.mirror.has_standbys
@@ -323,7 +323,7 @@ def test_the_second_of_two_standbys_of_one_name_is_refused(
     pair.join()
     deliver, refused = pair.mirror.send, list[Any]()
     pair.mirror.send = lambda route, frames: refused.append(json.loads(bytes(frames[0]))) or deliver(route, frames)  # type: ignore[func-returns-value]
-    pair.mirror.received(b"2", ["join", "b", {"": ["r", "2"]}])
+    pair.mirror.received(b"2", ["join", "b", "r", "2", {}])
     for _ in range(3):
         pair.time += 0.6
         for route in (b"1", b"2"):
@@ -415,19 +415,11 @@ def test_every_standby_in_sync_gets_the_mark_of_a_new_one(pair: Pair, spec: RunS
         of.apply(head, frames[1:], lambda number: pair.mirror.received(route, ["ack", number]))
 
     pair.mirror.send = deliver
-    pair.mirror.received(b"3", ["join", "c", {"": ["r", "3"]}])
+    pair.mirror.received(b"3", ["join", "c", "r", "3", {}])
     pair.mirror.tick()
     assert pair.terms.term is not None and pair.terms.term.in_sync == ("b", "c")
     for each in (pair.standby, disk):
         assert pair.terms.term.holder in (mirrors.marked(PLACE, each) or [])
-
-
-def test_a_standby_of_an_older_farloop_is_let_in(pair: Pair, spec: RunSpec) -> None:
-    """It says neither its run nor what its process drew."""
-    pair.begin(spec)
-    pair.mirror.received(b"1", ["join", "b", {}])
-    pair.mirror.tick()
-    assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
 
 
 def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> None:

@@ -254,8 +254,8 @@ class World:
         host.heard_at = self.now
         assert leader.mirror is not None
         own = host.contender._own
-        held = {"": [own.run, own.holder]} | digests(PLACE, host.disk, {})
-        leader.mirror.received(host.route, ["join", own.leader, held])
+        held = digests(PLACE, host.disk, {})
+        leader.mirror.received(host.route, ["join", own.leader, own.run, own.holder, held])
 
     def begin(self, host: Coordinator) -> None:
         """A start that finds no leader, or itself."""
