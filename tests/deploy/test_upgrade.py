@@ -26,7 +26,7 @@ from farloop.runtime.version import version_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
-SINCE = "ae99bbbf1e52b0d5a073c584fb020441468d60ff"
+SINCE = "06204abca3ce855145c7f69dcf18407d9f555904"
 OLD = "0.0.1"  # the version that the older one says it has
 
 
