@@ -482,8 +482,7 @@ class Mirror:
         if self.error is not None:
             raise self.error
         if self._is_lost(standby):
-            self._leave_behind(standby)
-            return False
+            self._leave_behind(standby)  # or not: it may be heard again meanwhile
         with self.lock:
             if not standby.to_copy or standby.route not in self._standbys:
                 return False

@@ -589,6 +589,29 @@ def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, sp
     assert pair.terms.term is not None and pair.terms.term.in_sync == () and not pair.mirror.has_standbys
 
 
+def test_a_standby_that_is_heard_again_while_it_is_copied_to_is_given_all(pair: Pair, spec: RunSpec) -> None:
+    """It was silent while another thread changed the record."""
+    store = pair.begin(spec)
+    work(store, 1)
+    free = pair.mirror._membership
+
+    class Held:
+        def acquire(self, timeout: float) -> bool:
+            pair.mirror._membership = free
+            pair.mirror.received(pair.route, ["ping"])
+            return False
+
+    def falls_silent(head: list[Any]) -> None:
+        if head[1] == "begin":
+            pair.time += 10.0
+            pair.mirror._membership = Held()  # type: ignore[assignment]
+
+    pair.after_change = falls_silent
+    pair.join()
+    assert pair.mirror._membership is free and pair.mirror.leadership.term.in_sync == ("b",)
+    assert mirrored_names(pair.standby) == mirrored_names(pair.leader)
+
+
 def test_a_leader_that_cannot_read_its_files_goes_on(pair: Pair, spec: RunSpec) -> None:
     store = pair.begin(spec)
     opened = pair.leader.open
