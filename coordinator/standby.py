@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import secrets
 import socket
 import time
@@ -203,8 +202,9 @@ class Contender:
             theirs = self.leader.holder.partition(" ")[2]
             if theirs and self._met[:2] != (self.leader.leader, theirs):
                 self._met = (self.leader.leader, theirs, time.monotonic())
-            heard_at = self.client.heard_at if self.client else math.inf
-            if theirs and time.monotonic() - min(self._met[2], heard_at) < SILENCE_S:
+            met_at = self._met[2]
+            is_heard = self.client is not None and self.client.heard_at > met_at
+            if theirs and not is_heard and time.monotonic() - met_at < SILENCE_S:
                 return None  # it has just taken the lead itself, and is to be heard first
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import object_server
 import pytest
@@ -17,6 +18,7 @@ from terms_in_memory import Terms
 
 from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, Version, term_store
+from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.bucket import Bucket
@@ -368,6 +370,32 @@ def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
     back.begun()
     assert back.term.in_sync == () and Start(tmp_path, "b", **PAIR).contender._take_over() is None
     assert len(marked(a.config.state_dir) or []) < 4, "the mark does not grow with each start"
+
+
+def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had heard nothing of a lost leader for as long: the second deposed the first at once."""
+    now, heard_at = 100.0, 93.5
+    monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
+    leads = Start(tmp_path, "a", **PAIR).lead()
+    assert leads is not None
+    leads.set_in_sync(("b", "c"))
+    b, c = (Start(tmp_path, name, **PAIR).contender for name in "bc")
+    for each in (b, c):
+        (each._root / "journal-000000.log").touch()
+        mark(each._root, leads.term.holder)
+        each.client = cast("MirrorClient", SimpleNamespace(heard_at=heard_at))
+    led = b._take_over()
+    assert led is not None
+    now += 0.5
+    assert c._take_over() is None
+    now += 5.5
+    assert c._take_over() is None
+    led.check()
+    assert c.client is not None
+    c.client.heard_at = 101.0  # it was heard, and its connection broke
+    assert c._take_over() is not None
 
 
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:
