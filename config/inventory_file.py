@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import ConfigError, load_tables, validated
 from farloop.monitoring.addresses import parse_tcp
+from farloop.monitoring.units import LEAST_0
 from farloop.planner import inventory as plain
 from farloop.planner.sync_plan import bits_of
 
@@ -200,6 +201,7 @@ def _in_place(make: Any, where: str) -> Any:
 def _wire(link: _Link) -> plain.Link:
     if (link.latency_ms is None) == (link.latency_s is None):
         raise ValueError("expected one of latency_ms and latency_s, of one way")
+    _in_place(lambda: LEAST_0(link.latency_ms or 0.0), "latency_ms")
     return plain.Link(
         latency_s=link.latency_s if link.latency_s is not None else (link.latency_ms or 0.0) / 1e3,
         bytes_per_s=_rate({"bytes_per_s": link.bytes_per_s, "mbit_s": link.mbit_s, "gbit_s": link.gbit_s}),

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError, create_model
-from pydantic_core import to_json
 
 from farloop.config.exit_codes import CommandError
-from farloop.config.sources import WANTED, ConfigError, line_numbers, load_tables
+from farloop.config.sources import WANTED, ConfigError, as_json, first_fault, line_numbers, load_tables
 from farloop.monitoring.units import Checked, nearest
 from farloop.sim.flow.scenario import LOCK_STEP, METHOD_NAMES, FlowScenario, Rules
 
@@ -66,25 +65,26 @@ class _File:
         self._lines = line_numbers(text)
 
     def scenario(self, tables: Mapping[str, Any]) -> FlowScenario:
-        run, variants = tables.get("run", {}), tables.get("variants", [{}])
+        run, variants = tables.get("run", {}), tables.get("variants", [])
         if not isinstance(run, dict):
             raise self._error("", 0, "run", "expected a table: [run]")
         if not isinstance(variants, list) or not all(isinstance(one, dict) for one in variants):
             raise self._error("variants", 0, "", "expected a list of tables: [[variants]]")
-        loose = _LOOSE_KEYS if "variants" in tables else frozenset[str]()
+        loose = _LOOSE_KEYS if variants else frozenset[str]()
         plain = {key: value for key, value in tables.items() if key != "run"}
-        plain["variants"] = [_variant(run, own, loose) for own in variants]
+        plain["variants"] = [_variant(run, own, loose) for own in variants or [{}]]
         for kind, given, at in ((_RUN, run, ("run",)), (FlowScenario, plain, ())):
             try:
-                # Strict validation accepts a list for a tuple only as JSON.
-                made = TypeAdapter[Any](kind).validate_json(to_json(given, inf_nan_mode="constants"), strict=True)
+                made = TypeAdapter[Any](kind).validate_json(as_json(given, self._path), strict=True)
             except ValidationError as error:
-                raise self._refused(error.errors()[0], at, run) from None
+                raise self._refused(first_fault(error), at, run, alone=not variants) from None
         return made  # type: ignore[no-any-return]
 
-    def _refused(self, found: Any, at: tuple[str, ...], run: Mapping[str, Any]) -> ConfigError:
-        """A fault that pydantic found in a table at this place."""
-        name, *inside = [part for part in (*at, *found["loc"]) if part != "rules"] or [""]
+    def _refused(self, found: Any, at: tuple[str, ...], run: Mapping[str, Any], *, alone: bool) -> ConfigError:
+        """A fault that pydantic found in a table at this place; `alone`: [run] is the only variant."""
+        name, *inside = (*at, *found["loc"]) or ("",)
+        if name == "variants" and inside[1:2] == ["rules"]:
+            del inside[1]  # a file has no such table
         number = inside.pop(0) if inside and isinstance(inside[0], int) else 0
         table, key = (name, inside[0]) if inside else ("", name)
         if found["type"] == "value_error":
@@ -92,7 +92,7 @@ class _File:
             if not name:
                 return self._about(sentence)
             table, key = name, sentence.split(maxsplit=1)[0].rstrip(":")
-        if table == "variants" and key in run and (table, number, key) not in self._lines:
+        if table == "variants" and (alone or (key in run and (table, number, key) not in self._lines)):
             table, number = "run", 0
         match found["type"]:
             case "value_error":
@@ -119,7 +119,8 @@ class _File:
         return ConfigError(f"{self._path}: {sentence}")
 
     def _error(self, table: str, number: int, key: str, what: str) -> ConfigError:
-        places = ((table, number, key), (table, number, ""), (key, 0, ""))  # a key may itself be a table
+        # A key may itself be a table, and a table a key of the top.
+        places = ((table, number, key), (table, number, ""), (key, 0, ""), ("", 0, table))
         line = next((self._lines[place] for place in places if place in self._lines), None)
         where = f"{self._path}:{line}" if line else str(self._path)
         listed = "tuple" in str(_HINTS[FlowScenario].get(table))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import dumps
@@ -141,10 +141,9 @@ _TABLES = (BaseModel, Checked)
 def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> _Tables:
     """The tables of the file `where`, checked. Raises ConfigError: the first thing that is wrong, with its place."""
     try:
-        # As JSON, strict validation takes a list for a tuple and a word for a member of an enumeration.
-        return kind.model_validate_json(to_json(tables, inf_nan_mode="constants"))
+        return kind.model_validate_json(as_json(tables, where))
     except ValidationError as error:
-        found = error.errors()[0]
+        found = first_fault(error)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
     owner, _, key = place.rpartition(".")
     about = f"{where}: {owner}: " if owner else f"{where}: "
@@ -164,6 +163,24 @@ def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> 
             wanted = WANTED.get(fault.partition("_")[0])
             what = f"expected {wanted}" if wanted else found["msg"][:1].lower() + found["msg"][1:]
             raise ConfigError(f"{where}: {place}: {what}, got {found['input']!r}")
+
+
+def as_json(tables: Mapping[str, Any], where: object) -> bytes:
+    """As which strict validation takes a list for a tuple and a word for a member of an enumeration.
+
+    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others.
+    """
+    try:
+        return to_json(tables, inf_nan_mode="constants")
+    except PydanticSerializationError as error:
+        raise ConfigError(f"{where}: {str(error).rpartition('Error: ')[2]}") from None
+
+
+def first_fault(error: ValidationError) -> Any:
+    """An unknown key goes before others: misspelt, a required one is missing, too."""
+    found = error.errors()
+    unknown = "extra_forbidden", "unexpected_keyword_argument"
+    return next((fault for fault in found if fault["type"] in unknown), found[0])
 
 
 def _keys(kind: Any, place: tuple[int | str, ...]) -> list[str]:

@@ -4,7 +4,7 @@ what people write is read."""
 import difflib
 import math
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeVar, get_type_hints
 
@@ -138,6 +138,12 @@ class OneOf:
     def __call__(self, word: str) -> None:
         if word not in self.words:
             raise ValueError(f"there is no {word!r}; {nearest(word, self.words)}")
+
+
+def filled(values: Sized) -> None:
+    """A rule as `AtLeast`: something is there."""
+    if not len(values):
+        raise ValueError("there are none; name at least one")
 
 
 def check_duration(seconds: float) -> None:

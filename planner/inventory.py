@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from farloop.monitoring.units import BELOW_1, LEAST_0, LEAST_1, AtLeast, Checked, Count, NotNegative, Positive
+from farloop.monitoring.units import BELOW_1, LEAST_0, LEAST_1, AtLeast, Checked, Count, NotNegative, Positive, filled
 
 COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
 MOST_NODES = 1024  # planned within a minute or so; the search takes about four times as long for twice as many
@@ -150,7 +150,7 @@ class PlanRequest(Checked):
     skip: Annotated[float, BELOW_1] = 0.0  # share of the stages that a microbatch leaves out, below 1
     seed: int = 0
     h: Count = 100  # inner steps between two syncs of the same parameters
-    bits: Annotated[tuple[int, ...], lambda bits: LEAST_1(min(bits, default=0))] = (8, 4, 2)
+    bits: Annotated[tuple[int, ...], filled, lambda bits: LEAST_1(min(bits))] = (8, 4, 2)
     """Of a parameter on its way to the coordinator: what the planner may choose from."""
     fragments: Count = 8  # of a sync, each sent by itself
     mode: Mode | None = None  # None: the cheapest; C where something is skipped

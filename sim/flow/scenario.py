@@ -11,7 +11,6 @@ import numpy as np
 from farloop.algo.methods import METHODS
 from farloop.algo.validation import require
 from farloop.monitoring.units import (
-    ABOVE_0,
     BELOW_1,
     LEAST_0,
     LEAST_1,
@@ -21,6 +20,7 @@ from farloop.monitoring.units import (
     NotNegative,
     OneOf,
     Positive,
+    filled,
 )
 
 # --- Scenario: machines, links, faults, and the methods to compare
@@ -39,6 +39,7 @@ LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})  # methods whose mach
 _FASTEST: Final = 1e18  # bytes a second of a link that has no limit
 
 
+_LIMIT: Final = AtLeast(math.ulp(0.0), wanted="a number above 0 (leave it out for no limit)")  # or infinite
 _SHARE: Final = AtLeast(0.0, most=1.0, wanted="0 to 1")
 
 OPEN: Final[Any] = None
@@ -131,9 +132,9 @@ class Group(Checked):
     repair_s: NotNegative = 600.0  # from a crash until the machine can take part again
     joins_at_s: NotNegative = 0.0
     drains_at_s: Annotated[float | None, LEAST_0] = None  # leaves in order: what it has sent is still merged
-    up_gbit_s: Annotated[float | None, ABOVE_0] = None
+    up_gbit_s: Annotated[float | None, _LIMIT] = None
     """Rate of each node's own link towards the coordinator; no limit where it is left out."""
-    down_gbit_s: Annotated[float | None, ABOVE_0] = None
+    down_gbit_s: Annotated[float | None, _LIMIT] = None
     rtt_s: NotNegative = 0.0
     jitter_s: NotNegative = 0.0  # added to every transfer, evenly between 0 and this
     loss: Annotated[float, BELOW_1] = 0.0  # share of the rate that is lost to sending again
@@ -150,8 +151,8 @@ class Group(Checked):
 class Hub(Checked):
     """The coordinator's own link: what comes in is the nodes' up."""
 
-    up_gbit_s: Annotated[float | None, ABOVE_0] = None
-    down_gbit_s: Annotated[float | None, ABOVE_0] = None
+    up_gbit_s: Annotated[float | None, _LIMIT] = None
+    down_gbit_s: Annotated[float | None, _LIMIT] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,7 @@ class Sweep(Checked):
     """A key of the nodes or of the rules that takes several values."""
 
     key: Annotated[str, lambda key: OneOf(sorted(SWEPT))(key)]
-    values: Annotated[tuple[float, ...], lambda values: require(len(values) > 0, "there are none; name at least one")]
+    values: Annotated[tuple[float, ...], filled]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +226,7 @@ class FlowScenario(Checked):
     name: str = "scenario"
     about: str = ""
     steps: Annotated[int | None, LEAST_1] = None  # inner steps after which a case ends: `steps / h` outer steps
-    hours: Annotated[float | None, ABOVE_0] = None  # hours after which it ends, whichever comes first
+    hours: Annotated[float | None, _LIMIT] = None  # hours after which it ends, whichever comes first
     seed: Annotated[int, LEAST_0] = 0
     repeats: Count = 1  # seeds: the results are means over them
     model: Model = field(default_factory=Model)
@@ -239,6 +240,8 @@ class FlowScenario(Checked):
     published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.hours == math.inf:
+            object.__setattr__(self, "hours", None)
         require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
         Checked.__post_init__(self)
         require(len(self.nodes) > 0, "nodes: there are none")
@@ -303,7 +306,7 @@ def cases(scenario: FlowScenario) -> list[Case]:
 
 def bytes_per_s(gbit_s: float | None) -> float:
     """A rate in bytes; a link without a limit has a very high one."""
-    return _FASTEST if gbit_s is None else gbit_s * 1e9 / 8
+    return _FASTEST if gbit_s in (None, math.inf) else gbit_s * 1e9 / 8
 
 
 def _swept(key: str, value: float, rules: Rules, groups: tuple[Group, ...]) -> tuple[Rules, tuple[Group, ...]]:

@@ -78,10 +78,10 @@ def of_plan(line: str) -> str:
 
 
 def of_scenario(line: str) -> str:
-    """A scenario with other words in place of some."""
-    old, new = line.replace(" | ", "\n").split(" => ")
+    """A scenario with other words in place of some, or a whole one."""
+    old, _, new = line.replace(" | ", "\n").rpartition(" => ")
     assert old in SCENARIO
-    Path("scenario.toml").write_text(SCENARIO.replace(old, new, 1))
+    Path("scenario.toml").write_text(SCENARIO.replace(old, new, 1) if old else new)
     return error_line("lab", "simulate", "run", "scenario.toml")
 
 

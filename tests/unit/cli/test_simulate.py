@@ -153,8 +153,11 @@ def test_json_has_a_row_for_every_variant(tmp_path: Path) -> None:
     assert [(row["variant"], row["outer_steps"]) for row in rows] == [("data-parallel", 300), ("mine", 5)]
     assert rows[0]["time_to_steps_s"] > 450
     assert rows[1]["metrics"]["farloop_node_bytes"]["up"] == rows[1]["bytes_up"] > 0
-    alone = played(written(tmp_path, 'steps = 60\n[run]\nmethod = "diloco"\n'))["rows"]
-    assert [(row["variant"], row["goodput"]) for row in alone] == [("diloco", 1.0)], "without variants"
+    run, unlimited = '[run]\nmethod = "diloco"\n', "[[nodes]]\ncount = 4\nup_gbit_s = inf\ndown_gbit_s = inf\n"
+    for text in (run, f"hours = inf\nvariants = []\n{run}{unlimited}"):
+        alone = played(written(tmp_path, f"steps = 60\n{text}"))["rows"]
+        found = [(row["variant"], row["goodput"]) for row in alone]
+        assert found == [("diloco", pytest.approx(1.0))], "without variants"
 
 
 def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_machines_are_gathered_into_clusters() -> None:
         (lambda: Rules(liveness_s=-1.0), "liveness_s: expected 0 or more, got -1.0"),
         (lambda: Group(step_s=0.0), "step_s: expected a number above 0, got 0.0"),
         (lambda: Group(loss=1.0), "loss: expected 0 or more and below 1, got 1.0"),
-        (lambda: Group(up_gbit_s=0.0), "up_gbit_s: expected a number above 0, got 0.0"),
+        (lambda: Group(up_gbit_s=0.0), "up_gbit_s: expected a number above 0 (leave it out for no limit), got 0.0"),
         (lambda: Group(crashes_per_hour=float("nan")), "crashes_per_hour: expected 0 or more, got nan"),
         (lambda: Sweep(key="name", values=(1,)), "key: there is no 'name'; there are"),
         (lambda: FlowScenario(), "steps is missing"),
