@@ -209,9 +209,10 @@ class Contender:
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")
                 return None
-            is_lost = self._config.recover == "auto" and not self._has_run()
+            is_alone = not theirs and self.leader.in_sync == (self.name,)  # else another folder may have all
+            is_lost = self._config.recover == "auto" and is_alone and not self._has_run()
             if not is_lost and not (self._has_run() and self._has_all_of(self.leader)):
-                only = f"only {self.leader.leader} can go on, or the folder that {self.name} had"
+                only = f"only {self.leader.leader} can go on, or the folder that {self.name} had, or --force-lead"
                 self._say(f"the record has {self.name} in sync, and this folder has not what it says: {only}")
                 return None
             leadership = self._claim(version, keeps=not is_lost)

@@ -398,6 +398,20 @@ def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
     assert c._take_over() is not None
 
 
+def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have_all(tmp_path: Path) -> None:
+    """A leader that recovers the state takes for granted that those in sync before have theirs."""
+    b = Start(tmp_path, "b", recover="auto", **PAIR).contender
+    b._met = ("a", "1", float("-inf"))
+    term = dataclasses.replace(FIRST, holder="2 1", term=4, in_sync=("b",))
+    for each, may in (
+        (term, False),
+        (dataclasses.replace(term, holder="2", in_sync=("b", "c")), False),
+        (dataclasses.replace(term, holder="2"), True),
+    ):
+        assert b._store.replace(each, b._store.read()[1])
+        assert (b._take_over() is not None) == may
+
+
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:
     assert Start(tmp_path, "a").lead() is not None
     with pytest.raises(StateMismatch, match="a leads this run since term 1; to stand by for it give"):
