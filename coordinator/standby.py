@@ -140,13 +140,12 @@ class Contender:
         if number == 2 and not self._has_run():  # no run has begun, as `Leadership.begun` would say
             number = 1
         term = dataclasses.replace(self._own, term=number)
-        if before is not None:
-            holders = marked(self._root, self.files) or []
-            if kept := [holder for holder in before.holder.split() if holder in holders]:
-                mark(self._root, " ".join([*kept, own]), self.files)
-            if keeps and (others := {before.leader, *before.in_sync} - {self.name}):
-                theirs = before.holder.split()[-1]
-                term = dataclasses.replace(term, holder=f"{own} {theirs}", in_sync=tuple(sorted(others)))
+        if holders := marked(self._root, self.files):
+            kept = holders if before is None else [holder for holder in before.holder.split() if holder in holders]
+            mark(self._root, " ".join([*kept, own]), self.files)
+        if before is not None and keeps and (others := {before.leader, *before.in_sync} - {self.name}):
+            theirs = before.holder.split()[-1]
+            term = dataclasses.replace(term, holder=f"{own} {theirs}", in_sync=tuple(sorted(others)))
         return Leadership.claim(self._store, self._root, term, version)
 
     def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:

@@ -412,6 +412,21 @@ def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have
         assert (b._take_over() is not None) == may
 
 
+@pytest.mark.parametrize("holders", ["1", "another", "salvaged"])
+@pytest.mark.parametrize("record", [FIRST, None])
+def test_a_forced_leader_that_dies_before_it_has_recovered_leads_again(
+    tmp_path: Path, record: Term | None, holders: str
+) -> None:
+    """The record named it, and its folder had another's mark: nobody led."""
+    b = Start(tmp_path, "b", **PAIR)
+    b.has_run()
+    mark(b.config.state_dir, holders)
+    if record is not None:
+        assert term_store(b.config.leads_by).replace(record, 0)
+    assert b.lead(force=True) is not None
+    assert Start(tmp_path, "b", **PAIR).lead() is not None
+
+
 def test_one_that_cannot_stand_by_says_who_leads(tmp_path: Path) -> None:
     assert Start(tmp_path, "a").lead() is not None
     with pytest.raises(StateMismatch, match="a leads this run since term 1; to stand by for it give"):
