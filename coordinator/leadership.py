@@ -269,7 +269,7 @@ class Leadership:
         self._store, self._root = store, root
         self.term, self._version = term, version
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._has_begun = False
         self.why_held = ""
         """Why a change of the record waits; empty while none does."""
         self.why_unread = ""
@@ -288,6 +288,7 @@ class Leadership:
         begins it anew, and what others have no longer counts. The store is waited for only where others could go on.
         Raises Deposed."""
         with self._lock:
+            self._has_begun = True
             alone = dataclasses.replace(self.term, in_sync=(), holder=self.term.holder.split()[0])
             is_alone = self.term == alone
             if self.term.term == 1 or not is_alone:
@@ -305,15 +306,18 @@ class Leadership:
             return self.term == wanted or self._change(wanted, unless)
 
     def _change(self, wanted: Term, unless: Callable[[], bool]) -> bool:
-        """Record this in a term of its own, under the lock. As `set_in_sync`."""
-        before = self.term
+        """Record this in a term of its own, under the lock. As `set_in_sync`. What is given up may happen all the same,
+        or later: `term` stays, and `check` puts it back."""
+        before = there = self.term
+        at = self._version
 
         def change() -> bool:
-            while self.term is before or self.term != dataclasses.replace(wanted, term=self.term.term):
-                new = dataclasses.replace(wanted, term=self.term.term + 1)
+            nonlocal there, at
+            while there is before or there != dataclasses.replace(wanted, term=there.term):
+                new = dataclasses.replace(wanted, term=there.term + 1)
                 failed = None
                 try:
-                    self._store.replace(new, self._version)
+                    self._store.replace(new, at)
                 except Unreachable as error:  # its answer may be lost: what is there decides
                     failed = error
                 found, version = self._store.read()
@@ -321,7 +325,8 @@ class Leadership:
                     raise self._deposed(found)
                 if failed is not None and found != new:
                     raise failed
-                self.term, self._version, self.why_held = found, version, ""
+                there, at = found, version
+            self.term, self._version, self.why_held = there, at, ""
             return True
 
         def over(error: Unreachable) -> bool:
@@ -335,7 +340,8 @@ class Leadership:
         return _patiently(change, over, "changed", "the run is held until it is") or False
 
     def check(self) -> None:
-        """Raises Deposed: another leads. A store that does not answer says nothing of that."""
+        """Put right what a change that was given up left in the record.
+        Raises Deposed: another leads. A store that does not answer says nothing of that."""
         with self._lock:
             try:
                 found, _ = self._store.read()
@@ -345,6 +351,8 @@ class Leadership:
             self.why_unread = ""
             if found is None or found.holder != self.term.holder:
                 raise self._deposed(found)
+            if found != self.term or (self._has_begun and found.term == 1):
+                self._change(self.term, lambda: True)
 
     def close(self) -> None:
         """No call waits any more."""

@@ -252,6 +252,51 @@ def test_a_leader_begins_though_every_answer_to_a_change_is_lost(tmp_path: Path)
     assert (leads.term.holder, leads.term.in_sync, leads.term.term) == ("2", (), 5)
 
 
+class LosesOne(Terms):
+    """The next change happens or not, and the store is away from then on."""
+
+    def __init__(self, term: Term, *, happens: bool) -> None:
+        super().__init__()
+        self.term, self.happens, self.loses = term, happens, True
+
+    def replace(self, term: Term, version: Version) -> bool:
+        if self.loses and version == self.version:
+            if self.happens:
+                super().replace(term, version)
+            self.loses, self.away = False, True
+        return super().replace(term, version)
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_change_that_was_given_up_leaves_the_record_as_the_leader_has_it(tmp_path: Path, *, happens: bool) -> None:
+    """The standby is heard again: it is waited for, and has to be in the record. Undoing it may fail, too."""
+    before = dataclasses.replace(FIRST, term=4, in_sync=("b",))
+    terms = LosesOne(before, happens=happens)
+    leads = Leadership(terms, tmp_path, before, 0)
+    assert not leads.set_in_sync((), unless=lambda: True)
+    assert terms.term is not None and terms.term.in_sync == (() if happens else ("b",))
+    for loses in (True, False):
+        assert leads.term == before
+        terms.away, terms.loses = False, loses
+        leads.check()
+    assert terms.term == leads.term and leads.term.in_sync == ("b",)
+    number = leads.term.term
+    leads.check()
+    assert leads.term.term == number, "it is changed once"
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_run_that_begins_while_the_store_is_away_is_in_the_record_later(tmp_path: Path, *, happens: bool) -> None:
+    terms = LosesOne(FIRST, happens=happens)
+    leads = Leadership(terms, tmp_path, FIRST, 0)
+    leads.check()
+    assert terms.version == 0, "it has not begun"
+    leads.begun()
+    terms.away = False
+    leads.check()
+    assert terms.term == leads.term and leads.term.term == 2
+
+
 def test_a_start_that_fails_before_the_run_exists_may_be_repeated(tmp_path: Path) -> None:
     """As with a full disk: the third one stood by for itself."""
     for _ in range(3):
