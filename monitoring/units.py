@@ -4,9 +4,10 @@ what people write is read."""
 import difflib
 import math
 import sys
-from collections.abc import Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeVar, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 _T = TypeVar("_T")
 
@@ -172,13 +173,19 @@ class Checked:
 
     def __post_init__(self) -> None:
         """Raise ValueError, a sentence that begins with the field."""
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            for rule in getattr(hint, "__metadata__", ()):
-                try:
-                    if (value := getattr(self, name)) is not None:
-                        rule(value)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
+        for name, rule in _rules_of(type(self)):  # type: ignore[arg-type]  # a class is hashable
+            try:
+                if (value := getattr(self, name)) is not None:
+                    rule(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+@cache
+def _rules_of(kind: type[Checked]) -> list[tuple[str, Callable[[Any], None]]]:
+    """(field, rule) in the order of the fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, rule) for name, hint in hints.items() for rule in getattr(hint, "__metadata__", ())]
 
 
 def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:

@@ -64,21 +64,18 @@ class Training(Checked):
     """What is trained, and how. Raises ValueError, one sentence, for what cannot be."""
 
     params: Positive  # parameters of the model
-    layers: Annotated[
-        int, AtLeast(1, MOST_LAYERS)
-    ]  # equal ones, between which the parameters and the step's time are divided
+    layers: Annotated[int, AtLeast(1, MOST_LAYERS)]
+    """Equal ones, between which the parameters and the step's time are divided."""
     step_s: Positive  # seconds of compute of one inner step
     method: Annotated[MethodName, OneOf(METHOD_NAMES)]
     h: Count = 1  # inner steps between two syncs of the same parameters; data-parallel has 1
     bits: Positive = 16.0  # sent over the link per parameter and sync
     layers_per_fragment: Count = 1  # of streaming; the others send the model whole
     overlap: int = 0  # inner steps that training goes on while a payload is on its way (τ); data-parallel has 0
-    lag: Annotated[int, AtLeast(0, 1, wanted="0 or 1")] = (
-        0  # rounds that an update may come late: 0, or 1 of the model `farloop`
-    )
-    model: Annotated[ModelName, OneOf(MODEL_NAMES)] = (
-        "farloop"  # what happens on the link: what the daemons do, or what was published
-    )
+    lag: Annotated[int, AtLeast(0, 1, wanted="0 or 1")] = 0
+    """Rounds that an update may come late: 0, or 1 of the model `farloop`."""
+    model: Annotated[ModelName, OneOf(MODEL_NAMES)] = "farloop"
+    """What happens on the link: what the daemons do, or what was published."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

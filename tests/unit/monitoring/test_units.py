@@ -4,11 +4,13 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farloop.monitoring import units
 from farloop.monitoring.status import dumps, finite_or_none, not_finite
 from farloop.monitoring.units import (
     count_text,
@@ -59,6 +61,18 @@ def test_a_size_reads_back_within_half_a_percent_and_texts_are_short(num_bytes: 
 def test_a_long_curve_is_thinned_out_with_both_ends_kept(points: list[int], most: int) -> None:
     kept = thinned(points, most)
     assert len(kept) == min(len(points), most) and (kept[0], kept[-1]) == (points[0], points[-1])
+
+
+def test_rules_of_fields_are_read_once_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Pair(units.Checked):
+        left: units.Count
+        right: units.Positive
+
+    Pair(1, 1.0)
+    monkeypatch.delattr(units, "get_type_hints")
+    with pytest.raises(ValueError, match=r"^right: expected a number above 0, got 0\.0$"):
+        Pair(1, 0.0)
 
 
 # --- JSON that every reader takes
