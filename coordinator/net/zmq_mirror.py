@@ -207,9 +207,9 @@ class MirrorClient:
 
     @property
     def is_without_leader(self) -> bool:
-        """Whether the leader's silence is long enough to take over, where the record allows it."""
-        now = time.monotonic()
-        return now - self.heard_at > SILENCE_S or (self.lost_at is not None and now - self.lost_at > LOST_S)
+        """Whether the leader's silence is long enough to take over, where the record allows it. Any thread."""
+        now, lost_at = time.monotonic(), self.lost_at
+        return now - self.heard_at > SILENCE_S or (lost_at is not None and now - lost_at > LOST_S)
 
     @property
     def is_in_sync(self) -> bool:
@@ -218,10 +218,11 @@ class MirrorClient:
 
     @property
     def trouble(self) -> str:
-        """Why it is not in sync; empty where that is not known."""
-        if self._failed or not {*self._peers} <= self._unheard.keys():
+        """Why it is not in sync; empty where that is not known. Any thread."""
+        unheard = dict(self._unheard)
+        if self._failed or not {*self._peers} <= unheard.keys():
             return self._failed
-        return f"no leader at {', '.join(f'{peer} ({why})' for peer, why in self._unheard.items())}"
+        return f"no leader at {', '.join(f'{peer} ({why})' for peer, why in unheard.items())}"
 
     @property
     def whole(self) -> int:

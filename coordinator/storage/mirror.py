@@ -288,7 +288,7 @@ class Mirror:
         found = {}
         if self.serves and not self.leadership.term.in_sync and self._now() - self._alone_since > ALONE_S:
             found["standby"] = "none is in sync: should this host be lost, the run stops; start one, or read its log"
-        off = {name: off_s for name, off_s in self._clocks_off.items() if abs(off_s) > CLOCK_OFF_S}
+        off = {name: off_s for name, off_s in dict(self._clocks_off).items() if abs(off_s) > CLOCK_OFF_S}
         for name in off.keys() & {each.name for each in list(self._standbys.values())}:
             apart = f"{duration_text(abs(off[name]))} {'ahead of' if off[name] > 0 else 'behind'} this host's"
             found["clock"] = f"{name}'s is {apart}: set both by NTP; no decision needs them, an object store may"

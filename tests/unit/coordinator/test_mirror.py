@@ -2,6 +2,7 @@
 that forget what was not synced."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +18,13 @@ from virtual_files import AllOrNothing, Fate, VirtualFiles
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Deposed, NoDescriptor, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
+from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.storage import mirror as mirrors
 from farloop.coordinator.storage.files import Bytes
 from farloop.coordinator.storage.follower import Adopted, Follower
 from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests, finish_incoming
 from farloop.coordinator.storage.store import Store
+from farloop.monitoring.addresses import Address
 from farloop.quant.digest import digest
 
 PLACE = Path("/state")
@@ -428,6 +431,38 @@ def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> 
     for off_s, alarm in ((7230.0, "b's is 2h 00m ahead of this host's"), (-90.0, "b's is 1m 30s behind"), (5.0, "")):
         pair.mirror.received(b"1", ["clock", "b", datetime.now(UTC).timestamp() + off_s])
         assert pair.mirror.alarms().get("clock", "").startswith(alarm) and (alarm or not pair.mirror.alarms())
+
+
+def test_alarms_are_read_while_another_standby_tells_its_clock(pair: Pair, spec: RunSpec) -> None:
+    pair.begin(spec)
+    pair.join()
+
+    class Meanwhile(float):
+        def __abs__(self) -> float:
+            pair.mirror.received(b"2", ["clock", "c", 0.0])
+            return super().__abs__()
+
+    pair.mirror._clocks_off["b"] = Meanwhile(90.0)
+    assert pair.mirror.alarms()["clock"].startswith("b's is 1m 30s ahead")
+
+
+def test_the_page_of_a_standby_is_made_while_a_leader_is_heard(tmp_path: Path) -> None:
+    class Meanwhile(Address):
+        def __str__(self) -> str:
+            client._unheard.clear()
+            return super().__str__()
+
+    lost = [time.monotonic() - 2.0]
+
+    class Heard(MirrorClient):
+        lost_at = property(lambda self: lost.pop() if lost else None, lambda self, lost_at: None)
+
+    peers = [Meanwhile(host="h", port=port) for port in (1, 2)]
+    client = Heard(tmp_path, peers, None, Term(run="r", leader="b", holder="2", term=1, address=""))
+    client._unheard.update(dict.fromkeys(peers, "no answer"))
+    assert client.trouble == "no leader at h:1 (no answer), h:2 (no answer)"
+    assert client.is_without_leader and not client.is_without_leader
+    client.run(lambda: True)
 
 
 def test_a_record_that_cannot_be_read_is_an_alarm_after_a_minute(pair: Pair, spec: RunSpec) -> None:
