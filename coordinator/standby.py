@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from farloop.coordinator.net.zmq_mirror import SILENCE_S, MirrorClient, leading_
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
-from farloop.coordinator.storage.mirror import mark, marked
+from farloop.coordinator.storage.mirror import INCOMING, finish_incoming, mark, marked
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import parse_each_tcp
@@ -60,8 +61,11 @@ class Contender:
             Unusable: the store holds something else.
             StateMismatch: the record is another run's; there is none, and a leader at `peers`; or this folder is not
                 the one that led, and nothing can bring it here.
-            KeyFileError
+            KeyFileError, StorageError
         """
+        if self.files.is_directory(self._root / INCOMING):
+            with closing(DISK.lock(self._root / "lock")):  # another process may be given the state at this moment
+                finish_incoming(self._root, self.files)
         leads_at = None
         while (found := patiently(self._store.read, stopped)) is not None:
             self.leader, version = found

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,14 +16,15 @@ import object_server
 import pytest
 from terms_in_memory import Terms
 
-from farloop.coordinator.errors import Deposed, StateMismatch, StorageFailed
+from farloop.coordinator.errors import Deposed, StateLocked, StateMismatch, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, Version, term_store
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.bucket import Bucket
+from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.follower import Following
-from farloop.coordinator.storage.mirror import mark, marked
+from farloop.coordinator.storage.mirror import INCOMING, mark, marked
 from farloop.coordinator.storage.recovery import as_they_are
 from farloop.coordinator.storage.segment import segment_header
 from farloop.lab.chaos import record_server
@@ -352,6 +353,20 @@ def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> 
         a.lead()
     mark(a.config.state_dir, "")
     assert a.lead() is None and a.stands_by
+
+
+def test_a_standby_that_was_killed_while_its_first_state_took_its_place_stands_by_again(tmp_path: Path) -> None:
+    """Its journal was there, and its mark was not: the start was refused."""
+    assert Start(tmp_path, "a", **PAIR).lead() is not None
+    b = Start(tmp_path, "b", **PAIR)
+    b.has_run()
+    given = b.config.state_dir / INCOMING
+    mark(given, "1")
+    (given / "complete").write_text('["journal-000000.log"]')
+    with closing(DISK.lock(b.config.state_dir / "lock")), pytest.raises(StateLocked):
+        b.lead()  # another process, which may be given the state at this moment
+    assert b.lead() is None and b.stands_by
+    assert marked(b.config.state_dir) == ["1"] and b.contender._has_run()
 
 
 def test_a_leader_that_lost_its_folder_stands_by_for_those_that_have_all(tmp_path: Path) -> None:
