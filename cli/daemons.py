@@ -137,6 +137,8 @@ def run_coordinator(
             leadership.begun()
             mark(config.state_dir, leadership.term.holder)
             mirror.lets_in = True
+        elif force_lead:
+            unmark(config.state_dir)
         adopt = None
         if adopt_patience_s is not None:
             adopt = AdoptionSettings(
@@ -226,8 +228,6 @@ def _without_record(folder: Path, *, force: bool) -> None:
         )
     if force and not is_marked:
         raise CommandError("--force-lead needs [coordinator] leads_by, the record of who leads")
-    if is_marked:
-        unmark(folder)
 
 
 def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:

@@ -3,16 +3,18 @@
 import dataclasses
 import logging
 import socket
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import statuses
 from command_line import error_line, farloop
 
-from farloop.cli.daemons import _last_line, _without_record, different_run, different_terms, open_run, tell_of_stores
+from farloop.cli.daemons import _last_line, different_run, different_terms, open_run, tell_of_stores
 from farloop.cli.main import adoption
 from farloop.cli.pages import Viewers, pages
 from farloop.config.exit_codes import CommandError, ExitCode
@@ -21,7 +23,8 @@ from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
 from farloop.coordinator.leadership import Term, term_store
 from farloop.coordinator.settings import CoordinatorConfig
-from farloop.coordinator.storage.mirror import mark
+from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.objects import signer
 from farloop.lab.bench.http_store import ObjectServer
 from farloop.monitoring import page
@@ -169,15 +172,21 @@ def test_a_flag_of_one_start_neither_takes_the_lead_in_vain_nor_waits_for_it(tmp
     assert terms.read()[1] == 2
 
 
-def test_a_folder_that_a_record_was_about_is_not_led_without_one(tmp_path: Path) -> None:
+def test_a_folder_that_a_record_was_about_is_not_led_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`leads_by` was removed from the file of one: both led, in one epoch."""
     (tmp_path / "run.toml").write_text("[run]\nmodel = 'nano'\nevaluation_sequences = 4\n[data]\nmax_bytes = 300000\n")
     command = ("coordinator", str(tmp_path / "run.toml"), "--state", str(tmp_path), "--set", "coordinator.http=")
     assert "--force-lead needs [coordinator] leads_by" in error_line(*command, "--force-lead")
     mark(tmp_path, "1")
     assert f"{tmp_path}: a record says who leads its run, and another coordinator may" in error_line(*command)
-    _without_record(tmp_path, force=True)
-    _without_record(tmp_path, force=False)
+    with closing(DISK.lock(tmp_path / "lock")):
+        assert "another coordinator holds" in error_line(*command, "--force-lead", code=ExitCode.STORAGE)
+    assert marked(tmp_path) == ["1"], "a start that fails leaves it"
+    monkeypatch.setattr("farloop.cli.daemons._serve", AsyncMock(side_effect=CommandError("it leads")))
+    for flags in (("--force-lead",), ()):
+        assert "it leads" in error_line(*command, *flags)
 
 
 def test_an_empty_copy_to_empties_the_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
