@@ -329,7 +329,12 @@ def coordinator(
         str | None, typer.Option(metavar="URL", show_default=False, help="Restore the newest copy from this URL first.")
     ] = None,
     force_lead: Annotated[
-        bool, typer.Option("--force-lead", help="Lead although the record of [coordinator] leads_by names another.")
+        bool,
+        typer.Option(
+            "--force-lead",
+            help="Lead although the record of [coordinator] leads_by names another. Without leads_by: lead a folder "
+            "that had a record, from now on without one.",
+        ),
     ] = False,
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
