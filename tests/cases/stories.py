@@ -35,16 +35,21 @@ ARROW, INDENT, WIDTH = " → ", "    ", 120
 class StoryText:
     """One story of a file."""
 
-    title: tuple[str, ...]
+    head: tuple[str, ...]
+    """The lines above its events."""
     settings: dict[str, Any]
     lines: tuple[str, ...]
     """Of events, and what follows each of them."""
 
     @property
+    def title(self) -> str:
+        """What it says of itself, as one line."""
+        return " ".join(line.removeprefix("# ") for line in self.head if line.startswith("#"))
+
+    @property
     def name(self) -> str:
         """Its first sentence."""
-        text = " ".join(line.removeprefix("# ") for line in self.title)
-        return re.split(r"[.:]( |$)", text)[0]
+        return re.split(r"[.:]( |$)", self.title)[0]
 
     def told(self, play: Callable[[str], str]) -> list[str]:
         """Its lines as `play` makes them: it takes a line of events and returns what follows."""
@@ -105,22 +110,28 @@ def all_stories(test_file: str, *names: str) -> pytest.MarkDecorator:
 
 
 def read_stories(path: Path) -> list[StoryText]:
+    """All of a file, of which there is one at least; only its first paragraph, or one with settings, has no events."""
     stories, common = list[StoryText](), dict[str, Any]()
-    for paragraph in path.read_text().strip().split("\n\n"):
+    for number, paragraph in enumerate(_paragraphs(path)):
         story = _story(paragraph.splitlines(), common)
         if story.lines:
             stories.append(story)
         else:
+            assert number == 0 or story.settings != common, f"{path}: no events: {story.title}"
             common = story.settings
+    assert stories, f"{path}: no stories"
     return stories
 
 
+def _paragraphs(path: Path) -> list[str]:
+    return path.read_text().strip().split("\n\n")
+
+
 def _story(lines: list[str], common: dict[str, Any]) -> StoryText:
-    title = tuple(line for line in lines if line.startswith("#"))
-    given = [line for line in lines if line.startswith("with:")]
-    pairs = (pair.partition("=")[::2] for line in given for pair in line.split()[1:])
-    events = tuple(line for line in lines if line not in title and line not in given)
-    return StoryText(title=title, settings=common | {key: literal(value) for key, value in pairs}, lines=events)
+    head = tuple(line for line in lines if line.startswith(("#", "with:")))
+    given = (pair for line in head if line.startswith("with:") for pair in line.split()[1:])
+    settings = {key: literal(value) for key, value in (pair.split("=", 1) for pair in given)}
+    return StoryText(head=head, settings=common | settings, lines=tuple(line for line in lines if line not in head))
 
 
 def literal(value: str) -> Any:
@@ -135,10 +146,10 @@ def check_story(path: Path, story: StoryText, play: Callable[[str], str], *, rew
     """What `play` makes of it is what the file says; with `rewrite` the file says it afterwards."""
     lines = story.told(play)
     if rewrite:
-        head = "\n".join(story.title)
-        before, after = path.read_text().split(head, 1)
-        old, new = ("\n".join(["", *text, ""]) for text in (story.lines, lines))
-        path.write_text(before + head + after.replace(old, new, 1))
+        paragraphs = _paragraphs(path)
+        old, new = ("\n".join([*story.head, *text]) for text in (story.lines, lines))
+        paragraphs[paragraphs.index(old)] = new
+        path.write_text("\n\n".join(paragraphs) + "\n")
     else:
         assert lines == list(story.lines)
 

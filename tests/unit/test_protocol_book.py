@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from stories import read_stories
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
@@ -65,10 +66,21 @@ def cited(text: str) -> set[str]:
 
 
 @cache
-def functions_of(path: Path) -> frozenset[str]:
-    """The test functions that a file defines, without importing it."""
+def functions_of(path: Path) -> dict[str, list[str]]:
+    """The test functions that a file defines, without importing it, and the stories that each plays: `file: title`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {
+        node.name: [
+            f"{file.stem}: {story.title}"
+            for marker in node.decorator_list
+            if isinstance(marker, ast.Call) and ast.unparse(marker.func) == "all_stories"
+            for name in marker.args[1:]
+            for file in path.with_name("stories").glob(f"{name.value if isinstance(name, ast.Constant) else '*'}.txt")
+            for story in read_stories(file)
+        ]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 BUILT = frozenset({"out", "build", "dist", "node_modules"})
@@ -114,15 +126,20 @@ def test_every_invariant_that_a_test_begins_with_is_on_the_page() -> None:
     assert shown <= set(INVARIANTS)
 
 
-def test_every_test_that_holds_a_rule_exists() -> None:
-    named = [test.partition("::") for table in HELD_BY.values() for tests in table.values() for test in tests]
+def is_there(test: str) -> bool:
+    """Whether a test is there: a function, and of one that plays stories the only story that begins so."""
+    path, _, function = test.partition("::")
+    name, _, begin = function.removesuffix("]").partition("[")
+    stories = functions_of(ROOT / path).get(name) if (ROOT / path).is_file() else None
+    if not stories or not begin:
+        return stories == [] and not begin
+    return sum(title.startswith(begin) for title in stories) == 1
+
+
+def test_every_test_and_story_that_holds_a_rule_exists() -> None:
+    named = [test for table in HELD_BY.values() for tests in table.values() for test in tests]
     assert len(named) > 300
-    missing = [
-        f"{path}::{name}"
-        for path, _, name in named
-        if not (ROOT / path).is_file() or name not in functions_of(ROOT / path)
-    ]
-    assert missing == []
+    assert [test for test in named if not is_there(test)] == []
 
 
 def test_every_citation_of_the_book_names_a_section() -> None:
@@ -131,6 +148,16 @@ def test_every_citation_of_the_book_names_a_section() -> None:
     by_file = {path.relative_to(ROOT).as_posix(): cited(path.read_text(encoding="utf-8")) for path in texts()}
     assert sum(map(len, by_file.values())) > 100
     assert {place: names - known for place, names in by_file.items() if names - known} == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["test_stories", "test_stories[ledger: No such story]", "test_no", "test_no[ledger: The]"]
+)
+def test_a_test_that_plays_stories_is_named_with_one_of_them(name: str) -> None:
+    path = "tests/unit/coordinator/test_ledger.py"
+    assert is_there(f"{path}::test_stories[ledger: The first commit of round r fixes round r + 2]")
+    assert not is_there(f"{path}::{name}")
+    assert not is_there(f"{path}::test_stories[ledger: A]"), "several begin so"
 
 
 @pytest.mark.parametrize(
