@@ -45,7 +45,7 @@ class Term:
     holder: str
     """Drawn by the process that leads, anew where it lets a standby in: folders are marked with it. Until that process
     has the run, the mark of those that have all follows, after a space."""
-    term: int  # how often the record was replaced
+    term: int  # 1 until the run has begun; from then on each record that replaces one has the next
     address: str  # where nodes reach the leader, as far as it knows
     in_sync: tuple[str, ...] = ()  # standbys that have all that was told
 
