@@ -38,14 +38,14 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
             f"no answer from {state / NAME} within {TIMEOUT_S:g} s: farloop status says whether its disk is full",
             ExitCode.UNREACHABLE,
         ) from error
-    except ValueError as error:
-        raise CommandError(f"the coordinator on {state} does not answer: {error}", ExitCode.UNREACHABLE) from error
-    except OSError as error:
+    except (ValueError, OSError) as error:
         if ended := finished_status(state):
             name, steps = ended["run"]["name"], ended["run"]["steps"]
             none_left = f"run {name} is finished after {steps} steps: it waits for no node and misses none"
             told = over(name, steps, state) if request["do"] == "set" else none_left
             raise CommandError(told, ExitCode.REFUSED) from error
+        if isinstance(error, ValueError):
+            raise CommandError(f"the coordinator on {state} does not answer: {error}", ExitCode.UNREACHABLE) from error
         what = (error.strerror or str(error)).lower()
         raise CommandError(
             f"no coordinator at {state / NAME}: {what}; is one running on this folder?", ExitCode.UNREACHABLE

@@ -58,16 +58,19 @@ class BulkPlane:
         """Write an object. `over` gets whether it is there."""
         self._begin("PUT", key, lambda url, done: self._objects.put(url, data, done), over)
 
-    def get(self, key: str, into: bytearray, digest: int, over: Callable[[bool], None]) -> None:
-        """Read an object. `over` gets whether `into` holds it."""
+    def get(self, key: str, into: bytearray, digest: int, node: NodeId, over: Callable[[bool], None]) -> None:
+        """Read what a node says it wrote. A failure is of this node alone. `over` gets whether `into` holds it."""
         right = lambda data: blob_digest(data) == digest  # noqa: E731
-        self._begin("GET", key, lambda url, done: self._objects.get(url, into, right, done), over)
+        self._begin("GET", key, lambda url, done: self._objects.get(url, into, right, done), over, node)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete what nothing needs. What stays is for the store's lifecycle rule."""
-        if self.is_open():
-            urls = [self._signed("DELETE", key) for key in keys]
-            self._objects.delete([url for url in urls if url is not None])
+        urls = []
+        for key in keys:
+            if (url := self._signed("DELETE", key)) is None:
+                break
+            urls.append(url)
+        self._objects.delete(urls)
 
     def failed(self, why: str, node: NodeId = _OURS) -> None:
         """The store failed this process, or a node."""
@@ -81,11 +84,18 @@ class BulkPlane:
     def close(self) -> None:
         self._objects.close()
 
-    def _begin(self, method: str, key: str, call: Callable[[str, Over], None], over: Callable[[bool], None]) -> None:
+    def _begin(
+        self,
+        method: str,
+        key: str,
+        call: Callable[[str, Over], None],
+        over: Callable[[bool], None],
+        node: NodeId = _OURS,
+    ) -> None:
         def done(why: str, moved: Moved) -> None:
             self._counted(0, moved)
             if why:
-                self.failed(f"{method} {key}: {why}")
+                self.failed(f"{method} {key}: {why}", node)
             over(not why)
 
         url = self._signed(method, key)

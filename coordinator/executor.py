@@ -467,7 +467,7 @@ class CoordinatorExecutor:
             self._receive_waiting()
 
         self._fetching.add(blob)
-        bulk.get(rec.object_key(rec.InputStored.of(offer)), into, offer.digest, over)
+        bulk.get(rec.object_key(rec.InputStored.of(offer)), into, offer.digest, blob.node, over)
 
     def _store_delta(self, offer: msg.Offer, data: bytearray, *, in_store: bool = False) -> None:
         peer = self.sessions.get(offer.blob.node)
@@ -614,7 +614,7 @@ class CoordinatorExecutor:
         self._clock.call_later(TICK_S, self._tick)
         self._run_timers()
         self.storage.look()
-        if self._bulk is not None and self._store.obsolete:
+        if self._bulk is not None and self._store.obsolete and self._bulk.is_open():
             self._bulk.delete([self._store.obsolete.popleft() for _ in range(len(self._store.obsolete))])
         if self._clock.now() - self._shown_at >= STATUS_S:
             self._shown_at = self._clock.now()

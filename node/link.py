@@ -338,6 +338,9 @@ class NodeLink:
         self._downloads, self._probing = Downloads(), Probing()
         self._objects = objects
         self._writing: dict[BlobId, str] = {}  # deltas that are on their way to the store, and by what URL
+        self._wrote_ahead = set[
+            BlobId
+        ]()  # of this session, those whose URL came ahead: no later one asks for that object
         self._places: dict[BlobId, str] = {}  # URLs of what is to be announced
         self._ahead: dict[int, tuple[msg.Place, float]] = {}  # by fragment, for the next delta, and when it came
         self._reading: dict[BlobId, bytearray] = {}  # what is on its way from the store
@@ -411,6 +414,7 @@ class NodeLink:
         try:
             session.send_blob(offer, BytesSource(data))
             if ahead is not None:
+                self._wrote_ahead.add(offer.blob)
                 self._write(offer.blob, ahead.url, data)
         except AlreadyUnderWay as error:  # offered twice, by a reconnection and by its encoder
             _log.debug("duplicate offer reason=%s", error)
@@ -598,7 +602,9 @@ class NodeLink:
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
         self._remember_link(session)
         self._downloads.on_session_end()
-        for over in (self._places, self._ahead, self._reading, self._to_read):
+        for blob in self._wrote_ahead:
+            self._writing.pop(blob, None)
+        for over in (self._places, self._ahead, self._wrote_ahead, self._reading, self._to_read):
             over.clear()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
@@ -696,10 +702,11 @@ class NodeLink:
 
     def _taken_ahead(self, session: Session, offer: msg.Offer) -> msg.Place | None:
         """Where to write a delta without waiting for the answer to its offer, which leaves at once."""
-        if offer.blob.kind is not BlobKind.DELTA or offer.blob.fragment not in self._ahead:
+        place, came_at = self._ahead.get(offer.blob.fragment, (None, 0.0))
+        if place is None or offer.blob.kind is not BlobKind.DELTA or place.blob.version != offer.window:
             return None
-        place, came_at = self._ahead.pop(offer.blob.fragment)
-        is_good = self._clock.now() - came_at < AHEAD_S and place.blob.version == offer.window
+        del self._ahead[offer.blob.fragment]
+        is_good = self._clock.now() - came_at < AHEAD_S
         return place if is_good and len(session.transfers.unacknowledged(BlobKind.DELTA)) < MOST_READS else None
 
     def _write(self, blob: BlobId, url: str, data: Buffer) -> None:

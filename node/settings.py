@@ -220,7 +220,7 @@ class NodeConfig:
     """Address of this machine from which deltas leave and on which updates arrive, as 10.0.0.5, where it has
     several. It needs keys. Default: the system's choice, as for control messages."""
     max_uplink: Annotated[str, parse_rate] = ""
-    """Most that the daemon sends, over all connections, as 20mbit; empty: as fast as the links."""
+    """Most that all sessions send together, as 20mbit, and as much to an object store; empty: as fast as the links."""
     quiet_hours: Annotated[str, parse_hours] = ""
     """Hours of the day, in local time, in which it sends at most `quiet_uplink`, as 08:00-18:00 or 22:00-06:00."""
     quiet_uplink: Annotated[str, parse_rate] = ""

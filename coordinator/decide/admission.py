@@ -98,6 +98,8 @@ def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window |
 def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
     """What is impossible in the claimed work of a delta, as a sentence; None otherwise."""
     fragment = offer.blob.fragment
+    if offer.ahead not in (0, ledger.epoch):
+        return f"the delta claims a place of epoch {offer.ahead}, and this is epoch {ledger.epoch}"
     for share in offer.contributors:
         most = steps_at_most(ledger, fragment, share.base, share.node)
         if not 0 <= share.steps <= most:

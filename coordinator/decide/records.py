@@ -245,8 +245,8 @@ class WindowCommitted:
 
 
 def object_key(record: InputStored | WindowCommitted) -> str:
-    """Name of the bytes in an object store, below that of the run: no other bytes ever have it. They are attached to
-    the record, or there."""
+    """Name of the bytes in an object store, below that of the run: written once, and read by the digest in the record.
+    They are attached to the record, or there."""
     if isinstance(record, WindowCommitted):
         return f"f{record.fragment}/v{record.version}/update-{record.update_digest:016x}"
     blob = record.blob

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -436,7 +437,11 @@ class OsFiles(Files):
         except OSError as error:
             raise _failed(path, "open", error) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # perhaps `is_locked`, which holds it for a moment
+                time.sleep(0.05)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
             if isinstance(error, BlockingIOError):
@@ -480,7 +485,7 @@ DISK = OsFiles()  # the default
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock. Changes nothing."""
+    """Whether a process holds this lock. Looks by holding it for a moment, shared."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -138,9 +138,9 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
         nbytes = sum(tensor.nbytes for b in found.cut.buffers for tensor in (b.anchor, b.target, *b.outer.values()))
         files.require_free(directory, nbytes + (1 << 20))
         aside = _aside(directory, files)
+        _write(aside / _NEW, found, files)
         if found.given_up and marked(directory, files) is not None:
             mark(directory, "salvaged", files)  # no holder of a record: it does not lead before a folder that has all
-        _write(aside / _NEW, found, files)
         return _swap(directory, _Step(_OUT, aside.name), files)
 
 

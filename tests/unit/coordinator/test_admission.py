@@ -46,7 +46,7 @@ class Gate(Scripted):
         behind = f", behind start {told.newest}" if told.newest else ""
         return f"{told.reason.name}{' for now' if told.retriable else ''}{behind}: {told.detail}"
 
-    def offer(self, *, window: int = 1, stage: Any = "training", times: int = 1, **fields: Any) -> str:
+    def offer(self, *, window: int = 1, ahead: int = 0, stage: Any = "training", times: int = 1, **fields: Any) -> str:
         names = {"of": "node", "start": "incarnation", "base": "base", "steps": "steps", "tokens": "tokens"}
         names["norm_sq"] = "norm_sq"
         claim = {field: fields.pop(name) for name, field in names.items() if name in fields}
@@ -55,7 +55,7 @@ class Gate(Scripted):
         if "kind" in fields:
             fields["kind"] = BlobKind[fields["kind"]]
         plain = plain_offer(A, incarnation=2, contributors=(dataclasses.replace(PLAIN, **claim),) * times)
-        said = dataclasses.replace(plain, window=window, blob=dataclasses.replace(plain.blob, **fields))
+        said = dataclasses.replace(plain, window=window, ahead=ahead, blob=dataclasses.replace(plain.blob, **fields))
         member = Member(name=A, incarnation=2, stage=stage, start_round=0)
         opened = Window(terms=self.ledger.windows[1], expected={A, B})
         told = delta_refusal(said, member, self.ledger, opened)

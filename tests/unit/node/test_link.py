@@ -354,6 +354,28 @@ def test_reads_that_a_snapshot_makes_needless_let_the_next_ones_begin() -> None:
     assert [url for url, _ in reads.begun][MOST_READS:] == ["f1"]
 
 
+def test_a_delta_written_ahead_says_nothing_of_the_object_that_a_later_session_asks_for() -> None:
+    store, wires = Reads(), Wires(1)
+    wires.link._objects = cast(Any, store)
+    blob = BlobId(kind=BlobKind.DELTA, fragment=2, version=7, node=NodeId("a"), incarnation=1)
+    wires.other.send(Place(blob=blob, url="ahead?signed", ahead=3), wires.clock.now())
+    wires._answer()
+    delta = dataclasses.replace(blob, version=6, seq=1)
+    offer = Offer(blob=delta, size=8, digest=0, window=6)
+    wires.link.send_blob(offer, bytearray(8))
+    assert not store.begun, "the URL is for another window"
+    wires.link.send_blob(
+        dataclasses.replace(offer, blob=(late := dataclasses.replace(blob, seq=2)), window=7), bytearray(8)
+    )
+    assert [url for url, _ in store.begun] == ["ahead?signed"]
+    wires.listener.on_lost(0, "gone")
+    wires.run_for(5.0)
+    wires.link.send_blob(dataclasses.replace(offer, blob=late, window=7), bytearray(8))
+    store.begun[0][1]("", (8, 0))
+    wires.run_for(1.0)
+    assert not any(isinstance(message, Placed) for message in wires.heard)
+
+
 @pytest.mark.parametrize(("window", "later_s", "is_used"), [(7, 500.0, True), (7, 560.0, False), (8, 1.0, False)])
 def test_a_delta_is_written_with_its_offer_where_a_url_for_its_window_is_known_and_lives(
     window: int, later_s: float, is_used: bool
