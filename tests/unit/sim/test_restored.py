@@ -158,4 +158,5 @@ def test_whatever_else_goes_wrong_no_two_histories_are_mixed(first: int) -> None
             raise
         began += bool(times(outcome, node_ev.Resync))
         adopted += any(isinstance(record, rec.Adopted) for record in outcome.records)
-    assert began >= BATCH // 8 and adopted, "too few of these scenarios are about what they are for"
+    assert began >= BATCH // 8, "too few of these scenarios are about what they are for"
+    assert adopted or first, "of ten that are drawn none may adopt; of the first ten some do"
