@@ -376,7 +376,7 @@ class Storm:
     def _gather(self) -> bool:
         """Everybody is back once nothing goes wrong any more."""
         files.set_pace(self.out, GATHER_STEP_S)
-        self._until("the last trials of damage end", lambda: not self._guests.busy, TRIALS_S, fatal=False)
+        self._until("the last faults end", lambda: not self._hit and not self._guests.busy, TRIALS_S, fatal=False)
         return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
 
     def _end(self) -> None:
