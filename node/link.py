@@ -338,9 +338,8 @@ class NodeLink:
         self._downloads, self._probing = Downloads(), Probing()
         self._objects = objects
         self._writing: dict[BlobId, str] = {}  # deltas that are on their way to the store, and by what URL
-        self._wrote_ahead = set[
-            BlobId
-        ]()  # of this session, those whose URL came ahead: no later one asks for that object
+        self._wrote_ahead = set[BlobId]()
+        """Of this session, deltas whose URL came ahead: no later session asks for that object."""
         self._places: dict[BlobId, str] = {}  # URLs of what is to be announced
         self._ahead: dict[int, tuple[msg.Place, float]] = {}  # by fragment, for the next delta, and when it came
         self._reading: dict[BlobId, bytearray] = {}  # what is on its way from the store
