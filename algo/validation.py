@@ -346,9 +346,7 @@ def may_own_tau(terms: Terms) -> bool:
 
 def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
     """Raise ValueError, one sentence, unless a node of this run can merge `tau` inner steps after it sends.
-
-    `slots`: of the run's layout.
-    """
+    `slots`: of the run's layout."""
     schedule = terms.schedule
     method = method_named(terms.method)
     own = f"this node's own tau is {tau}"
@@ -501,12 +499,9 @@ _READ: Final[Mapping[str, tuple[Callable[[str], Any], str]]] = {
 
 
 def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple[tuple[NodeId, Any], ...]:
-    """The term's value where `text` is given: under `codec_up_of` for all nodes, under `codec_up_of.rome` for one,
-    the others as `held` has them. `none` gives a node what all have.
-
-    Raises:
-        ValueError: one sentence that begins with the key.
-    """
+    """The term's value where `text` is given: under `codec_up_of` for all nodes, under `codec_up_of.rome` for one, the
+    others as `held` has them. `none` gives a node what all have.
+    Raises ValueError: one sentence that begins with the key."""
     name, dot, node = key.partition(".")
     none = text.strip().lower() in ("", "none")
     read, example = _READ[name]

@@ -14,10 +14,7 @@ TIMEOUT_S = 60.0  # time limit for an answer, which comes once the change is dur
 
 def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping[str, Any]:
     """Request a change of terms, and return the answer.
-
-    Raises:
-        CommandError: invalid words, no coordinator, or a refusal; one line each.
-    """
+    Raises CommandError: invalid words, no coordinator, or a refusal; one line each."""
     given = _given(words)
     try:
         check_keys(given.keys() - {"codec"})  # both codecs at once, which the coordinator knows

@@ -222,10 +222,7 @@ def _ends(link: _Link, number: int) -> list[tuple[str, str]]:
 
 def _all_known(ends: tuple[str, str], places: set[str], where: str) -> bool:
     """Whether both ends are there. A link of places without a node is left out: tables of sites are often longer.
-
-    Raises:
-        ValueError: an end that is nearly the name of a place.
-    """
+    Raises ValueError: an end that is nearly the name of a place."""
     for end in ends:
         if end not in places:
             if close := difflib.get_close_matches(end, sorted(places), n=1, cutoff=0.75):
@@ -376,9 +373,7 @@ def _access(links: Sequence[Mapping[str, Any]]) -> _Access:
 
 def _seen_link(link: Mapping[str, Any], access: _Access) -> dict[str, Any] | None:
     """A link in the form of a file; None if it is unmeasured or suspect.
-
-    If only the round trip is known, the slower of the two ends is assumed.
-    """
+    If only the round trip is known, the slower of the two ends is assumed."""
     if link.get("suspect") or link.get("rtt_s") is None:
         return None
     rate, ends = link.get("bytes_per_s"), ((link["from"], "from"), (link["to"], "to"))

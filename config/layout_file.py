@@ -55,10 +55,7 @@ def next_epoch(path: Path, now: Present | None, asked: int | None) -> int:
 
 def kept(inventory: Inventory, path: Path, now: Present) -> Inventory:
     """The inventory restricted to the nodes of the present layout, with its cut.
-
-    Raises:
-        CommandError: a stage has none of the inventory's nodes, or the model has another number of layers.
-    """
+    Raises CommandError: a stage has none of the inventory's nodes, or the model has another number of layers."""
     layout = now.layout
     nodes = [
         replace(node, stage=number, address=node.address or now.addresses[node.name])

@@ -195,10 +195,7 @@ def terms_of(
 ) -> tuple[Terms, list[str]]:
     """The run's terms, and notes about derived ones. `slots`: of the layout; an open h has a step for each.
     `has_matrices`: the model has some that Muon steps.
-
-    Raises:
-        ValueError: learning rate or rounds are invalid, one sentence.
-    """
+    Raises ValueError: learning rate or rounds are invalid, one sentence."""
     notes: list[str] = []
     h = max(method.h, 1 if "h" in method.fixed else slots) if config.h is None else config.h
     if config.steps < 1 or h < 1:

@@ -73,13 +73,8 @@ class Plan:
 
 def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None, *, weights: bool = True) -> Plan:
     """Everything the nodes must agree on. `corpus`: that of `data`, if already loaded.
-
     `weights`: False takes names and shapes alone of a model hf:…, however large; the digests of its anchors are 0 then.
-
-    Raises:
-        ValueError: a setting is out of range, one sentence.
-        CorpusError: there is no text to train on.
-    """
+    Raises ValueError: a setting is out of range, one sentence. Raises CorpusError: there is no text to train on."""
     method = method_named(config.method)
     given = not loops_bring_data(config) or data.path is not None or data.mixture is not None
     corpora = _corpora(config, data, corpus) if given else []
@@ -228,9 +223,7 @@ def _stages(text: str | None) -> tuple[int, ...]:
 
 def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) -> tuple[Mapping[str, Tensor], str]:
     """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence.
-
-    `vocabulary`: that of the data; a built-in model takes it.
-    """
+    `vocabulary`: that of the data; a built-in model takes it."""
     try:
         check_model_name(config.model)
         if config.model.startswith(HF):
@@ -274,9 +267,7 @@ def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bo
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file or of a folder of them, mapped. Raises ValueError, SafetensorError.
-
-    Of a folder, an output layer that is a copy of the embedding is left out: it is the second name of a tied tensor.
-    """
+    Of a folder, an output layer that is a copy of the embedding is left out: it is the second name of a tied tensor."""
     if path.is_file():
         return {plain_name(name): tensor for name, tensor in load_file(path).items()}
     if not path.is_dir():
@@ -315,10 +306,7 @@ def _weights(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def planned(file: RunFile, *, weights: bool = True) -> Plan:
     """The run that the file describes. Takes seconds: it reads the data and builds the model. `weights`: as `plan_run`.
-
-    Raises:
-        ConfigError: the run is invalid; the line names the key if possible.
-    """
+    Raises ConfigError: the run is invalid; the line names the key if possible."""
     settings, run = file.settings, file.run
     if run.batch_sequences > (most := MOST_TOKENS // max(1, run.sequence_tokens)):
         what = f"{run.batch_sequences} of {run.sequence_tokens} tokens are too many for one step; the most is {most}"

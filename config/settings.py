@@ -395,10 +395,7 @@ _TERM_KEYS = {
 
 def check_at_once(file: RunFile | NodeFile) -> None:
     """Refuse what shows before a model or data are read: keys, texts that are missing, terms that no run can have.
-
-    Raises:
-        ConfigError, KeyFileError: one line.
-    """
+    Raises ConfigError, KeyFileError: one line."""
     if isinstance(file, NodeFile):
         if file.node.key is not None and file.node.server_key is not None:
             load_secret(file.node.key)

@@ -18,10 +18,7 @@ from farloop.monitoring.units import Checked, nearest
 
 def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     """One `[table]` each, with one `key = value` a line.
-
-    Raises:
-        TypeError: a value is neither text, number, truth value nor a list or table of these.
-    """
+    Raises TypeError: a value is neither text, number, truth value nor a list or table of these."""
     sections = []
     for table, values in tables.items():
         lines = [f"{key} = {_value(value)}" for key, value in values.items()]
@@ -167,9 +164,7 @@ def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> 
 
 def as_json(tables: Mapping[str, Any], where: object) -> bytes:
     """As which strict validation takes a list for a tuple and a word for a member of an enumeration.
-
-    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others.
-    """
+    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others."""
     try:
         return to_json(tables, inf_nan_mode="constants")
     except PydanticSerializationError as error:
@@ -250,9 +245,7 @@ def _origin(path: Path, line: int | None) -> str:
 
 def line_numbers(text: str) -> dict[tuple[str, int, str], int]:
     """(table, its number among tables of that name, key) → line, for keys that are spelled plainly.
-
-    The header of a table has the key ''.
-    """
+    The header of a table has the key ''."""
     table, number, seen = "", 0, Counter[str]()
     lines: dict[tuple[str, int, str], int] = {}
     for line, content in enumerate(text.splitlines(), start=1):

@@ -119,10 +119,7 @@ class Training(Checked):
 
 def utilization(training: Training, gbit_s: Sequence[float] | Floats) -> Floats:
     """Share of the time in which the node computes, in the long run, at each of these bandwidths, in Gbit/s.
-
-    Raises:
-        ValueError: a bandwidth is not a number above 0.
-    """
+    Raises ValueError: a bandwidth is not a number above 0."""
     bandwidths = np.asarray(gbit_s, dtype=np.float64)
     if not (np.isfinite(bandwidths) & (bandwidths > 0)).all():
         raise ValueError("a bandwidth is a number of Gbit/s above 0")

@@ -166,11 +166,7 @@ class World:
 
     def run(self) -> None:
         """Play to the end.
-
-        Raises:
-            Stuck: no progress for the scenario's patience.
-            AssertionError: an invariant does not hold.
-        """
+        Raises Stuck: no progress for the scenario's patience. Raises AssertionError: an invariant does not hold."""
         while not self._is_done():
             if not self.agenda.step():
                 raise Stuck("nothing is left to happen\n" + self.story())

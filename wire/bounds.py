@@ -39,10 +39,7 @@ _T = TypeVar("_T")
 
 def bounded(message: _T) -> _T:
     """The message, with the texts that are only shown cut to their length.
-
-    Raises:
-        OutOfBounds: something in it is out of bounds; names the field and the nearest value that is not.
-    """
+    Raises OutOfBounds: something in it is out of bounds; names the field and the nearest value that is not."""
     found: _T = _checked_fields(message, type(message).__name__)
     return found
 

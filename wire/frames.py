@@ -96,10 +96,7 @@ class BulkFrame:
 
 def parse_control(parts: Sequence[Buffer], limits: Limits) -> ControlFrame:
     """The control frame in what a control lane brought.
-
-    Raises:
-        RemoteProtocolError: not an intact control frame within `limits`.
-    """
+    Raises RemoteProtocolError: not an intact control frame within `limits`."""
     if len(parts) != 1:
         raise RemoteProtocolError(f"a control frame has 1 part, not {len(parts)}")
     data = _flat(parts[0])
@@ -113,10 +110,7 @@ def parse_control(parts: Sequence[Buffer], limits: Limits) -> ControlFrame:
 
 def parse_bulk(parts: Sequence[Buffer], limits: Limits) -> BulkFrame:
     """The bulk frame in what a bulk lane brought; its chunk is a view of the second part.
-
-    Raises:
-        RemoteProtocolError: not an intact bulk frame within `limits`.
-    """
+    Raises RemoteProtocolError: not an intact bulk frame within `limits`."""
     if len(parts) != 2:
         raise RemoteProtocolError(f"a bulk frame has 2 parts, not {len(parts)}")
     header, chunk = _flat(parts[0]), _flat(parts[1])

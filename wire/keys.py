@@ -126,11 +126,8 @@ class AllowList:
 
     def refresh(self) -> None:
         """Read the folder again if a file in it was added, removed or changed.
-
-        Raises:
-            KeyFileError: the folder or a file in it cannot be used. No new peer is admitted then, and those admitted
-                stay, but for those whose file is gone or holds another key, so a broken file prevents no revocation.
-        """
+        Raises KeyFileError: the folder or a file in it cannot be used. No new peer is admitted then, and those admitted
+        stay, but for those whose file is gone or holds another key, so a broken file prevents no revocation."""
         paths = key_files(self.folder)
         stamp = tuple(_mark(path) for path in paths)
         if stamp == self._stamp:

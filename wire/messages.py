@@ -561,10 +561,7 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes | memoryview) -> Any:
     """Plain values from msgpack bytes of bounded size.
-
-    Raises:
-        RemoteProtocolError: not msgpack, or longer than it says.
-    """
+    Raises RemoteProtocolError: not msgpack, or longer than it says."""
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a list or map as a key
@@ -588,11 +585,8 @@ _last_commit: list[tuple[Message | None, bytes]] = [(None, b"")]
 
 def decode(data: bytes | memoryview) -> Message | None:
     """A message from bytes; None for one that a peer may ignore.
-
-    Raises:
-        RemoteProtocolError: malformed, of a wrong type, beyond the bounds of what a node may say, or unknown and marked
-            as one that must be understood.
-    """
+    Raises RemoteProtocolError: malformed, of a wrong type, beyond the bounds of what a node may say, or unknown and
+    marked as one that must be understood."""
     plain = unpack(data)
     match plain:
         case [int() as number, bool() as must_understand, dict() as fields]:

@@ -84,10 +84,7 @@ class Handshake:
 
     def check_send(self, message: Message) -> None:
         """Check that this end may say `message` now.
-
-        Raises:
-            LocalProtocolError: another role says it, or it has another place in the session.
-        """
+        Raises LocalProtocolError: another role says it, or it has another place in the session."""
         name = type(message).__name__
         if type(message) not in SENT_BY[self.role]:
             raise LocalProtocolError(f"a {self.role.value} does not send {name}")
@@ -116,10 +113,7 @@ class Handshake:
     def admit(self, frame: ControlFrame, message: Message | None) -> bool:
         """Check that the peer may say `message`, in this frame. False for a frame that overtook Welcome: not wrong, but
         not yet to be judged; it will be sent again. None is a message unknown here, which may be passed over.
-
-        Raises:
-            RemoteProtocolError: it may not.
-        """
+        Raises RemoteProtocolError: it may not."""
         if message is not None and type(message) not in SENT_BY[_PEER[self.role]]:
             raise RemoteProtocolError(f"a {_PEER[self.role].value} does not send {type(message).__name__}")
         opens = isinstance(message, _OPENINGS)
@@ -234,10 +228,7 @@ class ControlStream:
 
     def admit(self, seq: int, ack: int) -> None:
         """Check the numbers of a frame before anything is changed.
-
-        Raises:
-            RemoteProtocolError: no honest peer sends them.
-        """
+        Raises RemoteProtocolError: no honest peer sends them."""
         if ack > self._highest:
             raise RemoteProtocolError(f"{ack} frames acknowledged, {self._highest} were sent")
         if seq >= self.received + AHEAD_FRAMES:
@@ -408,10 +399,7 @@ class Session:
 
     def echo(self, now: float) -> None:
         """Measure the round trip once more; `round_trips` will tell. Not while the peer owes many answers.
-
-        Raises:
-            LocalProtocolError: not a coordinator, or the session has no echoes.
-        """
+        Raises LocalProtocolError: not a coordinator, or the session has no echoes."""
         if len(self._echoes) < ROUND_TRIPS:
             number = max(self._echoes, default=0) + 1
             self._queue(Echo(number=number))
@@ -469,10 +457,7 @@ class Session:
 
     def cancel(self, blob: BlobId) -> None:
         """Stop sending `blob`; or, if it is not being sent, stop or refuse to receive it: the peer gets BlobDeclined.
-
-        Raises:
-            LocalProtocolError: not open.
-        """
+        Raises LocalProtocolError: not open."""
         self._handshake.check_open()
         self.transfers.cancel(blob)
         self._begin_blobs()
@@ -483,10 +468,7 @@ class Session:
 
     def last_word(self, reason: Reason, detail: str, now: float) -> list[tuple[int, list[Buffer]]]:
         """A coordinator's farewell before `close`, with all that is to be transmitted before it; nothing after an end.
-
-        Raises:
-            LocalProtocolError: it cannot be said any more, or not yet.
-        """
+        Raises LocalProtocolError: it cannot be said any more, or not yet."""
         match self.state:
             case State.OPENING:
                 self.send(Refused(reason=reason, detail=detail, retriable=True), now)
@@ -518,10 +500,7 @@ class Session:
 
     def lane_hello(self, number: int = 1) -> list[Buffer]:
         """The frame with which a node begins bulk lane `number`, or begins it again.
-
-        Raises:
-            LocalProtocolError: not a node, or not open.
-        """
+        Raises LocalProtocolError: not a node, or not open."""
         self._handshake.check_open()
         if self._handshake.role is not Role.NODE:
             raise LocalProtocolError("nodes open lanes")
@@ -531,11 +510,8 @@ class Session:
 
     def receive(self, lane: int, parts: Sequence[Buffer], now: float) -> None:
         """Take in what a lane brought. Chunks are copied, but early ones are kept: do not reuse their memory.
-
-        Raises:
-            RemoteProtocolError: the frame is damaged or forbidden. Nothing was changed: count it and go on, and
-                `close` with MALFORMED if they keep coming.
-        """
+        Raises RemoteProtocolError: the frame is damaged or forbidden. Nothing was changed: count it and go on, and
+        `close` with MALFORMED if they keep coming."""
         if self.state is State.CLOSED:
             return
         if lane == 0:

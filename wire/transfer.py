@@ -157,10 +157,7 @@ class Transfers:
 
     def queue(self, blob: BlobId, source: BlobSource, offer: Offer | None = None, *, background: bool = False) -> None:
         """Send `blob` when it is its turn (`begin_next`). Without an `offer` it is pushed.
-
-        Raises:
-            AlreadyUnderWay: it is being sent already, or waits.
-        """
+        Raises AlreadyUnderWay: it is being sent already, or waits."""
         if blob in self._outgoing or any(blob in queued for queued in self._queued.values()):
             raise AlreadyUnderWay(f"{blob} is being sent already")
         self._queued[offer is None][blob] = _Queued(source, offer, background)
@@ -229,11 +226,8 @@ class Transfers:
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send `blob`; its chunks that are here already count.
-
-        Raises:
-            AlreadyUnderWay, LimitReached: expected already; too many at once.
-            LocalProtocolError: empty, or too large.
-        """
+        Raises AlreadyUnderWay, LimitReached: expected already; too many at once. Raises LocalProtocolError: empty, or
+        too large."""
         key = blob_key(blob)
         if key in self._incoming:
             raise AlreadyUnderWay(f"{blob} is expected already")
@@ -292,10 +286,7 @@ class Transfers:
 
     def admit(self, frame: BulkFrame) -> None:
         """Check a chunk against its blob before anything is changed.
-
-        Raises:
-            RemoteProtocolError: it goes beyond the credit that was granted.
-        """
+        Raises RemoteProtocolError: it goes beyond the credit that was granted."""
         incoming = self._incoming.get(frame.key)
         if incoming is not None and frame.end > (size := incoming.reassembly.size):
             raise RemoteProtocolError(f"bytes up to {frame.end} of {incoming.blob}, allowed are {size}")

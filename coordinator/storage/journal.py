@@ -62,11 +62,8 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
 def claimed_epoch(directory: Path, files: Files = DISK) -> int:
     """The highest epoch claimed in `directory`; 0 for none. Changes nothing.
-
-    Raises:
-        NoRoom: no descriptor is left to read it; try again.
-        StorageFailed: the file could not be read, or is not an epoch file.
-    """
+    Raises NoRoom: no descriptor is left to read it; try again. Raises StorageFailed: the file could not be read, or is
+    not an epoch file."""
     path = directory / _EPOCH_FILE
     try:
         content = files.read_bytes(path)
@@ -379,9 +376,7 @@ class Journal:
 
     def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
         """From now on every new segment begins with a summary of all records before it, so that those can be pruned.
-
-        It is requested during an `append` or `reserve`, after all earlier records.
-        """
+        It is requested during an `append` or `reserve`, after all earlier records."""
         self._summarise = summarise
 
     def held_by(self, claim: Claim) -> None:
@@ -532,11 +527,8 @@ class Journal:
 
     def require_ours(self) -> None:
         """See that nobody else has taken the folder over, or changed what this process alone may change.
-
-        Raises:
-            Fenced, FolderChanged: the journal cannot be used any more.
-            NoRoom: that cannot be found out now.
-        """
+        Raises Fenced, FolderChanged: the journal cannot be used any more. Raises NoRoom: that cannot be found out
+        now."""
         if not self._closed:
             self._require_usable()
         with self._fatal():

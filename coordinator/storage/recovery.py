@@ -286,9 +286,7 @@ class Recovery:
 
     def take_older(self, segments: Segments, *, trusting: bool) -> None:
         """Take the newest segment that was not read: where its bulk bytes are, and its commits, which can be repeated.
-
-        Its ledger is its own, from the summary that it begins with.
-        """
+        Its ledger is its own, from the summary that it begins with."""
         older = Recovery(directory=self.directory, files=self.files, ledger=self.ledger, lost=True)
         for item in segments.items_of(self.unread.pop(), trusting=trusting):
             older.take(item)
@@ -426,11 +424,8 @@ def recovered(
     segments: Segments, place: Place = as_they_are, *, everything: bool = False, first: First | None = None
 ) -> Recovery:
     """The state of a folder, from as much of its journal as that needs, or from `everything`.
-
-    Raises:
-        JournalCorrupt: damage that matters, or of the last segment.
-        StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
-    """
+    Raises JournalCorrupt: damage that matters, or of the last segment. Raises StorageError: no good snapshot of a
+    fragment; journal and snapshots do not fit together."""
     segments.require_end()
     # Of damage, also of a record that still passes for one, and leads anywhere: see what all says.
     damage = (JournalCorrupt, SnapshotCorrupt, StateMismatch, CodecError, ValueError, LookupError, AssertionError)
@@ -468,9 +463,7 @@ def _recovered(segments: Segments, place: Place, first: First | None, *, trustin
 
 def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
     """The global model: every parameter by name, fp32, to be read alone.
-
-    Views of the anchors, which no commit changes in place; a tensor that is split between fragments is a copy.
-    """
+    Views of the anchors, which no commit changes in place; a tensor that is split between fragments is a copy."""
     shapes, named = whole_shapes(layout.fragments), dict[str, Tensor]()
     for fragment in layout.fragments:
         for tensor in fragment.tensors:
@@ -486,9 +479,7 @@ def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tenso
 
 def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
     """What the folder of a run holds, whether its coordinator runs or not: its ledger and `named_anchors`.
-
-    Raises StorageError: the folder holds no run, or is damaged.
-    """
+    Raises StorageError: the folder holds no run, or is damaged."""
     journal_folder(directory)
     found = steadily(lambda: recovered(Segments(directory)))
     return found.ledger, named_anchors(found.ledger.spec.identity.layout, found.buffers)
@@ -514,9 +505,7 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
 
 def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
     """Why a start would refuse the folder; None if it would not. Uses the code of a start; changes nothing.
-
-    Raises NoRoom: no file can be opened now.
-    """
+    Raises NoRoom: no file can be opened now."""
     try:
         refuse_half_salvaged(directory, files)
         segments = Segments(directory, files)

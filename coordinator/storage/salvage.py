@@ -151,11 +151,8 @@ def is_unfinished(directory: Path, files: Files = DISK) -> bool:
 
 def finish(directory: Path, files: Files = DISK) -> Path:
     """Go on with a salvage that was interrupted, where it stopped. Returns where the old files are.
-
-    Raises:
-        StateLocked, NoRoom, StorageFailed: as `carry_out`.
-        StateMismatch: the file that says how far it came is not one.
-    """
+    Raises StateLocked, NoRoom, StorageFailed: as `carry_out`. Raises StateMismatch: the file that says how far it came
+    is not one."""
     with closing(files.lock(directory / "lock")):
         return _swap(directory, _step(directory, files), files)
 

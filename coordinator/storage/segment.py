@@ -240,11 +240,7 @@ def read_attachment(
     directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK
 ) -> bytes | bytearray:
     """Bytes [offset, offset + nbytes) of an attachment. Opens the file anew, so it depends on no other reader's state.
-
-    Raises:
-        NoRoom: no descriptor is left to read them by; try again.
-        StorageFailed: they cannot be read.
-    """
+    Raises NoRoom: no descriptor is left to read them by; try again. Raises StorageFailed: they cannot be read."""
     if attachment.key:
         stored = read_object(directory, attachment.key, attachment.digest, files)
         return stored if nbytes == attachment.size else stored[offset : offset + nbytes]

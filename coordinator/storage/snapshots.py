@@ -65,13 +65,8 @@ def snapshot_path(directory: Path, fragment: int, version: int) -> Path:
 
 def save(directory: Path, snapshot: Snapshot, files: Files = DISK) -> Path:
     """Write a snapshot durably, then delete those of its fragment that are older than the last `KEEP`.
-
     The tensors must not change meanwhile.
-
-    Raises:
-        NoRoom: nothing was changed.
-        StorageFailed: the disk refused; the older snapshots are untouched.
-    """
+    Raises NoRoom: nothing was changed. Raises StorageFailed: the disk refused; the older snapshots are untouched."""
     path = snapshot_path(directory, snapshot.fragment, snapshot.version)
     files.make_directory(path.parent)
     files.remove_temporaries(path.parent, f"f{snapshot.fragment}-v")
@@ -158,11 +153,8 @@ def export(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, files: Files = DISK
 ) -> None:
     """Write named tensors as one safetensors file that other tools read: the final model.
-
-    Raises:
-        NoRoom: nothing was changed.
-        StorageFailed: the disk refused; a file that was there before is untouched.
-    """
+    Raises NoRoom: nothing was changed. Raises StorageFailed: the disk refused; a file that was there before is
+    untouched."""
     files.make_directory(path.parent)
     saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
     _write(path, saveable, {"format": "pt", **(metadata or {})}, files)
@@ -256,9 +248,7 @@ def version_in(name: str) -> int | None:
 
 def _delete_older(directory: Path, fragment: int, version: int, files: Files) -> None:
     """Keep this snapshot and the `KEEP` − 1 before it. Newer ones belong to an abandoned history and stay.
-
-    Not durable: a deleted file may reappear after a power cut.
-    """
+    Not durable: a deleted file may reappear after a power cut."""
     older = [found for found in versions_of(directory, fragment, files) if found < version]
     for found in older[: max(0, len(older) - (KEEP - 1))]:
         with suppress(FileNotFoundError):

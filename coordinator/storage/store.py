@@ -439,12 +439,8 @@ class Store:
 
     def adopt(self, record: rec.Adopted) -> None:
         """Go on from the anchors that were fetched: durable, and then true of the buffers, too.
-
-        Raises:
-            NoRoom: nothing was changed but the epoch's file.
-            Fenced: another coordinator has taken this state over. Nothing was changed.
-            StorageFailed: it may be durable or not. Exit and recover.
-        """
+        Raises NoRoom: nothing was changed but the epoch's file. Raises Fenced: another coordinator has taken this state
+        over. Nothing was changed. Raises StorageFailed: it may be durable or not. Exit and recover."""
         if not self._claimed:  # else there was no room for the record when it was tried before
             self._journal.require_ours()
             self._claimed = claim_epoch(self.directory, seen=record.epoch - 1, files=self._files)

@@ -91,13 +91,8 @@ def span(directory: Path, items: Items) -> dict[int, tuple[int, int]]:
 
 def replay(directory: Path, items: Items, wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
     """Make commits again: of each fragment in `wanted` those from the first to the last version.
-
     A fragment whose commit does not come out is not followed any further.
-
-    Raises:
-        StateMismatch: there is no snapshot to begin from.
-        StorageError: the folder cannot be read.
-    """
+    Raises StateMismatch: there is no snapshot to begin from. Raises StorageError: the folder cannot be read."""
     buffers: dict[int, Buffers] | None = None
     inputs: dict[BlobId, Attachment] = {}
     for at, ledger in with_ledger(directory, items):
@@ -222,11 +217,8 @@ class _Damaged(StorageError):
 
 def verify(directory: Path, files: Files = DISK) -> Report:
     """Look at everything, as the disk has it and not the cache, where the system can do that.
-
-    Raises:
-        StateMismatch: there is no journal.
-        StorageFailed: the disk refused a read, and not for a file that is damaged.
-    """
+    Raises StateMismatch: there is no journal. Raises StorageFailed: the disk refused a read, and not for a file that is
+    damaged."""
     journal_folder(directory, files)
     _forget(directory, files)
     reports: list[Report] = []
