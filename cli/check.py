@@ -13,7 +13,7 @@ from farloop.config.run_spec import Plan, planned
 from farloop.config.settings import NodeFile, RunFile
 from farloop.monitoring.addresses import parse_each_tcp
 from farloop.monitoring.units import count_text, duration_text, percent_text, plural, rate_text, size_text
-from farloop.node.settings import HF, NodeConfig
+from farloop.node.settings import HF
 from farloop.quant.blob import blob_bytes, typical_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.uplink import UplinkLimit
@@ -134,25 +134,20 @@ def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
     node, data = file.node, file.node.data
     first = ", ".join(f"{share.weight:g} × {share.path}" for share in data.mixture or ())
     first = first or str(data.path or "Python's standard library")
-    return [
-        ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
-        ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
-        ("data", ", then ".join([first, *map(str, data.phases or ())])),
-        ("state", str(node.state_dir or Path(".farloop") / node.name)),
-        *_link_lines(node),
-        *_uplink_lines(node.uplink),
-    ]
-
-
-def _link_lines(node: NodeConfig) -> list[Line]:
-    """What is set of the link and of merges: what is open says nothing."""
-    told = [
+    if_set = [
         ("lanes", str(node.lanes) if node.lanes else ""),
         ("bulk source", node.bulk_source),
         ("tau", "" if node.tau is None else plural(node.tau, "step")),
         ("adapt tau", "" if node.adapt_tau is None else "yes" if node.adapt_tau else "no"),
     ]
-    return [(label, text) for label, text in told if text]
+    return [
+        ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
+        ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
+        ("data", ", then ".join([first, *map(str, data.phases or ())])),
+        ("state", str(node.state_dir or Path(".farloop") / node.name)),
+        *((label, text) for label, text in if_set if text),
+        *_uplink_lines(node.uplink),
+    ]
 
 
 def _uplink_lines(limit: UplinkLimit, round_bytes: float = 0.0) -> list[Line]:

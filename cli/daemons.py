@@ -194,8 +194,7 @@ def _led(
     another's. `once`: flags for a start that leads: one that came true when the leader is lost, days later, would
     change another state than it was given for. Raises CommandError, CopyFailed, StorageError, KeyFileError."""
     signals: list[int] = []
-    terms = term_store(config.leads_by)
-    contender = Contender(config, plan.spec.identity.fingerprint(), terms, place)
+    contender = Contender(config, plan.spec.identity.fingerprint(), term_store(config.leads_by), place)
     with ExitStack() as standing_by:
 
         def stand_by() -> None:
@@ -363,30 +362,25 @@ async def _serve(
     mirror: Mirror | None,
     bulk: Sign | None,
 ) -> None:
-    warm_for(store.ledger.spec.terms)
+    ledger, identity = store.ledger, store.ledger.spec.identity
+    warm_for(ledger.spec.terms)
     coordinator = Coordinator(config, store, adopt, mirror, bulk)
-    coordinator.observer.node_disk_bytes = sum(memory_of(store.ledger.spec).node_disk.values())
+    coordinator.observer.node_disk_bytes = sum(memory_of(ledger.spec).node_disk.values())
     viewers = Viewers()
     with LoopWatch() as watch, pages(config, coordinator, watch, viewers) as url:
-        say(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
+        again = f", start {ledger.epoch}" if ledger.epoch > 1 else ""
+        status = f", status {url}" if url else ""
+        where = f"run {identity.name} at {coordinator.link.endpoint}"
+        say(f"{where}, fingerprint {identity.fingerprint()}{again}{status}")
         _log.info("serving encrypted=%s", str(config.key is not None).lower())
         await coordinator.run(watch.stop)
-        if store.ledger.finished:
+        if ledger.finished:
             await viewers.see_the_end()
 
 
-def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
-    again = f", start {epoch}" if epoch > 1 else ""
-    status = f", status {url}" if url else ""
-    return f"run {spec.identity.name} at {endpoint}, fingerprint {spec.identity.fingerprint()}{again}{status}"
-
-
 def run_node(file: NodeFile) -> ExitCode:
-    """Train in this process until the run ends or a signal comes.
-
-    Raises:
-        NodeError, CorpusError, KeyFileError, EndpointError: one line each.
-    """
+    """Train in this process until the run ends or a signal comes. Raises NodeError, CorpusError, KeyFileError,
+    EndpointError: one line each."""
     descriptors.raise_limit()
     keep_freed_blocks()
     config, pipeline = file.node, file.pipeline

@@ -56,18 +56,16 @@ class DemoPlan:
 def run_demo(
     run: Mapping[str, Any], *, out: Path | None, data: Path | None, link: str, resume: Path | None, as_json: bool
 ) -> None:
-    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`.
-
-    Raises:
-        CommandError: one line.
-    """
+    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`. Raises CommandError: one
+    line."""
     console = progress_console(json=as_json)
     try:
         if resume is not None:
             plan = _load(resume)
         else:
             config = RunConfig(name="demo", **run)
-            plan = DemoPlan(out=out or _new_folder(config.method), run=config, data=DataConfig(path=data), link=link)
+            out = out or Path("out") / f"{config.method}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+            plan = DemoPlan(out=out, run=config, data=DataConfig(path=data), link=link)
         planned = plan_run(plan.run, plan.data)
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -75,7 +73,13 @@ def run_demo(
     # A coordinator refuses settings that ask for more sequences than the text has.
     plan = replace(plan, run=replace(plan.run, evaluation_sequences=len(planned.evaluation)))
     if resume is None:
-        _prepare(plan)
+        if (plan.out / "demo.json").exists():
+            raise CommandError(
+                f"--out: {plan.out} holds a run already; continue it with --resume {plan.out}, or name another"
+            )
+        make_output_folder(plan.out)
+        kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
+        write_output(plan.out / "demo.json", dumps(kept, indent=1))
     for note in planned.notes:
         console.print(f"note: {note}")
     console.print(
@@ -98,20 +102,6 @@ def run_demo(
         console.print(f"report   {report}\nmodel    {plan.out / 'model.safetensors'}", soft_wrap=True)
 
 
-def _new_folder(method: str) -> Path:
-    return Path("out") / f"{method}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-
-
-def _prepare(plan: DemoPlan) -> None:
-    if (plan.out / "demo.json").exists():
-        raise CommandError(
-            f"--out: {plan.out} holds a run already; continue it with --resume {plan.out}, or name another"
-        )
-    make_output_folder(plan.out)
-    kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
-    write_output(plan.out / "demo.json", dumps(kept, indent=1))
-
-
 def _load(folder: Path) -> DemoPlan:
     try:
         kept = json.loads((folder / "demo.json").read_text())
@@ -123,11 +113,10 @@ def _load(folder: Path) -> DemoPlan:
 
 def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
     """The set fields, ready for JSON and TOML."""
-    values = {name: getattr(config, name) for name in config.__slots__}
     return {
         name: str(value.resolve()) if isinstance(value, Path) else value
-        for name, value in values.items()
-        if value is not None
+        for name in config.__slots__
+        if (value := getattr(config, name)) is not None
     }
 
 
@@ -209,11 +198,8 @@ def _add_baseline(summary: Summary, plan: DemoPlan) -> None:
     kept = folder / "summary.json"
     if kept.is_file():
         theirs, other = json.loads(kept.read_text()), _load(folder)
-        if (
-            other.run.method == BASELINE
-            and _same(plan, other)
-            and theirs["val_loss_start"] == summary["val_loss_start"]
-        ):
+        same_start = theirs["val_loss_start"] == summary["val_loss_start"]
+        if other.run.method == BASELINE and _same(plan, other) and same_start:
             loss = float(theirs["val_loss_end"])
             summary["baseline_loss"] = loss
             summary["baseline"] = f"{loss_text(loss)} after the same steps on the same data, measured in {folder}"

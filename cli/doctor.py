@@ -147,12 +147,8 @@ def buffers(found: Limits, way: Way) -> list[Finding]:
         else:
             findings.append(ok("buffers", detail))
     if found.congestion and way.rtt_s is not None:
-        findings.append(_congestion(found, way.rtt_s))
+        findings.append(congestion_finding(found.congestion, way.rtt_s, may_choose="bbr" in found.allowed))
     return findings
-
-
-def _congestion(found: Limits, rtt_s: float) -> Finding:
-    return congestion_finding(found.congestion, rtt_s, may_choose="bbr" in found.allowed)
 
 
 def dial_back(address: Address) -> Finding:
@@ -236,9 +232,14 @@ def examine(
     findings.append(ok("settings", str(path)))
     if isinstance(file, RunFile):
         return [*findings, *machine(told), *_run_findings(file)]
-    config = file.node
+    config, seen = file.node, _seen(url)
     told = read_inventory(environ, config.site, config.address, config.nics, root=root)
-    return [*findings, *machine(told), *_node_findings(file, url), *_network_findings(file, url, told, allowed)]
+    findings += [*machine(told), *_node_findings(file, url)]
+    way = way_of(config.name, seen, round_trip_s(_leading(parse_each_tcp(config.coordinator))), told)
+    findings += buffers(dataclasses.replace(allowed, congestion=config.congestion or allowed.congestion), way)
+    if config.address:
+        findings.append(dial_back(parse_tcp(config.address)))
+    return [*findings, *as_the_coordinator_sees(config.name, seen)]
 
 
 def versions() -> list[Finding]:
@@ -290,8 +291,7 @@ def disk(folder: Path, *, needed_bytes: int = LOW_DISK_BYTES) -> Finding:
     """Free space and write access where `folder` is or will be."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        fix = "choose another state_dir, or make it writable for this user"
-        return fail("disk", f"{there} cannot be written", fix)
+        return fail("disk", f"{there} cannot be written", "choose another state_dir, or make it writable for this user")
     free = shutil.disk_usage(there).free
     detail = f"{size_text(free)} free at {there}"
     if free < needed_bytes:
@@ -336,8 +336,7 @@ def port(what: str, address: Address, key: str) -> Finding:
         bound_socket(address).close()
     except OSError as error:
         fix = f"stop what listens there (a coordinator that is running?), or choose another in {key}"
-        detail = f"{address}: {(error.strerror or str(error)).lower()}"
-        return fail(what, detail, fix)
+        return fail(what, f"{address}: {(error.strerror or str(error)).lower()}", fix)
     return ok(what, f"{address} is free")
 
 
@@ -357,31 +356,21 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     config = file.node
     addresses = parse_each_tcp(config.coordinator)
     folder = config.state_dir or Path(".farloop") / config.name
-    findings = [disk(folder), _coordinators(addresses, folder, config.key, config.server_key)]
+    reached = _coordinator(_leading(addresses), folder, config.key, config.server_key)
+    if len(addresses) > 1 and reached.level == "fail":
+        reached = dataclasses.replace(reached, detail=f"{reached.detail} (of {', '.join(map(str, addresses))})")
+    findings = [disk(folder), reached]
     if config.key is None or config.server_key is None:
         findings += [_no_keys(address) for address in addresses]
     else:
-        findings += [
-            _tried("secret key", config.key, load_secret),
-            _server_key(config.key, config.server_key),
-        ]
+        findings += [_tried("secret key", config.key, load_secret), _server_key(config.key, config.server_key)]
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
         findings.append(fail("ranks", detail, "set [node] nproc to that or less"))
     data = config.data
     first: list[Path | None] = [share.path for share in data.mixture or ()]
-    texts = [_data(path, data.max_bytes) for path in (*(first or [data.path]), *(data.phases or ()))]
-    return [*findings, *texts, wall_clock(url)]
-
-
-def _network_findings(file: NodeFile, url: str, told: Inventory, allowed: Limits) -> list[Finding]:
-    config = file.node
-    seen = _seen(url)
-    way = way_of(config.name, seen, round_trip_s(_leading(parse_each_tcp(config.coordinator))), told)
-    findings = buffers(dataclasses.replace(allowed, congestion=config.congestion or allowed.congestion), way)
-    if config.address:
-        findings.append(dial_back(parse_tcp(config.address)))
-    return [*findings, *as_the_coordinator_sees(config.name, seen)]
+    findings += [_data(path, data.max_bytes) for path in (*(first or [data.path]), *(data.phases or ()))]
+    return [*findings, wall_clock(url)]
 
 
 def _seen(url: str) -> InventoryStatus | None:
@@ -417,16 +406,6 @@ def round_trip_s(address: Address, tries: int = 3) -> float | None:
 def _leading(addresses: list[Address]) -> Address:
     """The first address that takes connections: standbys do not. Without one, the first."""
     return next((address for address in addresses if connect(address) is None), addresses[0])
-
-
-def _coordinators(
-    addresses: list[Address], folder: Path, key: Path | None = None, server_key: Path | None = None
-) -> Finding:
-    found = _coordinator(_leading(addresses), folder, key, server_key)
-    if len(addresses) == 1 or found.level != "fail":
-        return found
-    others = ", ".join(map(str, addresses))
-    return dataclasses.replace(found, detail=f"{found.detail} (of {others})")
 
 
 def _coordinator(address: Address, folder: Path, key: Path | None = None, server_key: Path | None = None) -> Finding:
@@ -524,8 +503,7 @@ def _record(config: CoordinatorConfig) -> Finding:
 def _no_keys(address: Address) -> Finding:
     if address.is_loopback:
         return ok("keys", "none, and none are needed on loopback")
-    fix = "make keys with: farloop keys new DIR"
-    return warn("keys", "insecure = true: anyone can read the traffic and join", fix)
+    return warn("keys", "insecure = true: anyone can read the traffic and join", "make keys with: farloop keys new DIR")
 
 
 def _tried(what: str, path: Path, read: Callable[[Path], object]) -> Finding:

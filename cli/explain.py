@@ -24,12 +24,8 @@ _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 
 
 def explain_window(directory: Path, window: str, console: Console, *, as_json: bool) -> None:
-    """Print a window, or that of every fragment.
-
-    Raises:
-        CommandError: no such window, not decided yet, or no longer known.
-        StorageError: the folder cannot be read.
-    """
+    """Print a window, or that of every fragment. Raises CommandError: no such window, not decided yet, or no longer
+    known; StorageError: the folder cannot be read."""
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise CommandError(f"{window}: expected f0:812, or 812 for the window of every fragment")
@@ -113,10 +109,14 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, grid, Padding(_arrived(facts["arrived"], facts["version"]), (1, 0, 1, 0))]
     if facts["missing"] or facts["refused"]:
         parts += [Padding(_left_out(facts["missing"], facts["refused"]), (0, 0, 1, 0))]
+    update = f"{size_text(facts['update_bytes'])}, {facts['codec_up']} up, {facts['codec_down']} down"
+    if facts["merge_s"] is not None:
+        update += f", merged in {1000 * facts['merge_s']:,.0f} ms, durable after {1000 * facts['journal_s']:,.0f} ms"
+    where = f"record at {facts['record']}" if facts["record"] else "pruned from the journal"
     foot = facts_grid()
     foot.add_row("step", _step(facts))
-    foot.add_row("update", _update(facts))
-    foot.add_row("anchor", f"{facts['anchor_digest']}, " + _where(facts))
+    foot.add_row("update", update)
+    foot.add_row("anchor", f"{facts['anchor_digest']}, {where}")
     return Group(*parts, foot)
 
 
@@ -180,17 +180,6 @@ def _step(facts: dict[str, Any]) -> str:
     parts += ["a plain mean: the run's last"] if facts["final"] else []
     parts += [f"norm of the merged delta {facts['norm']:.3g}"] if facts["norm"] is not None else []
     return ", ".join(parts)
-
-
-def _update(facts: dict[str, Any]) -> str:
-    text = f"{size_text(facts['update_bytes'])}, {facts['codec_up']} up, {facts['codec_down']} down"
-    if facts["merge_s"] is not None:
-        text += f", merged in {1000 * facts['merge_s']:,.0f} ms, durable after {1000 * facts['journal_s']:,.0f} ms"
-    return text
-
-
-def _where(facts: dict[str, Any]) -> str:
-    return f"record at {facts['record']}" if facts["record"] else "pruned from the journal"
 
 
 def _age(seconds: float | None) -> str:

@@ -39,7 +39,8 @@ def findings(status: Status) -> list[Finding]:
         found += _of_node(node)
         if (machine := machines.get(node["name"])) is not None and node["connected"]:
             found += _of_machine(machine, has_gpu=has_gpu)
-            found += _of_disk(machine, _needed(node, status))
+            part = node["part"]["parameters"] / run["parameters"] if "part" in node else 1.0
+            found += _of_disk(machine, int(part * run.get("node_disk_bytes", 0)))
     found += [finding for link in _links(status) for finding in _of_link(link, machines)]
     fix = "look at that node's log, its devices and its link; farloop explain names the windows that waited"
     found += [warn("slow", line, fix) for line in anomaly_lines(status)]
@@ -84,12 +85,6 @@ def _of_machine(machine: MachineStatus, *, has_gpu: bool) -> Iterable[Finding]:
     if (off_s := machine.get("clock_off_s")) is not None and abs(off_s) > DRIFT_S:
         fix = "set its clock by NTP: signed URLs may fail, and logs cannot be compared; training does not depend on it"
         yield warn("clock", f"{name}: {duration_text(abs(off_s))} {'ahead' if off_s > 0 else 'behind'}", fix)
-
-
-def _needed(node: NodeStatus, status: Status) -> int:
-    """Bytes that a node may keep on disk: for a node that holds a part of the model, its share."""
-    part = node["part"]["parameters"] / status["run"]["parameters"] if "part" in node else 1.0
-    return int(part * status["run"].get("node_disk_bytes", 0))
 
 
 def _of_disk(machine: MachineStatus, needed: int) -> Iterable[Finding]:

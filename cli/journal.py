@@ -17,7 +17,7 @@ from farloop.monitoring.status import dumps
 from farloop.monitoring.units import plural, size_text
 
 if TYPE_CHECKING:
-    from farloop.coordinator.storage.segment import Entry, Gap, Items
+    from farloop.coordinator.storage.segment import Entry, Items
     from farloop.coordinator.storage.verify import ReplayResult
 
 journal_app = Commands("Read a coordinator's state folder, running or not; only salvage --write changes it.")
@@ -130,7 +130,11 @@ def _print_records(records: "Items", console: Console, *, as_json: bool) -> None
 
     if as_json:
         for at in records:
-            typer.echo(dumps(_damaged(at) if isinstance(at, Gap) else plain(at), default=repr))
+            if isinstance(at, Gap):
+                fault = {"path": at.fault.path.name, "offset": at.fault.offset, "words": at.fault.detail}
+                typer.echo(dumps({"sequence": None, "kind": "damaged", **fault}))
+            else:
+                typer.echo(dumps(plain(at), default=repr))
         return
     rows = Table.grid(expand=True, padding=(0, 2, 0, 0))
     rows.add_column(justify="right", no_wrap=True, min_width=6)
@@ -146,11 +150,6 @@ def _print_records(records: "Items", console: Console, *, as_json: bool) -> None
         rows.add_row(f"{at.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
     if rows.row_count:
         console.print(rows)
-
-
-def _damaged(gap: "Gap") -> dict[str, object]:
-    fault = gap.fault
-    return {"sequence": None, "kind": "damaged", "path": fault.path.name, "offset": fault.offset, "words": fault.detail}
 
 
 @journal_app.command("verify")

@@ -378,11 +378,8 @@ def coordinator(
 
 
 def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
-    """How long adoption from nodes waits for absent ones; None without adoption.
-
-    Raises:
-        CommandError: the flags contradict each other.
-    """
+    """How long adoption from nodes waits for absent ones; None without adoption. Raises CommandError: the flags
+    contradict each other."""
     if wanted and rewind:
         raise CommandError("--adopt-from-nodes continues from the nodes, --rewind from the folder: give one of them")
     if newest and not wanted:

@@ -68,7 +68,6 @@ _WORDS = {
     "step_s": re.compile(r"([0-9.]+) ?(ms|s)(?: step[a-z]*| a step)?", re.ASCII),
     "nodes": re.compile(r"([0-9]+) nodes?()", re.ASCII),
 }
-_SCALES = {**SCALES, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,12 @@ class Choice:
 def situation(text: str) -> Situation:
     """Read `200mbit, 4 nodes, 1b, 2s`, in any order. Raises CommandError."""
     example = "write a rate and a size, and a number of nodes and the seconds of a step: '200mbit, 1b, 4 nodes, 0.5s'"
-    given = dict[str, float]()
+    given, scales = dict[str, float](), {**SCALES, "ms": 1e-3, "s": 1.0}
     for word in (word.strip().lower() for word in text.split(",")):
         found = ((name, match) for name, pattern in _WORDS.items() if (match := pattern.fullmatch(word)))
         try:
             ((name, match),) = ((name, match) for name, match in found if name not in given)
-            given[name] = float(match[1]) * _SCALES[match[2]]
+            given[name] = float(match[1]) * scales[match[2]]
         except ValueError:
             raise CommandError(f"--for: {word!r} is not understood, or is a second one; {example}") from None
     if missing := [what for what, name in (("rate", "bits_per_s"), ("size", "params")) if name not in given]:

@@ -124,13 +124,10 @@ def plan(
         for text in laid.lines() if laid is not None else ():
             typer.echo(text)
         if words:
-            typer.echo(f"\nTo apply these rates, next to the coordinator's state folder:\n\n{_line(words)}\n")
+            line = " ".join(["farloop run set", *(f"{key}={value}" for key, value in words.items())])
+            typer.echo(f"\nTo apply these rates, next to the coordinator's state folder:\n\n{line}\n")
         elif why_not:
             typer.echo(f" not put in place: {why_not}")
-
-
-def _line(words: "Mapping[str, str]") -> str:
-    return " ".join(["farloop run set", *(f"{key}={value}" for key, value in words.items())])
 
 
 def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:

@@ -37,7 +37,10 @@ class Display:
         self._shown: tuple[RunView | None, float] = (None, math.inf)
         self._lines = PlainLines()
         self._waits_for = ""
-        self._live = self._start_live() if _can_paint(console) else None
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+            self._live = Live(console=console, get_renderable=self._picture, refresh_per_second=REFRESH_PER_S)
+            self._live.start()
 
     def update(self, status: Status, *, last: bool = False) -> None:
         """Take in a new status. The last one of a run is a line in any case."""
@@ -63,11 +66,6 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _start_live(self) -> Live:
-        live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=REFRESH_PER_S)
-        live.start()
-        return live
 
     def _picture(self) -> RenderableType:
         view, eta_s = self._shown
@@ -110,24 +108,22 @@ class PlainLines:
     def update(self, view: RunView, eta_s: float, *, last: bool = False) -> list[str]:
         """The lines for a new status."""
         run = view.status["run"]
-        facts = [*self._run_changes(view), *self._node_changes(view), *self._new_evaluations(view)]
+        facts = list[str]()
+        if view.state != self._run_state:
+            self._run_state = view.state
+            facts.append(f"run {view.name} is {view.state}: {', '.join(view.facts)}, {view.steps:,} steps")
+        before, self._presence = self._presence, {node.name: _presence(node.status) for node in view.nodes}
+        facts += [f"node {name} {what}" for name, what in self._presence.items() if before.get(name) != what]
+        facts += self._new_evaluations(view)
         facts += [f"ALARM: {alarm}" for alarm in view.alarms if alarm not in self._alarms]
         self._alarms = list(view.alarms)
         now = run["uptime_s"]
         if last or now < self._last_line_s or now - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now
             facts.append(_progress_line(view, eta_s))
-        return [f"{_clock_text(run['started_s'])}  {fact}" for fact in facts]
-
-    def _run_changes(self, view: RunView) -> list[str]:
-        if view.state == self._run_state:
-            return []
-        self._run_state = view.state
-        return [f"run {view.name} is {view.state}: {', '.join(view.facts)}, {view.steps:,} steps"]
-
-    def _node_changes(self, view: RunView) -> list[str]:
-        before, self._presence = self._presence, {node.name: _presence(node.status) for node in view.nodes}
-        return [f"node {name} {what}" for name, what in self._presence.items() if before.get(name) != what]
+        seconds = int(run["started_s"])
+        clock = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        return [f"{clock}  {fact}" for fact in facts]
 
     def _new_evaluations(self, view: RunView) -> list[str]:
         scores = view.status["evaluations"]
@@ -156,12 +152,3 @@ def _progress_line(view: RunView, eta_s: float) -> str:
     parts += [f"{view.fewer} less than fp32 data parallel"] if view.fewer else []
     parts += [f"{duration_text(eta_s)} left"] if math.isfinite(eta_s) and view.state == "training" else []
     return ", ".join(parts)
-
-
-def _clock_text(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def _can_paint(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")

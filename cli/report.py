@@ -137,12 +137,16 @@ def traffic_figure(history: History, parameters: int, reduction: float) -> Marku
         return Markup()
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas()
-        scale, unit = _time_unit(moments[-1].t)
+        units = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+        scale, unit = next((one for one in units if moments[-1].t >= 3 * one[0]), units[-1])
         times = [moment.t / scale for moment in moments]
         curves = _traffic_curves(moments, parameters)
         for _, values, color, style, width in curves:
             axes.plot(times, [value or math.nan for value in values], color=color, linewidth=width, linestyle=style)
-        _log_bytes(axes, curves)
+        positive = [value for _, values, *_ in curves for value in values if value > 0]
+        axes.set_yscale("log")
+        axes.set_ylim(min(positive) / 2, max(positive) * 2.5)
+        log_ticks(axes.yaxis, lambda value: _short(size_text(value)))
         axes.set_xlabel(f"time ({unit})")
         axes.set_xlim(times[0], times[-1])
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
@@ -186,13 +190,6 @@ def _running_mean(values: Sequence[float]) -> list[float]:
         window = values[index - near : index + near + 1]
         means.append(sum(window) / len(window))
     return means
-
-
-def _log_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
-    positive = [value for _, values, *_ in curves for value in values if value > 0]
-    axes.set_yscale("log")
-    axes.set_ylim(min(positive) / 2, max(positive) * 2.5)
-    log_ticks(axes.yaxis, lambda value: _short(size_text(value)))
 
 
 def _end_labels(axes: Axes, at: float, curves: Sequence[Curve]) -> None:
@@ -254,12 +251,6 @@ def _svg(figure: Figure, name: str, description: str) -> Markup:
 def _font(match: re.Match[str]) -> str:
     weight, size_px = match.groups()
     return f"font-size: {size_px}px" + (f"; font-weight: {weight}" if weight else "")
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    return next(
-        ((size, unit) for size, unit in ((3600.0, "hours"), (60.0, "minutes")) if seconds >= 3 * size), (1.0, "seconds")
-    )
 
 
 def _short(number: str) -> str:

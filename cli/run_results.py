@@ -61,21 +61,17 @@ def read_history(path: Path) -> History:
     for part in files(path):
         try:
             with part.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if line.strip():
-                        _read_line(line, history, totals)
+                for line in filter(str.strip, lines):
+                    try:
+                        if (event := parsed(line)) is None:
+                            raise ValueError("no event")
+                        if read := _READERS.get(event["event"]):  # events of a newer version are no error
+                            read(event, history, totals)
+                    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                        history.unreadable += 1
         except OSError as error:
             _log.warning("metrics not read path=%s why=%r note='the report lacks its events'", part, error.strerror)
     return history
-
-
-def _read_line(line: str, history: History, totals: Totals) -> None:
-    try:
-        if (event := parsed(line)) is None:
-            raise ValueError("no event")
-        _READERS.get(event["event"], _ignore)(event, history, totals)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        history.unreadable += 1
 
 
 def _progress(event: dict[str, Any], history: History, totals: Totals) -> None:
@@ -108,10 +104,6 @@ def _commit(event: dict[str, Any], history: History, totals: Totals) -> None:
 def _node(event: dict[str, Any], history: History, totals: Totals) -> None:
     reason = f": {event['reason']}" if event.get("reason") else ""
     history.occurrences.append(Occurrence(t=float(event["t"]), text=f"{event['name']} {event['state']}{reason}"))
-
-
-def _ignore(event: dict[str, Any], history: History, totals: Totals) -> None:
-    """Events of a newer version are no error."""
 
 
 _READERS = {"progress": _progress, "evaluation": _evaluation, "commit": _commit, "node": _node}

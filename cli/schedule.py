@@ -84,8 +84,7 @@ def schedule(
     Example: farloop lab schedule --set run.steps=2000 --set run.h_rule=qsr --set run.h_alpha=0.011
     """
     check_figure(plot)
-    config = config_of(file, flags or [])
-    shown, notes = preview(config)
+    shown, notes = preview(config_of(file, flags or []))
     if plot is not None:
         from farloop.plots.simulation import draw_schedule
 

@@ -150,10 +150,8 @@ def plan(
 ) -> "list[Training]":
     """The trainings to compare; `all` is a ladder in which each step adds one technique.
 
-    Without an overlap, farloop's streaming waits as long as diloco: its ladder starts with an overlap.
-
-    Raises:
-        ValueError: the options contradict each other.
+    Without an overlap, farloop's streaming waits as long as diloco: its ladder starts with an overlap. Raises
+    ValueError: the options contradict each other.
     """
     from farloop.sim.bandwidth import METHOD_NAMES, MODEL_NAMES, Training
 
@@ -310,14 +308,24 @@ def run(
 
     Example: farloop lab simulate run --example failures --plot failures.svg
     """
+    from farloop.config.scenario_file import example_names, example_text, load_example, load_scenario
     from farloop.sim.flow.simulator import Stuck, run_all
 
     if list_examples:
-        return _list()
+        names = example_names()
+        for name in names:
+            typer.echo(f"{name:<{max(map(len, names))}}  {load_example(name).about}")
+        return
     check_figure(plot)
-    scenario = _scenario(file, example, seed, repeats)
+    if (file is None) == (example is None):
+        raise CommandError(f"give either a SCENARIO.toml or --example, one of {', '.join(example_names())}")
+    scenario = load_scenario(file) if file else load_example(example or "")
+    given: dict[str, Any] = {"seed": seed, "repeats": repeats}
+    scenario = replace(scenario, **{name: value for name, value in given.items() if value is not None})
     if show:
-        return typer.echo(_example_text(example))
+        if example is None:
+            raise CommandError("--show goes with --example: it prints that file")
+        return typer.echo(example_text(example))
     timeline = plot is not None and scenario.sweep is None
     try:
         with _watched(scenario, quiet=as_json) as watch:
@@ -332,32 +340,6 @@ def run(
         typer.echo(dumps(report_json(scenario, rows), indent=1))
     else:
         _show_outcome(scenario, rows, plot)
-
-
-def _scenario(file: Path | None, example: str | None, seed: int | None, repeats: int | None) -> "FlowScenario":
-    from farloop.config.scenario_file import example_names, load_example, load_scenario
-
-    if (file is None) == (example is None):
-        raise CommandError(f"give either a SCENARIO.toml or --example, one of {', '.join(example_names())}")
-    scenario = load_scenario(file) if file else load_example(example or "")
-    changes: dict[str, Any] = {"seed": seed, "repeats": repeats}
-    return replace(scenario, **{name: value for name, value in changes.items() if value is not None})
-
-
-def _example_text(example: str | None) -> str:
-    from farloop.config.scenario_file import example_text
-
-    if example is None:
-        raise CommandError("--show goes with --example: it prints that file")
-    return example_text(example)
-
-
-def _list() -> None:
-    from farloop.config.scenario_file import example_names, load_example
-
-    names = example_names()
-    for name in names:
-        typer.echo(f"{name:<{max(map(len, names))}}  {load_example(name).about}")
 
 
 @contextmanager

@@ -117,7 +117,11 @@ def _headline(view: RunView, link: str) -> RenderableType:
     left = Text.assemble((view.name, "bold cyan"), facts)
     style = "green" if view.state == "training" else f"bold {_STYLES[view.tone]}"
     right = Text.assemble((view.state, style), (f"  {view.lasted}" if view.lasted else "", "bold"))
-    return _sides(left, right)
+    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
 
 
 def _progress(view: RunView, eta_s: float) -> RenderableType:
@@ -143,7 +147,11 @@ def _facts(view: RunView, *, wide: bool) -> RenderableType:
     grid.add_row("validation loss", _validation(view))
     steps = Text.assemble(view.outer_steps, (f"  {view.commits}, {view.tokens} tokens", "dim"))
     grid.add_row("outer steps", steps)
-    grid.add_row("traffic", _traffic(view))
+    traffic = Text(f"{view.up} up, {view.down} down")
+    if view.fewer:
+        traffic.append(f"  {view.fewer} less", style="bold green" if view.reduction > 1 else "")
+        traffic.append(" than fp32 data parallel", style="dim")
+    grid.add_row("traffic", traffic)
     if (uplink := view.status.get("uplink")) is not None and (uplink["bytes_per_s"] or uplink["held_s"]):
         grid.add_row("uplink", _uplink(uplink))
     if run.get("revision", 0):
@@ -174,14 +182,6 @@ def _uplink(uplink: UplinkStatus) -> Text:
     most = "no limit now" if rate is None else f"at most {rate_text(8 * rate)}"
     quiet = " in quiet hours" if uplink["quiet"] else ""
     return Text.assemble(most + quiet, (f"  transfers have waited {duration_text(uplink['held_s'])} for it", "dim"))
-
-
-def _traffic(view: RunView) -> Text:
-    text = Text(f"{view.up} up, {view.down} down")
-    if view.fewer:
-        text.append(f"  {view.fewer} less", style="bold green" if view.reduction > 1 else "")
-        text.append(" than fp32 data parallel", style="dim")
-    return text
 
 
 def _windows(windows: Sequence[WindowView], limit: int = 12) -> Text:
@@ -233,14 +233,6 @@ def node_cells(node: NodeView, view: RunView) -> dict[str, Text]:
         "compute": Text(node.compute, style=_STYLES[node.compute_tone]),
         "heard": Text(node.heard),
     }
-
-
-def _sides(left: Text, right: Text) -> RenderableType:
-    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(left, right)
-    return grid
 
 
 # --- machines and links: `farloop status --network`

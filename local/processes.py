@@ -144,11 +144,8 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, which no other process is given while this one lives: see `_reserved`.
-
-    Raises:
-        CommandError: there are none.
-    """
+    """Different ones, which no other process is given while this one lives: see `_reserved`. Raises CommandError: there
+    are none."""
     found = list(islice(filter(_reserved, random.Random().sample(_PORTS, 200)), count))
     if len(found) < count:
         raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)

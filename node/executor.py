@@ -441,7 +441,9 @@ class NodeExecutor:
                 )
                 self._state.renumber(incarnation)
             case ev.Stop(reason=reason, detail=detail):
-                raise _stop_error(reason, detail)
+                text = "; ".join(filter(None, [f"{reason.sentence}: {detail}", _FIXES.get(reason)]))
+                differs = reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART, Reason.WRONG_FROZEN)
+                raise LayoutMismatch(text) if differs else Refused(text)
             case _:
                 assert_never(command)
 
@@ -669,11 +671,10 @@ class NodeExecutor:
                 _log.info("isolated end was=%r", self._was_isolated)
             self._was_isolated = isolated
         versions = {state.fragment.index: state.version for state in self.machine.fragments}
-        connected = self.machine.connected
         self.metrics.update(
             progress,
             versions=versions,
-            connected=connected,
+            connected=self.machine.connected,
             alone=bool(isolated),
             lanes=self.link.num_lanes,
             uplink=self.link.uplink,
@@ -713,14 +714,3 @@ def _as_saved(heads: Mapping[int, Head]) -> msg.SavedAnchors:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _stop_error(reason: Reason, detail: str) -> NodeError:
-    text = f"{reason.sentence}: {detail}"
-    if fix := _FIXES.get(reason):
-        text = f"{text}; {fix}"
-    return (
-        LayoutMismatch(text)
-        if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART, Reason.WRONG_FROZEN)
-        else Refused(text)
-    )

@@ -309,10 +309,8 @@ class Node:
                 "another one? Join with the one that it steps",
                 self._notes,
             )
-        self._noted = (
-            None if tokens is None else self._checked(tokens),
-            shown(loss, self._losses),
-        )
+        checked = None if tokens is None else self._checked(tokens)
+        self._noted = checked, shown(loss, self._losses)
 
     def _before_optimizer_step(self) -> None:
         self._dry = self._inner.is_dry()

@@ -457,8 +457,7 @@ class NodeLink:
         now = self._clock.now()
         if now - self._logged_at >= REPEAT_S or (self._held_by and self._held_by != self._held_logged):
             self._held_logged = self._held_by
-            for_s = now - self._away_since
-            told = (self._coordinator, self._ended_by, for_s, patience_text(self._give_up_s))
+            told = (self._coordinator, self._ended_by, now - self._away_since, patience_text(self._give_up_s))
             _log.warning("no link coordinator=%s reason=%r for=%.0fs give_up=%s", *told)
             self._logged_at = now
         first, longest = BACKOFF_S
@@ -553,10 +552,13 @@ class NodeLink:
             self._advancing = False
         if self._check:
             session.check()
+        due = session.next_timer()
         if session.state is State.CLOSED:
             self._end(session, connection)
-        else:
-            self._arm(session)
+        elif due is not None and (self._timer is None or due < self._timer[0]):
+            if self._timer is not None:
+                self._timer[1].cancel()
+            self._timer = due, self._clock.call_later(max(0.0, due - self._clock.now()), self._wake)
 
     def _exchange(self, session: Session, connection: Connection) -> bool:
         """Take the session's events, and send what its lanes take; whether anything was sent."""
@@ -569,8 +571,7 @@ class NodeLink:
         chunks = CHUNKS_AHEAD * (len(self._bulk_open) - len(full))
         frames = session.outgoing(self._clock.now(), max_chunks=chunks, full=full)
         for lane in sorted({to for to, _ in frames}):
-            if batch := [parts for to, parts in frames if to == lane]:
-                connection.send(lane, batch)
+            connection.send(lane, [parts for to, parts in frames if to == lane])
         return bool(frames)
 
     def _open_lanes(self, session: Session, connection: Connection) -> None:
@@ -603,25 +604,17 @@ class NodeLink:
         self._downloads.on_session_end()
         for blob in self._wrote_ahead:
             self._writing.pop(blob, None)
-        for over in (self._places, self._ahead, self._wrote_ahead, self._reading, self._to_read):
-            over.clear()
         self._probing = Probing()
         self._session, self._connection, self._traffic = None, None, (self.moved, None)
         for timer in (self._timer and self._timer[1], *self._reopens.values()):
             if timer is not None:
                 timer.cancel()
         self._timer = None
+        for over in (self._places, self._ahead, self._wrote_ahead, self._reading, self._to_read):
+            over.clear()
         for forgotten in (self._greeting, self._bulk_open, self._lost_lanes, self._reopens):
             forgotten.clear()
         self._dial_again(opened=self._bulk)
-
-    def _arm(self, session: Session) -> None:
-        due = session.next_timer()
-        if due is None or (self._timer is not None and self._timer[0] <= due):
-            return
-        if self._timer is not None:
-            self._timer[1].cancel()
-        self._timer = due, self._clock.call_later(max(0.0, due - self._clock.now()), self._wake)
 
     def _wake(self) -> None:
         self._timer = None

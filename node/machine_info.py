@@ -343,8 +343,7 @@ def _port(tree: SysfsReader, device: str, port: str, memlock_bytes: int | None) 
     kind = _kind(tree, device, place)
     if kind is not None:
         draft.say("kind", kind)
-    state = tree.text(f"{place}/state").rpartition(":")[2].strip().lower()
-    draft.say("state", state or "unknown")
+    draft.say("state", tree.text(f"{place}/state").rpartition(":")[2].strip().lower() or "unknown")
     if rate := re.match(r"(\d+(?:\.\d+)?)\s*Gb/sec", said := tree.text(f"{place}/rate")):
         draft.say("bits_per_s", f"{float(rate[1]) * 1e9:g}")
         draft.say("rate", said)
@@ -492,8 +491,7 @@ def read_inventory(
     """
     tree = SysfsReader(root)
     labels, allowed = read_labels(tree, environ), limits(tree)
-    operator = parse_nics(nics)
-    cards = read_nics(tree, labels=labels.nics, operator=operator, memlock_bytes=allowed.memlock_bytes)
+    cards = read_nics(tree, labels=labels.nics, operator=parse_nics(nics), memlock_bytes=allowed.memlock_bytes)
     return trimmed(
         Inventory(
             site=site or labels.site,

@@ -146,8 +146,7 @@ class ZmqDialer:
             if self.has_others:
                 found = await _those_that_answer_first(found)
                 found.sort(key=lambda address: address == self._not_leading)
-            ends = [End(address, server) for address in found for server in self._servers]
-            connection = ZmqConnection(self, ends)
+            connection = ZmqConnection(self, [End(address, server) for address in found for server in self._servers])
             self._connections.add(connection)
             opened(connection)
 
@@ -411,11 +410,8 @@ class LinkThread:
     """A node's link in a thread of its own, from `start` to `close`. Every call may be made from any thread."""
 
     def __init__(self, config: LinkConfig) -> None:
-        """
-        Raises:
-            BadAddress: the coordinator's address is none, or the bulk lanes' has no keys.
-            KeyFileError: a key file cannot be used.
-        """
+        """Raises BadAddress: the coordinator's address is none, or the bulk lanes' has no keys; KeyFileError: a key
+        file cannot be used."""
         self._config, self._dialer = config, ZmqDialer(config, self._fail)
         self._hello: Greeting
         self._deliver: Deliver
@@ -542,5 +538,4 @@ def public_of(secret: bytes) -> bytes:
 
 def new_key_pair() -> tuple[bytes, bytes]:
     """(public, secret), each 40 characters of Z85."""
-    public, secret = zmq.curve_keypair()
-    return public, secret
+    return zmq.curve_keypair()

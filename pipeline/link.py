@@ -280,8 +280,7 @@ class PeerLink:
         if (peer := self._peers.get(name)) is None:
             raise RemoteProtocolError(f"no node {name!r} is expected")
         now = time.monotonic()
-        buffers = [part.buffer for part in parts[1:]]
-        come = messages.parse(buffers, self._run, self._config.max_tensor_bytes)
+        come = messages.parse([part.buffer for part in parts[1:]], self._run, self._config.max_tensor_bytes)
         peer.heard_at = now
         if isinstance(come, FramedMessage):
             peer.sight.tensor(come.info.size, come.info.sent_s, now)

@@ -100,8 +100,7 @@ def _ways(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) ->
         rank = sources.index(path.source)
         own = rank < _MOST_COLOURED
         colour = _LINES[rank % len(_LINES)] if own else "#b9bec6"
-        points = [place[hop.node] for hop in path.hops]
-        for begin, end in itertools.pairwise(points):
+        for begin, end in itertools.pairwise(place[hop.node] for hop in path.hops):
             _bend(axes, begin, end, colour, 3.0 if own else 0.9, 0.9 if own else 0.5, zorder=2 + 0.001 * number)
     few = len(inventory.nodes) <= _MOST_LABELS
     colours = {hop.node: _LINES[sources.index(path.source) % len(_LINES)] for path in reversed(order)

@@ -57,11 +57,7 @@ def _multiples(number: int, most: int) -> Iterable[int]:
 
 def measure(codec: Codec, x: Tensor) -> Rate:
     """Encode a sample of x, fp32 of any shape, and scale up; exact if it has at most `SAMPLE_ELEMENTS`, and where
-    elements depend on each other, as in a matrix of low rank.
-
-    Raises:
-        NonFiniteError: as encoding.
-    """
+    elements depend on each other, as in a matrix of low rank. Raises NonFiniteError: as encoding."""
     sample = _sample_of(codec, x)
     fragment = flat(sample.numel())
     fragment = replace(fragment, tensors=(replace(fragment.tensors[0], shape=tuple(sample.shape)),))

@@ -132,10 +132,7 @@ def pack_blob(header: BlobHeader, payload: Tensor) -> bytearray:
 def seal(header: BlobHeader, blob: bytearray) -> bytearray:
     """Finish a blob whose payload was encoded in place, at `blob[HEADER_BYTES:]`: compress it, write its header.
 
-    Returns the same buffer, or a shorter new one.
-
-    Raises:
-        ValueError: `blob` is not `blob_bytes` long.
+    Returns the same buffer, or a shorter new one. Raises ValueError: `blob` is not `blob_bytes` long.
     """
     size = blob_bytes(header.codec, header.fragment)
     if len(blob) != size:
@@ -174,10 +171,7 @@ def parse_blob(data: Bytes | Parsed, expect: Expected, *, scratch: bytearray | N
 
     What was parsed before, for the same receiver, is returned as it is: its bytes are not read again. `scratch` takes a
     decompressed payload: a buffer of that length or more, reused from blob to blob. The payload is a view of `data`
-    unless that is read-only or compressed.
-
-    Raises:
-        BadBlob: the bytes are not the expected blob, for any reason.
+    unless that is read-only or compressed. Raises BadBlob: the bytes are not the expected blob, for any reason.
     """
     if isinstance(data, Parsed):
         header = data.header

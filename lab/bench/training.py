@@ -191,12 +191,8 @@ class OuterGradients:
 
 
 def outer_gradients(settings: Settings, *, folder: Path | None = None) -> OuterGradients:
-    """The deltas of `settings`, from `folder` where they were put there before.
-
-    Raises:
-        CorpusError: there is no text to train on.
-        CommandError: `folder` cannot be written.
-    """
+    """The deltas of `settings`, from `folder` where they were put there before. Raises CorpusError: there is no text to
+    train on; CommandError: `folder` cannot be written."""
     corpus = load_corpus(max_bytes=4_000_000)
     path = folder / f"outer-gradients-{_key(settings, corpus)}.safetensors" if folder else None
     model = build(PRESETS[settings.model], settings.seed)

@@ -695,8 +695,7 @@ def matched_parameters(
     `absent` because another rank has them, checked against this part of the layout: it has them all, and no others.
     Raises LayoutMismatch: names the first difference, or a tie that is lost."""
     _check_ties(module)
-    fragments = fragments_of(holds, layout)
-    there = whole_shapes(fragments)
+    there = whole_shapes(fragments_of(holds, layout))
     # A run that began from the weights of a compiled model may have its names.
     names = {plain_name(name): name for name in there}
     here = {names.get(name, name): parameter for name, parameter in [*trainable_tensors(module), *absent.items()]}

@@ -84,10 +84,7 @@ class Q4rCodec(BlockCodec):
 
     def steps(self, fragment: Fragment) -> Tensor | None:
         """fp32 [num_blocks], since blocks never cross tensors; None for one step, which kernels have in their key.
-
-        Raises:
-            ValueError: there are several steps, but not one for each tensor.
-        """
+        Raises ValueError: there are several steps, but not one for each tensor."""
         if len(self.step) == 1:
             return None
         return self._steps(fragment, 0, self.layout.num_blocks(fragment.numel), torch.device("cpu"))

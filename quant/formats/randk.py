@@ -63,8 +63,7 @@ class RandkCodec(SparseCodec):
         entry = 0
         for chunks in _chunks(fragment):
             places = chunks.places(self._drawn(chunks, seed, device)).view(-1)
-            part = payload[2 * entry : 2 * (entry + places.numel())]
-            yield places, from_bf16(bf16_bits(part).to(device))
+            yield places, from_bf16(bf16_bits(payload[2 * entry : 2 * (entry + places.numel())]).to(device))
             entry += places.numel()
 
     def _check(self, payload: Tensor, fragment: Fragment) -> None:
