@@ -1,5 +1,6 @@
 """Pages of reference, the changelog, the licence and the images agree with the code and with pyproject.toml."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -70,6 +71,24 @@ def test_every_key_stands_on_the_page_with_its_meaning() -> None:
 def test_the_head_of_the_start_page_is_its_settings() -> None:
     """mkdocs shows as text what it cannot read."""
     assert re.match(r"---\n(?:\w+: [^:\n]+\n)+---\n", text_of("docs/index.md"))
+
+
+def test_the_reading_list_names_functions_that_exist_and_counts_their_lines() -> None:
+    path = text_of("docs/architecture.md").partition("## The path of a fragment")[2].partition("\n## ")[0]
+    lines, files, lists = 0, list[str](), 0
+    for link, named in re.findall(r"\]\(\.\./([\w/]+\.py)\)|Read: ([\w/]+\.py [^|]+?)\.\n", path):
+        files += [link] if link else []
+        lists += bool(named)
+        for file, names in re.findall(r"([\w/]+\.py) ([^;]+)", named):
+            there = next(known for known in reversed(files) if f"/{known}".endswith(f"/{file}"))
+            functions: dict[str, int] = {}
+            for node in ast.walk(ast.parse(text_of(there))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                    functions[node.name] = max(functions.get(node.name, 0), node.end_lineno - node.lineno + 1)
+            lines += sum(functions[name] for name in re.findall(r"`(\w+)`", names))
+    told = re.search(r"reading list of a new developer: about ([\d,]+)\slines", path)
+    assert lists == path.count("Read: ") == 8
+    assert told is not None and abs(int(told[1].replace(",", "")) - lines) <= 150, f"the functions have {lines} lines"
 
 
 def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
