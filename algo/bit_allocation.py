@@ -37,7 +37,9 @@ class Choice:
 
 def budget(tables: Sequence[Table], alpha: float = 1.0) -> float:
     """The paper's budget α·E: E is Σ error of the first candidates, which would be taken without a choice.
-    Rounded up, so that these fit with α = 1. Raises ValueError: a table is empty or holds impossible numbers."""
+
+    Rounded up, so that these fit with α = 1. Raises ValueError: a table is empty or holds impossible numbers.
+    """
     _check(tables)
     return _rounded_up(Fraction(alpha) * sum((Fraction(table[0].error) for table in tables), Fraction(0)))
 
@@ -108,7 +110,9 @@ def _front(table: Table, ratios: list[tuple[int, int]], unit: int) -> _Front:
 
 def _hull(front: _Front, unit: int) -> list[tuple[float, int, int]]:
     """Steps (λ, from, to) along the lower convex hull, as places in the front; λ never falls.
-    Points in the middle of an edge stay: two short steps may fit where one long step does not."""
+
+    Points in the middle of an edge stay: two short steps may fit where one long step does not.
+    """
 
     def price(start: int, end: int) -> float:
         return (front[end].error - front[start].error) / ((front[start].bits - front[end].bits) * unit)

@@ -39,7 +39,9 @@ def delta_into(anchor: Tensor, local: Tensor, out: Tensor) -> None:
 @torch.no_grad()
 def mix_into(local: Tensor, anchor: Tensor, a: float) -> None:
     """local ← a·local + (1 − a)·anchor, in fp32, then rounded to local's dtype; anchor is fp32 [local.numel()].
-    a = 0 copies the anchor exactly, a = 1 keeps the local weights. The optimizer's moments stay (arXiv 2311.08105)."""
+
+    a = 0 copies the anchor exactly, a = 1 keeps the local weights. The optimizer's moments stay (arXiv 2311.08105).
+    """
     assert anchor.dtype == torch.float32 and 0.0 <= a <= 1.0
     if a == 1.0:
         return
@@ -152,7 +154,9 @@ def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, factor: floa
 @torch.no_grad()
 def correct_(local: Tensor, drift: Tensor, lr: float) -> None:
     """local ← local − lr · drift after an inner step at that rate; drift is d_i, fp32 [local.numel()].
-    Local weights may be of any floating type and strides."""
+
+    Local weights may be of any floating type and strides.
+    """
     if not local.is_contiguous():  # without a flat view it is taken whole, by its strides
         local.sub_(drift.view(local.shape) * lr)
         return

@@ -169,7 +169,9 @@ def screens_deltas(terms: Terms) -> bool:
 
 def default_mix(method: Method, nodes: int) -> float:
     """Share of the local weights that a merge keeps: no more than what a node's own delta weighs in the mean.
-    With 4 nodes of `decoupled` ¼ did better than ½ and than 0 (docs/quality.md)."""
+
+    With 4 nodes of `decoupled` ¼ did better than ½ and than 0 (docs/quality.md).
+    """
     return min(method.mix, 1 / nodes)
 
 

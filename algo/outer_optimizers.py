@@ -58,7 +58,9 @@ def nesterov_step_(
     target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float
 ) -> None:
     """b ← μ·b + Δ; target ← target − ν·(Δ + μ·b), all fp32 [n] (arXiv 2311.08105, Nesterov in torch's form).
-    ν = 1 and μ = 0 give target − Δ exactly."""
+
+    ν = 1 and μ = 0 give target − Δ exactly.
+    """
     if (momentum := state.get("momentum")) is None:
         assert settings.momentum == 0.0
         return sgd_step_(target, state, delta, settings, version, gap)
@@ -74,7 +76,9 @@ def heavy_ball_step_(
     target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float
 ) -> None:
     """b ← μ·b + Δ; target ← target − ν·b, all fp32 [n]: Nesterov's step without the look ahead.
-    A constant delta moves the target by ν/(1 − μ) in the end, as Nesterov's does, but by ν alone at first."""
+
+    A constant delta moves the target by ν/(1 − μ) in the end, as Nesterov's does, but by ν alone at first.
+    """
     if (momentum := state.get("momentum")) is None:
         assert settings.momentum == 0.0
         return sgd_step_(target, state, delta, settings, version, gap)
@@ -145,7 +149,9 @@ def staleness_gap(drift: float, reach: float) -> float:
 
 def co2_step_(target: Tensor, state: State, delta: Tensor, settings: OuterSettings, version: int, gap: float) -> None:
     """m ← clip(β·m + Δ/Λ, −φ, φ); target ← target − α·m, element by element, all fp32 [n].
-    α and β are the settings' `lr` and `momentum`, φ is `clip`, Λ is `gap`. With Λ = 1 and no clip: heavy ball."""
+
+    α and β are the settings' `lr` and `momentum`, φ is `clip`, Λ is `gap`. With Λ = 1 and no clip: heavy ball.
+    """
     assert gap >= 1.0
     momentum = state["momentum"]
     # A product, because a division by a scalar is rounded in one way on a CPU and in another on a GPU.

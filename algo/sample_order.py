@@ -24,7 +24,9 @@ _ROUNDS = 8
 
 def sample_index(position: int, n: int, seed: int) -> int:
     """Index in [0, n) of the sample at `position` of the endless stream; every data pass has its own order.
-    Raises ValueError when `n` < 1 or `position` < 0."""
+
+    Raises ValueError when `n` < 1 or `position` < 0.
+    """
     if n < 1 or position < 0:
         raise ValueError(f"no sample at position {position} of a data pass of {n} samples")
     data_pass, place = divmod(position, n)
@@ -33,7 +35,9 @@ def sample_index(position: int, n: int, seed: int) -> int:
 
 def permute(place: int, n: int, key: int) -> int:
     """Image of `place` under the permutation of [0, n) that `key` (64 bits) selects.
-    Raises ValueError when `place` is outside [0, n)."""
+
+    Raises ValueError when `place` is outside [0, n).
+    """
     if not 0 <= place < n:
         raise ValueError(f"place {place} is outside [0, {n})")
     bits = (n - 1).bit_length()
@@ -57,7 +61,9 @@ def splitmix64(z: int) -> int:
 
 def _feistel(word: int, low_bits: int, high_bits: int, round_keys: list[int]) -> int:
     """A bijection of words of `low_bits` + `high_bits` bits.
-    Each round xors a hash of one half into the other. Without the usual swap the halves may differ in width."""
+
+    Each round xors a hash of one half into the other. Without the usual swap the halves may differ in width.
+    """
     low_mask, high_mask = (1 << low_bits) - 1, (1 << high_bits) - 1
     low, high = word & low_mask, word >> low_bits
     for i, round_key in enumerate(round_keys):
@@ -82,7 +88,9 @@ _PART_SALT = 0xBB67AE8584CAA73B
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Samples of each part in a block, by the largest remainders; at least one.
-    Raises ValueError: a weight is not above 0, or so small beside the others that it has no sample in a block."""
+
+    Raises ValueError: a weight is not above 0, or so small beside the others that it has no sample in a block.
+    """
     if not all(0.0 < weight < math.inf for weight in weights):
         raise ValueError(f"a weight is a number above 0, not {next(w for w in weights if not 0.0 < w < math.inf):g}")
     exact = [BLOCK * weight / sum(weights) for weight in weights]

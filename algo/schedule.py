@@ -251,7 +251,9 @@ def is_expected(terms: WindowTerms, start_round: int, slot: int, slots: int, sta
 
 def span_of(layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan]) -> tuple[int, int]:
     """Schedule positions [begin, end) that a regular window covers: from the fragment's send before to this one.
-    `rounds` must hold the window's round, and the one before it."""
+
+    `rounds` must hold the window's round, and the one before it.
+    """
     slot, slots = layout.fragments[window.fragment].slot, layout.slots
     begin, end = 0, rounds[window.round].start + due_step(slot, slots, rounds[window.round].length)
     if window.round > first_send_round(0, slot, slots):
@@ -262,7 +264,9 @@ def span_of(layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan]
 
 def work_ratio(terms: Terms, begin: int, end: int) -> float:
     """Σ η over these positions, divided by Σ η over the `h` positions from `begin` on: 1 for a round of `h` steps.
-    A round of H > h steps is worth less than H/h where η falls within it. Where there is no η at all, steps count."""
+
+    A round of H > h steps is worth less than H/h where η falls within it. Where there is no η at all, steps count.
+    """
     rates = [learning_rate(terms, position) for position in range(begin, max(end, begin + terms.schedule.h))]
     base = math.fsum(rates[: terms.schedule.h])
     return math.fsum(rates[: end - begin]) / base if base > 0.0 else (end - begin) / terms.schedule.h

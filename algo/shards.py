@@ -41,7 +41,9 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Move:
     """A box of a fragment's tensor that `holder` holds and `keeper` keeps; they may be one rank.
-    It moves to the keeper where `up` is True: of several holders one sends. It moves back to every holder."""
+
+    It moves to the keeper where `up` is True: of several holders one sends. It moves back to every holder.
+    """
 
     keeper: int
     holder: int

@@ -346,7 +346,9 @@ def may_own_tau(terms: Terms) -> bool:
 
 def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
     """Raise ValueError, one sentence, unless a node of this run can merge `tau` inner steps after it sends.
-    `slots`: of the run's layout."""
+
+    `slots`: of the run's layout.
+    """
     schedule = terms.schedule
     method = method_named(terms.method)
     own = f"this node's own tau is {tau}"

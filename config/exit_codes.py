@@ -91,7 +91,9 @@ def cannot_write(path: Path, error: OSError) -> CommandError:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make the folder of an output file, which the block then writes.
-    Raises CommandError in place of an OSError, of the block too."""
+
+    Raises CommandError in place of an OSError, of the block too.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

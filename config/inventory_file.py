@@ -373,7 +373,9 @@ def _access(links: Sequence[Mapping[str, Any]]) -> _Access:
 
 def _seen_link(link: Mapping[str, Any], access: _Access) -> dict[str, Any] | None:
     """A link in the form of a file; None if it is unmeasured or suspect.
-    If only the round trip is known, the slower of the two ends is assumed."""
+
+    If only the round trip is known, the slower of the two ends is assumed.
+    """
     if link.get("suspect") or link.get("rtt_s") is None:
         return None
     rate, ends = link.get("bytes_per_s"), ((link["from"], "from"), (link["to"], "to"))

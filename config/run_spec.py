@@ -223,7 +223,9 @@ def _stages(text: str | None) -> tuple[int, ...]:
 
 def _first_weights(config: RunConfig, vocabulary: int, *, weights: bool = True) -> tuple[Mapping[str, Tensor], str]:
     """Named tensors of version 0, and how the identity names the model. Raises ValueError, one sentence.
-    `vocabulary`: that of the data; a built-in model takes it."""
+
+    `vocabulary`: that of the data; a built-in model takes it.
+    """
     try:
         check_model_name(config.model)
         if config.model.startswith(HF):
@@ -267,7 +269,9 @@ def _weights_of_hf(config: RunConfig, text: str, vocabulary: int, *, weights: bo
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file or of a folder of them, mapped. Raises ValueError, SafetensorError.
-    Of a folder, an output layer that is a copy of the embedding is left out: it is the second name of a tied tensor."""
+
+    Of a folder, an output layer that is a copy of the embedding is left out: it is the second name of a tied tensor.
+    """
     if path.is_file():
         return {plain_name(name): tensor for name, tensor in load_file(path).items()}
     if not path.is_dir():

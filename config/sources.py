@@ -164,7 +164,9 @@ def validated(kind: type[_Tables], tables: Mapping[str, Any], where: object) -> 
 
 def as_json(tables: Mapping[str, Any], where: object) -> bytes:
     """As which strict validation takes a list for a tuple and a word for a member of an enumeration.
-    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others."""
+
+    Raises ConfigError: text that is not Unicode, or lists inside lists inside hundreds of others.
+    """
     try:
         return to_json(tables, inf_nan_mode="constants")
     except PydanticSerializationError as error:
@@ -245,7 +247,9 @@ def _origin(path: Path, line: int | None) -> str:
 
 def line_numbers(text: str) -> dict[tuple[str, int, str], int]:
     """(table, its number among tables of that name, key) → line, for keys that are spelled plainly.
-    The header of a table has the key ''."""
+
+    The header of a table has the key ''.
+    """
     table, number, seen = "", 0, Counter[str]()
     lines: dict[tuple[str, int, str], int] = {}
     for line, content in enumerate(text.splitlines(), start=1):

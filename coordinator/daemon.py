@@ -155,7 +155,9 @@ class Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the run is finished and its nodes have left, or `stop` is set.
-        Raises StorageFailed: the disk failed; start again to recover."""
+
+        Raises StorageFailed: the disk failed; start again to recover.
+        """
         executor = self.executor
         self._started_at = asyncio.get_running_loop().time()
         await self._door.open()

@@ -48,7 +48,9 @@ def is_measured(offer: Offer, ledger: Ledger) -> bool:
 
 def verify(data: bytearray, offer: Offer, expect: Expected, measures: bool) -> Verified:
     """Check every number of a delta, and measure the delta if it may be compared with others.
-    Raises BadBlob: it does not match its offer, or a number in it is not finite."""
+
+    Raises BadBlob: it does not match its offer, or a number in it is not finite.
+    """
     parsed = parse_blob(data, expect)
     header, payload, digest = parsed
     coded = header.codec.traits.entropy_coded
@@ -217,7 +219,9 @@ Done = Callable[[ev.Event], None]  # takes the event that ends an upload
 
 class DeltaUploads(DeltaIntake):
     """Deltas from the offer to the commit: received, verified, made durable, and kept until their window merged them.
-    Each accepted one ends in one event, or with its session. The machine decides which are accepted."""
+
+    Each accepted one ends in one event, or with its session. The machine decides which are accepted.
+    """
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
         """Begins with the durable deltas that have no outcome."""

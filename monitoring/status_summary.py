@@ -252,7 +252,9 @@ def data_parallel_bytes(status: Status) -> int:
 
 def reduction(status: Status) -> float:
     """Bytes of fp32 data parallel over all bytes on the links.
-    0 before the first commit: until then steps count whose delta has not been sent."""
+
+    0 before the first commit: until then steps count whose delta has not been sent.
+    """
     sent = status["totals"]["bytes_up"] + status["totals"]["bytes_down"]
     return data_parallel_bytes(status) / sent if sent and status["commits"] else 0.0
 

@@ -73,7 +73,9 @@ class Finding:
 
 def hung(progress: Mapping[str, Progress]) -> Finding | None:
     """The culprit of a sync past its deadline: the node that completed the least; the others wait for it.
-    Of several: a dead node, then a hanging node, then a hanging link; then by name."""
+
+    Of several: a dead node, then a hanging node, then a hanging link; then by name.
+    """
     if not progress:
         return None
     least = min(one.last_done for one in progress.values())
@@ -236,7 +238,9 @@ class Step:
 
 def next_step(finding: Finding, taken: Sequence[Action], *, another_way: bool = False) -> Step:
     """The next mitigation after those taken for the same fault.
-    A dead or hanging node is left out at once; a slow node has no link to probe; rerouting needs another way."""
+
+    A dead or hanging node is left out at once; a slow node has no link to probe; rerouting needs another way.
+    """
     match finding.kind:
         case Kind.DEAD | Kind.NODE_HANG:
             ladder = [Action.DROP]

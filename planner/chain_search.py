@@ -244,7 +244,9 @@ def _visits(chains: int, stages: int, length: int, limits: OrderLimits) -> tuple
 
 def nearby(message_s: Numbers, groups: int, size: int) -> list[list[int]]:
     """`groups` times `size` nodes that are near each other, and what is left over as a last list.
-    Each group begins with the free node that is farthest from all others and takes the nearest free ones."""
+
+    Each group begins with the free node that is farthest from all others and takes the nearest free ones.
+    """
     count = len(message_s)
     both = [[message_s[u][v] + message_s[v][u] for v in range(count)] for u in range(count)]
     free = list(range(count))
@@ -294,7 +296,9 @@ def pinned_start(stage_of: Sequence[int], length: int, limits: OrderLimits) -> C
 
 def _fullest(free: dict[int, int], wanted: int, limits: OrderLimits) -> tuple[int, ...] | None:
     """`wanted` stages in order with the most free nodes that a path may visit; None where there is no such path.
-    Exact, by the highest stage so far: (sum of free nodes, as few as possible of the emptiest first)."""
+
+    Exact, by the highest stage so far: (sum of free nodes, as few as possible of the emptiest first).
+    """
     best: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {(0, 0): ((), ())}
     for stage in sorted(free):
         if not free[stage]:

@@ -62,7 +62,9 @@ def best_chains(
     start: Chains, work: Work, message_s: Numbers, *, limits: OrderLimits, stage_of: Sequence[int] | None
 ) -> tuple[Chains, bool]:
     """Chains that are no slower than those of `start` in simulation, and whether they are proven to be the fastest.
-    `stage_of` as in `Annealing`; without it the search is for nodes and stages that are all alike."""
+
+    `stage_of` as in `Annealing`; without it the search is for nodes and stages that are all alike.
+    """
     found = _Search(start, work, message_s, limits, stage_of)
     if not found.is_possible:
         return start, False

@@ -45,7 +45,9 @@ class Fabric:
 
 def fabric_of(inventory: Inventory) -> Fabric:
     """The matrices of an inventory, with suspects left out.
-    A link is no faster than the cards of its ends, of the best class that both have: RDMA inside a site alone."""
+
+    A link is no faster than the cards of its ends, of the best class that both have: RDMA inside a site alone.
+    """
     nodes, model = inventory.nodes, inventory.model
     special = {end for ends in inventory.links for end in ends} & {node.name for node in nodes}
     alike: dict[tuple[str, tuple[Card, ...]], Node] = {}
@@ -104,7 +106,9 @@ class Island:
 
 def threshold(bandwidths: Sequence[float]) -> float:
     """The lowest bandwidth above the largest gap in the sorted logarithms, in the unit of the input.
-    FALLBACK_BYTES_PER_S where no two neighbours differ by LEAST_GAP."""
+
+    FALLBACK_BYTES_PER_S where no two neighbours differ by LEAST_GAP.
+    """
     known = sorted({value for value in bandwidths if 0.0 < value < math.inf})
     gaps = [(above / below, above) for below, above in itertools.pairwise(known)]
     factor, above = max(gaps, default=(1.0, 0.0))

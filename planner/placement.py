@@ -121,7 +121,9 @@ def exchange_s(group: Sequence[int], fabric: Fabric, num_bytes: float) -> float:
 
 def all_reduce_s(group: Sequence[int], fabric: Fabric, num_bytes: float) -> float:
     """The smaller of `exchange_s` and a binomial tree there and back, 2·⌈log₂ r⌉·(α + S/β) of the slowest link.
-    Both after Thakur, Rabenseifner and Gropp (2005); a tree takes fewer messages, a ring fewer bytes."""
+
+    Both after Thakur, Rabenseifner and Gropp (2005); a tree takes fewer messages, a ring fewer bytes.
+    """
     links = [fabric.latency_s[i][j] + num_bytes * fabric.byte_s[i][j] for i in group for j in group if i != j]
     tree = 2.0 * (len(group) - 1).bit_length() * max(links, default=0.0)
     return min(exchange_s(group, fabric, num_bytes), tree)

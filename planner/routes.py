@@ -239,7 +239,9 @@ class _LinkSearch:
 
     def run(self, room: Sequence[int], limits: OrderLimits) -> tuple[tuple[int, ...], ...] | None:
         """The nodes of every path; None if there are none, or if the search ended after `_TRIES` choices.
-        `room`: paths that may visit each node."""
+
+        `room`: paths that may visit each node.
+        """
         self.tries = 0
         self._room, self._limits = list(room), limits
         self._visits = [0] * self._task.stages

@@ -220,7 +220,9 @@ def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[
 
 def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dict[str, str]:
     """As `settings` for one node's advice, in rounds of h steps; bits alone if the model is cut into stages.
-    Raises NotInPlace: no other codec than the node's own has these bits."""
+
+    Raises NotInPlace: no other codec than the node's own has these bits.
+    """
     words: dict[str, str] = {}
     node, codec = advice.node, terms.codec_of(NodeId(advice.node))
     own = bits_of(codec)

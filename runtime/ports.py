@@ -44,7 +44,9 @@ class Worker(Protocol):
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
         """Run `job` outside the executor's thread, then `done` with its result or `failed` with its exception inside.
-        Jobs that are submitted while another one runs see all that was done until their own turn."""
+
+        Jobs that are submitted while another one runs see all that was done until their own turn.
+        """
 
     def close(self) -> None:
         """Finish the jobs that were submitted, and stop. What they report may be lost."""
@@ -55,7 +57,9 @@ Moved = tuple[int, int]  # bytes that were sent, and received
 
 class Objects(Protocol):
     """Carries blobs to and from an object store, by URLs that are signed for one request.
-    `over` is called in the executor's thread once nothing of a request goes on, with the bytes that it moved."""
+
+    `over` is called in the executor's thread once nothing of a request goes on, with the bytes that it moved.
+    """
 
     def put(self, url: str, data: Buffer, over: Callable[[str, Moved], None]) -> None:
         """Write an object once; one that is there stays. `over` gets why it failed; empty: it is there."""

@@ -10,7 +10,9 @@ from farloop.wire.reasons import Reason
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageReceived:
     """The next message of the peer, in the order in which it sent them, exactly once.
-    Never a Credit, Heartbeat or LaneHello: those are between the sessions."""
+
+    Never a Credit, Heartbeat or LaneHello: those are between the sessions.
+    """
 
     message: Message
 
@@ -26,7 +28,9 @@ class BlobReceived:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobCorrupt:
     """A blob is whole and does not have its announced digest; its bytes are dropped.
-    Every chunk had its checksum, so the sender's own bytes disagree with its announcement."""
+
+    Every chunk had its checksum, so the sender's own bytes disagree with its announcement.
+    """
 
     blob: BlobId
 

@@ -122,7 +122,9 @@ class Leases:
 
     def begin_anew(self, node: NodeId, incarnation: int, since: int) -> None:
         """A start that had returned everything is back, and says how many samples it has used.
-        What it used beyond what was known when it returned them counts as returned all the same."""
+
+        What it used beyond what was known when it returned them counts as returned all the same.
+        """
         owner = (node, incarnation)
         assert not self.account(node, incarnation).leases
         since = min(since, self.most_used(node, incarnation))
@@ -148,7 +150,9 @@ class Leases:
 
     def stores(self, node: NodeId, incarnation: int, consumed: int | None) -> None:
         """A delta is stored; its node had used this many samples when it took it. None: it brings its own.
-        Of a start that gave its samples back before, these had come back too early."""
+
+        Of a start that gave its samples back before, these had come back too early.
+        """
         owner = (node, incarnation)
         if consumed is None:
             return
@@ -170,7 +174,9 @@ class Leases:
 
     def give_back(self, node: NodeId, incarnation: int, stored: int) -> int:
         """Free the samples of a node that left and that are in none of its stored deltas. Returns how many.
-        `stored`: samples in stored deltas."""
+
+        `stored`: samples in stored deltas.
+        """
         owner = (node, incarnation)
         if (account := self.held.pop(owner, None)) is None:
             return 0

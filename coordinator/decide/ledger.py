@@ -216,7 +216,9 @@ class Ledger:
 
     def _store(self, stored: rec.InputStored) -> None:
         """Count a spooled delta if it came in time and none of its nodes has contributed yet.
-        The machine decides the same when it hears of the delta, and journals a drop; a crash may come in between."""
+
+        The machine decides the same when it hears of the delta, and journals a drop; a crash may come in between.
+        """
         self.leases.stores(stored.blob.node, stored.blob.incarnation, stored.consumed)
         offer = stored.offer()
         if self.outcome_reason(stored.blob, stored.window) is None and self._spooled.isdisjoint(_spools(offer)):

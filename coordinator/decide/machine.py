@@ -57,7 +57,9 @@ class Evaluations:
 
     def asked(self, node: NodeId, versions: Sequence[int], position: float = 0.0) -> int | None:
         """The version for which this evaluation was asked; None if it was not, or if the run has no such position.
-        A node that merges several versions at once answers with the newest."""
+
+        A node that merges several versions at once answers with the newest.
+        """
         ledger = self._ledger
         if len(versions) != len(ledger.versions) or not 0.0 <= position <= last_position(ledger):
             return None

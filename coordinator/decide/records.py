@@ -59,7 +59,9 @@ class EpochSeen:
 @_record(15)
 class Rewound:
     """A start of the coordinator accepted this state, whatever nodes had seen since.
-    The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots."""
+
+    The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots.
+    """
 
     epoch: int
 

@@ -163,7 +163,9 @@ class Window:
 
     def _why_void(self, floor: int) -> str | None:
         """Why the window ends without a delta: with good deltas it could have closed.
-        Absent nodes may return, but no other delta would come: the run would stand still for good."""
+
+        Absent nodes may return, but no other delta would come: the run would stand still for good.
+        """
         refused = self.refused_nodes - self.contributors
         came = len(self.contributors)
         if not refused or came + len(refused) < floor:
@@ -255,7 +257,9 @@ class Window:
 
     def _stays(self, served: Collection[NodeId]) -> bool:
         """Whether the next window belongs to the same round: other nodes have yet to contribute.
-        At the run's end, that includes contributors of a late delta: their flush is still to come."""
+
+        At the run's end, that includes contributors of a late delta: their flush is still to come.
+        """
         if self.terms.final:
             return any(offer.window < self.terms.window for offer in self.inputs.values())
         return self.alone and bool(self.expected - set(self.removed) - self.contributors - set(served))

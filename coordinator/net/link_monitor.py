@@ -80,7 +80,9 @@ class LinkMonitor:
 
     async def dial_back(self, members: Mapping[NodeId, Member], sessions: Mapping[NodeId, Peer]) -> None:
         """Try the addresses that nodes declare for other nodes to dial, once for each start of a node.
-        A node without a key may name only the host that it connects from: it must not make us dial others."""
+
+        A node without a key may name only the host that it connects from: it must not make us dial others.
+        """
         for node, peer in sessions.items():
             member = members.get(node)
             if member is None or not member.inventory.address:

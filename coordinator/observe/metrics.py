@@ -274,7 +274,9 @@ class Metrics:
 
     def set_nodes(self, nodes: Sequence[NodeStatus]) -> None:
         """How every node is now, as the coordinator last heard of it.
-        One that left on purpose, or was forgotten, is not missed: no alarm is to wait for its return."""
+
+        One that left on purpose, or was forgotten, is not missed: no alarm is to wait for its return.
+        """
         missed = [node for node in nodes if node["connected"] or node["reason"] not in _ON_PURPOSE]
         self._show(self.node_connected, {(node["name"],): node["connected"] for node in missed})
         self._show(self.node_last_message, {(node["name"],): node["last_heard_s"] for node in missed})

@@ -376,7 +376,9 @@ class Journal:
 
     def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
         """From now on every new segment begins with a summary of all records before it, so that those can be pruned.
-        It is requested during an `append` or `reserve`, after all earlier records."""
+
+        It is requested during an `append` or `reserve`, after all earlier records.
+        """
         self._summarise = summarise
 
     def held_by(self, claim: Claim) -> None:

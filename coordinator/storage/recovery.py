@@ -286,7 +286,9 @@ class Recovery:
 
     def take_older(self, segments: Segments, *, trusting: bool) -> None:
         """Take the newest segment that was not read: where its bulk bytes are, and its commits, which can be repeated.
-        Its ledger is its own, from the summary that it begins with."""
+
+        Its ledger is its own, from the summary that it begins with.
+        """
         older = Recovery(directory=self.directory, files=self.files, ledger=self.ledger, lost=True)
         for item in segments.items_of(self.unread.pop(), trusting=trusting):
             older.take(item)
@@ -463,7 +465,9 @@ def _recovered(segments: Segments, place: Place, first: First | None, *, trustin
 
 def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tensor]:
     """The global model: every parameter by name, fp32, to be read alone.
-    Views of the anchors, which no commit changes in place; a tensor that is split between fragments is a copy."""
+
+    Views of the anchors, which no commit changes in place; a tensor that is split between fragments is a copy.
+    """
     shapes, named = whole_shapes(layout.fragments), dict[str, Tensor]()
     for fragment in layout.fragments:
         for tensor in fragment.tensors:
@@ -479,7 +483,9 @@ def named_anchors(layout: Layout, buffers: Sequence[Buffers]) -> dict[str, Tenso
 
 def newest_model(directory: Path) -> tuple[Ledger, dict[str, Tensor]]:
     """What the folder of a run holds, whether its coordinator runs or not: its ledger and `named_anchors`.
-    Raises StorageError: the folder holds no run, or is damaged."""
+
+    Raises StorageError: the folder holds no run, or is damaged.
+    """
     journal_folder(directory)
     found = steadily(lambda: recovered(Segments(directory)))
     return found.ledger, named_anchors(found.ledger.spec.identity.layout, found.buffers)
@@ -505,7 +511,9 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
 
 def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
     """Why a start would refuse the folder; None if it would not. Uses the code of a start; changes nothing.
-    Raises NoRoom: no file can be opened now."""
+
+    Raises NoRoom: no file can be opened now.
+    """
     try:
         refuse_half_salvaged(directory, files)
         segments = Segments(directory, files)

@@ -248,7 +248,9 @@ def version_in(name: str) -> int | None:
 
 def _delete_older(directory: Path, fragment: int, version: int, files: Files) -> None:
     """Keep this snapshot and the `KEEP` − 1 before it. Newer ones belong to an abandoned history and stay.
-    Not durable: a deleted file may reappear after a power cut."""
+
+    Not durable: a deleted file may reappear after a power cut.
+    """
     older = [found for found in versions_of(directory, fragment, files) if found < version]
     for found in older[: max(0, len(older) - (KEEP - 1))]:
         with suppress(FileNotFoundError):

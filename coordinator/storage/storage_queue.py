@@ -53,7 +53,9 @@ class StorageQueue:
         beside: Worker | None = None,
     ) -> None:
         """`alarms` gets what waits and why. `fatal` gets errors that end the process.
-        `beside`: where snapshots are written; without it they are in `worker`, as a part of their commit."""
+
+        `beside`: where snapshots are written; without it they are in `worker`, as a part of their commit.
+        """
         self.hold = StorageHold(alarms)
         self._store, self._worker, self._clock, self._fatal = store, worker, clock, fatal
         self._gathered: SimpleQueue[_Delta] = SimpleQueue()
@@ -76,7 +78,9 @@ class StorageQueue:
 
     def spool(self, record: rec.InputStored, data: bytearray, done: Action, failed: Failed) -> None:
         """Store a delta, once there is room: its node would not send a dropped delta again.
-        Deltas that arrive while the disk is busy are appended together, with one sync."""
+
+        Deltas that arrive while the disk is busy are appended together, with one sync.
+        """
         what, delta = f"a delta of {record.blob.node}", _Delta(record, data)
 
         def over(_: None) -> None:  # this job, or one before it, has had its turn with the delta
@@ -95,7 +99,9 @@ class StorageQueue:
 
     def reserve(self, fragment: int, codec_down: str, done: Callable[[int], None], refused: Failed) -> None:
         """Reserve room for an update, to be given to `commit` or `release`.
-        Without room, `refused` gets NoRoom: try again later. The run is held until it succeeds."""
+
+        Without room, `refused` gets NoRoom: try again later. The run is held until it succeeds.
+        """
         what = _update(fragment)
 
         def reserved(room: int) -> None:
