@@ -267,7 +267,7 @@ class Leadership:
     def __init__(self, store: TermStore, root: Path, term: Term, version: Version) -> None:
         """`term`, `version`: the record, in which this process leads. `root`: the state folder, for error lines."""
         self._store, self._root = store, root
-        self.term, self._version = term, version
+        self.term, self._there, self._version = term, term, version  # `_there`: as it was read last
         self._lock = threading.RLock()
         self._closed = self._has_begun = False
         self.why_held = ""
@@ -308,25 +308,23 @@ class Leadership:
     def _change(self, wanted: Term, unless: Callable[[], bool]) -> bool:
         """Record this in a term of its own, under the lock. As `set_in_sync`. What is given up may happen all the same,
         or later: `term` stays, and `check` puts it back."""
-        before = there = self.term
-        at = self._version
+        before = self.term
 
         def change() -> bool:
-            nonlocal there, at
-            while there is before or there != dataclasses.replace(wanted, term=there.term):
-                new = dataclasses.replace(wanted, term=there.term + 1)
-                failed = None
+            new = None
+            while new is None or self._there != new:  # after a write to the newest version none before it can arrive
+                new, failed = dataclasses.replace(wanted, term=self._there.term + 1), None
                 try:
-                    self._store.replace(new, at)
+                    self._store.replace(new, self._version)
                 except Unreachable as error:  # its answer may be lost: what is there decides
                     failed = error
                 found, version = self._store.read()
                 if found is None or found.holder not in (before.holder, wanted.holder):
                     raise self._deposed(found)
+                self._there, self._version = found, version
                 if failed is not None and found != new:
                     raise failed
-                there, at = found, version
-            self.term, self._version, self.why_held = there, at, ""
+            self.term, self.why_held = self._there, ""
             return True
 
         def over(error: Unreachable) -> bool:
@@ -344,13 +342,14 @@ class Leadership:
         Raises Deposed: another leads. A store that does not answer says nothing of that."""
         with self._lock:
             try:
-                found, _ = self._store.read()
+                found, version = self._store.read()
             except Unreachable as error:
                 self.why_unread = str(error)
                 return
             self.why_unread = ""
             if found is None or found.holder != self.term.holder:
                 raise self._deposed(found)
+            self._there, self._version = found, version
             if found != self.term or (self._has_begun and found.term == 1):
                 self._change(self.term, lambda: True)
 

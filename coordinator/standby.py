@@ -136,7 +136,8 @@ class Contender:
         return not holders or not {*term.holder.split()}.isdisjoint(holders)
 
     def _claim(self, version: Version, *, keeps: bool) -> Leadership | None:
-        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's.
+        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's; and
+        stays that of earlier ones, whose claims may arrive late, until this one is made.
         `keeps`: this folder has all that was told; should it turn out to be unreadable, another that has all goes on.
         """
         own, before = self._own.holder, self.leader
@@ -145,12 +146,15 @@ class Contender:
             number = 1
         term = dataclasses.replace(self._own, term=number)
         if holders := marked(self._root, self.files):
-            kept = holders if before is None else [holder for holder in before.holder.split() if holder in holders]
-            mark(self._root, " ".join([*kept, own]), self.files)
+            mark(self._root, " ".join(dict.fromkeys([*holders, own])), self.files)
         if before is not None and keeps and (others := {before.leader, *before.in_sync} - {self.name}):
             theirs = before.holder.split()[-1]
             term = dataclasses.replace(term, holder=f"{own} {theirs}", in_sync=tuple(sorted(others)))
-        return Leadership.claim(self._store, self._root, term, version)
+        leadership = Leadership.claim(self._store, self._root, term, version)
+        if leadership is not None and holders and before is not None:
+            kept = [holder for holder in before.holder.split() if holder in holders]
+            mark(self._root, " ".join([*kept, own]), self.files)
+        return leadership
 
     def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None

@@ -1,5 +1,6 @@
 """Random lives of two coordinators in virtual time: killed, suspended, cut off from each other and from the store of
-the record, whose answers may be lost. Whatever was told is in the folder of the one that leads, and it alone tells.
+the record, whose answers may be lost, and which may do late what it was asked. Whatever was told is in the folder of
+the one that leads, and it alone tells.
 
 The code is the product's: `Mirror`, `MirroredFiles`, `Replica`, `Leadership`, and `Contender` that decides to take
 over. A wait of one of them is a turn of the world, in which everything else happens.
@@ -220,6 +221,7 @@ class World:
                     if not host.alive:
                         host.start()
             case 10 if self.terms.term is not None:
+                self.terms.arrive()  # of the two that have all, one keeps its disk
                 for host in self.hosts:
                     if self.leads(host):
                         host.suspended_until = self.now + 20.0
@@ -227,6 +229,10 @@ class World:
                         host.kill()
                         host.disk = host.backup.survivor(WHOLE)
                         host.start()
+            case 11:
+                self.terms.slow = not self.terms.slow
+            case 12 | 13:
+                self.terms.arrive()
             case _:
                 pass
 
@@ -293,7 +299,8 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(seed, monkeypatch)
     world.live(150)
     world.calm = True
-    world.terms.deaf = False
+    world.terms.deaf = world.terms.slow = False
+    world.terms.arrive()
     world.away_until = world.cut_until = 0.0
     told = len(world.told)
     for host in world.hosts:
