@@ -1,8 +1,9 @@
 """`make mutants`: apply each mutation to a copy of the tree, and see that a test fails. Never touches the tree itself.
 
     python tests/mutants/mutate.py [--only TEXT ...] [--jobs N]
+    python tests/mutants/mutate.py --sample N [--seed S] [--only TEXT ...]
 
-Ends with 1 where a mutation survives, or where its text is not found exactly once.
+Ends with 1 where a mutation survives, or where its text is not found exactly once. With --sample it draws mutations.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutations import MUTATIONS, Mutation
+from sampled import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,5 +120,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="mutations with one of these texts in their name or file")
     parser.add_argument("--jobs", type=int, default=2, help="mutations at a time")
+    parser.add_argument(
+        "--sample", type=int, help="draw so many mutations of operators, constants, conditions and calls"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="with another, other mutations are drawn")
     arguments = parser.parse_args()
+    if arguments.sample:
+        sys.exit(bool(sample(arguments.sample, arguments.seed, arguments.only or [])))
     sys.exit(bool(main(arguments.only, arguments.jobs)))

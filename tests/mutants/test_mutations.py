@@ -1,8 +1,11 @@
 """The list of mutations fits the tree: each can be applied, and each changes something."""
 
+import ast
+
 import pytest
 from mutate import is_stale
 from mutations import MUTATIONS, Mutation
+from sampled import changes
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.name}")
@@ -24,3 +27,11 @@ def test_every_floor_of_the_product_has_mutations() -> None:
         "node",
         "wire",
     }
+
+
+def test_changes_are_drawn_within_functions_alone() -> None:
+    tree = ast.parse(
+        "A = 1\ndef f(a=2) -> int:\n    if a < 3 and B:\n        g()\n    assert a == 4\n    return a + True"
+    )
+    made = " ".join(f"{node.lineno}:{field}" for node, field, _ in changes(tree))
+    assert made == "3:test 3:op 3:ops 3:value 4:value 6:value 6:op 6:value"
