@@ -20,7 +20,7 @@ from farloop.coordinator.storage.follower import Follower, Following
 from farloop.coordinator.storage.mirror import INCOMING, finish_incoming, mark, marked
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
-from farloop.monitoring.addresses import parse_each_tcp
+from farloop.monitoring.addresses import Address, parse_each_tcp
 
 _log = logging.getLogger(__name__)
 
@@ -69,14 +69,14 @@ class Contender:
         leads_at = None
         while (found := patiently(self._store.read, stopped)) is not None:
             self.leader, version = found
-            if self.leader is None and not force and self._config.peers:
+            if self.leader is None and not force:
                 if leads_at is not None:
                     raise StateMismatch(
                         self._root,
                         f"a coordinator leads at {leads_at}, and {self._config.leads_by} has no record of it: give "
                         "both one [coordinator] leads_by",
                     )
-                if leads_at := leading_peer(parse_each_tcp(self._config.peers), self._config.key):
+                if leads_at := self._leading_peer():
                     continue  # it may have made its record meanwhile
             if self.leader is not None and self.leader.run != self._own.run:
                 raise StateMismatch(
@@ -125,7 +125,12 @@ class Contender:
             return found.leader == self.name and self._has_all_of(found)
         if found.in_sync:
             return False  # one of those has all
-        return self._config.recover == "auto" or (found.leader == self.name and found.term == 1)
+        if self._config.recover == "auto" and not self._leading_peer():
+            return True
+        return found.leader == self.name and found.term == 1
+
+    def _leading_peer(self) -> Address | None:
+        return leading_peer(parse_each_tcp(self._config.peers), self._config.key) if self._config.peers else None
 
     def _has_run(self) -> bool:
         return has_run(self._root, self.files)
