@@ -128,20 +128,23 @@ class BucketTerms:
 def _call(request: urllib.request.Request, context: ssl.SSLContext | None) -> tuple[int, bytes]:
     where = urlsplit(request.full_url).netloc
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+        try:
+            answer = urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+        except urllib.error.HTTPError as error:
+            answer = error  # another status, and a body, which may end early too
+        with answer:
             return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(f"{where}: {getattr(error, 'reason', error)}") from error
 
 
-def _object(data: bytes, where: str) -> dict[str, Any]:
+def _object(data: bytes, where: str, has: str) -> dict[str, Any]:
+    """`has`: a field that every answer of this store has, and that of another server has not."""
     try:
         found = json.loads(data)
     except ValueError:
         found = None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or has not in found:
         raise Unreachable(f"{where} answers {data[:80]!r}")
     return found
 
@@ -166,10 +169,12 @@ class EtcdTerms:
         self._key = base64.b64encode(parts.path.encode()).decode()
 
     def read(self) -> tuple[Term | None, Version]:
-        found = self._post("kv/range", {"key": self._key}).get("kvs")
-        if not found:
-            return None, "0"
-        return Term.decode(base64.b64decode(found[0]["value"]), self._where), found[0]["mod_revision"]
+        match found := self._post("kv/range", {"key": self._key}).get("kvs", []):
+            case []:
+                return None, "0"
+            case [{"value": str(value), "mod_revision": str(version)}]:
+                return Term.decode(base64.b64decode(value), self._where), version
+        raise Unusable(f"{self._where} holds something else than the record of a leader: {found}")
 
     def replace(self, term: Term, version: Version) -> bool:
         # The gateway drops fields that it does not know: a misspelt condition would be none.
@@ -185,7 +190,7 @@ class EtcdTerms:
         status, answer = _call(urllib.request.Request(f"{self._base}/{what}", data), self._context)
         if status != 200:
             raise Unreachable(f"{self._where} answers {status}: {answer[:200].decode(errors='replace')}")
-        return _object(answer, self._where)
+        return _object(answer, self._where, "header")
 
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -211,10 +216,10 @@ class KubernetesTerms:
         status, lease = self._send("GET", f"{self._all}/{self._name}")
         if status == 404:
             return None, None
-        found = (lease.get("metadata") or {}).get("annotations") or {}
-        if "farloop/term" not in found:
-            raise Unusable(f"{self._where} has no annotation farloop/term: it belongs to something else")
-        return Term.decode(found["farloop/term"].encode(), self._where), lease["metadata"]["resourceVersion"]
+        match lease:
+            case {"metadata": {"annotations": {"farloop/term": str(text)}, "resourceVersion": str(version)}}:
+                return Term.decode(text.encode(), self._where), version
+        raise Unusable(f"{self._where} has no annotation farloop/term: it belongs to something else")
 
     def replace(self, term: Term, version: Version) -> bool:
         metadata: dict[str, Any] = {"name": self._name, "annotations": {"farloop/term": term.encode().decode()}}
@@ -243,11 +248,11 @@ class KubernetesTerms:
         except OSError as error:
             raise Unreachable(f"{self._where}: {error.filename or self._account}: {error.strerror}") from error
         status, answer = _call(request, context)
-        if status not in (200, 201, 404, 409):
+        if status not in (200, 201, 404, 409) or (status, method) == (404, "POST"):  # then there is no such namespace
             raise Unreachable(
                 f"{self._where}: the API server answers {status}: {answer[:200].decode(errors='replace')}"
             )
-        return status, _object(answer, self._where)
+        return status, _object(answer, self._where, "kind")
 
 
 def term_store(url: str) -> TermStore:

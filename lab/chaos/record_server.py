@@ -38,9 +38,9 @@ class RecordServer(ThreadingHTTPServer):
             if name != self.allowed:
                 return 403, {"message": f"leases {name!r} is forbidden"}
             if method == "GET":
-                return (404, {}) if found is None else (200, found)
+                return (404, {"kind": "Status"}) if found is None else (200, found)
             if (method == "POST") != (found is None) or body["metadata"].get("resourceVersion") != held:
-                return 409, {}
+                return 409, {"kind": "Status"}
             self.version += 1
             body["metadata"]["resourceVersion"] = str(self.version)
             self.leases[name] = body

@@ -1,13 +1,14 @@
 """The record of who leads: one table of laws for every store that can keep it, and what a process makes of it."""
 
 import dataclasses
+import http.server
 import shutil
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -123,9 +124,60 @@ def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> Non
         server = stack.enter_context(record_server.serving())
         with pytest.raises(Unreachable, match=r"answers 403: .*'other' is forbidden"):
             term_store(f"k8s://farloop/other?api=http://127.0.0.1:{server.server_port}").read()
-        server.leases["run"] = {"metadata": {"resourceVersion": "1"}}
+        server.leases["run"] = {"kind": "Lease", "metadata": {"resourceVersion": "1"}}
         with pytest.raises(Unusable, match="has no annotation"):
             term_store(f"k8s://farloop/run?api=http://127.0.0.1:{server.server_port}").read()
+
+
+@contextmanager
+def answering_with(status: int, body: bytes, length: int | None = None) -> Iterator[str]:
+    """HOST:PORT of a server that gives every request this answer; `length`: as it claims."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def _do(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body) if length is None else length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+        do_GET = do_POST = do_PUT = _do
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "length"),
+    [
+        (500, b"it fai", 40),  # the connection ends within the body
+        (200, b'{"kvs": [{"mod_rev', 40),
+        (200, b'{"header": {}, "kvs": [{"mod_revision": "7"}]}', None),  # an empty value is left out
+        (200, b'{"header": {}, "kvs": "none"}', None),
+        (200, b'{"kind": "Lease", "metadata": []}', None),
+        (200, b'{"kind": "Lease", "metadata": {"annotations": {"farloop/term": 7}}}', None),
+        (200, b'{"status": "ok"}', None),  # of another server: it does not say that there is no record
+        (404, b"<html>", None),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["etcd://{}/run", "k8s://farloop/run?api=http://{}"])
+def test_an_answer_that_is_none_is_one_line(scheme: str, status: int, body: bytes, length: int | None) -> None:
+    with answering_with(status, body, length) as server, pytest.raises(Unreachable, match=r"^.{20,}$"):
+        term_store(scheme.format(server)).read()
+
+
+def test_a_namespace_that_is_not_there_is_said() -> None:
+    body = b'{"kind": "Status", "message": "namespaces farloop not found"}'
+    with answering_with(404, body) as server, pytest.raises(Unreachable, match=r"404.*namespaces farloop not found"):
+        term_store(f"k8s://farloop/run?api=http://{server}").replace(FIRST, None)
 
 
 def test_some_errors_of_obstore_are_pythons_own(tmp_path: Path) -> None:
@@ -539,6 +591,19 @@ def test_an_empty_folder_is_recovered_from_copies_where_it_may(tmp_path: Path) -
     c.has_run()
     with pytest.raises(StateMismatch, match="b leads this run"):
         c.lead()
+
+
+def test_a_leader_that_answers_is_not_replaced_by_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on alone when this host's disk was lost: the newest copy has less than it."""
+    assert Start(tmp_path, "a", **PAIR).lead() is not None
+    answers = ["tcp://a:7701", None]
+    monkeypatch.setattr("farloop.coordinator.standby.leading_peer", lambda peers, key: answers.pop(0))
+    b = Start(tmp_path, "b", recover="auto", **PAIR)
+    assert b.lead() is None and b.stands_by
+    taken = Start(tmp_path, "b", recover="auto", **PAIR).lead()
+    assert taken is not None and taken.term.leader == "b"
 
 
 def test_a_standby_that_cannot_read_the_state_does_not_take_over(
