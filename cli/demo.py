@@ -56,8 +56,7 @@ class DemoPlan:
 def run_demo(
     run: Mapping[str, Any], *, out: Path | None, data: Path | None, link: str, resume: Path | None, as_json: bool
 ) -> None:
-    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`. Raises CommandError: one
-    line."""
+    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`. Raises CommandError."""
     console = progress_console(json=as_json)
     try:
         if resume is not None:

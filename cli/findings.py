@@ -20,8 +20,6 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line."""
-
     level: Level
     what: str
     detail: str

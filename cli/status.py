@@ -28,8 +28,7 @@ POLL_S = 1.0
 
 
 def fetch(url: str, option: str = "--url") -> Status:
-    """The status of the coordinator at `url`, which the option gave. Raises CommandError: no answer, or not from a
-    coordinator."""
+    """The status of the coordinator at `url`, which the option gave. Raises CommandError: no coordinator answers."""
     page = page_of(url, option)
     try:
         with open_page(page, TIMEOUT_S) as answer:

@@ -42,7 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not path.startswith("docs/"):
             files.append(_file(path, config))
         if path.endswith(".md"):
-            todo += [target for target in _targets(path) if target is not None]
+            lines = [line for line, is_prose in _lines((ROOT / path).read_text(encoding="utf-8")) if is_prose]
+            targets = (_target(path, match[2]) for line in lines for match in _LINK.finditer(line))
+            todo += [target for target in targets if target is not None]
     return files
 
 
@@ -75,12 +77,6 @@ def _target(page: str, link: str) -> str | None:
         path = f"{path}/README.md"
         return path if (ROOT / path).is_file() else None
     return path
-
-
-def _targets(page: str) -> Iterator[str | None]:
-    for line, is_prose in _lines((ROOT / page).read_text(encoding="utf-8")):
-        if is_prose:
-            yield from (_target(page, match[2]) for match in _LINK.finditer(line))
 
 
 def _in_site(path: str) -> str:

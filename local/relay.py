@@ -208,12 +208,16 @@ class RelayThread:
             for relay in self._relays:
                 self._run(relay.start())
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self._relays
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        for relay in self._relays:
+            self._run(relay.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def cut(self, relay: Relay) -> None:
         """`Relay.cut`, from any thread."""
@@ -229,13 +233,6 @@ class RelayThread:
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
-
-    def _stop(self) -> None:
-        for relay in self._relays:
-            self._run(relay.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class _Direction:

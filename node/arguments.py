@@ -210,10 +210,10 @@ def _path(text: str) -> Path:
 
 _READERS: Mapping[type, Callable[[str], Any]] = {int: _number, float: float, bool: _switch, Path: _path}
 """How a text is read, by what a setting is; others are the text itself."""
-_OF_THE_LINK = ("lanes", "congestion", "bulk_source", "max_uplink", "quiet_hours", "quiet_uplink")
 _FROM_ENVIRONMENT = (
     *("coordinator", "name", "key", "server_key", "state_dir", "fingerprint", "http", "http_names"),
-    *("tau", "adapt_tau", "give_up", *_OF_THE_LINK),
+    *("tau", "adapt_tau", "give_up"),
+    *("lanes", "congestion", "bulk_source", "max_uplink", "quiet_hours", "quiet_uplink"),
 )
 """Keys of [node] that are read from variables. All but those of the link are arguments of `join`."""
 _HINTS = get_type_hints(NodeConfig, include_extras=True)
@@ -236,26 +236,21 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
         raise LoopError(f"{name} is not read: after {_PREFIX} join reads {known}")
 
 
-def _parsed(key: str, text: str) -> Any:
-    """The text of a key of [node] as its type, held to the rules beside it. Raises ValueError."""
-    hint, *rules = get_args(_HINTS[key]) if get_origin(_HINTS[key]) is Annotated else (_HINTS[key],)
-    kind = (get_args(hint) or (hint,))[0]  # without None
-    value = _READERS.get(kind, str)(text)
-    for rule in rules:
-        rule(value)
-    return value
-
-
 def setting(argument: str, given: Any) -> Any:
     """An argument of `join`, from the environment where it is None. Raises LoopError."""
     variable = f"{_PREFIX}{argument.upper()}"
     if (near := variable.replace("__", "_", 1)) in os.environ:
         raise LoopError(f"{near} is not read: did you mean {variable}, with two underscores?")
     if given is None and (text := os.environ.get(variable)):
+        hint, *rules = get_args(_HINTS[argument]) if get_origin(_HINTS[argument]) is Annotated else (_HINTS[argument],)
+        kind = (get_args(hint) or (hint,))[0]  # without None
         try:
-            return _parsed(argument, text)
+            value = _READERS.get(kind, str)(text)
+            for rule in rules:
+                rule(value)
         except ValueError as error:
             raise LoopError(f"{variable}: {error}") from None
+        return value
     if isinstance(given, str) and Path in get_args(_HINTS[argument]):
         return _path(given)
     if given is None and argument in ("coordinator", "name"):

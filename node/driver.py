@@ -48,8 +48,7 @@ class Driver:
         self.executor = make(inbox=self._inbox, now=time.monotonic, worker=self._worker, link=link, state=state)
 
     def wait_for_spec(self) -> RunSpec:
-        """Block until the coordinator has told the run. Raises RunOver: this node saw a run's end, and there is no
-        coordinator any more."""
+        """Block until the coordinator has told the run. Raises RunOver: this node saw its end, and no one answers."""
         over = self._state.finished
         deadline = time.monotonic() + LAST_CALL_S if over else math.inf
         while self.executor.machine.spec is None:
@@ -77,7 +76,13 @@ class Driver:
         """What to do after the last step that is decided; blocks where the method says that training waits."""
         with self.reporting_failure():
             self.executor.step_done(tokens, loss, stepped=stepped)
-            return self._decide()
+            step_s = (time.monotonic() - self._decided_at) / max(1, self._decided)
+            while not self.executor.settle():
+                self._wait()
+            most = max(1, min(MOST_STEPS, int(AHEAD_S / step_s))) if self._decided and not self._alone else 1
+            decisions = self.executor.decisions(most)
+            self._decided_at, self._decided = time.monotonic(), len(decisions)
+            return decisions
 
     def between_steps(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
         """After a step whose next one is decided already."""
@@ -108,15 +113,6 @@ class Driver:
             self._report_failure(error)
         self.link.close()
         self._worker.close()
-
-    def _decide(self) -> list[Decision]:
-        step_s = (time.monotonic() - self._decided_at) / max(1, self._decided)
-        while not self.executor.settle():
-            self._wait()
-        most = max(1, min(MOST_STEPS, int(AHEAD_S / step_s))) if self._decided and not self._alone else 1
-        decisions = self.executor.decisions(most)
-        self._decided_at, self._decided = time.monotonic(), len(decisions)
-        return decisions
 
     def _wait(self) -> None:
         """Wait for an event, or until a report may be due."""

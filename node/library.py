@@ -89,8 +89,7 @@ from farloop.wire.machine_info import NOTHING, Inventory
 _log = logging.getLogger(__name__)
 
 DRAIN_S = 20.0
-"""How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
-process after SIGTERM."""
+"""How long `leave` waits for the outcome of what was sent: well inside the 30 s of Kubernetes after SIGTERM."""
 
 
 _live: "weakref.WeakSet[Node]" = weakref.WeakSet()  # that were joined here and have not left
@@ -581,8 +580,7 @@ def join(
 
 
 def join_run(config: NodeConfig, options: LoopOptions, inventory: Inventory = NOTHING) -> Node:
-    """`join` with its options as wholes, none of them from the environment. `inventory`: what is told of the machine.
-    Raises as `join`."""
+    """`join` with its options as wholes, none from the environment; raises as it. `inventory`: told of the machine."""
     _check_options(config, options)
     name, folder = check_name(config.name), config.state_dir or Path(".farloop") / config.name
     link = LinkConfig.of(config)

@@ -253,8 +253,6 @@ class Downloads:
         self._waiting.clear()
 
     def give_up_updates(self, session: Session, snapshot: BlobId) -> None:
-        """Give up updates that the snapshot contains."""
-
         def holds(blob: BlobId) -> bool:
             same = blob.kind is BlobKind.UPDATE and blob.fragment == snapshot.fragment
             return same and blob.version <= snapshot.version
@@ -538,8 +536,7 @@ class NodeLink:
     # --- what the session wants
 
     def _advance(self) -> None:
-        """Do everything that is due: handle events, send, and end with the session. Call it after each use of the
-        session."""
+        """Do all that is due: handle events, send, and end with the session. Call it after each use of the session."""
         session, connection = self._session, self._connection
         if session is None or connection is None or self._advancing:
             return

@@ -124,8 +124,7 @@ class NodeMachine:
         return max(1, steps)
 
     def foresee(self) -> int:
-        """As `quiet_steps`, and remembered: up to the next event, those steps are handled without a look at every
-        fragment."""
+        """As `quiet_steps`, and remembered: up to the next event, those steps take no look at every fragment."""
         if self.running and not self._quiet_steps:
             self._quiet_steps = self.quiet_steps
         return self._quiet_steps or 1
@@ -167,7 +166,6 @@ class NodeMachine:
         return self.terms_in(self.schedule.round)
 
     def terms_in(self, round_index: int) -> Terms:
-        """The terms of a round."""
         assert self.revisions is not None
         return self.revisions.of_round(round_index)
 
@@ -357,8 +355,7 @@ class NodeMachine:
             self.stage = "finishing"
 
     def _send_overdue(self) -> bool:
-        """While training waits, no turn comes: send now what others may be waiting for. Returns whether anything was
-        sent."""
+        """While training waits, no turn comes: send now what others may wait for. Returns whether anything was sent."""
         if self.stage != "training" or self.inner_steps == self.fragments.joined_at or self.waiting is None:
             return False
         before = self._seq

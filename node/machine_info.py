@@ -447,8 +447,6 @@ _SYSTEM: Final = "proc/sys/net"
 _CGROUPS: Final = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Limit of this process's group, in cgroup versions 2 and 1."""
 
-_KIB: Final = 1024
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -512,7 +510,7 @@ def read_inventory(
 def _memory(tree: SysfsReader) -> int | None:
     """Memory of the machine or of the container."""
     lines = (line.split() for line in tree.text("proc/meminfo").splitlines())
-    total = next((int(line[1]) * _KIB for line in lines if line[:1] == ["MemTotal:"] and line[1].isdecimal()), None)
+    total = next((int(line[1]) * 1024 for line in lines if line[:1] == ["MemTotal:"] and line[1].isdecimal()), None)
     group = next((bound for place in _CGROUPS if (bound := tree.number(place)) is not None), None)
     return min((size for size in (total, group) if size), default=None)
 

@@ -101,8 +101,7 @@ class SendSchedule:
         return self.reached if self.plan is None else schedule.position_in(self.plan, self._node, self.step + ahead)
 
     def lr_after(self, ahead: int, terms: Terms, inner_steps: int) -> float:
-        """Learning rate of the inner step after `ahead` others of this round: the schedule's, ramped for a late
-        joiner."""
+        """Learning rate of the inner step after `ahead` others of this round; ramped for a node that joined late."""
         ramp = 1.0
         if self.start_round or self.start_slot:
             ramp = min(1.0, (inner_steps + ahead + 1) / RAMP_STEPS)

@@ -162,8 +162,7 @@ def _loop(node: Node, corpora: Sequence[Corpus], loss_of: LossOf, microbatch: in
 def backward(
     model: nn.Module, tokens_BS: Tensor, loss_of: LossOf, mixed: torch.autocast, microbatch: int = 0
 ) -> float | Tensor:
-    """Forward and backward pass of a batch, `microbatch` sequences at a time (0: all). Returns the mean loss; on a
-    device it stays there.
+    """Forward and backward pass of a batch, `microbatch` sequences at a time (0: all). The mean loss, on its device.
 
     Gradients are averaged over ranks in the last backward pass alone.
     """

@@ -100,7 +100,6 @@ class ZmqDialer:
         await asyncio.wait_for(asyncio.gather(*self._tasks, return_exceptions=True), max(timeout_s, 1.0))
 
     def closed(self, connection: "ZmqConnection") -> None:
-        """The connection is closed."""
         self._connections.discard(connection)
 
     def socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
@@ -410,8 +409,7 @@ class LinkThread:
     """A node's link in a thread of its own, from `start` to `close`. Every call may be made from any thread."""
 
     def __init__(self, config: LinkConfig) -> None:
-        """Raises BadAddress: the coordinator's address is none, or the bulk lanes' has no keys; KeyFileError: a key
-        file cannot be used."""
+        """Raises BadAddress: the coordinator's address is none, or the bulk lanes' has no keys; KeyFileError."""
         self._config, self._dialer = config, ZmqDialer(config, self._fail)
         self._hello: Greeting
         self._deliver: Deliver

@@ -213,7 +213,11 @@ class PipelineMachine:
                 self.peers.set(peer, "up")
                 self.homes.left.discard(peer)
             case ev.Down(peer=peer):
-                self._on_down(peer)
+                self.peers.set(peer, "down")
+                self._forget_all(lambda trip: trip.source == peer)
+                for trip in [trip for trip, held in self.desk.held.items() if held.next == peer]:
+                    self._lose(trip, f"{peer} is gone")
+                self._post(self.switching.answered(peer, self._reachable()))
             case ev.Offered(layout=layout, addresses=addresses):
                 if refusal := self._prepare(layout, addresses):
                     self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
@@ -319,8 +323,7 @@ class PipelineMachine:
         self._open = False
         became = {"completed": flights.completed, "dropped": flights.dropped.total(), "reissued": flights.reissued}
         self.counted.update(became)
-        summary = ev.Summary(step=self.step, microbatches=flights.microbatches, **became)
-        self._do(ev.Over(summary=summary))
+        self._do(ev.Over(summary=ev.Summary(step=self.step, microbatches=flights.microbatches, **became)))
 
     # --- work
 
@@ -414,8 +417,7 @@ class PipelineMachine:
         if self.flights is None or trip.source != self.name:
             return self._send_message(trip.source, Lost(trip=trip, epoch=self.epoch, reason=reason))
         if self.flights.is_flying(trip):
-            again = self.flights.lose(trip, reason)
-            what = "goes once more" if again else "is dropped"
+            what = "goes once more" if self.flights.lose(trip, reason) else "is dropped"
             self._do(ev.Note(text=f"microbatch {trip.index} of step {trip.step} {what}: {reason}"))
             for peer in others(self.layout, self.name):
                 self._send_message(peer, Forget(trip=trip))
@@ -427,13 +429,6 @@ class PipelineMachine:
     def _forget_all(self, of: Callable[[MicrobatchRoute], bool]) -> None:
         for trip in self.desk.trips(of):
             self._forget(trip)
-
-    def _on_down(self, peer: str) -> None:
-        self.peers.set(peer, "down")
-        self._forget_all(lambda trip: trip.source == peer)
-        for trip in [trip for trip, held in self.desk.held.items() if held.next == peer]:
-            self._lose(trip, f"{peer} is gone")
-        self._post(self.switching.answered(peer, self._reachable()))
 
     # --- messages
 

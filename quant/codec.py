@@ -209,8 +209,7 @@ def flat(numel: int) -> Fragment:
 SharedPolicy = Literal["equal", "l-greco"]
 
 L_GRECO_SHARES = (1.0, 0.25, 0.35, 0.5, 0.7, 1.41, 2.0, 2.83, 4.0)
-"""Multiples of `topk`'s k and `lowrank`'s rank from which the coordinator may choose for a tensor; the first is the
-equal choice."""
+"""Multiples of `topk`'s k and `lowrank`'s rank that the coordinator may choose for a tensor; the first changes none."""
 
 
 def of_tensors(given: tuple[int, ...], fragment: Fragment) -> tuple[int, ...]:

@@ -31,8 +31,6 @@ LONG, SHORT = Settings(), Settings(model="nano", nodes=2, rounds=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
-
     codecs: tuple[Codec, ...]
     places: tuple[Where, ...]
     elements: int | None = None  # of a vector that is timed; None: `ELEMENTS`
@@ -47,8 +45,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecReport:
-    """All that was found."""
-
     elements: dict[str, int]  # by device: of a vector that was timed
     speed: tuple[SpeedRow, ...]
     quality: tuple[QualityRow, ...]

@@ -319,8 +319,7 @@ def _one_of(option: str, name: str, known: Iterable[str]) -> str:
 
 
 def _empty_folder(out: Path | None, command: str) -> Path:
-    """That of `--out`, or a new one. Raises CommandError: it has something in it already, or no file can be written
-    there."""
+    """That of `--out`, or a new one. Raises CommandError: it is not empty, or no file can be written there."""
     out = out or Path("out") / f"{command}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if out.is_dir() and any(out.iterdir()):
         raise CommandError(f"--out: {out} is not empty; name another folder")

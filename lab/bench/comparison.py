@@ -58,8 +58,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is written down."""
-
     baseline: str
     seeds: tuple[int, ...]
     confidence: float

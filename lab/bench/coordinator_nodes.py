@@ -182,8 +182,7 @@ async def _run(address: str, first: int, count: int, step_s: float) -> list[Node
 
 
 def main() -> None:
-    """FILE ADDRESS FIRST COUNT SECONDS: be the nodes FIRST to FIRST + COUNT − 1 until the run is over; a step lasts so
-    long."""
+    """FILE ADDRESS FIRST COUNT SECONDS: be COUNT nodes from FIRST on until the run is over; a step lasts so long."""
     torch.set_num_threads(1)
     path, address, first, count, step_s = sys.argv[1:]
     nodes = asyncio.run(_run(address, int(first), int(count), float(step_s)))

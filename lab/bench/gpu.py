@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,7 +60,6 @@ PARTS: Final[Mapping[str, float]] = {
 
 _TOGETHER = ("laws", "tests")  # they compile on the host most of the time
 _LEAST_S = 10.0  # a part is not begun with less
-_SIGKILL: Final = 9
 _DRY_LIMIT_S = 300.0  # a CPU may be busy, and its times say nothing
 _LAWS = "tests/unit/quant/kernels/test_kernels.py"
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
@@ -141,7 +141,7 @@ def _run(part: str, command: list[str], out: Path, limit_s: float, add_row: Call
             stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
-        timer = threading.Timer(limit_s, os.killpg, (process.pid, _SIGKILL))
+        timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         with process.stdout:
             for line in process.stdout:

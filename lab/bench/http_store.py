@@ -42,8 +42,6 @@ class ObjectServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection to it."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     step_bytes = 16 << 10

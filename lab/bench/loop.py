@@ -22,6 +22,7 @@ from farloop.config.exit_codes import CommandError
 from farloop.lab.bench.processes import WITHOUT_GPU, emulated, stores, write_run
 from farloop.local.processes import Children
 from farloop.node.library import Node, join
+from farloop.node.link import Traffic
 from farloop.node.model.built_in import GPT, build
 from farloop.node.settings import ModelConfig
 
@@ -113,7 +114,7 @@ class _Sums:
     """Of the turns of one kind."""
 
     def __init__(self, loop: str, node: Node | None) -> None:
-        self._loop, self._node = loop, node
+        self._loop, self._node, self._executor = loop, node, None if node is None else node.executor
         self._compute, self._update, self._blocked_s = Spent(0, 0, 0), Spent(0, 0, 0), 0.0
         self._steps, self._quiet, self._bytes, self._seconds = 0, list[float](), 0, 0.0
 
@@ -122,7 +123,8 @@ class _Sums:
         for _ in range(steps):
             start = spent()
             loop.compute()
-            quiet, (own, blocked) = self._is_quiet(), self._account()
+            quiet = self._executor is not None and self._executor.machine.quiet_steps > 1
+            own, blocked = self._account()
             between = spent()
             loop.update(self._node)
             end, (own_after, blocked_after) = spent(), self._account()
@@ -147,21 +149,14 @@ class _Sums:
             bytes_per_s=self._bytes / self._seconds,
         )
 
-    def _is_quiet(self) -> bool:
-        return (
-            self._node is not None and self._node.executor is not None and self._node.executor.machine.quiet_steps > 1
-        )
-
     def _account(self) -> tuple[float, float]:
-        if self._node is None or self._node.executor is None:
+        if self._executor is None:
             return 0.0, 0.0
-        seconds = self._node.executor.account.all_seconds(time.monotonic())
+        seconds = self._executor.account.all_seconds(time.monotonic())
         return seconds["farloop"], seconds["blocked"]
 
     def _moved(self) -> int:
-        if self._node is None or self._node.executor is None:
-            return 0
-        moved = self._node.executor.link.moved
+        moved = Traffic() if self._executor is None else self._executor.link.moved
         return moved.up.total + moved.down.total
 
 

@@ -62,7 +62,6 @@ class Peak:
 
 
 def text(peaks: Sequence[Peak]) -> str:
-    """A line for each."""
     return "\n".join(
         f"{peak.who:<20} predicted {size_text(peak.predicted_bytes)}, measured {size_text(peak.measured_bytes)} "
         f"({peak.measured_bytes / peak.parameters:.1f} B a parameter): {peak.ratio:.2f}"

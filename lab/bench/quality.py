@@ -46,8 +46,6 @@ FORMAT = 3  # Of the kept files; part of a run's key. Goes up, too, when a defau
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came out of one run."""
-
     key: str
     seed: int
     nodes: int
@@ -295,8 +293,7 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
     except NodeError as error:
         terms = spec.terms
         what = f"{terms.method}, {terms.admission.min_nodes} nodes, {terms.codecs.up}/{terms.codecs.down}"
-        sentence = f"{what}, seed {spec.identity.seed}: {error}"
-        raise RunFailed(sentence, error.exit_code) from None
+        raise RunFailed(f"{what}, seed {spec.identity.seed}: {error}", error.exit_code) from None
     Kept(plan.folder).put(spec, result)
     return result
 

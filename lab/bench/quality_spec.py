@@ -41,8 +41,7 @@ _SINGLE = {
 SAME_FOR_ALL = frozenset(
     {"name", "seed", "init", "model", "sequence_tokens", "evaluation_sequences", "steps", "batch_sequences"}
 )
-"""Settings that decide the first weights, the samples, what is evaluated, or the tokens: runs that differ in them are
-no pairs."""
+"""Settings that decide the first weights, the samples, the evaluation or the tokens: equal in all runs of a pair."""
 
 
 def parse_variant(spelled: str) -> dict[str, Any]:
@@ -60,7 +59,10 @@ def parse_variant(spelled: str) -> dict[str, Any]:
     fields = _method_fields(names[0], origin) if names else {}
     fields |= run_settings(settings, origin=origin)
     if wrong := sorted(SAME_FOR_ALL & fields.keys()):
-        raise CommandError(f"{origin}: {wrong[0]} is the same for all variants; {_how_for_all(wrong[0])}")
+        of_a_step = "it is --global-batch shared by the nodes"
+        how = {"steps": "set it with --steps", "model": "set it with --model", "batch_sequences": of_a_step}
+        told = f"{wrong[0]} is the same for all variants; {how.get(wrong[0], 'set it with --set')}"
+        raise CommandError(f"{origin}: {told}")
     return fields
 
 
@@ -72,16 +74,6 @@ def _method_fields(word: str, origin: str) -> dict[str, Any]:
     raise CommandError(
         f"{origin}: {word!r} is neither a method nor KEY=VALUE, as h=15; {nearest(word, [SINGLE, MUON, *METHODS])}"
     )
-
-
-def _how_for_all(name: str) -> str:
-    match name:
-        case "steps" | "model":
-            return f"set it with --{name}"
-        case "batch_sequences":
-            return "it is --global-batch shared by the nodes"
-        case _:
-            return "set it with --set"
 
 
 def check_device(name: str) -> None:
@@ -170,8 +162,7 @@ def load_grid(path: Path) -> Grid:
 def asked_for(path: Path | None, flags: Mapping[str, Any], lists: Mapping[str, list[str] | None]) -> Grid:
     """The grid of a file, or the default one, with a command line's options on top. Raises CommandError.
 
-    `flags`: fields of `Grid`; None where not given. `lists`: fields of `Grid` that may be given several times; they are
-    added to the file's.
+    `flags`: fields of `Grid`; None where not given. `lists`: those that may be given several times, beside the file's.
     """
     grid = load_grid(path) if path else Grid()
     variants = lists.get("variants") or []
@@ -201,11 +192,7 @@ def baseline_first(variants: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _first(method: str, variants: tuple[str, ...]) -> str | None:
-    for spelled in variants:
-        words = spelled.split()
-        if words[:1] == [method] or f"method={method}" in words:
-            return spelled
-    return None
+    return next((one for one in variants if one.split()[:1] == [method] or f"method={method}" in one.split()), None)
 
 
 def share_of(grid: Grid, nodes: int, label: str) -> int:

@@ -35,8 +35,6 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start."""
-
     cold: bool  # whether nothing of the folder was in the page cache before
     seconds: float
     read_bytes: int
@@ -69,7 +67,6 @@ def measure(parameters: int, rounds: int, codec: str, out: Path) -> list[Start]:
 
 
 def text(starts: Sequence[Start]) -> str:
-    """A line for each."""
     return "\n".join(
         f"{'cold' if start.cold else 'warm'}  {start.seconds:7.2f} s  {start.commits} commits repeated, "
         f"{size_text(start.read_bytes)} read of a journal of {size_text(start.journal_bytes)} and "

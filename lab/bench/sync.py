@@ -23,8 +23,6 @@ _ENVIRON = {**WITHOUT_GPU, "GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One system."""
-
     system: str
     codec: str
     parameters: int
@@ -109,8 +107,7 @@ def _gloo(what: Measured, out: Path) -> _Ran:
     out.mkdir(parents=True)
     address = f"tcp://127.0.0.1:{free_port()}"
     told = [str(number) for number in (what.nodes, what.parameters, what.rounds + WARM_UP)]
-    words = {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(what.nodes)}
-    return _run(out, {}, words)
+    return _run(out, {}, {f"node-{rank}": ["gloo", address, str(rank), *told] for rank in range(what.nodes)})
 
 
 def _farloop(what: Measured, codec: str, out: Path, link: str, *, trace: bool, store: str = "") -> Row:

@@ -60,8 +60,7 @@ class _Place:
 
 
 def read_journal(folder: Path) -> Journal:
-    """Read and check all of the journal in a folder. Raises Unreadable: it is damaged, and the damage is not the torn
-    end of the last segment."""
+    """Read and check all of a folder's journal. Raises Unreadable: damage, but for a torn end of the last segment."""
     paths = _segments(folder)
     digests: dict[Version, str] = {}
     committed: set[Version] = set()

@@ -74,8 +74,6 @@ WIDE: Final[dict[str, object]] = {
 
 @dataclass(slots=True)
 class PairOutcome:
-    """What the storm found."""
-
     seconds: list[tuple[str, float]] = field(default_factory=list)
     """Each fault, and the time to the next commit."""
     versions: int = 0  # that were told
@@ -95,7 +93,6 @@ class PairOutcome:
         return not self.wrong
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
         times = sorted(seconds for _, seconds in self.seconds)
         by_kind: dict[str, list[float]] = {}
         for kind, seconds in self.seconds:

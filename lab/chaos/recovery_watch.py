@@ -107,14 +107,6 @@ class Book:
 
 
 @dataclass(slots=True)
-class _Awaited:
-    what: str
-    since: float
-    versions: list[int]
-    due: Callable[[list[str]], bool]
-
-
-@dataclass(slots=True)
 class Recoveries:
     """Seconds from a fault, or from its end, to the next commit that is as it should be again.
 
@@ -122,7 +114,8 @@ class Recoveries:
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by what was awaited
-    _awaited: dict[tuple[str, str], _Awaited] = field(default_factory=dict)
+    _awaited: dict[tuple[str, str], tuple[float, list[int], Callable[[list[str]], bool]]] = field(default_factory=dict)
+    """By what is awaited and of whom: since when, the versions then, and which merged nodes it takes."""
 
     def await_commit(
         self,
@@ -133,7 +126,7 @@ class Recoveries:
         due: Callable[[list[str]], bool] = lambda merged: True,
     ) -> None:
         """From `since` on: a version newer than these, of a window whose merged nodes are `due`."""
-        self._awaited[what, target] = _Awaited(what, since, list(versions), due)
+        self._awaited[what, target] = since, list(versions), due
 
     def forget(self, target: str) -> None:
         """It was hit again: what is awaited of it will not come, or not for that reason."""
@@ -141,12 +134,12 @@ class Recoveries:
 
     def on_status(self, status: Status, now: float) -> None:
         """A page that was fetched at this time."""
-        for key, awaited in list(self._awaited.items()):
+        for (what, target), (since, versions, due) in list(self._awaited.items()):
             for window in status["windows"]:
                 fragment, merged = window["fragment"], window["merged"]
-                if status["versions"][fragment] > awaited.versions[fragment] and merged and awaited.due(merged):
-                    self.seconds.setdefault(awaited.what, []).append(now - awaited.since)
-                    del self._awaited[key]
+                if status["versions"][fragment] > versions[fragment] and merged and due(merged):
+                    self.seconds.setdefault(what, []).append(now - since)
+                    del self._awaited[what, target]
                     break
 
 

@@ -217,8 +217,6 @@ BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a storm came to."""
-
     seconds: float
     faults: Counter[Kind]
     committed: int
@@ -242,7 +240,6 @@ class Outcome:
         return not self.wrong
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
         kinds: list[tuple[str, Kind]] = [*zip(KINDS, KINDS, strict=True), ("node_back", "kill_node")]
         measured = [s for what, seconds in self.recovery_s.items() if what != "node_back" for s in seconds]
         return {
@@ -281,59 +278,53 @@ class Stopped(Exception):
     """A person asked to stop, or the run came to no end."""
 
 
-@dataclass(slots=True)
 class Storm:
     """Everything of one storm. `run` is the only way in."""
 
-    out: Path
-    seed: int
-    seconds: float
-    nodes: Sequence[str]
-    faults: Sequence[Fault]
-    store: ObjectServer | None
-    say: Callable[[str], None]
-    stopped: Sequence[int]  # not empty once a person asked to stop
-
-    _children: Children = field(init=False)
-    _history: History = field(init=False, default_factory=History)
-    _recoveries: Recoveries = field(init=False, default_factory=Recoveries)
-    _memory: Memory = field(init=False)
-    _ballast: Ballast = field(init=False)
-    _books: dict[str, Book] = field(init=False)
-    _relays: dict[str, Relay] = field(init=False)
-    _guests: Guests = field(init=False)
-    _tail: Tail = field(init=False)
-    _links: RelayThread = field(init=False)
-    _agenda: list[tuple[float, int, Callable[[], None]]] = field(init=False, default_factory=list)
-    _order: "count[int]" = field(init=False, default_factory=count)
-    _down: set[str] = field(init=False, default_factory=set)  # killed, and not started again yet
-    _hit: set[str] = field(init=False, default_factory=set)  # targets of the faults that last
-    _ended: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """When the last fault of a target ended, and the commits by then."""
-    _begun: float = field(init=False, default_factory=time.monotonic)
-    _ending: bool = field(init=False, default=False)
-    _storm_ends: float = field(init=False, default=0.0)
-    _coordinator_starts: bool = field(init=False, default=False)  # whether its last process has not answered yet
-    _status: Status | None = field(init=False, default=None)
-    _problems: list[str] = field(init=False, default_factory=list)
-    _happened: Counter[Kind] = field(init=False, default_factory=Counter)
-    _bind: int = field(init=False, default_factory=free_port)
-    _http: int = field(init=False, default_factory=free_port)
-    _due_memory: float = field(init=False, default=0.0)
-    _due_line: float = field(init=False, default=0.0)
+    def __init__(
+        self,
+        *,
+        out: Path,
+        seed: int,
+        seconds: float,
+        nodes: Sequence[str],
+        faults: Sequence[Fault],
+        store: ObjectServer | None,
+        say: Callable[[str], None],
+        stopped: Sequence[int],
+    ) -> None:
+        """`stopped`: not empty once a person asked to stop."""
+        self.out, self.seed, self.seconds, self.nodes = out, seed, seconds, nodes
+        self.faults, self.store, self.say, self.stopped = faults, store, say, stopped
+        self.state_dir = out / "state"
+        self._bind, self._http = free_port(), free_port()
+        self._history, self._recoveries = History(), Recoveries()
+        self._memory, self._ballast, self._tail = (
+            Memory(out / "memory.csv"),
+            Ballast(self.state_dir),
+            Tail(self.state_dir),
+        )
+        self._books = {name: Book(out / f"anchors-{name}.jsonl") for name in nodes}
+        self._relays = {name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in nodes}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._down = set[str]()  # killed, and not started again yet
+        self._hit = set[str]()  # targets of the faults that last
+        self._ended: dict[str, tuple[float, int]] = {}
+        """When the last fault of a target ended, and the commits by then."""
+        self._begun, self._storm_ends = time.monotonic(), 0.0
+        self._ending = False
+        self._coordinator_starts = False  # whether its last process has not answered yet
+        self._status: Status | None = None
+        self._problems: list[str] = []
+        self._happened = Counter[Kind]()
+        self._due_memory = self._due_line = 0.0
 
     def run(self) -> Outcome:
         """Begin the run, let everything happen to it, and see it to its end. What was seen until then if it is stopped.
 
         Raises CommandError: a process cannot be started. Nothing is left behind.
         """
-        self._memory = Memory(self.out / "memory.csv")
-        self._ballast = Ballast(self.state_dir)
-        self._books = {name: Book(self.out / f"anchors-{name}.jsonl") for name in self.nodes}
-        self._relays = {
-            name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in self.nodes
-        }
-        self._tail = Tail(self.state_dir)
         interrupted = True
         with suppress(Stopped), ExitStack() as stack:
             (self.out / "guests").mkdir()
@@ -357,10 +348,6 @@ class Storm:
                 self._end()
             interrupted = False
         return self._outcome(interrupted)
-
-    @property
-    def state_dir(self) -> Path:
-        return self.out / "state"
 
     def _weather(self) -> None:
         begins = self._now
@@ -406,8 +393,7 @@ class Storm:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                why = f"not within {timeout_s:g} s: {what} ({in_words(self._status)})"
-                self._problems.append(why)
+                self._problems.append(f"not within {timeout_s:g} s: {what} ({in_words(self._status)})")
                 if fatal:
                     raise Stopped
                 return False

@@ -216,7 +216,9 @@ def train_tokenizer(
 
     def texts() -> Iterator[str]:
         each = [pieces([one], field=field, split=split, skip_bad=skip_bad, progress=progress) for one in sources]
-        for piece in _in_turn(each):
+        for piece in itertools.chain.from_iterable(itertools.zip_longest(*each)):
+            if piece is None:  # of a source that is at its end
+                continue
             progress.documents += piece.last
             progress.characters += len(piece.text)
             on_progress(progress)
@@ -231,14 +233,6 @@ def train_tokenizer(
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _in_turn(each: Sequence[Iterator[Piece]]) -> Iterator[Piece]:
-    nothing = object()
-    for row in itertools.zip_longest(*each, fillvalue=nothing):
-        for piece in row:
-            if isinstance(piece, Piece):
-                yield piece
 
 
 def _named_end(path: Path) -> str | None:

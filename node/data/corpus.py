@@ -236,13 +236,10 @@ def _standard_library_files() -> list[Path]:
     """The interpreter's own modules, without tests, installed packages and what differs from one build to the next."""
     root = Path(sysconfig.get_path("stdlib"))
     foreign = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    return by_hashed_path(root, (file for file in walk(root, foreign) if _is_library_source(file.relative_to(root))))
-
-
-def _is_library_source(relative: Path) -> bool:
     # Compiler flags, install paths and a distribution's own hooks: two clusters with the same Python would disagree.
     local = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
-    return relative.suffix == ".py" and not relative.parts[0].startswith(local)
+    sources = (file for file in walk(root, foreign) if file.suffix == ".py")
+    return by_hashed_path(root, (f for f in sources if not f.relative_to(root).parts[0].startswith(local)))
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
@@ -325,8 +322,7 @@ def data_name(corpora: Sequence[Corpus]) -> str:
 class Mixture:
     """The run's samples: those of its corpus and, from a re-warm on that brings new data, of that one as well.
 
-    A position is a sample of one corpus alone, the same sample whenever it is that one: in each corpus no sample comes
-    twice in a pass.
+    A position is a sample of one corpus alone, and always the same: in each corpus no sample comes twice in a pass.
     """
 
     def __init__(self, spec: RunSpec, corpora: Sequence[Corpus]) -> None:

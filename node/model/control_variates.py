@@ -44,8 +44,7 @@ class _Made:
 
 
 class ControlVariates:
-    """When d_i of a fragment changes, and from what; the replica keeps it. Does nothing without control variates in the
-    terms."""
+    """When d_i of a fragment changes, and from what; the replica keeps it. Without control variates it does nothing."""
 
     def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
         """`terms_of`: terms of a fragment's window; `terms` by default."""

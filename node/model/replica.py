@@ -630,8 +630,7 @@ class Replica:
 
     @property
     def _can_exchange(self) -> bool:
-        """Whether anchors can hold the local weights: of parts, or of other types, they cannot; nor statistics, which a
-        forward pass may change."""
+        """Whether anchors can hold the local weights: not of parts or other types, nor statistics, which change."""
         parameters = self.parameters.values()
         return type(self.weights) is Weights and all(p.dtype == torch.float32 and p.requires_grad for p in parameters)
 

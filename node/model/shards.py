@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farloop.algo.fragments import rows_of, view
 from farloop.algo.local_update import correct_, mix_fragment_into, mix_into
 from farloop.algo.shards import Box, Move, OwnPart, check_cover, moves_of, part_of, ranges_of
-from farloop.algo.spec import TILE, Fragment, Layout, TensorSlot
+from farloop.algo.spec import TILE, Fragment, Layout
 from farloop.algo.stages import Part, fragments_of
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError, TermsMismatch
@@ -161,8 +161,7 @@ class Weights:
         self._cluster = Cluster()  # of this process alone
 
     def sources(self, index: int, *, gradients: bool) -> Mapping[str, Tensor]:
-        """What a delta is taken from, weights or gradients, by the names of the own part's tensors; a missing gradient
-        is zeros."""
+        """What a delta is taken from, weights or gradients (zeros for none), by the names of the own part's tensors."""
         names = {slot.name for slot in self._whole[index].tensors}
         return {name: self._source(self.parameters[name], gradients=gradients) for name in names}
 
@@ -333,8 +332,12 @@ class Shards(Weights):
             [(move.holder, move) for move in up if move.keeper == me],
             typed=True,
         )
+        by_tensor: dict[int, list[tuple[Move, Tensor]]] = {}
+        for move, values in arrived:
+            by_tensor.setdefault(move.tensor, []).append((move, values.to(self.device)))
         found: dict[str, Tensor] = {}
-        for slot, moves in self._by_piece(plan, arrived):
+        for tensor, moves in by_tensor.items():
+            slot = plan.own.fragment.tensors[plan.pieces[tensor][1]]
             if len(moves) == 1:
                 found[slot.name] = moves[0][1].reshape(-1)
                 continue
@@ -465,16 +468,6 @@ class Shards(Weights):
                 for move in moves:
                     yield move, values[at : at + _count(move)].view(move.shape)
                     at += _count(move)
-
-    def _by_piece(
-        self, plan: _Plan, arrived: Iterable[tuple[Move, Tensor]]
-    ) -> Iterator[tuple[TensorSlot, list[tuple[Move, Tensor]]]]:
-        """What arrived, by the tensor of the own part."""
-        by_tensor: dict[int, list[tuple[Move, Tensor]]] = {}
-        for move, values in arrived:
-            by_tensor.setdefault(move.tensor, []).append((move, values.to(self.device)))
-        for tensor, moves in by_tensor.items():
-            yield plan.own.fragment.tensors[plan.pieces[tensor][1]], moves
 
     def _place(self, plan: _Plan, move: Move, flat: Tensor) -> Tensor:
         """The elements of a move in the own range of its tensor, `flat` [count], as a view."""

@@ -14,8 +14,6 @@ from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, to_bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16Codec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 It has what these formats share: sizes, the walk over tiles, the check that all numbers are finite. A format adds the
 arithmetic of its blocks. Kernels write the same bytes faster (`kernels/`).
 
-A payload is `[scales bf16 × num_blocks][zeros up to a multiple of 64][codes]`, little-endian; `README.md` has the
-tables.
+A payload is `[scales bf16 × num_blocks][zeros up to a multiple of 64][codes]`, little-endian: tables in `README.md`.
 """
 
 import math

@@ -16,8 +16,6 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Codec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:

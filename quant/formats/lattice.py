@@ -27,8 +27,6 @@ def shift_of(seed: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatticeCodec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,6 @@ from farloop.quant.packing import Q4_BLOCK, from_bf16, largest_scale, to_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Q4Codec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:

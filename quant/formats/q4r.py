@@ -44,8 +44,6 @@ Policy = Literal["relative", "absolute", "l-greco"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Q4rCodec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     step: tuple[float, ...] = (1.0,)
     """Distance of neighbouring codes in units of a block's rms, or as it is (`absolute`); one, or one per tensor."""
     rounding: Rounding = "stochastic"
@@ -129,8 +127,7 @@ class Q4rCodec(BlockCodec):
             m = (blocks * power_of_two(10 - exponent).unsqueeze(1)).round_().to(torch.int32)
             total = m.square_().sum(dim=1, dtype=torch.int32)
             # rms = √(total ÷ 256)·2^(e−10), and the product with a power of two is exact.
-            root = torch.sqrt(total.to(torch.float32)) * steps
-            wanted = root * power_of_two(exponent - 14)
+            wanted = torch.sqrt(total.to(torch.float32)) * steps * power_of_two(exponent - 14)
         scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), self.largest_scale)
         return torch.where(absmax < Q4R_SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
 

@@ -16,8 +16,6 @@ from farloop.quant.packing import Q8_BLOCK, from_bf16, largest_scale, to_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Q8Codec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:

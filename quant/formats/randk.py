@@ -28,8 +28,6 @@ ROUNDING = 0x5851F42D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandkCodec(SparseCodec):
-    """The arithmetic of its blocks."""
-
     fraction: float = 1 / 16  # of a block of d elements, k = ⌈d · fraction⌉ are sent
 
     @property

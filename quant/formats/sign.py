@@ -27,8 +27,6 @@ from farloop.quant.packing import BF16_LARGEST, SIGN_BLOCK, SMALLEST_SCALE, powe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignCodec(BlockCodec):
-    """The arithmetic of its blocks."""
-
     def steps(self, fragment: Fragment) -> Tensor:
         """How many elements of each block are not padding."""
         return _elements(fragment, 0, self.layout.padded(fragment.numel))

@@ -71,8 +71,6 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchCodec(SparseCodec):
-    """The arithmetic of its tables."""
-
     density: float = 0.05  # share of a tensor's elements that are kept
     room: float = 1.5
     """Counters per kept element; more than about 1.25 are needed for one payload, and K times that for a sum of K."""

@@ -52,8 +52,6 @@ class Squares(Chunks):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopkCodec(SparseCodec):
-    """The arithmetic of its chunks."""
-
     k: tuple[int, ...] = (64,)
     """How many of 4096 elements are sent, and of a chunk of n elements ⌈k·n ÷ 4096⌉; one, or one per tensor."""
     policy: SharedPolicy = "equal"

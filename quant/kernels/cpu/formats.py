@@ -1,7 +1,6 @@
 """The arithmetic of each block format on the CPU, as `formats/` defines it: `write_x` encodes 256 elements of format x.
 
-`loops.py` says what the arguments are. Formats whose blocks are smaller than 256 work on several groups, one after
-the other.
+`loops.py` says what the arguments are. Formats whose blocks are smaller than 256 work on several groups in turn.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """The kernels of block formats on a GPU: checks and sizes on the host, one launch for a fragment.
 
-Importing this loads Triton. What Triton interprets (`TRITON_INTERPRET=1`) takes CPU tensors: that is how tests compare
-bytes without a GPU.
+Importing this loads Triton. What it interprets (`TRITON_INTERPRET=1`) takes CPU tensors: tests then need no GPU.
 """
 
 from collections.abc import Sequence
@@ -54,8 +53,13 @@ class GpuKernels(BlockKernels):
     def encode(self, call: Encode) -> int:
         if call.x.numel() == 0:
             return -1
-        payload, first_bad = _aligned(call.out), _none_bad(call.x.device)
-        return _finish(self.encode_launch(call, payload, first_bad), payload, call.out, first_bad)
+        payload = _aligned(call.out)
+        first_bad = torch.full((1,), _NONE_BAD, dtype=torch.int64, device=call.x.device)
+        _run(self.encode_launch(call, payload, first_bad), payload.device)
+        if payload is not call.out:
+            call.out.copy_(payload)
+        index = int(first_bad)
+        return -1 if index == _NONE_BAD else index
 
     def encode_launch(self, call: Encode, payload: Tensor, first_bad: Tensor) -> Launch:
         """`payload` is `call.out`, or an aligned copy."""
@@ -216,19 +220,6 @@ def _require_place(start: int, length: int, numel: int) -> None:
 def _aligned(payload: Tensor) -> Tensor:
     """The payload itself, or a copy if it starts at an address that kernels cannot read from."""
     return payload if payload.data_ptr() % _ALIGN == 0 else payload.clone()
-
-
-def _none_bad(device: torch.device) -> Tensor:
-    return torch.full((1,), _NONE_BAD, dtype=torch.int64, device=device)
-
-
-def _finish(launch: Launch, payload: Tensor, out: Tensor, first_bad: Tensor) -> int:
-    """Run what encodes into `payload`, and return the index in `first_bad`, or −1."""
-    _run(launch, payload.device)
-    if payload is not out:
-        out.copy_(payload)
-    index = int(first_bad)
-    return -1 if index == _NONE_BAD else index
 
 
 def _run(launch: Launch, device: torch.device) -> None:
