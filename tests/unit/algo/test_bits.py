@@ -98,14 +98,6 @@ def test_on_convex_curves_the_choice_uses_up_the_budget(
     assert (choice.indices, choice.error) == (indices, most)
 
 
-def test_bits_go_where_they_save_most_error() -> None:
-    """Two layers of one size, one of them ten times as loud: it keeps more bits than the other."""
-    tables = [[Candidate(bits=100 * b, error=variance * 4.0**-b) for b in range(1, 9)] for variance in (1.0, 100.0)]
-    choice = by_multiplier(tables, sum(row[3].error for row in tables))
-    quiet, loud = choice.indices
-    assert quiet < 3 < loud and choice.bits < 800
-
-
 TWO = [table((8, 1.0), (4, 2.0), (2, 5.0)), table((1, 7.0), (9, 0.0))]
 FAR_APART = [table((9, 5e-324), (8, 1e300)), table((9, 0.0), (8, 1.0))]
 

@@ -109,12 +109,6 @@ def test_the_embedding_has_a_slot_of_its_own_after_the_layers(num_blocks: int, s
     assert partition(blocks_alone, pattern="strided").slots == slots - 1
 
 
-@pytest.mark.parametrize("pattern", LAYERED)
-def test_the_number_of_layer_fragments_can_be_asked_for(pattern: Pattern) -> None:
-    layout = partition(transformer(7), pattern=pattern, fragments=5)
-    assert layout.slots == 6 and len(layout.fragments) == 6
-
-
 def test_blocks_are_counted_without_gaps_stack_after_stack_and_by_the_first_number_of_a_name() -> None:
     gapped: list[NamedShape] = [(f"{i}.weight", (16, 16)) for i in (0, 2, 4, 6)]  # nn.Sequential with activations
     layout = partition(gapped, pattern="strided", fragments=2)

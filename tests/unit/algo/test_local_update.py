@@ -53,12 +53,6 @@ def test_the_delta_is_the_cast_anchor_minus_the_local_weights_in_fp32(dtype: tor
     assert not delta_of(anchor, local).any()
 
 
-def test_a_step_downhill_gives_a_delta_along_the_gradient() -> None:
-    """The outer optimizer subtracts a delta, so it must point uphill, as the gradient does."""
-    gradient, anchor = numbers(5, seed=1), numbers(5)
-    torch.testing.assert_close(delta_of(anchor, anchor - 0.1 * gradient), 0.1 * gradient)
-
-
 @EVERY_DTYPE
 def test_mixing_at_the_ends_copies_the_anchor_or_changes_nothing(dtype: torch.dtype) -> None:
     anchor, local = numbers(64, seed=1), numbers(8, 8, seed=2).to(dtype)
@@ -174,21 +168,6 @@ def test_the_start_may_take_the_anchors_place_and_changes_nothing_else() -> None
     assert torch.equal(anchor, numbers(1000, seed=1)) and torch.equal(fresh, numbers(1000, seed=2))
     eager_start_into(anchor, fresh, anchor, factor=0.665)
     assert torch.equal(anchor, apart) and torch.equal(apart, numbers(1000, seed=1) - fresh * 0.665)
-
-
-@pytest.mark.parametrize(
-    ("settings", "gap", "gain"),
-    [
-        (NESTEROV, 1.0, 1.33),  # D35
-        (OuterSettings(lr=0.7, momentum=0.9, delta_scale=0.5), 1.0, 0.665),
-        (OuterSettings(kind="delayed-nesterov", lr=0.8, momentum=0.9, buffer=4), 1.0, 0.2),
-        (CO2, 2.0, 0.5),
-    ],
-)
-def test_gains(settings: OuterSettings, gap: float, gain: float) -> None:
-    assert step_gain(settings, gap) == pytest.approx(gain)
-    with pytest.raises(ValueError, match="no multiple"):
-        step_gain(OuterSettings(kind="adamw", lr=1.0, momentum=0.0))
 
 
 def test_alone_and_without_momentum_eager_starts_undo_the_delay() -> None:

@@ -76,14 +76,6 @@ def due_positions(run: Terms, cut: Layout) -> list[list[int]]:
 # --- Due steps and windows
 
 
-@pytest.mark.parametrize(("slots", "smallest"), [(9, 11), (17, 5), (37, 2)])
-def test_slots_are_spread_evenly_over_a_round(slots: int, smallest: int) -> None:
-    """C27 (arXiv 2501.18512, Fig. 17): 24, 48 and 108 layers, three per fragment, and a slot for the embeddings."""
-    due = [schedule.due_step(slot, slots, 100) for slot in range(slots)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise([0, *due])]
-    assert due[-1] == 100 and min(gaps) == smallest and max(gaps) - min(gaps) <= 1
-
-
 @given(slots=st.integers(1, 50), steps=st.integers(1, 500))
 def test_due_steps_rise_to_the_rounds_last_step(slots: int, steps: int) -> None:
     due = [schedule.due_step(slot, slots, steps) for slot in range(slots)]

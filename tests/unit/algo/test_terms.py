@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from plain_runs import plain_spec, plain_terms
 
-from farloop.algo.spec import Fragment, Identity, Layout, NodeId, Revision, RoundPlan, TensorSlot, to_plain
-from farloop.algo.terms import FLAT, Codecs, LearningRate, Outer, Terms, field_of, flat_path, nest
+from farloop.algo.spec import Fragment, Identity, Layout, NodeId, Revision, TensorSlot
+from farloop.algo.terms import LearningRate, Terms, field_of, nest
 from farloop.wire import messages as msg
 from farloop.wire.bounds import bounded
 from farloop.wire.reasons import OutOfBounds, RemoteProtocolError
@@ -59,33 +59,10 @@ def test_padding_is_no_parameter() -> None:
     assert LAYOUT.num_parameters == 500 < FRAGMENT.numel
 
 
-def test_a_node_runs_the_steps_of_the_round_unless_it_has_its_own() -> None:
-    plan = RoundPlan(index=0, start=0, length=10, node_steps=((NodeId("slow"), 4),))
-    assert (plan.steps_of(NodeId("slow")), plan.steps_of(NodeId("fast"))) == (4, 10)
-
-
 # --- Terms
 
 OTHER: dict[str, Any] = {"codec_up_of": ((NodeId("a"), "q8"),), "h_share_of": ((NodeId("a"), 0.5),), "own_tau": True}
 """Values of the fields that are left out at their defaults."""
-
-
-def test_every_field_has_one_flat_name() -> None:
-    terms = plain_terms()
-    inside = [(part, field.name) for part, field in parts_of(terms)]
-    assert sorted([*inside, ("", "method")]) == sorted(FLAT.values())
-    assert (terms.outer.lr, terms.value("outer_lr")) == (0.7, 0.7)
-    assert terms.codecs == Codecs(up="q4", down="q4") and isinstance(terms.outer, Outer)
-
-
-def parts_of(terms: Terms) -> list[tuple[str, "dataclasses.Field[Any]"]]:
-    names = [field.name for field in dataclasses.fields(terms) if field.name != "method"]
-    return [(name, field) for name in names for field in dataclasses.fields(getattr(terms, name))]
-
-
-def test_the_plain_form_is_flat_in_its_order_with_every_field() -> None:
-    whole = to_plain(plain_terms(**OTHER))
-    assert list(whole) == list(FLAT) and whole["codec_up_of"] == [["a", "q8"]]
 
 
 def test_flat_and_nested_are_inverse() -> None:
@@ -103,11 +80,6 @@ def test_nesting_leaves_alone_what_it_does_not_know() -> None:
     assert nest([1]) == [1]
     assert nest({"h": 1, "colour": 2, "schedule": 3})["colour"] == 2
     assert nest({"schedule": 3})["schedule"] == {}
-
-
-def test_paths_name_flat_fields() -> None:
-    assert flat_path(["spec", "terms", "schedule", "lr", "peak"]) == ["spec", "terms", "lr", "peak"]
-    assert flat_path(["outer", "lr"]) == ["outer", "lr"]
 
 
 def revised(**changes: Any) -> msg.Revised:

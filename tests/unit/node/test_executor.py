@@ -380,26 +380,6 @@ def test_a_restarted_node_goes_on_from_its_disk_and_fetches_what_is_damaged(tmp_
     assert again.link.hello().saved is None
 
 
-def test_what_the_coordinator_does_not_go_on_from_is_not_read(tmp_path: Path) -> None:
-    play = Play(tmp_path).begin()
-    play.step()
-    play.step()
-    play.commit()
-    assert play.executor.settle()
-    again = play.again(tmp_path)
-    assert again.saved is not None and again.anchors == () and not again.link.of(msg.Fetch)
-
-
-def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) -> None:
-    play = Play(tmp_path, num_samples=1000, batch_sequences=4).welcome()
-    assert not play.executor.settle()
-    play.start(lease=Lease(start=0, count=3))
-    assert not play.executor.settle()
-    assert play.executor.progress().detail == "samples to be granted"
-    play.tell(msg.Grant(lease=Lease(start=10, count=3)))
-    assert play.executor.settle() and play.executor.decision().samples == (0, 1, 2, 10)
-
-
 def test_a_node_that_is_asked_what_it_holds_says_every_half_minute_that_the_run_is_held(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -431,14 +411,6 @@ def test_first_weights_that_are_others_are_asked_for_and_replaced_by_the_snapsho
     assert play.executor.settle()
     assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0, first=True)]
     assert play.executor.replica is not None and torch.equal(play.executor.replica.anchors[0].read(), play.anchor)
-
-
-def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
-    """R: a run that has moved on sends what it has."""
-    play.story.open_at(3)
-    play.welcome()
-    assert not play.executor.settle()
-    assert play.executor.replica is not None and play.executor.replica.versions == {0: -1}
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True)])
@@ -503,13 +475,6 @@ def test_a_step_in_which_nothing_is_due_looks_at_no_fragment_and_changes_nothing
     assert len(of_all) >= 20 and len(looked) < 8
 
 
-def test_a_node_adapts_its_overlap_to_what_its_link_takes(tmp_path: Path) -> None:
-    """A delta takes 3 s up, the update 2 s down, and the commit 1 s; 40 steps take 46 s. One step is to spare."""
-    play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
-    for expected in (2, 7):
-        assert play.exchange(up_s=3.0, commit_s=1.0, down_s=2.0) == expected
-
-
 def test_an_update_that_comes_early_is_applied_by_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replica, "can_apply_ahead", lambda replica, index: True)
     added_here, add = list[int](), Replica._add
@@ -555,16 +520,6 @@ def test_the_overlap_is_chosen_where_neither_the_run_nor_the_node_says_it(
     assert play.executor.progress().tau == chosen
     chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
     assert chose == [f"overlap chosen tau={chosen} why='updates come in time over this link'"] * bool(chosen)
-
-
-def test_the_overlap_logged_and_reported_is_the_one_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The link takes some hundred steps, another number after each step, and a round has room for 19."""
-    caplog.set_level(logging.INFO, "farloop.node.executor")
-    play = Play(tmp_path, adapt_tau=True, steps=200, h=20, tau=2).begin()
-    taus = [play.exchange(up_s=1000.0, commit_s=0.0, down_s=1.0) for _ in range(3)]
-    assert taus[-1] == play.executor.progress().tau == 19
-    chose = [record.getMessage() for record in caplog.records if record.getMessage().startswith("overlap chosen")]
-    assert len(chose) == 1 and "tau=19 why=" in chose[0]
 
 
 def test_an_overlap_does_not_waver_with_the_length_of_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

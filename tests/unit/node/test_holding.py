@@ -13,7 +13,6 @@ from farloop.algo.fragments import partition
 from farloop.algo.stages import Part
 from farloop.node import events as ev
 from farloop.node.errors import LayoutMismatch
-from farloop.node.fragment_set import FragmentSet
 from farloop.node.link import Traffic
 from farloop.node.model.replica import Replica
 from farloop.node.reports import Reports, TimeAccount, anchors_of
@@ -75,14 +74,6 @@ def test_a_run_that_is_wound_back_is_begun_again_with_the_same_part() -> None:
     story = holding((1,)).begin()
     story.hear(story.welcome(epoch=2, history=2))
     assert [state.fragment.index for state in story.machine.fragments] == [2, 3] and story.machine.stage == "joining"
-
-
-def test_fragments_are_found_by_their_number_and_others_are_not() -> None:
-    held = FragmentSet.begin(holding(None).spec, (1,))
-    assert [held[index].fragment.index for index in (2, 3)] == [2, 3]
-    assert 2 in held and 0 not in held
-    with pytest.raises(KeyError):
-        held[0]
 
 
 # --- tensors and words

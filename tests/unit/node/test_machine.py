@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_story import FINISHED, A, B, Story, applied, encode, forgotten, merged
+from node_story import A, B, Story, applied, encode, forgotten, merged
 from stories import StoryText, all_stories, check_story
 
 from farloop.algo import schedule
 from farloop.algo.spec import Revision
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
-from farloop.node.send_schedule import RAMP_STEPS
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -78,17 +77,6 @@ def test_another_run_at_the_same_address_stops_the_node() -> None:
 # --- rounds
 
 
-def test_position_and_learning_rate_follow_the_round_of_the_run() -> None:
-    """A: never the node's own count. The cosine from 1 to 0 is at its half in the middle of the run."""
-    story = Story().begin(round_=5)
-    assert story.machine.position == 20.0
-    story.machine.inner_steps = RAMP_STEPS
-    assert story.machine.lr == pytest.approx(0.5)
-    story.machine.schedule.plans[5] = dataclasses.replace(story.rounds[5], node_steps=((A, 8),))
-    story.steps(2)
-    assert story.machine.position == 21.0, "eight own steps to four positions"
-
-
 def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run_s() -> None:
     """A: cut off at the end of a round for so long that the coordinator tells of its next one no more."""
     story = Story().begin()
@@ -134,26 +122,6 @@ def test_the_overlap_of_a_slow_node_is_as_long_in_time_not_in_steps() -> None:
     assert story.steps(1) == [encode(2, 2, steps=1)]
     story.receive(story.commit())
     assert story.steps(1) == [applied(2), HALF], "half of three"
-
-
-def test_what_is_merged_late_is_mixed_as_its_own_window_says() -> None:
-    """B."""
-    story = going_on()
-    story.steps(H)
-    own = dataclasses.replace(story.machine.fragments[0].sent[0].terms, mix=0.25, codec_down="q8")
-    story.machine.fragments[0].terms_of[1] = own
-    story.receive(story.commit())
-    assert story.steps(1) == [dataclasses.replace(applied(1), codec="q8"), merged(0.25)]
-
-
-def test_a_clean_run_ends_with_its_last_window() -> None:
-    story = going_on()
-    while story.machine.running:
-        if any(isinstance(command, ev.Encode) for command in story.steps(1)) and story.machine.running:
-            story.receive(story.commit())
-    assert story.machine.stage == "finishing" and story.machine.inner_steps == 40
-    assert story.receive(story.commit())[-1] == FINISHED
-    assert (story.machine.lost_steps, story.machine.schedule.skipped_positions) == (0, 0)
 
 
 # --- terms that change: at the boundary, whatever the order in which the node hears of things
@@ -214,14 +182,6 @@ def test_who_comes_later_begins_each_round_under_its_own_terms() -> None:
     story.snapshot()
     story.hear(msg.Start(round=story.rounds[0], lease=None))
     assert rates(story, 12) == expected(old, old, lower.terms)
-
-
-def test_a_longer_run_does_not_end_where_it_would_have() -> None:
-    story = changing().begin()
-    story.hear(msg.Revised(revision=revision(story, steps=48)))
-    story.machine.schedule.round, story.machine.schedule.step = 9, 3
-    story.handle(ev.StepDone(tokens=1))
-    assert story.machine.running, "position 40 was the end"
 
 
 @pytest.mark.parametrize(("from_round", "tau"), [(2, 3), (1, 1)])
