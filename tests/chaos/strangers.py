@@ -1,36 +1,20 @@
-"""Everybody who has no business at a coordinator's port, at once, while a run goes on.
+"""Everybody who has no business at a coordinator's port, at once, while a run goes on."""
 
-By hand, to see what they cost a run of real processes: quiet and besieged spells take turns, so that whatever else the
-machine does meets both alike. With --crowd: thousands of connections without a key and without a word, in their place.
-
-    python tests/chaos/strangers.py --spells 6 --seconds 20
-    python tests/chaos/strangers.py --crowd --spells 1 --seconds 20
-"""
-
-import argparse
 import os
-import resource
 import socket
-import statistics
-import sys
-import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import zmq
 
 from farloop.algo.spec import NodeId
 from farloop.wire.frames import ControlFrame
 from farloop.wire.messages import Fetch, Hello, encode
-
-if TYPE_CHECKING:
-    from loopback import Run
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """How a peer of ZeroMQ begins (ZMTP 3.0)."""
@@ -167,92 +151,9 @@ def crowd(port: int, num_connections: int, hosts: int, says: bytes = b"") -> Ite
         yield held
 
 
-@contextmanager
-def crowds(port: int) -> Iterator[Counter[str]]:
-    """5,000 connections that say nothing and 1,500 that say half a greeting, from 200 addresses, again and again."""
-    over, came = threading.Event(), Counter[str]()
-
-    def besiege(kind: str, number: int, says: bytes) -> None:
-        while not over.is_set():
-            with crowd(port, number, 200, says) as held:
-                came[kind] += len(held)
-                over.wait(6.0)
-
-    kinds = (("idle", 5000, b""), ("half greeted", 1500, HALF_GREETING))
-    threads = [threading.Thread(target=besiege, args=kind) for kind in kinds]
-    for thread in threads:
-        thread.start()
-    yield came
-    over.set()
-    for thread in threads:
-        thread.join()
-
-
-def main(spells: int, seconds: float, pace_s: float, *, crowded: bool) -> None:
-    """Commits a second and open descriptors of the coordinator, in spells that take turns."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-    from keyring import authorize, keys_of, new_keys
-    from loopback import PACED, Run, merged_since
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        run = Run(Path(folder), steps=100_000, **PACED)
-        stack.callback(run.end)
-        keys = new_keys(run, "coordinator", "a", "b", "thief")
-        authorize(run, "a", "b", "thief")
-        coordinator = run.start_coordinator()
-        run.start_metronome("a", pace_s=pace_s, **keys_of(keys, "a"))
-        run.start_node("b", **keys_of(keys, "b"))
-        run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))
-        rates: dict[str, list[float]] = {"quiet": [], "besieged": []}
-        done: Counter[str] = Counter()
-        for spell in range(2 * spells):
-            kind = "besieged" if spell % 2 else "quiet"
-            with ExitStack() as siege:
-                if spell % 2:
-                    did = siege.enter_context(crowds(run.port) if crowded else strangers_at(run.port, keys))
-                time.sleep(seconds / 10)  # what the spell before left behind is no part of this one
-                before, at, most = commits(run), time.monotonic(), 0
-                while time.monotonic() - at < seconds:
-                    time.sleep(0.5)
-                    most = max(most, len(list(Path(f"/proc/{coordinator.process.pid}/fd").iterdir())))
-                rates[kind].append((commits(run) - before) / (time.monotonic() - at))
-            if spell % 2:
-                done += did if isinstance(did, Counter) else did.did
-            sys.stdout.write(f"{kind:9s} {rates[kind][-1]:7.2f} commits/s, at most {most} descriptors\n")
-            sys.stdout.flush()
-        status = run.status()
-        assert status is not None
-        medians = {kind: statistics.median(values) for kind, values in rates.items()}
-        for kind, values in rates.items():
-            sys.stdout.write(f"{kind:9s} median {medians[kind]:.2f}, {min(values):.2f} to {max(values):.2f}\n")
-        change = medians["besieged"] / medians["quiet"] - 1
-        sys.stdout.write(f"change of the median {change:+.1%}\nstrangers {dict(done)}\n")
-        lost = {node["name"]: node["lost_steps"] for node in status["nodes"]}
-        sys.stdout.write(f"lost steps {lost}, alarms {status['alarms']}\n")
-
-
 def strangers_at(port: int, keys: Path) -> Strangers:
     """With the coordinator's public key, and the thief's."""
     server, public, secret = (
         (keys / name).read_bytes().strip() for name in ("coordinator.pub", "thief.pub", "thief.key")
     )
     return Strangers(port, server, (public, secret))
-
-
-def commits(run: "Run") -> int:
-    """Of all fragments, so far."""
-    status = run.status()
-    assert status is not None
-    return int(status["commits"])
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spells", type=int, default=6, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each spell")
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds of an inner step of the slower node")
-    parser.add_argument("--crowd", action="store_true", help="silent connections, thousands, in their place")
-    arguments = parser.parse_args()
-    main(arguments.spells, arguments.seconds, arguments.pace, crowded=arguments.crowd)

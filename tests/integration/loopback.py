@@ -231,20 +231,6 @@ class Run:
             daemon.end()
         self._open_links.close()
 
-    def cut(self, name: str) -> None:
-        """The node's link breaks, and stays broken."""
-        thread, relay = self._relays[name]
-        thread.cut(relay)
-
-    def change_link(self, name: str, link: str) -> None:
-        """From now on the node's link is this one, for connections that stand as well."""
-        thread, relay = self._relays[name]
-        thread.change(relay, Link.parse(link))
-
-    def heal(self, name: str) -> None:
-        thread, relay = self._relays[name]
-        thread.heal(relay)
-
     def _start(self, name: str, arguments: list[str]) -> Daemon:
         recorder = (str(RECORDED), str(self.folder / f"{name}.tape")) if self.on_tape else FARLOOP
         return self.start(name, *recorder, *arguments)

@@ -1,6 +1,5 @@
 """A node whose process is gone comes back with the anchors on its disk: it takes what it missed, and no snapshots."""
 
-import shutil
 import signal
 from pathlib import Path
 
@@ -38,24 +37,6 @@ def test_a_killed_node_comes_back_with_updates_alone_also_to_a_coordinator_that_
     files = [path.stat().st_size for path in (run.folder / "b").rglob("*") if path.is_file()]
     told = memory_of(planned(load(run.folder / "run.toml", flags=[], environ={})).spec).node_disk
     assert sum(files) <= sum(told.values()) + 4096 * len(files), "as was predicted, but for the heads of the files"
-
-
-@pytest.mark.slow
-def test_a_node_whose_state_folder_is_lost_comes_back_under_its_name(new_run: NewRun) -> None:
-    run = new_run(steps=450, **PACED)
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
-    for start in (2, 3):
-        since = run.until("its work is merged", lambda status: min(status["versions"]) >= 1)["versions"]
-        b.kill()
-        if start == 3:
-            shutil.rmtree(run.folder / "b")
-        b = run.start_node("b")
-        run.until("it is another start", lambda status, start=start: node_of(status, "b")["incarnation"] == start)
-        run.until("its work is merged", lambda status, since=since: merged_since(status, since, "b"))
-    run.hurry()
-    status = run.until_done(coordinator, a, b)
-    assert_all_agree(run, status, "a", "b")
-    assert "going on as start 3" in b.said, b.said
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -114,25 +113,7 @@ def test_a_run_goes_on_from_a_copy_in_s3_after_all_processes_died_and_the_disk_w
     assert after["versions"] == copied["versions"]
     run.hurry()
     node = run.start_metronome("a")
-    assert_all_agree(run, run.until_done(coordinator, node), "a")
-
-
-@pytest.mark.slow
-def test_the_end_of_a_run_and_an_orderly_stop_leave_a_copy(new_run: NewRun, tmp_path: Path) -> None:
-    """Whatever `copy_every_s` is: a finished run left an empty bucket. The run goes on from that of the stop."""
-    run, bucket = new_run(steps=60, nodes=1, **PACED), Bucket((tmp_path / "store").as_uri())
-    run.tables["coordinator"] |= {"copy_to": bucket.url, "copy_every_s": 86400.0}
-    coordinator, node = run.start_coordinator(), run.start_metronome("a", pace_s=0.1)
-    run.until("a version of each", lambda status: min(status["versions"]) >= 1)
-    coordinator.signal(signal.SIGTERM)
-    assert run.until_ended(coordinator) == 0
-    stopped = read_manifest(bucket)
-    assert stopped is not None and min(stopped["versions"]) >= 1 and not stopped["finished"]
-
-    shutil.rmtree(run.state_dir)
-    run.hurry()
-    coordinator = run.start_coordinator("--restore", bucket.url)
     status = run.until_done(coordinator, node)
-    assert status["run"]["epoch"] > stopped["epoch"]
+    assert_all_agree(run, status, "a")
     finished = read_manifest(bucket)
     assert finished is not None and finished["finished"] and finished["versions"] == status["versions"]

@@ -7,10 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from loopback import NewRun
 from plain_runs import plain_progress
 from tiny_run import until
 
@@ -116,37 +114,6 @@ def crowd(port: int, count: int, request: bytes) -> Iterator[list[socket.socket]
         yield clients
 
 
-@contextlib.contextmanager
-def siege(port: int, count: int, request: bytes) -> Iterator[None]:
-    """A crowd whose clients come again as soon as they are sent away."""
-    over, begun = threading.Event(), threading.Barrier(count + 1)
-
-    def besiege() -> None:
-        first = True
-        while not over.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-                client.sendall(request)
-                if first:
-                    begun.wait(60)
-                    first = False
-                client.settimeout(0.1)
-                while not over.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        if client.recv(1) == b"":
-                            break
-            over.wait(0.02)
-
-    with ThreadPoolExecutor(count) as clients:
-        done = [clients.submit(besiege) for _ in range(count)]
-        try:
-            begun.wait(60)
-            yield
-        finally:
-            over.set()
-    for client in done:
-        client.result()
-
-
 @pytest.mark.parametrize(
     "request_head",
     [b"", b"GET /stat", b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"],
@@ -159,18 +126,6 @@ def test_health_and_pages_answer_beside_slow_clients(request_head: bytes) -> Non
         assert [ask(endpoint.port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
         assert ask(endpoint.port, "GET", "/status")[0] == 200
         assert len(endpoint._open) <= endpoint_module.MAX_CONNECTIONS
-
-
-@pytest.mark.timeout(120)
-def test_the_pages_of_both_daemons_answer_beside_slow_clients(new_run: NewRun) -> None:
-    run = new_run()
-    run.start_coordinator()
-    run.until("its pages are there", lambda status: True)
-    with serve("127.0.0.1:0", Metrics(NodeId("a"))) as node:
-        for port in (run.http, node.port):
-            with siege(port, 40, b"GET /stat"):
-                assert [ask(port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
-                assert ask(port, "GET", "/metrics")[0] == 200
 
 
 def test_health_answers_while_other_pages_hang_and_these_are_refused_beyond_a_bound() -> None:

@@ -221,12 +221,6 @@ def test_what_the_store_fails_goes_by_the_session(new_run: NewRun, server: Objec
     assert any(alarm.startswith("object store: it fails ") for alarm in run.final()["alarms"])
 
 
-def test_a_store_that_is_away_costs_no_window(new_run: NewRun, server: ObjectServer) -> None:
-    server.fault = lambda method, path: "away"
-    play(by_store(new_run, steps=12))
-    assert server.objects == {}
-
-
 def test_an_independent_count_of_the_bytes_by_http_agrees(new_run: NewRun, server: ObjectServer) -> None:
     """The server's sockets have received and sent what the nodes count as deltas and updates, to the byte."""
     moved = play(by_store(new_run))

@@ -102,7 +102,7 @@ def test_no_one_is_exposed_without_keys_unless_told_so(new_run: NewRun) -> None:
     assert run.until_ended(told) == ExitCode.DONE
 
 
-# --- everybody knocks at once; numbers: `tests/chaos/strangers.py`
+# --- everybody knocks at once
 
 KNOCK_S = 6.0
 

@@ -173,6 +173,16 @@ def test_a_recovery_has_every_bit_whatever_the_optimizer_and_the_merge_rule(
     assert images(uninterrupted) == images(again)
 
 
+def test_a_recovery_has_every_bit_of_statistics_that_are_averaged(tmp_path: Path, spec: RunSpec) -> None:
+    body, head = spec.identity.layout.fragments
+    head = dataclasses.replace(head, tensors=(dataclasses.replace(head.tensors[0], name="0.running_var"),))
+    layout = dataclasses.replace(spec.identity.layout, fragments=(body, head))
+    store = begun(tmp_path, dataclasses.replace(spec, identity=dataclasses.replace(spec.identity, layout=layout)))
+    run_rounds(store, SNAPSHOT_EVERY + 3)
+    assert [window.codec_down for window in store.ledger.windows.values()] == ["q4", "fp32"]
+    restarted(store).close()
+
+
 def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm(tmp_path: Path, spec: RunSpec) -> None:
     """K, P: gradients are not spooled; the anchors cannot fork, the run goes on, and a person can see why it jumped."""
     layout = dataclasses.replace(spec.identity.layout, slots=1, fragments=spec.identity.layout.fragments[:1])

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import pytest
 import zmq
@@ -78,47 +77,6 @@ def test_frames_arrive_once_and_in_order_and_a_full_lane_is_tried_again(frames: 
         return listener.frames
 
     assert asyncio.run(asyncio.wait_for(story(), 60.0)) == list(range(frames))
-
-
-def test_a_send_to_a_full_peer_does_not_wait_while_another_has_room() -> None:
-    """Of a ROUTER that must deliver, awaited or not: `send` tells its caller, who tries again."""
-
-    async def sends(*peers: bytes) -> None:
-        with zmq.asyncio.Context() as context, ExitStack() as sockets, context.socket(zmq.ROUTER) as router:
-            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            router.set_hwm(1)
-            router.bind("inproc://peers")
-            for peer in peers:
-                dealer = sockets.enter_context(context.socket(zmq.DEALER))
-                dealer.routing_id = peer
-                dealer.set_hwm(1)
-                dealer.connect("inproc://peers")
-                await dealer.send(b"")
-                await router.recv_multipart()
-            for _ in range(10):
-                await asyncio.wait_for(router.send_multipart([b"full", b""]), 0.5)
-
-    with pytest.raises(zmq.Again):
-        asyncio.run(sends(b"full", b"free"))
-    with pytest.raises(TimeoutError):
-        asyncio.run(sends(b"full"))
-
-
-def test_a_peer_that_another_of_its_name_displaced_is_told_nothing() -> None:
-    """By a ROUTER with handover: that is why names are in messages here, and routes are ZeroMQ's."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, ExitStack() as sockets:
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        first, second = (sockets.enter_context(context.socket(zmq.DEALER)) for _ in range(2))
-        for dealer in (first, second):
-            dealer.routing_id = b"n"
-            dealer.linger = 0
-            dealer.connect(f"tcp://127.0.0.1:{port}")
-            dealer.send(b"here")
-            assert router.recv_multipart() == [b"n", b"here"]
-        first.send(b"taken, for ever", zmq.DONTWAIT)
-        router.send_multipart([b"n", b"for the second"])
-        assert second.poll(5000) and not first.poll(100) and not router.poll(100)
 
 
 def crowd(connections: Connections, descriptors: range, address: str) -> None:
