@@ -77,8 +77,8 @@ farloop config show examples/run.toml    # every key with its value, meaning and
 
 Whole numbers of [run] are at most 2⁴⁰, but for `seed`, which is at most 2⁶³ − 1.
 
-In brackets stand what a key takes and its default. An *open* key takes its value from the method
-(`farloop lab methods`), or as its meaning says.
+In brackets stand what a key takes, unless its default shows it, and its default. An *open* key takes its value from the
+method (`farloop lab methods`), or as its meaning says.
 
 ## RUN.toml
 
@@ -107,17 +107,20 @@ def _sections(schema: Schema, said: dict[str, str] | None = None) -> str:
 
 def _rows(keys: Mapping[str, Key]) -> KeysView[str]:
     """In the order of the keys."""
-    return {f"- `{key.name}` ({_sort(key)}; {_default(key)}): {key.meaning}\n": None for key in keys.values()}.keys()
+    told = {key.name: "; ".join(filter(None, (_sort(key), _default(key)))) for key in keys.values()}
+    return {f"- `{key.name}` ({told[key.name]}): {key.meaning}\n": None for key in keys.values()}.keys()
 
 
 def _sort(key: Key) -> str:
+    """What a key takes, unless its default shows it."""
+    sort = "" if key.default not in (dataclasses.MISSING, None, "") else _SORTS[key.kind]
     match key.rules:
         case (OneOf(words),):
             return ", ".join(f"`{word}`" for word in words)
         case (AtLeast(least, wanted=""),):
-            return f"{_SORTS[key.kind]} ≥ {least}"
+            return f"{sort} ≥ {least}".strip()
         case _:
-            return _SORTS[key.kind]
+            return sort
 
 
 def _default(key: Key) -> str:
@@ -146,7 +149,7 @@ def commands() -> str:
         _MADE,
         "# Commands\n\n`farloop COMMAND --help` says the same at the terminal. "
         "[Exit codes](exit-codes.md) say how they end. "
-        "The options of `farloop lab bench` are only there.\n\n",
+        "The options of `farloop lab bench` and `lab chaos` are only there.\n\n",
         "Options of several commands, each of which names those that it has:\n\n",
         _options(shared),
     ]
@@ -179,7 +182,7 @@ def _command(words: list[str], command: Any) -> tuple[str, list[tuple[str, str, 
     lines = [line.strip().removeprefix("Example: ") for line in example.strip().splitlines() if line.strip()]
     assert lines, f"{' '.join(words)} has no example"
     shown = f"{about.strip()}\n\n```sh\n" + "\n".join(lines) + "\n```\n"
-    if words[:2] == ["lab", "bench"]:  # for who measures farloop itself: the options by --help alone
+    if words[:2] in (["lab", "bench"], ["lab", "chaos"]):  # for who measures or breaks farloop: --help has the options
         return shown, []
     return shown, [row for line in rest.splitlines() if (row := _option(line)) is not None]
 
