@@ -101,21 +101,18 @@ def test_every_letter_has_a_section_in_its_place() -> None:
     assert all(re.search(rf"^## {name}$", BOOK, flags=re.MULTILINE) for name in NAMED)
 
 
-def numbered(page: str, pattern: str) -> list[str]:
-    return re.findall(rf"^- \*\*({pattern})\*\* ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
-
-
 def test_every_rule_invariant_and_promise_has_tests() -> None:
     rules = HELD_BY["rules"].keys()
     assert {*string.ascii_uppercase, *NAMED} <= rules <= sections().keys()
-    assert list(HELD_BY["invariants"]) == numbered("docs/protocol.md", r"[A-D]\d+") == INVARIANTS
-    assert list(HELD_BY["promises"]) == numbered("docs/reliability.md", r"[A-Z]\d+")
+    assert [title.split()[0] for title in HELD_BY["invariants"]] == INVARIANTS
+    promises = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    assert list(HELD_BY["promises"]) == re.findall(r"^- \*\*([A-Z]\d+)\*\* ", promises, flags=re.MULTILINE)
     assert HELD_BY["security"].keys() <= sections((ROOT / "docs/security.md").read_text(encoding="utf-8")).keys()
     counts = {rule: len(tests) for table in HELD_BY.values() for rule, tests in table.items()}
     assert {rule: count for rule, count in counts.items() if not 1 <= count <= 9} == {}
 
 
-def test_every_invariant_that_a_test_begins_with_is_on_the_page() -> None:
+def test_every_invariant_that_a_test_begins_with_is_listed() -> None:
     shown = {
         number
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
