@@ -145,8 +145,7 @@ class Cluster:
         if self.alone:
             assert spec is not None
             return spec
-        data = self._share_bytes(pack(spec) if spec else b"")
-        return validate(RunSpec, unpack(data))
+        return validate(RunSpec, unpack(self._share_bytes(pack(spec) if spec else b"")))
 
     def share_decisions(self, decisions: Sequence[Decision]) -> list[Decision]:
         """Send rank 0's decisions on the next steps, at least one, to all ranks."""

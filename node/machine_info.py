@@ -6,7 +6,7 @@ import os
 import re
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -137,9 +137,7 @@ def read_labels(tree: SysfsReader, environ: Mapping[str, str]) -> Labels:
         if name.startswith("nic.") and (told := parse_nic(value)) is not None:
             device = name.removeprefix("nic.")
             before = nics.get(device, LabelSource())
-            nics[device] = LabelSource(
-                kind=told.kind, bits_per_s=told.bits_per_s, addresses=before.addresses, network=before.network
-            )
+            nics[device] = replace(told, addresses=before.addresses, network=before.network)
     site = next((everything[key] for key in _SITES if everything.get(key)), "")
     kept = tuple(sorted((key, value) for key, value in everything.items() if _KEPT.match(key)))
     return Labels(site=site, nics=nics, told=kept)
@@ -233,8 +231,6 @@ _NET: Final = "sys/class/net"
 _GIDS: Final = 32  # entries of a port's GID table that are read; those in use come first
 
 _LOCKED: Final = 64 << 20  # lockable memory that RDMA needs: registered buffers are locked
-_RANK: Final[Mapping[str, int]] = {source: rank for rank, source in enumerate(TRUST)}
-
 _LOOPBACK, _IPOIB = 772, 32  # types of network devices (if_arp.h)
 
 
@@ -257,7 +253,7 @@ class _Draft:
 
     def finished(self) -> Nic:
         """The card by its most trusted facts, with all facts."""
-        facts = tuple(sorted(self.facts, key=lambda fact: _RANK[fact.source]))
+        facts = tuple(sorted(self.facts, key=lambda fact: TRUST.index(fact.source)))
         first = {fact.about: fact.value for fact in reversed(facts)}
         kind = first.get("kind", "virtual")
         rate = float(first["bits_per_s"]) if "bits_per_s" in first else None

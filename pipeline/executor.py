@@ -168,8 +168,7 @@ class Executor:
             case ev.Send(to=to, work=work):
                 info, data = to_bytes(self._results.pop(work.trip), self._config.codec)
                 self.bytes_by_hop[to] = self.bytes_by_hop.get(to, 0) + info.size
-                stamped = replace(info, sent_s=time.monotonic())
-                self.link.send(to, messages.parcel(work, stamped, data, self._run))
+                self.link.send(to, messages.parcel(work, replace(info, sent_s=time.monotonic()), data, self._run))
             case ev.Tell(to=to, message=message):
                 self.link.send(to, messages.message(message, self._run))
             case ev.Discard(trip=trip):

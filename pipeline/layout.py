@@ -55,7 +55,13 @@ def read_layout(path: Path) -> tuple[StageLayout, dict[str, str]]:
     layout = _layout(file)
     if fault := next(layout.faults(), ""):
         raise LayoutError(f"{path}: {fault}")
-    _check_addresses(path, layout, file.addresses)
+    for node in (node for stage in layout.stages for node in stage.replicas):
+        if node not in file.addresses:
+            raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
+        try:
+            parse_tcp(file.addresses[node])
+        except ValueError as error:
+            raise LayoutError(f"{path}: addresses of {node}: {error}") from error
     return layout, dict(file.addresses)
 
 
@@ -79,17 +85,6 @@ def _layout(file: _File) -> StageLayout:
         for path in file.paths
     )
     return StageLayout(epoch=file.epoch, stages=stages, paths=ways)
-
-
-def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, str]) -> None:
-    for stage in layout.stages:
-        for node in stage.replicas:
-            if node not in addresses:
-                raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
-            try:
-                parse_tcp(addresses[node])
-            except ValueError as error:
-                raise LayoutError(f"{path}: addresses of {node}: {error}") from error
 
 
 # --- Switching to a new layout, in two phases

@@ -113,18 +113,17 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         step = executor.step(batches, closes_round=node.closes_round)
         if step is None:
             return
-        if node.executor is not None and time.monotonic() - told_at >= LOOK_S:
-            told_at = time.monotonic()
-            seen = executor.link.seen
-            for place in range(0, len(seen), MOST_SEEN):
-                node.executor.link.send(Observed(links=seen[place : place + MOST_SEEN]))
+        tokens = step.trained.tokens
         if node.executor is not None:
+            if time.monotonic() - told_at >= LOOK_S:
+                told_at, seen = time.monotonic(), executor.link.seen
+                for place in range(0, len(seen), MOST_SEEN):
+                    node.executor.link.send(Observed(links=seen[place : place + MOST_SEEN]))
             machine = executor.machine
             node.executor.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))
-        tokens = step.trained.tokens
-        if node.executor is not None and node.executor.machine.takes_samples:
-            # A microbatch that was rerouted may end a step later; of a source no step may have more than its samples.
-            tokens = min(tokens, node.batch_tokens())
+            if node.executor.machine.takes_samples:
+                # A rerouted microbatch may end a step later; of a source no step may have more than its samples.
+                tokens = min(tokens, node.batch_tokens())
         node.step(loss=step.trained.loss, tokens=tokens)
 
 

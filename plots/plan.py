@@ -186,15 +186,14 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) ->
     ups = {node.name: inventory.uplink(node) for node in order}
     rates = {name: link.bytes_per_s for name, link in ups.items() if link is not None}
     fastest = max(rates.values(), default=1.0)
-    middle = (len(order) - 1) / 2
-    hub = (1.0, middle)
+    hub = (1.0, (len(order) - 1) / 2)
     for index, node in enumerate(order):
         colour = _LINES[sites.index(node.site) % len(_LINES)]
         rate = rates.get(node.name, 0.0)
         if rate:
             _bend(axes, (0.0, float(index)), hub, colour, 0.6 + 3.0 * (rate / fastest) ** 0.5, 0.75, zorder=2)
         axes.plot([0.0], [index], marker="o", markersize=8, color=colour, zorder=4)
-        words = f"{node.name}"
+        words = node.name
         if plan.sync is not None and node.name in plan.sync.rates:
             own = plan.sync.rates[node.name]
             words += f"   {own.bits} bit, H = {own.h}"

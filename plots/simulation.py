@@ -205,8 +205,7 @@ def _bars(axes: Axes, found: Sequence[Row]) -> None:
             row.mean(lambda o: o.share(o.down_s)),
         )
         for (name, color), share in zip(_PARTS, parts, strict=True):
-            label = name if place == 0 else None
-            axes.barh(place, share, left=begin, height=0.56, color=color, label=label)
+            axes.barh(place, share, left=begin, height=0.56, color=color, label=None if place else name)
             begin += share
         beside(axes, f"{100 * parts[0]:.1f} %", (1.0, place - 0.28), (0, 3), ha="right", color=INK)
         beside(axes, row.variant, (0.0, place - 0.28), (0, 3), color=color_of(place))

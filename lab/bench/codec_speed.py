@@ -86,7 +86,11 @@ class Bench:
         self.y = torch.zeros(elements, device=device, dtype=torch.float32)
         self.residual = torch.zeros(elements, device=device, dtype=torch.float32)
         self._source, self._target = self.x.clone(), torch.zeros(elements, device=device, dtype=torch.float32)
-        self._copies = self._copy_calls()
+        # The fastest counts: torch's on all threads, and on a CPU the C library's on one.
+        self._copies: list[Call] = [lambda: self._target.copy_(self._source)]
+        if where.device == "cpu":
+            source, target = self._source.numpy(), self._target.numpy()
+            self._copies.append(lambda: np.copyto(target, source))
 
     def row(self, codec: str, path: str, op: str, call: Call, *, vectors: int = 1) -> SpeedRow:
         """Time a call that works on `vectors` times the elements."""
@@ -117,14 +121,6 @@ class Bench:
         row = self.row("memcpy", "torch", "copy", self._copies[0])
         best = max(row.gb_per_s, row.memcpy_gb_per_s)
         return dataclasses.replace(row, gb_per_s=best, memcpy_gb_per_s=best, ratio_to_memcpy=1.0)
-
-    def _copy_calls(self) -> Sequence[Call]:
-        """The ways to copy; the fastest counts: torch's on all threads, and on a CPU the C library's on one."""
-        copies: list[Call] = [lambda: self._target.copy_(self._source)]
-        if self.where.device == "cpu":
-            source, target = self._source.numpy(), self._target.numpy()
-            copies.append(lambda: np.copyto(target, source))
-        return copies
 
     def _seconds(self, call: Call) -> float:
         if self.where.device != "cuda":

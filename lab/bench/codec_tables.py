@@ -36,10 +36,11 @@ def codec_list(measured: CodecReport | None) -> RenderableType:
         table.add_column(column, justify="left" if column in ("codec", "rounding") else "right", no_wrap=True)
     for codec in CODECS.values():
         traits = codec.traits
+        rounding = "none" if codec.name == "fp32" else "[green]unbiased[/]" if traits.unbiased else "biased"
         table.add_row(
             f"[bold]{codec.name}[/]",
             *(_measured_cells(codec.name, measured) if measured else [f"{traits.bits_per_element:.4g}"]),
-            _rounding(codec),
+            rounding,
             _share_text(traits.contraction),
             NOTHING if traits.deterministic else "yes",
             f"{codec.beta:g}" if codec.beta else NOTHING,
@@ -56,12 +57,6 @@ def _measured_cells(name: str, measured: CodecReport) -> list[str]:
         return [f"{CODECS[name].traits.bits_per_element:.4g}", *[NOTHING] * 4]
     cells = [f"{quality.bits:.4g}", error_text(quality.rel_mse), f"{quality.cosine:.4f}"]
     return [*cells, *(_gb_text(speed[op]) if op in speed else NOTHING for op in ("encode", "decode"))]
-
-
-def _rounding(codec: Codec) -> str:
-    if codec.name == "fp32":
-        return "none"
-    return "[green]unbiased[/]" if codec.traits.unbiased else "biased"
 
 
 def fits_downlink(codec: Codec) -> bool:

@@ -85,9 +85,7 @@ class BuiltIn:
         with torch.no_grad():
             tensors = dict(trainable_tensors(self._module("cpu")))
             anchors = [first_anchor(fragment, tensors) for fragment in identity.layout.fragments]
-        assert identity.anchor_digests == tuple(digest(anchor) for anchor in anchors), (
-            "not the first weights of the run"
-        )
+        assert identity.anchor_digests == tuple(map(digest, anchors)), "not the first weights of the run"
         return RunSpec(identity=identity, terms=terms), anchors
 
     def learner(self, node: NodeId, seed: int) -> "Learner":

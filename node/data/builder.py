@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from farloop.monitoring.units import few_of
 from farloop.node.data.token_file import BYTES, SEPARATOR, VALIDATION_SHARE, Header, Tokens, TokenWriter, files_under
 from farloop.node.errors import CorpusError
 from farloop.node.settings import VOCABULARY
-
-if TYPE_CHECKING:
-    import tokenizers
 
 EXTRA = "install farloop with the extra [data]: pip install 'farloop[data]'"
 HUB = "hf:"  # a source that is a dataset of Hugging Face, as hf:NAME, hf:NAME:CONFIG or hf:FOLDER, and @REVISION
@@ -163,19 +160,17 @@ class FileTokenizer:
             inner = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:
             raise CorpusError(f"{file} is no tokenizer.json: {error}") from error
-        self._setup(inner, hashlib.sha256(content).hexdigest()[:16], str(file), end_token or _named_end(path))
-
-    def _setup(self, inner: "tokenizers.Tokenizer", digest: str, where: str, end_token: str | None) -> None:
+        end_token = end_token or _named_end(path)
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # a document that spells a special token does not hold one
-        known = inner.get_vocab(with_added_tokens=True)
+        known: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         ends = [end_token] if end_token is not None else [name for name in END_TOKENS if name in known]
         if not ends or ends[0] not in known:
             special = [token.content for token in inner.get_added_tokens_decoder().values()]
             what = f"has no token {end_token!r}" if end_token else "has no known token that ends a document"
-            raise CorpusError(f"{where} {what}: name one with --end-token; it has {', '.join(special) or 'none'}")
-        self._inner, self.digest = inner, digest
+            raise CorpusError(f"{file} {what}: name one with --end-token; it has {', '.join(special) or 'none'}")
+        self._inner, self.digest = inner, hashlib.sha256(content).hexdigest()[:16]
         self.vocabulary, self.end_token = max(known.values()) + 1, known[ends[0]]
 
     def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
