@@ -46,9 +46,6 @@ _PANELS = ("Train", "Inspect", "Configure")
 
 _GIVEN = "**Required.**"
 
-_SHARED = 3
-"""Commands that have the same option, with the same words, before it stands once on the page."""
-
 
 def configuration() -> str:
     """docs/configuration.md."""
@@ -144,7 +141,7 @@ def commands() -> str:
         for panel, names in by_panel.items()
     }
     times = Counter(row for told in found.values() for _, _, rows in told for row in rows)
-    shared = [row for row, count in times.items() if count >= _SHARED]
+    shared = [row for row, count in times.items() if count > 1]
     parts = [
         _MADE,
         "# Commands\n\n`farloop COMMAND --help` says the same at the terminal. "
