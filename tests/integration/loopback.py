@@ -38,6 +38,9 @@ TEXT = Path(argparse.__file__)
 FARLOOP = ("-m", "farloop.cli.main")
 """The command, in whatever environment this Python has."""
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+"""... so many ranks of a script."""
+
 METRONOME = Path(__file__).with_name("metronome.py")
 OWN_NODE = Path(__file__).with_name("own_node.py")
 RECORDED = Path(__file__).with_name("recorded.py")
@@ -364,12 +367,13 @@ def new_run(tmp_path: Path) -> Iterator[NewRun]:
         run.end()
 
 
-def own_run(new_run: "NewRun", *options: str, **settings: object) -> Run:
-    """A run of a model that farloop does not know, made with `options`; `start_own_node` takes part in it."""
+def own_run(new_run: "NewRun", *options: str, script: Path = OWN_NODE, **settings: object) -> Run:
+    """A run of a model that farloop does not know, made by `script init` with `options`; `start_own_node` takes part in
+    that of `OWN_NODE`."""
     run = new_run(**settings)
     run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
     del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(OWN_NODE), "init", "own.safetensors", *options)) == 0
+    assert run.until_ended(run.start("init", str(script), "init", "own.safetensors", *options), 300.0) == 0
     return run
 
 

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from loopback import NewRun, assert_all_agree
+from loopback import TORCHRUN, NewRun, assert_all_agree, own_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LORA_NODE = str(Path(__file__).with_name("lora_node.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LORA_NODE = Path(__file__).with_name("lora_node.py")
 
 
 def test_bytes_follow_the_adapter_and_the_base_stays_bit_for_bit(new_run: NewRun) -> None:
@@ -20,14 +19,12 @@ def test_bytes_follow_the_adapter_and_the_base_stays_bit_for_bit(new_run: NewRun
 
 def bytes_of_a_run(new_run: NewRun, rank: int) -> int:
     """Of the deltas and updates of an adapter of this rank, with a node of one process and one of two."""
-    run = new_run(method="diloco", h=10, steps=40, codec_up="q4", codec_down="q4")
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
-    del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", LORA_NODE, "init", "own.safetensors", str(rank)), 300.0) == 0
+    settings = {"method": "diloco", "h": 10, "steps": 40, "codec_up": "q4", "codec_down": "q4"}
+    run = own_run(new_run, str(rank), script=LORA_NODE, **settings)
     run.start_coordinator()
-    train = (LORA_NODE, "train", run.address)
+    train = (str(LORA_NODE), "train", run.address)
     run.start("one", *train, "one", str(rank))
-    run.start("two", *TORCHRUN, *train, "two", str(rank))
+    run.start("two", *TORCHRUN, "2", *train, "two", str(rank))
     status = run.until_done(timeout_s=400.0)  # it ends well if its base is as it was
     assert_all_agree(run, status, "one", "two")
     assert len({event["version"] for event in run.events("commit")}) == 4

@@ -4,7 +4,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from loopback import FARLOOP, PACED, Daemon, NewRun, assert_all_agree, further_than, merged_since, node_of
+from loopback import (
+    FARLOOP,
+    PACED,
+    TORCHRUN,
+    Daemon,
+    NewRun,
+    assert_all_agree,
+    further_than,
+    merged_since,
+    node_of,
+    own_run,
+)
 
 from farloop.config.exit_codes import ExitCode
 from farloop.config.memory import memory_of
@@ -74,15 +85,11 @@ def b_trains(status: Status) -> bool:
 @pytest.mark.timeout(900)
 def test_a_sharded_node_comes_back_as_another_number_of_ranks(new_run: NewRun) -> None:
     """Its ranks read what others wrote."""
-    run = new_run(steps=200, nodes=1, **PACED)
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
-    del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(FSDP_LOOP), "init", "own.safetensors")) == 0
+    run = own_run(new_run, script=FSDP_LOOP, steps=200, nodes=1, **PACED)
     coordinator = run.start_coordinator()
 
     def start(count: int) -> Daemon:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-        return run.start("node-b", *torchrun, str(FSDP_LOOP), "train", run.address, "b")
+        return run.start("node-b", *TORCHRUN, str(count), str(FSDP_LOOP), "train", run.address, "b")
 
     b = start(2)
     before = run.until("every fragment is on disk", lambda status: min(status["versions"]) >= 12, 120.0)

@@ -208,15 +208,6 @@ def test_closing_ends_connections_and_leaves_no_thread() -> None:
                 assert client.recv(1) == b""
 
 
-def test_a_taken_port_is_one_line_with_its_mend() -> None:
-    with Endpoint("127.0.0.1", 0, ROUTES) as endpoint, pytest.raises(EndpointError) as caught:
-        Endpoint("127.0.0.1", endpoint.port, ROUTES)
-    message = str(caught.value)
-    assert f"port {endpoint.port} on 127.0.0.1 is in use" in message
-    assert "choose another port, or 0" in message
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize(("host", "port", "words"), [("127.0.0.1", 70000, "not a port"), ("203.0.113.1", 0, "all")])
 def test_an_impossible_address_is_one_line_with_its_mend(host: str, port: int, words: str) -> None:
     with pytest.raises(EndpointError, match=words):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from loopback import NewRun, Run, assert_all_agree, own_run
+from loopback import TORCHRUN, NewRun, Run, assert_all_agree, own_run
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -113,20 +113,15 @@ def test_a_trainer_that_begins_again_with_a_smaller_batch_is_one_node(trainer_ru
     tiny_run.until(lambda: trainer_run.coordinator.executor.finished)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", ["transformers", "accelerate", "lightning"])
 def test_a_trainer_on_two_ranks_and_on_one_is_a_node(new_run: NewRun, library: str) -> None:
     """Both make the run's steps at the run's rate, and end when it ends."""
     pytest.importorskip(library)
-    run = new_run(method="streaming", h=10, steps=40, warmup_steps=5, schedule="constant", lr=0.00321)
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
-    del run.tables["run"]["model"], run.tables["data"]
     first = "hf_trainer.py" if library == "transformers" else "own_loop.py"
-    assert run.until_ended(run.start("init", str(EXAMPLES / first), "init", "own.safetensors")) == 0
+    settings = {"method": "streaming", "h": 10, "steps": 40, "warmup_steps": 5, "schedule": "constant", "lr": 0.00321}
+    run = own_run(new_run, script=EXAMPLES / first, **settings)
     run.start_coordinator()
     match library:
         case "transformers":
@@ -136,7 +131,7 @@ def test_a_trainer_on_two_ranks_and_on_one_is_a_node(new_run: NewRun, library: s
         case _:
             train = [str(EXAMPLES / "lightning_trainer.py"), run.address]
     # Lightning starts its processes itself.
-    two = [*train, "two", "2"] if library == "lightning" else [*TORCHRUN, *train, "two"]
+    two = [*train, "two", "2"] if library == "lightning" else [*TORCHRUN, "2", *train, "two"]
     nodes = [run.start("node-one", *train, "one"), run.start("node-two", *two)]
     assert_all_agree(run, run.until_done(timeout_s=600.0), "one", "two")
     assert_every_step_counted(run, [40, 40], untrained=5.5)

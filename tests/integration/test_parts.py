@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from loopback import NewRun, Run, assert_all_agree, merged_since
+from loopback import TORCHRUN, NewRun, Run, assert_all_agree, merged_since, own_run
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -13,11 +13,7 @@ PART_NODE = Path(__file__).with_name("part_node.py")
 
 def cut_run(new_run: NewRun, **settings: object) -> Run:
     """A run of a model of two stages: 3 fragments in the first one, 2 in the second."""
-    run = new_run(blocks_per_fragment=1, **settings)
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors"), "stages": "2"}
-    del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(PART_NODE), "init", "own.safetensors")) == 0
-    return run
+    return own_run(new_run, script=PART_NODE, blocks_per_fragment=1, stages="2", **settings)
 
 
 @pytest.mark.slow
@@ -53,7 +49,7 @@ def test_a_node_whose_ranks_have_half_of_the_layers_each_trains_with_nodes_of_a_
     run = cut_run(new_run, steps=60, method="streaming", h=6, tau=1, codec_up="q4", codec_down="q4")
     run.start_coordinator()
     train = (str(PART_NODE), "train", run.address)
-    run.start("ranks", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train, "ranks", "ranks")
+    run.start("ranks", *TORCHRUN, "2", *train, "ranks", "ranks")
     run.start("a0", *train, "a0", "0"), run.start("a1", *train, "a1", "1")
     status = run.until_done(timeout_s=250.0)
     assert_all_agree(run, status, "ranks", "a0", "a1")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from loopback import NewRun, assert_all_agree
+from loopback import TORCHRUN, NewRun, assert_all_agree, own_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -12,15 +12,11 @@ FSDP_LOOP = Path(__file__).resolve().parents[2] / "examples" / "fsdp_loop.py"
 
 
 def test_a_sharded_node_a_replicated_one_and_a_single_process_train_one_model(new_run: NewRun) -> None:
-    run = new_run(steps=60, method="streaming", h=10, tau=2, evaluate_every_rounds=1, nodes=3)
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
-    del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(FSDP_LOOP), "init", "own.safetensors")) == 0
-    coordinator = run.start_coordinator()
-    address = f"tcp://127.0.0.1:{run.port}"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run.start("node-sharded", *torchrun, str(FSDP_LOOP), "train", address, "sharded")
-    run.start("node-twofold", *torchrun, str(OWN_LOOP), "train", address, "twofold")
+    settings = {"steps": 60, "method": "streaming", "h": 10, "tau": 2, "evaluate_every_rounds": 1, "nodes": 3}
+    run = own_run(new_run, script=FSDP_LOOP, **settings)
+    coordinator, address = run.start_coordinator(), run.address
+    run.start("node-sharded", *TORCHRUN, "2", str(FSDP_LOOP), "train", address, "sharded")
+    run.start("node-twofold", *TORCHRUN, "2", str(OWN_LOOP), "train", address, "twofold")
     run.start("node-whole", str(FSDP_LOOP), "train", address, "whole")
     status = run.until_done(timeout_s=600.0)  # five processes, and two each meet at every step
     names = ["sharded", "twofold", "whole"]  # the first is asked for the loss, and has evaluate=

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loopback import OWN_NODE, NewRun, Run, assert_all_agree, own_run
+from loopback import OWN_NODE, TORCHRUN, NewRun, Run, assert_all_agree, own_run
 from own_node import WIDTH, Model, loss_of
 from safetensors.torch import load_file
 from slow_cases import slow
@@ -55,6 +55,5 @@ def test_the_run_s_model_has_the_mean_by_tokens_and_computes_as_the_nodes(new_ru
 def test_two_ranks_that_hold_the_model_whole_have_the_statistics_of_the_first(new_run: NewRun) -> None:
     run = normed_run(new_run, steps=20, h=5, nodes=1, method="diloco")
     run.start_coordinator()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run.start("many", *torchrun, str(OWN_NODE), "train", run.address, "many", "--normed", "2")
+    run.start("many", *TORCHRUN, "2", str(OWN_NODE), "train", run.address, "many", "--normed", "2")
     assert_is_the_mean(run, run.until_done(timeout_s=280.0), many=8)
