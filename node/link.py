@@ -126,7 +126,12 @@ class Probing:
         self._told_at = float("-inf")
 
     def on_probe(self, session: Session, probe: Probe) -> None:
-        self._stop(session)
+        if self._sending is not None:
+            session.cancel(self._sending)
+        if self._expected is not None:
+            session.cancel(_blob(self._expected))
+            session.transfers.meter.pop_bursts()
+        self._sending, self._expected, self._over = None, None, False
         if probe.num_bytes <= 0:
             return
         if probe.upward:
@@ -176,14 +181,6 @@ class Probing:
         if told is None or session.state is not State.OPEN:
             return None
         return Observed(links=(Seen(bulk=told),))
-
-    def _stop(self, session: Session) -> None:
-        if self._sending is not None:
-            session.cancel(self._sending)
-        if self._expected is not None:
-            session.cancel(_blob(self._expected))
-            session.transfers.meter.pop_bursts()
-        self._sending, self._expected, self._over = None, None, False
 
 
 def _blob(probe: Probe) -> BlobId:

@@ -192,7 +192,9 @@ def outer_gradients(settings: Settings, *, folder: Path | None = None) -> OuterG
     """The deltas of `settings`, from `folder` where they were put there before. Raises CorpusError: there is no text to
     train on; CommandError: `folder` cannot be written."""
     corpus = load_corpus(max_bytes=4_000_000)
-    path = folder / f"outer-gradients-{_key(settings, corpus)}.safetensors" if folder else None
+    content = dumps([dataclasses.asdict(settings), corpus.digest, torch.__version__], sort_keys=True)
+    key = hashlib.sha256(content.encode()).hexdigest()[:12]
+    path = folder / f"outer-gradients-{key}.safetensors" if folder else None
     model = build(PRESETS[settings.model], settings.seed)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in trainable_tensors(model)]
     (fragment,) = partition(shapes, pattern="whole").fragments
@@ -266,8 +268,3 @@ class _Node:
         delta = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         fragment_delta_into(fragment, anchor, self.parameters, delta)
         return delta
-
-
-def _key(settings: Settings, corpus: Corpus) -> str:
-    content = dumps([dataclasses.asdict(settings), corpus.digest, torch.__version__], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
