@@ -106,18 +106,6 @@ def test_a_run_without_new_data_has_the_samples_of_its_corpus(positions: list[in
     assert not positions or torch.equal(batch, Samples(corpus, 16, seed).batch(positions))
 
 
-def test_new_data_comes_at_its_position_and_a_share_of_the_old_stays() -> None:
-    mixture = Mixture(mixed(0.25, 0.5), [filled(0, 5), filled(1, 7), filled(2, 11)])
-
-    def shares(at: float) -> list[float]:
-        drawn = mixture.batch(range(4000), at)[:, 0]
-        return [(drawn == byte).float().mean().item() for byte in range(3)]
-
-    assert shares(99.5) == [1.0, 0.0, 0.0]
-    assert shares(100.0) == shares(199.0) == pytest.approx([0.25, 0.75, 0.0], abs=0.035)
-    assert shares(200.0) == pytest.approx([0.125, 0.375, 0.5], abs=0.04)
-
-
 @given(seed=st.integers(0, 2**63 - 1), data_pass=st.integers(0, 1000), at=st.sampled_from([0.0, 100.0]))
 def test_in_a_pass_over_a_corpus_none_of_its_samples_comes_twice(seed: int, data_pass: int, at: float) -> None:
     """Every sample of either begins with a byte of its own."""
@@ -290,19 +278,6 @@ def test_neither_names_nor_folders_show_in_the_corpus_and_any_byte_does(tmp_path
     for array in (one.train, one.validation):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
-
-
-def test_validation_is_about_a_twentieth_and_made_of_whole_files_or_of_a_part_of_a_single_one(tmp_path: Path) -> None:
-    texts = {f"{i}.txt": f"document {i}: " + "x" * 500 for i in range(200)}
-    corpus = load_corpus(write(tmp_path / "many", **texts))
-    assert 0.04 < len(corpus.validation) / len(text_of(corpus)) < 0.06
-    for part in (corpus.validation, corpus.train):
-        *documents, rest = part.tobytes().split(b"\0")
-        assert rest == b"" and {document.decode() for document in documents} < set(texts.values())
-    text = "".join(f"line {i}\n" for i in range(1000))
-    single = load_corpus(write(tmp_path / "one", a=text) / "a")
-    assert documents_of(single) == [text.encode()] and single.files == 1
-    assert len(single.validation) == int(0.05 * (len(text) + 1))
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=40))

@@ -46,10 +46,6 @@ def replica_on(anchors: Any, *, shards: bool = False, fragments: int = 3) -> Rep
     return replica
 
 
-def kept_bytes(replica: Replica) -> int:
-    return sum(buffer.memory.nbytes for buffer in replica.buffers._free)
-
-
 def blob_of(replica: Replica, index: int, version: int, base: int, codec: str, value: float) -> bytearray:
     fragment = replica.layout.fragments[index]
     x = torch.full((fragment.numel,), value)
@@ -177,7 +173,7 @@ def test_a_round_moves_each_anchor_there_and_back_once(anchors: str, most: float
         assert 2 * most * held == cuda.h2d["pinned"] + cuda.d2h["pinned"]
         assert cuda.h2d["pageable"] + cuda.d2h["pageable"] <= 2 * payloads * held
         largest = max(anchor.numel for anchor in replica.anchors.values())
-        assert 4 * largest <= kept_bytes(replica) <= 8 * largest
+        assert 4 * largest <= sum(buffer.memory.nbytes for buffer in replica.buffers._free) <= 8 * largest
     assert not cuda.races
 
 

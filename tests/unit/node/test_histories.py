@@ -115,13 +115,8 @@ def test_after_a_rewind_a_greeting_claims_nothing_of_the_old(story: Story, tmp_p
 # --- a coordinator over an old copy asks what a node holds
 
 
-def recall(story: Story) -> list[ev.Command]:
-    """By one that is behind in everything, its epoch included."""
-    return story.hear(Story(tau=2, mix=0.5).welcome(epoch=2, recalls=True))
-
-
 def test_it_tells_what_follows_its_version_and_keeps_following_what_it_does(story: Story) -> None:
-    (command,) = recall(story)
+    (command,) = story.hear(Story(tau=2, mix=0.5).welcome(epoch=2, recalls=True))
     assert isinstance(command, ev.Tell) and isinstance(command.message, msg.Held)
     told = command.message
     assert [(terms.fragment, terms.window) for terms in told.windows] == [(0, 4)] and told.final == ()

@@ -345,11 +345,6 @@ def test_code_that_a_config_names_is_never_loaded(tmp_path: Path) -> None:
     hf_model(text[:-1] + "," + json.dumps(foreign)[1:])
 
 
-def write_module(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(body))
-    monkeypatch.syspath_prepend(str(path.parent))
-
-
 def test_a_factory_s_module_and_loss_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
         class Model(nn.Module):
@@ -370,7 +365,8 @@ def test_a_factory_s_module_and_loss_are_taken(tmp_path: Path, monkeypatch: pyte
 
         odd.loss = lambda module, tokens: module(tokens).square().mean()
     """
-    write_module(tmp_path / "mine_of_the_test.py", body, monkeypatch)
+    (tmp_path / "mine_of_the_test.py").write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(body))
+    monkeypatch.syspath_prepend(str(tmp_path))
     first, again = plan("mine_of_the_test:Model"), plan("mine_of_the_test:Model")
     assert first.spec.identity == again.spec.identity
     assert (first.spec.identity.model, first.spec.identity.data) == ("own", again.spec.identity.data)

@@ -93,20 +93,6 @@ def test_tied_weights_are_one_tensor_and_are_merged_for_both_names() -> None:
     assert torch.equal(module.embed.weight, module.head.weight) and not replica.compute_delta(index).any()
 
 
-def test_bf16_weights_that_have_not_moved_have_a_delta_of_exactly_zero() -> None:
-    """L: the rounding of the anchor never enters it."""
-    replica = anchored(Tied(torch.bfloat16))
-    generator = torch.Generator().manual_seed(1)
-    for index, fragment in enumerate(replica.layout.fragments):
-        fine = torch.zeros(fragment.numel)
-        for slot in fragment.tensors:
-            fine[slot.offset : slot.offset + slot.numel] = torch.randn(slot.numel, generator=generator)
-        assert replica.install(index, 0, snapshot(replica, index, fine), EPOCH)
-        replica.merge(index, 0.0)
-        assert not torch.equal(flat(replica, index), fine), "it was rounded"
-        assert not replica.compute_delta(index).any()
-
-
 def test_a_delta_may_be_the_raw_gradient_and_a_parameter_without_one_counts_as_zero() -> None:
     """K."""
     module = Tied()
@@ -120,22 +106,6 @@ def test_a_delta_may_be_the_raw_gradient_and_a_parameter_without_one_counts_as_z
         expected[slot.offset : slot.offset + slot.numel] = gradient.flatten()
     assert torch.equal(replica.compute_delta(index), expected)
     assert not replica.compute_delta(with_tensor(replica, "blocks.1")).any()
-
-
-def test_the_buffer_of_a_delta_is_used_again_once_given_back() -> None:
-    replica = anchored(Tied())
-    first, second = replica.compute_delta(0), replica.compute_delta(0)
-    assert first.data_ptr() != second.data_ptr()
-    replica.give_back(first)
-    assert replica.compute_delta(0).data_ptr() == first.data_ptr()
-
-
-def test_an_element_of_a_flat_fragment_is_named_after_its_parameter() -> None:
-    """So that a NaN can be told by name; padding counts to the tensor before it."""
-    replica = anchored(Tied())
-    fragment = replica.layout.fragments[with_tensor(replica, "blocks.1")]
-    assert {fragment.tensor_at(place) for place in (0, 24, 255)} == {"blocks.1.weight"}
-    assert fragment.tensor_at(256) == "blocks.1.bias"
 
 
 # --- anchors

@@ -259,15 +259,6 @@ def test_what_is_decided_for_several_steps_is_asked_for_once() -> None:
     assert loop.notes.asked == 3
 
 
-def test_the_run_s_rate_is_what_is_stepped_with_at_every_step() -> None:
-    loop = Loop(plain)
-    assert loop.step(1.0)
-    assert loop.weights == [[0.75, 0.75], [0.75, 0.75]]
-    loop.step(1.0)
-    assert loop.weights == [[0.625, 0.625], [0.625, 0.625]], "and not the optimizer's own, nor the one before"
-    assert loop.notes.steps == [(8, 1.0, True)] * 2 and not loop.has_gradients
-
-
 def warming(module: nn.Module) -> Optimizer:
     """A scheduler that has begun to warm up does not change the ratios."""
     optimizer = groups(None, 0.2, lr=0.02)(module)
@@ -486,12 +477,6 @@ def test_a_loop_may_unscale_by_itself_to_clip_by_itself(bad: bool) -> None:
     loop.node.step()
     assert loop.weights == [[1.0 if bad else 1 - 3 * RATE] * 2] * 2
     assert scaler.get_scale() == (512.0 if bad else 1024.0)
-
-
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    loop = Loop(plain, max_norm=1.0, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    loop.step(0.25)
-    assert loop.weights == [[1 - RATE / 4] * 2] * 2
 
 
 # --- what is refused (stories/joining.txt)
