@@ -1,32 +1,23 @@
 """The doors of the codecs: a blob that came by the wire, for every codec, and what it decodes to."""
 
-import math
 from functools import cache, partial
 from random import Random
 
 import torch
 import xxhash
 import zstandard
+from codec_cases import of_shapes
 from fuzz_mutator import edited
 from fuzz_target import Target
 from torch import Tensor
 
-from farloop.algo.spec import Fragment, TensorSlot
+from farloop.algo.spec import Fragment
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, pack_blob, parse_blob
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadBlob, BadPayload
 from farloop.quant.registry import CODECS, codec_named
 
 SPELLINGS = [*CODECS, "topk:k=4096", "randk:fraction=1", "sketch:density=0.5,min_numel=4096", "lowrank:rank=1"]
-
-
-def of_shapes(*shapes: tuple[int, ...]) -> Fragment:
-    """A fragment of tensors of these shapes, padded as fragments are."""
-    slots, offset = [], 0
-    for number, shape in enumerate(shapes):
-        slots.append(TensorSlot(name=f"t{number}", shape=shape, offset=offset))
-        offset += -(-math.prod(shape) // 256) * 256
-    return Fragment(index=3, slot=0, numel=offset, tensors=tuple(slots))
 
 
 FRAGMENTS = (flat(1), flat(130), of_shapes((3, 5), (300,), ()), of_shapes((64, 64), (70, 60), (9,)))
@@ -44,10 +35,6 @@ def gaussian(fragment: Fragment) -> Tensor:
 
 def header(codec: Codec, fragment: Fragment) -> BlobHeader:
     return BlobHeader(codec=codec, fragment=fragment, version=8, base=7, epoch=2, salt=5)
-
-
-def expected(codec: Codec, fragment: Fragment) -> Expected:
-    return Expected(codecs=(codec,), fragment=fragment, version=8, base=7, newest_epoch=2)
 
 
 def sealed(blob: bytes | bytearray) -> bytearray:
@@ -68,7 +55,8 @@ def check_decoded(codec: Codec, fragment: Fragment, payload: Tensor, seed: int) 
 
 def check_blob(codec: Codec, fragment: Fragment, blob: bytes | bytearray, scratch: bytearray | None = None) -> None:
     """Raises BadBlob, or the blob decodes to finite numbers."""
-    parsed, payload, _ = parse_blob(blob, expected(codec, fragment), scratch=scratch)
+    expected = Expected(codecs=(codec,), fragment=fragment, version=8, base=7, newest_epoch=2)
+    parsed, payload, _ = parse_blob(blob, expected, scratch=scratch)
     check_decoded(codec, fragment, payload, parsed.seed)
 
 

@@ -23,7 +23,7 @@ from random import Random
 from types import FrameType
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "cases")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "cases"), str(HERE.parent / "unit" / "quant")]
 
 import fuzz_codecs  # noqa: E402
 import fuzz_machine  # noqa: E402

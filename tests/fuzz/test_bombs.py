@@ -10,7 +10,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit" / "quant")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

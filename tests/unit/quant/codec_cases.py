@@ -47,10 +47,6 @@ every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys(
 every_spelling = pytest.mark.parametrize("codec", [codec_named(spelling) for spelling in SPELLINGS], ids=SPELLINGS)
 
 
-def name_of(fragment: Fragment) -> str:
-    return {id(MIXED): "mixed", id(MATRICES): "matrices"}.get(id(fragment), str(fragment.numel))
-
-
 def on(*fragments: Fragment) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on each of these fragments, one after the other, as one case."""
 
@@ -61,7 +57,8 @@ def on(*fragments: Fragment) -> Callable[[Callable[..., None]], Callable[..., No
                 try:
                     test(fragment=fragment, **arguments)
                 except BaseException as error:
-                    error.add_note(f"fragment: {name_of(fragment)}")
+                    name = {id(MIXED): "mixed", id(MATRICES): "matrices"}.get(id(fragment), str(fragment.numel))
+                    error.add_note(f"fragment: {name}")
                     raise
 
         asked = inspect.signature(test)

@@ -36,11 +36,6 @@ def test_every_codec_of_a_format_is_registered() -> None:
     assert written == CODECS.keys()
 
 
-@every_name
-def test_a_codec_is_found_by_its_name(name: str) -> None:
-    assert codec_named(name) is CODECS[name]
-
-
 def refuses(spelling: str) -> bool:
     """A value out of its range, which is told with it."""
     with pytest.raises(

@@ -108,18 +108,6 @@ def test_limits_nest_and_belong_to_one_thread() -> None:
         pass
 
 
-def test_small_work_stays_on_the_calling_thread() -> None:
-    on: list[threading.Thread] = []
-
-    def kernel(first: int, last: int) -> int:
-        on.append(threading.current_thread())
-        return -1
-
-    with kernel_threads(4):
-        on_parts(kernel, num_blocks=100, block=256)
-    assert on == [threading.current_thread()]
-
-
 def test_the_first_fault_of_all_parts_is_told_and_an_error_raised() -> None:
     def faulty(first: int, last: int) -> int:
         return -1 if first == 0 else first + 7

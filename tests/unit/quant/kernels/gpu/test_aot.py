@@ -227,8 +227,3 @@ def test_contraction_would_be_seen() -> None:
     """With Triton's other setting the residual is added by a fused operation: other bytes."""
     kernel = compiled("fp32", "encode, residual", {"enable_fp_fusion": True})
     assert kernel.rounding["fma.rn.f32"] > 0 and kernel.fused > 0
-
-
-def test_every_format_has_every_operation() -> None:
-    for name in FORMATS:
-        assert {operation for codec, operation in KERNELS if codec == name} == {*READ, *WRITTEN}
