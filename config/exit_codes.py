@@ -73,6 +73,8 @@ _DISK = {*_FULL, errno.EIO}
 """A file that could be written is not: the disk, not the command, has to change."""
 
 _TOO_LARGE = re.compile(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes")  # torch's MemoryError on CPUs
+_NO_MEMORY = re.compile(r"can't start new thread|[Cc]annot allocate memory|failed to map segment")
+_MORE_MEMORY = "memory or processes run out; raise the limit: ulimit -v, ulimit -u, or the container's"
 
 
 def cannot_write(path: Path, error: OSError) -> CommandError:
@@ -144,6 +146,10 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode.USAGE, f"too many open files: {limit}"
         case RuntimeError() if asked := _TOO_LARGE.search(str(error)):
             return ExitCode.USAGE, f"there is not enough memory: {int(asked[1]) / 1e9:.3g} GB were asked for at once"
+        case MemoryError():
+            return ExitCode.USAGE, _MORE_MEMORY
+        case OSError() | RuntimeError() | ImportError() if _NO_MEMORY.search(str(error)):
+            return ExitCode.USAGE, _MORE_MEMORY
         case _:
             return None
 

@@ -124,8 +124,12 @@ def say(line: str, *, err: bool = False) -> None:
             handler.flush()
     stream = sys.stderr if err else sys.stdout
     writer = BackgroundWriter[str]("say", partial(write_all, stream))
-    writer.put(f"{line}\n")
-    writer.close()
+    try:
+        writer.put(f"{line}\n")
+    except RuntimeError:  # no thread can be started
+        write_all(stream, f"{line}\n")
+    else:
+        writer.close()
 
 
 def dropped_lines() -> int:

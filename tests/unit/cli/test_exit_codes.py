@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,12 @@ def test_every_storage_error_names_the_next_step() -> None:
             2,
             r".*not enough memory: 4 GB were asked for.*\n",
         ),
+        (MemoryError(), 2, r"farloop: error: memory or processes run out; .*\n"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment"),
+            2,
+            r"farloop: error: memory or processes run out; .*\n",
+        ),
     ],
 )
 def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
@@ -114,6 +121,18 @@ def test_an_expected_error_ends_in_one_line_and_a_surprise_with_its_traceback(
     with pytest.raises(typer.Exit) as end, ended_in_one_line():
         raise error
     assert end.value.exit_code == code and re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_a_line_is_written_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(typer.Exit), ended_in_one_line():
+        threading.Thread().start()
+    assert capsys.readouterr().err.startswith("farloop: error: memory or processes run out; ")
 
 
 LOADS = """
