@@ -1,6 +1,6 @@
-"""Random lives of two coordinators in virtual time: killed, suspended, cut off from each other and from the store of
-the record, whose answers may be lost, and which may do late what it was asked. Whatever was told is in the folder of
-the one that leads, and it alone tells.
+"""Random lives of two or three coordinators in virtual time: killed, suspended, cut off from each other and from the
+store of the record, whose answers may be lost, and which may do late what it was asked. Whatever was told is in the
+folder of the one that leads, and it alone tells.
 
 The code is the product's: `Mirror`, `MirroredFiles`, `Replica`, `Leadership`, and `Contender` that decides to take
 over. A wait of one of them is a turn of the world, in which everything else happens.
@@ -122,7 +122,7 @@ class Coordinator:
         self.size += RECORD_BYTES
         if not self.runs:  # it was killed or suspended in its call, and told nothing yet
             raise Killed
-        assert self.world.leads(self), f"{self.name} tells what {self.world.terms.term} does not have"
+        assert self.world.has(self, record), f"{self.name} tells what {self.world.terms.term} does not have"
         self.world.told.append(record)
 
     def send(self, route: bytes, frames: Sequence[Bytes]) -> None:
@@ -130,7 +130,7 @@ class Coordinator:
 
 
 class World:
-    """Two hosts, the network between them, and the store of the record."""
+    """Two or three hosts, the network between them, and the store of the record."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dice, self.now, self.terms = random.Random(seed), 100.0, Terms()
@@ -144,7 +144,7 @@ class World:
         for module in (leadership, standby):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(leadership.time, "sleep", lambda seconds: self.turn(self.speaks))
-        self.hosts = [Coordinator(self, name) for name in "ab"]
+        self.hosts = [Coordinator(self, name) for name in ("ab", "abc")[seed % 2]]
         self.speaks = self.hosts[0]  # whose call is under way
 
     def fate(self) -> Any:
@@ -157,6 +157,12 @@ class World:
     def leads(self, host: Coordinator) -> bool:
         """Whether no other holds the record."""
         return self.terms.term is not None and self.terms.term.leader == host.name
+
+    def has(self, teller: Coordinator, record: bytes) -> bool:
+        """Whether whom the record names has it: the teller, or one whose claim has just arrived and that stands by."""
+        return self.leads(teller) or any(
+            self.leads(host) and host.mirror is None and record in host.disk.read_bytes(LOG) for host in self.hosts
+        )
 
     # --- Messages
 
