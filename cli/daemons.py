@@ -23,7 +23,7 @@ from farloop.coordinator.admin import over
 from farloop.coordinator.change_terms import untrue
 from farloop.coordinator.daemon import Coordinator
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
-from farloop.coordinator.leadership import Leadership, Unusable, term_store
+from farloop.coordinator.leadership import Leadership, Unusable, marked, term_store, unmark
 from farloop.coordinator.net.zmq_mirror import MirrorServer
 from farloop.coordinator.net.zmq_router import check_bind
 from farloop.coordinator.settings import CoordinatorConfig
@@ -33,7 +33,7 @@ from farloop.coordinator.storage.copies import read_manifest, require_no_run, re
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower
 from farloop.coordinator.storage.mapped_buffers import MappedBuffers
-from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, mark, marked, unmark
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles
 from farloop.coordinator.storage.objects import Sign, note_objects, signer, try_store
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.store import Store, read_when_possible
@@ -135,7 +135,6 @@ def run_coordinator(
         ending.callback(store.close)
         if mirror is not None:
             leadership.begun()
-            mark(config.state_dir, leadership.term.holder)
             mirror.lets_in = True
         elif force_lead:
             unmark(config.state_dir)
@@ -234,7 +233,7 @@ def _to_recover(config: CoordinatorConfig, leadership: Leadership) -> str:
     Raises CopyFailed; CommandError: it has begun, and there is no copy."""
     if read_manifest(Bucket(config.copy_to)) is not None:
         return config.copy_to
-    if leadership.term.term > 1:
+    if leadership.term.mark:
         raise CommandError(
             f"{config.state_dir} holds no run, {config.copy_to} no copy of it, and the record says that it has begun; "
             "put the state folder back, or remove the record to begin a new run",

@@ -217,7 +217,7 @@ def salvage_journal(
     from farloop.coordinator.storage.files import state_folder
 
     directory = state_folder(_folder(folder, state))
-    from farloop.coordinator.storage.mirror import marked
+    from farloop.coordinator.leadership import marked
     from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
     from farloop.coordinator.storage.state_reader import journal_folder
 

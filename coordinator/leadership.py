@@ -1,6 +1,7 @@
 """Who leads a run: one small record in a store that can compare and set.
 
-    {"run": "8f3c…", "leader": "a", "holder": "5e1d…", "term": 7, "address": "tcp://10.0.0.1:7700", "in_sync": ["b"]}
+    {"run": "8f3c…", "leader": "a", "process": "5e1d…", "mark": "77aa…", "recovering": false, "term": 7,
+     "address": "tcp://10.0.0.1:7700", "in_sync": ["b"]}
 
 The leader tells nothing before every coordinator of `in_sync` has it on its disk, and takes one out of `in_sync` here
 before it goes on without it. A standby takes over only if it is in `in_sync`, by replacing the record. So at most one
@@ -18,18 +19,20 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from farloop.coordinator.errors import Deposed, StorageFailed
+from farloop.coordinator.storage.files import DISK, Files
 
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0  # of one request to the store
 RETRY_S = 0.5  # between two tries while it does not answer
+MARK = "has-standbys"  # file of a folder that was led or mirrored by a record
 REPEAT_S = 30.0  # an outage is logged when it begins, and again this often
 
 T = TypeVar("T")
@@ -42,12 +45,36 @@ class Term:
 
     run: str  # fingerprint
     leader: str  # its [coordinator] name
-    holder: str
-    """Drawn by the process that leads, anew where it lets a standby in: folders are marked with it. Until that process
-    has the run, the mark of those that have all follows, after a space."""
-    term: int  # 1 until the run has begun; from then on each record that replaces one has the next
+    process: str
+    """Drawn at its start by the process that leads. It leads for as long as the record has this."""
+    mark: str = ""
+    """Of the folders that have all that was told, on disk in each. Drawn anew with each standby that is let in, and by
+    a leader that goes on without those that could have. Empty until the run has begun."""
+    recovering: bool = True
+    """Whether the leader has yet to read the state: it tells nothing, and if it is not heard of in time, one of
+    `in_sync` goes on in its place."""
+    term: int  # each record that replaces one has the next
     address: str  # where nodes reach the leader, as far as it knows
-    in_sync: tuple[str, ...] = ()  # standbys that have all that was told
+    in_sync: tuple[str, ...] = ()  # others that have all that was told; before it was read, also the leader before
+
+    def counts(self, marks: Sequence[str] | None) -> bool:
+        """Whether a folder that holds the run, with these marks, has all that was told. None: it has none, as a backup
+        from before there was a record; names alone may be given twice."""
+        return not self.mark or marks is None or self.mark in marks
+
+    def claimed(self, before: "Term | None", *, has_all: bool) -> "Term":
+        """The record of this process in place of another. `has_all`: so has its folder. Should that turn out to be
+        unreadable, another that has all goes on. Else no other counts any more."""
+        if before is None:
+            return dataclasses.replace(self, term=1)
+        others = {before.leader, *before.in_sync} - {self.leader} if has_all else set()
+        mark = before.mark if has_all or not before.mark else self.process
+        return dataclasses.replace(self, term=before.term + 1, mark=mark, in_sync=tuple(sorted(others)))
+
+    def begun(self) -> "Term":
+        """Once this leader has read the state, or made the first. What others have no longer counts."""
+        mark = self.process if self.in_sync or not self.mark else self.mark
+        return dataclasses.replace(self, mark=mark, recovering=False, in_sync=())
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), allow_nan=False).encode()
@@ -58,8 +85,9 @@ class Term:
         try:
             plain = json.loads(data)
             found = cls(**{**plain, "in_sync": tuple(plain["in_sync"])})
-            texts = (found.run, found.leader, found.holder, found.address, *found.in_sync)
-            if type(found.term) is not int or not all(type(text) is str for text in texts):
+            texts = (found.run, found.leader, found.process, found.mark, found.address, *found.in_sync)
+            kinds = type(found.term), type(found.recovering), *(type(text) for text in texts)
+            if kinds != (int, bool, *(str for _ in texts)):
                 raise TypeError("a field has another type")
         except (ValueError, TypeError, LookupError) as error:
             raise Unusable(f"{where} holds something else than the record of a leader: {data[:80]!r}") from error
@@ -274,7 +302,7 @@ class Leadership:
         self._store, self._root = store, root
         self.term, self._there, self._version = term, term, version  # `_there`: as it was read last
         self._lock = threading.RLock()
-        self._closed = self._has_begun = False
+        self._closed = False
         self.why_held = ""
         """Why a change of the record waits; empty while none does."""
         self.why_unread = ""
@@ -288,32 +316,31 @@ class Leadership:
         found, now = store.read()
         return cls(store, root, term, now) if found == term else None
 
-    def begun(self) -> None:
+    def begun(self, files: Files = DISK) -> None:
         """Record that the run is in this folder, before anything is told: none of the same name, with an empty folder,
         begins it anew, and what others have no longer counts. The store is waited for only where others could go on.
-        Raises Deposed."""
+        Raises Deposed, StorageFailed."""
         with self._lock:
-            self._has_begun = True
-            alone = dataclasses.replace(self.term, in_sync=(), holder=self.term.holder.split()[0])
-            is_alone = self.term == alone
-            if self.term.term == 1 or not is_alone:
-                self._change(alone, lambda: is_alone)
+            before, begun = self.term, self.term.begun()
+            mark(self._root, f"{before.mark} {begun.mark}", files)  # a crash in between leaves it this leader's
+            if not self._change(begun, lambda: not before.in_sync):
+                self.term = begun  # `check` records it
+            mark(self._root, begun.mark, files)
 
     def set_in_sync(
-        self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = ""
+        self, names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, mark: str = ""
     ) -> bool:
         """Record who has all that was told. Waits for the store, and gives up where `unless`; whether it is recorded.
-        One thread at a time decides the names (`Mirror`). `holder`: what their folders are marked with from now on;
-        not together with `unless`.
+        One thread at a time decides the names (`Mirror`). `mark`: that of their folders from now on; not together with
+        `unless`.
         Raises Deposed: another leads. StorageFailed: the process was told to stop while it waited."""
         with self._lock:
-            wanted = dataclasses.replace(self.term, in_sync=names, holder=holder or self.term.holder)
+            wanted = dataclasses.replace(self.term, in_sync=names, mark=mark or self.term.mark)
             return self.term == wanted or self._change(wanted, unless)
 
     def _change(self, wanted: Term, unless: Callable[[], bool]) -> bool:
         """Record this in a term of its own, under the lock. As `set_in_sync`. What is given up may happen all the same,
         or later: `term` stays, and `check` puts it back."""
-        before = self.term
 
         def change() -> bool:
             new = None
@@ -324,7 +351,7 @@ class Leadership:
                 except Unreachable as error:  # its answer may be lost: what is there decides
                     failed = error
                 found, version = self._store.read()
-                if found is None or found.holder not in (before.holder, wanted.holder):
+                if found is None or found.process != wanted.process:
                     raise self._deposed(found)
                 self._there, self._version = found, version
                 if failed is not None and found != new:
@@ -343,8 +370,10 @@ class Leadership:
         return _patiently(change, over, "changed", "the run is held until it is") or False
 
     def check(self) -> None:
-        """Put right what a change that was given up left in the record.
-        Raises Deposed: another leads. A store that does not answer says nothing of that."""
+        """Put right what a change that was given up left in the record, or did not record.
+
+        Raises Deposed: another leads. A store that does not answer says nothing of that.
+        """
         with self._lock:
             try:
                 found, version = self._store.read()
@@ -352,10 +381,10 @@ class Leadership:
                 self.why_unread = str(error)
                 return
             self.why_unread = ""
-            if found is None or found.holder != self.term.holder:
+            if found is None or found.process != self.term.process:
                 raise self._deposed(found)
             self._there, self._version = found, version
-            if found != self.term or (self._has_begun and found.term == 1):
+            if found != self.term:
                 self._change(self.term, lambda: True)
 
     def close(self) -> None:
@@ -364,6 +393,29 @@ class Leadership:
 
     def _deposed(self, found: Term | None) -> Deposed:
         return Deposed(self._root, found.leader if found else "", found.term if found else 0)
+
+
+def mark(root: Path, marks: str, files: Files = DISK) -> None:
+    """Say that the folder has all that was told by the records of these marks, as "5e1d… 77aa…".
+
+    Raises StorageFailed, NoRoom.
+    """
+    files.make_directory(root)
+    with files.replacing(root / MARK) as temporary:
+        files.write_bytes(temporary, marks.encode())
+
+
+def unmark(root: Path, files: Files = DISK) -> None:
+    """From now on no record is about the folder."""
+    files.delete(root / MARK)
+
+
+def marked(root: Path, files: Files = DISK) -> list[str] | None:
+    """The marks of a folder that was led or mirrored by a record: another's state may take the place of this. None: it
+    was not."""
+    if files.identity(root / MARK) is None:
+        return None
+    return files.read_bytes(root / MARK).decode(errors="replace").split()
 
 
 def patiently(call: Callable[[], T], stopped: Callable[[], bool], what: str = "read") -> T | None:

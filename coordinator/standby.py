@@ -1,6 +1,5 @@
 """The start of one of several coordinators of a run: it leads, or stands by until it does."""
 
-import dataclasses
 import logging
 import secrets
 import socket
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from farloop.coordinator.errors import StateMismatch
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, patiently
+from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Version, mark, marked, patiently
 from farloop.coordinator.net.zmq_mirror import SILENCE_S, MirrorClient, leading_peer
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK, Files
 from farloop.coordinator.storage.follower import Follower, Following
-from farloop.coordinator.storage.mirror import INCOMING, finish_incoming, mark, marked
+from farloop.coordinator.storage.mirror import INCOMING, finish_incoming
 from farloop.coordinator.storage.recovery import Place, as_they_are
 from farloop.coordinator.storage.segment import segment_numbers
 from farloop.monitoring.addresses import Address, parse_each_tcp
@@ -36,7 +35,7 @@ class Contender:
         self._root = config.state_dir
         self.files: Files = DISK
         self.name = config.name or socket.gethostname()
-        self._own = Term(run=run, leader=self.name, holder=secrets.token_hex(8), term=0, address=config.bind)
+        self._own = Term(run=run, leader=self.name, process=secrets.token_hex(8), term=0, address=config.bind)
         self.leader: Term | None = None
         """The record, as last read."""
         self.client: MirrorClient | None = None
@@ -46,7 +45,7 @@ class Contender:
         self.follower: Follower | None = None
         """The state in memory, once it leads and could follow."""
         self._asked_at = float("-inf")
-        self._met = ("", "", 0.0)  # the last leader that was met while it recovered the state, its mark, and when
+        self._awaited = ("", "", 0.0)  # leader and mark of the last record of one that is recovering, and since when
         self.told = ""
         """Why it did not take over the last time."""
 
@@ -91,7 +90,7 @@ class Contender:
                     "coordinator that led last with --force-lead",
                 )
             if force or self._may_begin(self.leader):
-                claim = partial(self._claim, version, keeps=not force and self._has_run())
+                claim = partial(self._claim, version, force=force)
                 leadership = patiently(claim, stopped, "changed")
                 if leadership is not None:
                     _log.info("leads name=%s term=%d", self.name, leadership.term.term)
@@ -127,7 +126,7 @@ class Contender:
             return False  # one of those has all
         if self._config.recover == "auto" and not self._leading_peer():
             return True
-        return found.leader == self.name and found.term == 1
+        return found.leader == self.name and not found.mark
 
     def _leading_peer(self) -> Address | None:
         return leading_peer(parse_each_tcp(self._config.peers), self._config.key) if self._config.peers else None
@@ -136,30 +135,14 @@ class Contender:
         return has_run(self._root, self.files)
 
     def _has_all_of(self, term: Term) -> bool:
-        """Whether the folder was led, or given all, by the holder of this record; names alone may be given twice."""
-        holders = marked(self._root, self.files)
-        return not holders or not {*term.holder.split()}.isdisjoint(holders)
+        return self._has_run() and term.counts(marked(self._root, self.files))
 
-    def _claim(self, version: Version, *, keeps: bool) -> Leadership | None:
-        """As `Leadership.claim`. The folder is marked before, so that a crash in between leaves it this process's; and
-        stays that of earlier ones, whose claims may arrive late, until this one is made.
-        `keeps`: this folder has all that was told; should it turn out to be unreadable, another that has all goes on.
-        """
-        own, before = self._own.holder, self.leader
-        number = 1 if before is None else before.term + 1
-        if number == 2 and not self._has_run():  # no run has begun, as `Leadership.begun` would say
-            number = 1
-        term = dataclasses.replace(self._own, term=number)
-        if holders := marked(self._root, self.files):
-            mark(self._root, " ".join(dict.fromkeys([*holders, own])), self.files)
-        if before is not None and keeps and (others := {before.leader, *before.in_sync} - {self.name}):
-            theirs = before.holder.split()[-1]
-            term = dataclasses.replace(term, holder=f"{own} {theirs}", in_sync=tuple(sorted(others)))
-        leadership = Leadership.claim(self._store, self._root, term, version)
-        if leadership is not None and holders and before is not None:
-            kept = [holder for holder in before.holder.split() if holder in holders]
-            mark(self._root, " ".join([*kept, own]), self.files)
-        return leadership
+    def _claim(self, version: Version, *, force: bool = False) -> Leadership | None:
+        """As `Leadership.claim`. `force`: whatever the folder has, it alone counts from now on."""
+        has_all, marks = self._has_run() and not force, marked(self._root, self.files)
+        if not has_all and marks is not None:  # before the record, so that a crash in between leaves it this leader's
+            mark(self._root, " ".join([*marks, self._own.process]), self.files)
+        return Leadership.claim(self._store, self._root, self._own.claimed(self.leader, has_all=has_all), version)
 
     def _stand_by(self, begins: Callable[[], None], stopped: Callable[[], bool]) -> Leadership | None:
         assert self.leader is not None
@@ -197,7 +180,7 @@ class Contender:
         """Take the lead from a leader that is silent, if this folder has all that it told."""
         try:
             self.leader, version = self._store.read()
-            if self.leader is not None and self.leader.holder.split()[0] == self._own.holder:  # an answer was lost
+            if self.leader is not None and self.leader.process == self._own.process:  # an answer was lost
                 return Leadership(self._store, self._root, self.leader, version)
             if self.leader is None:
                 self._say("the record is gone: put it back, or start the coordinator that led last with --force-lead")
@@ -211,29 +194,34 @@ class Contender:
                     )
                 self._say(f"the record does not have {self.name} in sync: {only}")
                 return None
-            theirs = self.leader.holder.partition(" ")[2]
-            if theirs and self._met[:2] != (self.leader.leader, theirs):
-                self._met = (self.leader.leader, theirs, time.monotonic())
-            met_at = self._met[2]
-            is_heard = self.client is not None and self.client.heard_at > met_at
-            if theirs and not is_heard and time.monotonic() - met_at < SILENCE_S:
-                return None  # it has just taken the lead itself, and is to be heard first
+            if self._gives_time(self.leader):
+                return None
             if self.following is not None and self.following.unreadable:  # as of a newer farloop
                 self._say(f"this standby cannot read the state: {self.following.unreadable}")
                 return None
-            is_alone = not theirs and self.leader.in_sync == (self.name,)  # else another folder may have all
+            is_alone = not self.leader.recovering and self.leader.in_sync == (self.name,)  # else another may have all
             is_lost = self._config.recover == "auto" and is_alone and not self._has_run()
-            if not is_lost and not (self._has_run() and self._has_all_of(self.leader)):
+            if not is_lost and not self._has_all_of(self.leader):
                 only = f"only {self.leader.leader} can go on, or the folder that {self.name} had, or --force-lead"
                 self._say(f"the record has {self.name} in sync, and this folder has not what it says: {only}")
                 return None
-            leadership = self._claim(version, keeps=not is_lost)
+            leadership = self._claim(version)
         except Unreachable as error:
             self._say(f"who leads is not known: {error}")
             return None
         if leadership is not None:
             _log.warning("takes over name=%s from=%s term=%d", self.name, self.leader.leader, leadership.term.term)
         return leadership
+
+    def _gives_time(self, found: Term) -> bool:
+        """Whether a leader that has just taken the lead, and is recovering the state, is to be heard first."""
+        if not found.recovering:
+            return False
+        now = time.monotonic()
+        if self._awaited[:2] != (found.leader, found.mark):
+            self._awaited = found.leader, found.mark, now
+        since = self._awaited[2]
+        return now - since < SILENCE_S and (self.client is None or self.client.heard_at <= since)
 
     def _say(self, why: str) -> None:
         if why != self.told:

@@ -153,7 +153,7 @@ class CopyStatus(TypedDict):
 class StandbyStatus(TypedDict):
     """Coordinators that stand by for this one."""
 
-    term: int  # of the record of the leader: 1 until the run has begun, then one more each time it is replaced
+    term: int  # of the record of the leader: one more each time it is replaced
     in_sync: list[str]  # those that have all that nodes were told
     joining: list[str]  # those that are being given the state
     farloop: dict[str, str]  # versions that these run, as far as they say

@@ -290,7 +290,7 @@ class MirrorClient:
         except (OSError, zmq.ZMQError) as error:
             _log.info("peer not dialled peer=%s why=%r", self._peer, str(error))
             return
-        self._say(["join", own.leader, own.run, own.holder, held])
+        self._say(["join", own.leader, own.run, own.process, held])
         self._say(["version", own.leader, version_of()])
         self._ping()
 

@@ -174,7 +174,7 @@ class Metrics:
         self.copy_interval = gauge("farloop_copy_interval_seconds", "Time between two copies, of the settings.")
         self.standbys = gauge("farloop_standbys_in_sync", "Standbys that have all that nodes were told.")
         self.standby_lag = gauge("farloop_standby_lag_bytes", "Sent to a standby and not written there.")
-        self.term = gauge("farloop_leader_term", "Term of the leader's record: 1 until the run begins, then growing.")
+        self.term = gauge("farloop_leader_term", "Term of the leader's record: one more with each change.")
         self.status_age = gauge("farloop_status_age_seconds", "Age of the status page: it is made every second.")
         self._dropped_lines = counter("farloop_log_dropped_lines", "Lines that could not be written.", ["file"])
         # What alerts ask for is there from the start: a series that begins at one has not grown.

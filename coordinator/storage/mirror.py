@@ -9,8 +9,8 @@ A change is a head, `[number, kind, field, ...]` in JSON, and parts that are byt
     begin                       everything comes anew, into the folder `incoming`
     keep NAME                   a file of the old folder stays: it is equal
     mkdir NAME, create NAME, unlink NAME, rename NAME TO, truncate NAME LENGTH, write NAME OFFSET (+ the bytes)
-    whole HOLDERS               `incoming` takes the place of the old folder, with this mark; acknowledged
-    mark HOLDERS                the folder's mark; acknowledged
+    whole MARKS                 `incoming` takes the place of the old folder, with these marks; acknowledged
+    mark MARKS                  the folder's marks; acknowledged
     sync NAME                   make it durable; acknowledged. Without a name: acknowledged at once
 
 The standby asks to be let in by `["join", name, run, process, {file: [bytes, digest]}]`: its run's fingerprint,
@@ -37,7 +37,7 @@ from typing import Any, Final
 import xxhash
 
 from farloop.coordinator.errors import NoRoom, StorageError, StorageFailed
-from farloop.coordinator.leadership import Leadership
+from farloop.coordinator.leadership import MARK, Leadership, mark
 from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Identity, Lock
 from farloop.monitoring.status import StandbyStatus
 from farloop.monitoring.units import duration_text
@@ -60,7 +60,6 @@ ALONE_S: Final = 60.0  # without a standby in sync, or the record, before that i
 CLOCK_OFF_S: Final = 60.0  # between two wall clocks before that is one
 
 INCOMING: Final = "incoming"  # subfolder of a standby that is being given the state
-_MARK: Final = "has-standbys"  # file of a folder that was led or mirrored by a record
 _COMPLETE: Final = "complete"  # its file that says that it is whole, and which old files stay
 _SNAPSHOTS: Final = "snapshots"
 _MIRRORED: Final = re.compile(
@@ -443,8 +442,8 @@ class Mirror:
                 return
             standby.waits = True
             # Whatever folder is older than this moment is of no use from now on, also another of this name
-            holder = secrets.token_hex(8)
-            either = f"{self.leadership.term.holder} {holder}"
+            new = secrets.token_hex(8)
+            either = f"{self.leadership.term.mark} {new}"
             mark(self.root, either, self.inner)
             numbers = [self.tell("whole" if it is standby else "mark", either, to=it) for it in self._standbys.values()]
         for number in numbers:
@@ -453,7 +452,7 @@ class Mirror:
             if standby.route not in self._standbys:
                 return
             names = {*self.leadership.term.in_sync, name}
-            self.leadership.set_in_sync(tuple(sorted(names)), holder=holder)
+            self.leadership.set_in_sync(tuple(sorted(names)), mark=new)
         _log.info("standby in sync name=%s term=%d bytes=%d", name, self.leadership.term.term, standby.sent)
 
     def _begin(self, name: str, route: bytes, equal: set[str]) -> _Standby:
@@ -768,12 +767,12 @@ class Replica:
         clear_incoming(self.root, self.files)
         self.files.make_directory(self._base / _SNAPSHOTS)
 
-    def _finish(self, holders: str) -> None:
+    def _finish(self, marks: str) -> None:
         """All that came takes the place of what was here: by one file that says so, then step by step."""
         assert self._kept is not None
         for name in list(self._open):
             self._forget(name)
-        mark(self._base, holders, self.files)
+        mark(self._base, marks, self.files)
         for name in _incoming(self.root, self.files):
             with closing(self.files.open(self._base / name)) as file:
                 file.sync()
@@ -826,7 +825,7 @@ def clear_incoming(root: Path, files: Files = DISK) -> None:
     """Delete what a standby was being given."""
     base = root / INCOMING
     if files.is_directory(base):
-        for name in [name for name in (_COMPLETE, _MARK, *_incoming(root, files)) if files.identity(base / name)]:
+        for name in [name for name in (_COMPLETE, MARK, *_incoming(root, files)) if files.identity(base / name)]:
             files.unlink(base / name)
 
 
@@ -846,29 +845,9 @@ def finish_incoming(root: Path, files: Files = DISK) -> None:
             files.unlink(root / name)
     for name in _incoming(root, files):
         files.rename(base / name, root / name)
-    if files.identity(base / _MARK) is not None:
-        files.rename(base / _MARK, root / _MARK)
+    if files.identity(base / MARK) is not None:
+        files.rename(base / MARK, root / MARK)
     for folder in (root / _SNAPSHOTS, root):
         with closing(files.open(folder)) as directory:
             directory.sync()
     files.delete(base / _COMPLETE)
-
-
-def mark(root: Path, holders: str, files: Files = DISK) -> None:
-    """Say that the folder has what these leaders told, by the `holder` of their records, as "5e1d… 77aa…"."""
-    files.make_directory(root)
-    with files.replacing(root / _MARK) as temporary:
-        files.write_bytes(temporary, holders.encode())
-
-
-def unmark(root: Path, files: Files = DISK) -> None:
-    """From now on no record is about the folder."""
-    files.delete(root / _MARK)
-
-
-def marked(root: Path, files: Files = DISK) -> list[str] | None:
-    """By which holders of the record the folder was led or mirrored last: another's state may take the place of this.
-    None: by none. Empty: it is not known."""
-    if files.identity(root / _MARK) is None:
-        return None
-    return files.read_bytes(root / _MARK).decode(errors="replace").split()

@@ -24,11 +24,11 @@ from farloop.coordinator.errors import (
     StorageError,
     StorageFailed,
 )
+from farloop.coordinator.leadership import mark, marked
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.files import DISK, Files, no_room
 from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
-from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import Recovery
 from farloop.coordinator.storage.segment import (
     UNFINISHED,
@@ -140,7 +140,7 @@ def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
         aside = _aside(directory, files)
         _write(aside / _NEW, found, files)
         if found.given_up and marked(directory, files) is not None:
-            mark(directory, "salvaged", files)  # no holder of a record: it does not lead before a folder that has all
+            mark(directory, "salvaged", files)  # of no record: it does not lead before a folder that has all
         return _swap(directory, _Step(_OUT, aside.name), files)
 
 

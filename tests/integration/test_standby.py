@@ -51,7 +51,7 @@ from farloop.monitoring.status import Status
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
-STANDBY = Term(run="r", leader="b", holder="2", term=0, address="")
+STANDBY = Term(run="r", leader="b", process="2", term=0, address="")
 
 
 class Pair:
@@ -224,7 +224,7 @@ def test_a_standby_whose_record_answers_slowly_is_let_in(tmp_path: Path, monkeyp
     """It asks whether it may take over for longer than it waits for an answer: what has come meanwhile counts."""
     monkeypatch.setattr(zmq_mirror, "JOIN_S", 0.1)
     terms, port, asked = Terms(), free_port(), 0
-    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    terms.term = Term(run="r", leader="a", process="1", term=1, address="")
     mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
     mirror.lets_in = True
     client = MirrorClient(tmp_path / "b", [Address(host="127.0.0.1", port=port)], None, STANDBY)
@@ -246,7 +246,7 @@ def test_a_standby_that_cannot_write_is_not_waited_for(
     """Its disk is full: each of its tries held the leader's commits until its silence was long enough."""
     monkeypatch.setattr(mirrors, "SILENCE_S", 1000.0)
     terms, port, until = Terms(), free_port(), time.monotonic() + 20.0
-    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    terms.term = Term(run="r", leader="a", process="1", term=1, address="")
     mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
     client = MirrorClient(tmp_path / "b", [Address(host="127.0.0.1", port=port)], None, STANDBY)
     apply = client._replica.apply
@@ -273,7 +273,7 @@ def test_a_standby_that_hears_no_leader_says_where_and_why(
     keys = [write_pair(tmp_path / name, name)[0] for name in ("a", "b")]
     peers, until = [Address(host="127.0.0.1", port=free_port()) for _ in range(2)], time.monotonic() + 20.0
     terms = Terms()
-    terms.term = Term(run="r", leader="a", holder="1", term=1, address="")
+    terms.term = Term(run="r", leader="a", process="1", term=1, address="")
     mirror = Mirror(tmp_path / "a", Leadership(terms, tmp_path / "a", terms.term, 0))
     client = MirrorClient(tmp_path / "b", peers, keys[1], STANDBY)
     with closing(MirrorServer(f"tcp://{peers[0]}", keys[0], mirror)):
@@ -463,7 +463,16 @@ def test_a_coordinator_without_a_folder_restores_the_newest_copy(pair: Pair) -> 
 
 def test_the_record_of_another_run_is_one_line(pair: Pair) -> None:
     (pair.run.folder / "record" / "leader").mkdir(parents=True)
-    record: dict[str, Any] = {"run": "0" * 16, "leader": "z", "holder": "1", "term": 1, "address": "", "in_sync": []}
+    record: dict[str, Any] = {
+        "run": "0" * 16,
+        "leader": "z",
+        "process": "1",
+        "mark": "",
+        "recovering": True,
+        "term": 1,
+        "address": "",
+        "in_sync": [],
+    }
     Path(pair.run.folder / "record" / "leader" / "00000001.json").write_text(json.dumps(record))
     refused = pair.start("a")
     assert pair.run.until_ended(refused) == ExitCode.STORAGE

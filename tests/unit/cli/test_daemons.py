@@ -21,10 +21,9 @@ from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import Plan, plan_run
 from farloop.coordinator.decide.adoption import PATIENCE_S
-from farloop.coordinator.leadership import Term, term_store
+from farloop.coordinator.leadership import Term, mark, marked, term_store
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.storage.files import DISK
-from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.objects import signer
 from farloop.lab.bench.http_store import ObjectServer
 from farloop.monitoring import page
@@ -160,7 +159,7 @@ def test_a_flag_of_one_start_neither_takes_the_lead_in_vain_nor_waits_for_it(tmp
     )
     terms, command = term_store(tmp_path.as_uri()), ("coordinator", str(tmp_path / "run.toml"))
     run = plan.spec.identity.fingerprint()
-    term = Term(run=run, leader="a", holder="1", term=1, address="", in_sync=("b",))
+    term = Term(run=run, leader="a", process="1", mark="1", term=1, address="", in_sync=("b",))
     assert terms.replace(term, 0)
     for flag in (["--rewind"], ["--adopt-from-nodes"], ["--restore", "file:///nowhere"]):
         line = error_line(*command, *flag)

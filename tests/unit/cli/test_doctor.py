@@ -67,7 +67,7 @@ def test_of_several_coordinators_the_record_is_read(tmp_path: Path) -> None:
     record = f"leads_by = 'file://{tmp_path}/r'\nmirror = 'tcp://127.0.0.1:0'\npeers = 'tcp://127.0.0.1:9'"
     path = run_toml(tmp_path, coordinator=record)
     assert found(path)["record"].detail.endswith("nobody has led yet")
-    term = Term(run="1", leader="a", holder="1", term=7, address="", in_sync=("b",))
+    term = Term(run="1", leader="a", process="1", term=7, address="", in_sync=("b",))
     assert term_store(f"file://{tmp_path}/r").replace(term, 0)
     record = found(path)["record"]
     assert (record.level, record.detail.partition("/r: ")[2]) == (

@@ -18,19 +18,29 @@ import pytest
 from terms_in_memory import Terms
 
 from farloop.coordinator.errors import Deposed, StateLocked, StateMismatch, StorageFailed
-from farloop.coordinator.leadership import Leadership, Term, TermStore, Unreachable, Unusable, Version, term_store
+from farloop.coordinator.leadership import (
+    Leadership,
+    Term,
+    TermStore,
+    Unreachable,
+    Unusable,
+    Version,
+    mark,
+    marked,
+    term_store,
+)
 from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.bucket import Bucket
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.follower import Following
-from farloop.coordinator.storage.mirror import INCOMING, mark, marked
+from farloop.coordinator.storage.mirror import INCOMING
 from farloop.coordinator.storage.recovery import as_they_are
 from farloop.coordinator.storage.segment import segment_header
 from farloop.lab.chaos import record_server
 
-FIRST = Term(run="8f3c", leader="a", holder="1", term=1, address="tcp://a:7700")
+FIRST = Term(run="8f3c", leader="a", process="1", term=1, address="tcp://a:7700")
 
 
 def etcd(stack: ExitStack, folder: Path) -> str:
@@ -100,7 +110,7 @@ def test_laws(url: str) -> None:
     def race(number: int) -> None:
         own = term_store(url)
         together.wait()
-        if own.replace(dataclasses.replace(FIRST, holder=str(number), term=3), version):
+        if own.replace(dataclasses.replace(FIRST, process=str(number), term=3), version):
             winners.append(number)
 
     threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
@@ -109,7 +119,7 @@ def test_laws(url: str) -> None:
     for thread in threads:
         thread.join()
     found, _ = store.read()
-    assert found is not None and [found.holder] == list(map(str, winners))
+    assert found is not None and [found.process] == list(map(str, winners))
 
 
 def test_a_store_that_does_not_answer_says_so_in_one_line(tmp_path: Path) -> None:
@@ -215,6 +225,40 @@ def test_urls(url: str, why: str) -> None:
         check_leads_by(url)
 
 
+# The records of a run's life
+OWN = {name: Term(run="r", leader=name[0], process=name, term=0, address="") for name in ("a1", "a2", "b1", "c1")}
+CREATED = OWN["a1"].claimed(None, has_all=False)
+TWO = dataclasses.replace(CREATED.begun(), mark="m", in_sync=("b", "c"))
+LOST = OWN["b1"].claimed(TWO, has_all=True)
+AGAIN = OWN["c1"].claimed(LOST, has_all=True)
+COPY = OWN["a2"].claimed(AGAIN.begun(), has_all=False)
+
+
+@pytest.mark.parametrize(
+    ("term", "process", "in_sync", "recovering", "mark"),
+    [
+        (CREATED, "a1", "", True, ""),
+        (CREATED.begun(), "a1", "", False, "a1"),
+        (OWN["a2"].claimed(CREATED, has_all=False), "a2", "", True, ""),  # it had not begun
+        (OWN["a2"].claimed(CREATED.begun(), has_all=True).begun(), "a2", "", False, "a1"),  # nobody could have gone on
+        (TWO.begun(), "a1", "", False, "a1"),
+        (LOST, "b1", "ac", True, "m"),
+        (AGAIN, "c1", "ab", True, "m"),
+        (AGAIN.begun(), "c1", "", False, "c1"),
+        (COPY, "a2", "", True, "a2"),  # an old one, or --force-lead
+        (COPY.begun(), "a2", "", False, "a2"),
+    ],
+)
+def test_who_leads_who_is_waited_for_and_whose_folder_counts(
+    term: Term, process: str, in_sync: str, recovering: bool, mark: str
+) -> None:
+    assert (term.leader, term.process, "".join(term.in_sync)) == (process[0], process, in_sync)
+    assert (term.recovering, term.mark) == (recovering, mark)
+    for marks, counts in ((None, True), ([], not mark), (["x", mark], True), (["x"], not mark)):
+        assert term.counts(marks) == counts
+    assert Term.decode(term.encode(), "here") == term
+
+
 def leading(folder: Path) -> tuple[Leadership, TermStore]:
     store = term_store(f"file://{folder}/record")
     leadership = Leadership.claim(store, folder, FIRST, 0)
@@ -228,7 +272,7 @@ def test_a_leader_changes_its_record_until_another_leads(tmp_path: Path) -> None
     leadership.check()
     found, version = store.read()
     assert found is not None and (found.term, found.in_sync) == (2, ("b",))
-    assert store.replace(dataclasses.replace(found, leader="b", holder="2", term=3), version)
+    assert store.replace(dataclasses.replace(found, leader="b", process="2", term=3), version)
     with pytest.raises(Deposed, match="b leads the run since term 3"):
         leadership.check()
     with pytest.raises(Deposed):
@@ -299,10 +343,10 @@ def test_a_second_one_of_the_same_name_does_not_begin_the_run_anew(tmp_path: Pat
 
 def test_a_leader_begins_though_every_answer_to_a_change_is_lost(tmp_path: Path) -> None:
     terms = Terms()
-    terms.term = Term(run="8f3c", leader="a", holder="2 1", term=4, address="", in_sync=("b",))
+    terms.term = Term(run="8f3c", leader="a", process="2", mark="1", term=4, address="", in_sync=("b",))
     leads, terms.deaf = Leadership(terms, tmp_path, terms.term, 0), True
     leads.begun()
-    assert (leads.term.holder, leads.term.in_sync, leads.term.term) == ("2", (), 5)
+    assert terms.term == leads.term and (leads.term.mark, leads.term.in_sync, leads.term.term) == ("2", (), 5)
 
 
 class LosesOne(Terms):
@@ -323,7 +367,7 @@ class LosesOne(Terms):
 @pytest.mark.parametrize("happens", [True, False])
 def test_a_change_that_was_given_up_leaves_the_record_as_the_leader_has_it(tmp_path: Path, *, happens: bool) -> None:
     """The standby is heard again: it is waited for, and has to be in the record. Undoing it may fail, too."""
-    before = dataclasses.replace(FIRST, term=4, in_sync=("b",))
+    before = dataclasses.replace(FIRST, mark="1", recovering=False, term=4, in_sync=("b",))
     terms = LosesOne(before, happens=happens)
     leads = Leadership(terms, tmp_path, before, 0)
     assert not leads.set_in_sync((), unless=lambda: True)
@@ -362,14 +406,14 @@ def test_a_run_that_begins_while_the_store_is_away_is_in_the_record_later(tmp_pa
     leads.begun()
     terms.away = False
     leads.check()
-    assert terms.term == leads.term and leads.term.term > 1
+    assert terms.term == leads.term and leads.term.term > 1 and leads.term.mark
 
 
 def test_a_start_that_fails_before_the_run_exists_may_be_repeated(tmp_path: Path) -> None:
     """As with a full disk: the third one stood by for itself."""
-    for _ in range(3):
+    for number in range(1, 4):
         leads = Start(tmp_path, "a", **PAIR).lead()
-        assert leads is not None and leads.term.term == 1
+        assert leads is not None and leads.term.term == number
 
 
 def test_a_second_one_stands_by(tmp_path: Path) -> None:
@@ -382,7 +426,7 @@ def test_a_folder_that_a_record_was_about_does_not_begin_without_one(tmp_path: P
     """The record was deleted: which of the folders is the newest is not known here."""
     a = Start(tmp_path, "a", **PAIR)
     a.has_run()
-    mark(a.config.state_dir, "")
+    mark(a.config.state_dir, "1")
     with pytest.raises(StateMismatch, match=r"a record said who leads its run, and file://.* has none: put it back"):
         a.lead()
     assert a.lead(force=True) is not None
@@ -414,7 +458,7 @@ def test_a_record_that_cannot_be_written_is_tried_again_with_pauses(
 def test_a_claim_of_an_earlier_process_may_arrive_late(tmp_path: Path) -> None:
     """The store stood still, and its host was restarted meanwhile: the record still means this folder."""
     terms = Terms()
-    terms.term, terms.slow = FIRST, True
+    terms.term, terms.slow = dataclasses.replace(FIRST, mark="1"), True
 
     def contender() -> Contender:
         a = Start(tmp_path, "a", **PAIR)
@@ -422,14 +466,14 @@ def test_a_claim_of_an_earlier_process_may_arrive_late(tmp_path: Path) -> None:
         a.contender._store, a.contender.leader = terms, terms.term
         return a.contender
 
-    mark(tmp_path / "a", FIRST.holder)
+    mark(tmp_path / "a", "1")
     for _ in range(2):
         with pytest.raises(Unreachable):
-            contender()._claim(terms.version, keeps=True)
+            contender()._claim(terms.version)
     terms.slow = False
     terms.arrive()
     assert contender().lead(force=False, stand_by=lambda: pytest.fail("nobody leads"), stopped=lambda: False)
-    assert len(marked(tmp_path / "a") or []) == 2
+    assert marked(tmp_path / "a") == ["1"]
 
 
 def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> None:
@@ -439,7 +483,7 @@ def test_a_run_that_the_record_does_not_know_is_not_replaced(tmp_path: Path) -> 
     a.has_run()
     with pytest.raises(StateMismatch, match=r"holds a run, and b, which leads by .* since term 1, did not have it"):
         a.lead()
-    mark(a.config.state_dir, "")
+    mark(a.config.state_dir, "1")
     assert a.lead() is None and a.stands_by
 
 
@@ -471,6 +515,7 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     leads = a.lead()
     assert leads is not None
     a.has_run()
+    leads.begun()
     leads.set_in_sync(("b",))
     assert b.contender._take_over() is None
     b.has_run()
@@ -481,7 +526,7 @@ def test_only_a_folder_with_the_leaders_state_goes_on(tmp_path: Path) -> None:
     again = Start(tmp_path, "a", **PAIR)
     assert again.contender._take_over() is None
     assert "it led with another folder, or before this one was salvaged: start b, or" in again.contender.told
-    mark(b.config.state_dir, leads.term.holder)
+    mark(b.config.state_dir, leads.term.mark)
     taken = b.contender._take_over()
     assert taken is not None
     later = Start(tmp_path, "b", **PAIR).lead()
@@ -497,10 +542,11 @@ def test_until_a_leader_has_recovered_the_state_another_that_has_all_may_go_on(
     a, b = Start(tmp_path, "a", **PAIR), Start(tmp_path, "b", **PAIR)
     leads = a.lead()
     assert leads is not None
+    leads.begun()
     leads.set_in_sync(("b",))
     for start in (a, b):
         start.has_run()
-        mark(start.config.state_dir, leads.term.holder)
+        mark(start.config.state_dir, leads.term.mark)
     for _ in range(3):  # a dies as often as it starts
         leads = Start(tmp_path, "a", **PAIR).lead()
         assert leads is not None and leads.term.in_sync == ("b",)
@@ -528,11 +574,12 @@ def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
     monkeypatch.setattr("farloop.coordinator.standby.time.monotonic", lambda: now)
     leads = Start(tmp_path, "a", **PAIR).lead()
     assert leads is not None
+    leads.begun()
     leads.set_in_sync(("b", "c"))
     b, c = (Start(tmp_path, name, **PAIR).contender for name in "bc")
     for each in (b, c):
         (each._root / "journal-000000.log").touch()
-        mark(each._root, leads.term.holder)
+        mark(each._root, leads.term.mark)
         each.client = cast("MirrorClient", SimpleNamespace(heard_at=heard_at))
     led = b._take_over()
     assert led is not None
@@ -549,26 +596,26 @@ def test_of_two_standbys_the_second_gives_the_first_time_to_be_heard(
 def test_an_emptied_folder_is_recovered_from_copies_only_where_no_other_may_have_all(tmp_path: Path) -> None:
     """A leader that recovers the state takes for granted that those in sync before have theirs."""
     b = Start(tmp_path, "b", recover="auto", **PAIR).contender
-    b._met = ("a", "1", float("-inf"))
-    term = dataclasses.replace(FIRST, holder="2 1", term=4, in_sync=("b",))
+    b._awaited = ("a", "1", float("-inf"))
+    term = dataclasses.replace(FIRST, mark="1", term=4, in_sync=("b",))
     for each, may in (
         (term, False),
-        (dataclasses.replace(term, holder="2", in_sync=("b", "c")), False),
-        (dataclasses.replace(term, holder="2"), True),
+        (dataclasses.replace(term, recovering=False, in_sync=("b", "c")), False),
+        (dataclasses.replace(term, recovering=False), True),
     ):
         assert b._store.replace(each, b._store.read()[1])
         assert (b._take_over() is not None) == may
 
 
-@pytest.mark.parametrize("holders", ["1", "another", "salvaged"])
-@pytest.mark.parametrize("record", [FIRST, None])
+@pytest.mark.parametrize("marks", ["1", "another", "salvaged"])
+@pytest.mark.parametrize("record", [dataclasses.replace(FIRST, mark="1"), None])
 def test_a_forced_leader_that_dies_before_it_has_recovered_leads_again(
-    tmp_path: Path, record: Term | None, holders: str
+    tmp_path: Path, record: Term | None, marks: str
 ) -> None:
     """The record named it, and its folder had another's mark: nobody led."""
     b = Start(tmp_path, "b", **PAIR)
     b.has_run()
-    mark(b.config.state_dir, holders)
+    mark(b.config.state_dir, marks)
     if record is not None:
         assert term_store(b.config.leads_by).replace(record, 0)
     assert b.lead(force=True) is not None
@@ -612,6 +659,7 @@ def test_a_standby_that_cannot_read_the_state_does_not_take_over(
     """Its leader is of a newer farloop, whose journal has another format."""
     leads = Start(tmp_path, "a", **PAIR).lead()
     assert leads is not None
+    leads.begun()
     leads.set_in_sync(("b",))
     b = Start(tmp_path, "b", **PAIR)
     contender, header = b.contender, bytearray(segment_header(0, 0, 7))

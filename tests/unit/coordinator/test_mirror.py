@@ -16,6 +16,7 @@ from terms_in_memory import Terms
 from virtual_files import AllOrNothing, Fate, VirtualFiles
 
 from farloop.algo.spec import RunSpec
+from farloop.coordinator import leadership
 from farloop.coordinator.errors import Deposed, NoDescriptor, StorageFailed
 from farloop.coordinator.leadership import Leadership, Term, Unreachable, Version
 from farloop.coordinator.net.zmq_mirror import MirrorClient
@@ -38,7 +39,7 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("farloop.coordinator.leadership.RETRY_S", 0.0)
         self.terms, self.leader, self.standby = Terms(), VirtualFiles(), VirtualFiles()
-        self.terms.term = term = Term(run="r", leader="a", holder="1", term=1, address="tcp://a:7700")
+        self.terms.term = term = Term(run="r", leader="a", process="1", mark="1", term=1, address="tcp://a:7700")
         self.time = 0.0
         self.mirror = Mirror(PLACE, Leadership(self.terms, PLACE, term, 0), self.leader, lambda: self.time)
         self.mirror.send, self.mirror.lets_in = self.deliver, True
@@ -388,7 +389,7 @@ def test_a_leader_remembers_no_more_than_whoever_is_heard(pair: Pair, spec: RunS
 def test_a_folder_from_before_the_last_standby_was_let_in_does_not_count(pair: Pair, spec: RunSpec) -> None:
     """Under the same leader: of another host of its name, or put back."""
     store = pair.begin(spec)
-    mirrors.mark(PLACE, "1", pair.leader)
+    leadership.mark(PLACE, "1", pair.leader)
     olds = [pair.leader.survivor(WHOLE)]
     for route, process in ((b"1", "1"), (b"2", "2")):
         pair.join(route, process)
@@ -396,11 +397,11 @@ def test_a_folder_from_before_the_last_standby_was_let_in_does_not_count(pair: P
         pair.time += 10.0
         pair.replica = Replica(PLACE, pair.standby, beside=False)
     assert pair.terms.term is not None and pair.terms.term.in_sync == ("b",)
-    holder = pair.terms.term.holder
+    new = pair.terms.term.mark
     for disk in (pair.leader, pair.standby):
-        assert holder in (mirrors.marked(PLACE, disk) or [])
+        assert new in (leadership.marked(PLACE, disk) or [])
     for disk in olds[:-1]:
-        assert holder not in (mirrors.marked(PLACE, disk) or [])
+        assert new not in (leadership.marked(PLACE, disk) or [])
     pair.mirror.leadership.check()
     store.close()
 
@@ -422,7 +423,7 @@ def test_every_standby_in_sync_gets_the_mark_of_a_new_one(pair: Pair, spec: RunS
     pair.mirror.tick()
     assert pair.terms.term is not None and pair.terms.term.in_sync == ("b", "c")
     for each in (pair.standby, disk):
-        assert pair.terms.term.holder in (mirrors.marked(PLACE, each) or [])
+        assert pair.terms.term.mark in (leadership.marked(PLACE, each) or [])
 
 
 def test_a_standbys_clock_that_is_off_is_an_alarm(pair: Pair, spec: RunSpec) -> None:
@@ -458,7 +459,7 @@ def test_the_page_of_a_standby_is_made_while_a_leader_is_heard(tmp_path: Path) -
         lost_at = property(lambda self: lost.pop() if lost else None, lambda self, lost_at: None)
 
     peers = [Meanwhile(host="h", port=port) for port in (1, 2)]
-    client = Heard(tmp_path, peers, None, Term(run="r", leader="b", holder="2", term=1, address=""))
+    client = Heard(tmp_path, peers, None, Term(run="r", leader="b", process="2", term=1, address=""))
     client._unheard.update(dict.fromkeys(peers, "no answer"))
     assert client.trouble == "no leader at h:1 (no answer), h:2 (no answer)"
     assert client.is_without_leader and not client.is_without_leader
@@ -489,7 +490,7 @@ def test_nothing_is_told_once_a_standby_leads(pair: Pair, spec: RunSpec) -> None
     before = told(store)
     term, version = pair.terms.read()
     assert term is not None
-    assert pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
+    assert pair.terms.replace(Term(run="r", leader="b", process="2", term=term.term + 1, address=""), version)
     pair.cut_off = True
     pair.time += 60.0
     with pytest.raises(Deposed, match="b leads the run since term 3"):
@@ -512,7 +513,7 @@ def test_a_leader_that_hears_nobody_lets_the_standby_lead_first(pair: Pair, spec
     def takes_over() -> None:
         term, version = pair.terms.read()
         if pair.time > waited + 2.0 and term is not None and term.in_sync:
-            pair.terms.replace(Term(run="r", leader="b", holder="2", term=term.term + 1, address=""), version)
+            pair.terms.replace(Term(run="r", leader="b", process="2", term=term.term + 1, address=""), version)
 
     pair.mirror._moved = Clock(pair, takes_over)
     if silent_s > 10.0:
@@ -528,7 +529,7 @@ def test_a_leader_that_writes_nothing_notices_that_another_leads(pair: Pair, spe
     term, version = pair.terms.read()
     assert term is not None
     pair.terms.replace(
-        Term(run="r", leader="a", holder="2", term=2, address=""), version
+        Term(run="r", leader="a", process="2", term=2, address=""), version
     )  # another process of its name
     pair.time += 10.0
     pair.mirror.tick()
@@ -607,7 +608,7 @@ def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, sp
     store = pair.begin(spec)
     set_in_sync, at_work = pair.mirror.leadership.set_in_sync, list[Thread]()
 
-    def slowly(names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, holder: str = "") -> bool:
+    def slowly(names: tuple[str, ...], unless: Callable[[], bool] = lambda: False, *, mark: str = "") -> bool:
         if names == ("b",):  # the storage thread finds it silent now
             pair.cut_off = True
             pair.time += 10.0
@@ -615,7 +616,7 @@ def test_a_standby_that_is_lost_while_it_is_let_in_is_not_in_sync(pair: Pair, sp
             at_work[0].start()
             at_work[0].join(0.5)
             assert at_work[0].is_alive(), "it waits until the record is settled"
-        return set_in_sync(names, unless, holder=holder)
+        return set_in_sync(names, unless, mark=mark)
 
     pair.mirror.leadership.set_in_sync = slowly  # type: ignore[method-assign]
     pair.join()

@@ -24,7 +24,7 @@ from farloop.coordinator.net.zmq_mirror import SILENCE_S
 from farloop.coordinator.settings import CoordinatorConfig
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.files import Bytes
-from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests, mark
+from farloop.coordinator.storage.mirror import Mirror, MirroredFiles, Replica, digests
 
 PLACE = Path("/state")
 LOG = PLACE / "journal-000000.log"
@@ -109,8 +109,7 @@ class Coordinator:
             self.files.create(LOG).close()
         with closing(self.files.open(PLACE)) as folder:
             folder.sync()
-        led.begun()
-        mark(PLACE, led.term.holder, self.disk)
+        led.begun(self.disk)
         self.mirror.lets_in = True
 
     def tell(self) -> None:
@@ -267,7 +266,7 @@ class World:
         assert leader.mirror is not None
         own = host.contender._own
         held = digests(PLACE, host.disk, {})
-        leader.mirror.received(host.route, ["join", own.leader, own.run, own.holder, held])
+        leader.mirror.received(host.route, ["join", own.leader, own.run, own.process, held])
 
     def begin(self, host: Coordinator) -> None:
         """A start that finds no leader, or itself."""
@@ -275,7 +274,7 @@ class World:
         with suppress(leadership.Unreachable):
             found, version = self.terms.read()
             host.contender.leader = found
-            if host.contender._may_begin(found) and (led := host.contender._claim(version, keeps=found is not None)):
+            if host.contender._may_begin(found) and (led := host.contender._claim(version)):
                 host.lead(led)
 
     def live(self, turns: int) -> None:

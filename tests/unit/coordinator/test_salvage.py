@@ -15,8 +15,8 @@ from virtual_files import AllOrNothing, Drawn, VirtualFiles
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide.records import KINDS, InputStored, Record, WindowCommitted, WindowTerms, decode
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
+from farloop.coordinator.leadership import mark, marked
 from farloop.coordinator.storage.journal import Journal
-from farloop.coordinator.storage.mirror import mark, marked
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.storage.segment import (
