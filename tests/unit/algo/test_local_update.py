@@ -124,11 +124,6 @@ SGD = OuterSettings(kind="sgd", lr=0.7, momentum=0.0)
 HEAVY_BALL = OuterSettings(kind="heavy-ball", lr=0.7, momentum=0.9)
 
 
-def eager_delta(merged: Tensor, fresh: Tensor, stale: Tensor, share: float) -> Tensor:
-    """The paper's Δ̃."""
-    return merged + (fresh - stale) * share
-
-
 @pytest.mark.parametrize("settings", [NESTEROV, HEAVY_BALL, SGD, CO2], ids=lambda settings: settings.kind)
 def test_the_start_is_where_the_outer_step_would_have_led_with_the_fresh_part_in_it(settings: OuterSettings) -> None:
     """The step is linear in the delta: correcting its result is correcting its input, whatever the momentum holds."""
@@ -155,7 +150,7 @@ def test_without_outer_momentum_the_starts_are_those_of_the_paper() -> None:
         merged = mean(stale)
         step_(target, {}, merged, settings, version=version)
         for node, paper in enumerate(papers):
-            step_(paper, {}, eager_delta(merged, fresh[node], stale[node], 1 / 3), settings, version=version)
+            step_(paper, {}, merged + (fresh[node] - stale[node]) / 3, settings, version=version)
             start = torch.empty(1000)
             eager_start_into(target, fresh[node], start, factor=step_gain(settings) / 3)
             torch.testing.assert_close(start, paper, rtol=1e-5, atol=1e-5)

@@ -143,18 +143,13 @@ def test_the_parts_of_all_ranks_are_the_fragment(case: tuple[Layout, Boxes, int]
 def test_one_rank_keeps_all_and_nothing_moves(case: tuple[Layout, Boxes, int]) -> None:
     """I4."""
     layout, _, _ = case
-    shapes = {name: shape for name, shape in _whole_shapes(layout)}
+    slots = [slot for fragment in layout.fragments for slot in fragment.tensors]
+    shapes = {slot.name: slot.shape if slot.rows is None else (slot.rows[1], *slot.shape[1:]) for slot in slots}
     boxes = {name: [Box(0, (0,) * len(shape), shape)] for name, shape in shapes.items()}
     for fragment in layout.fragments:
         ranges = ranges_of(layout.fragments, boxes)[fragment.index]
         assert part_of(fragment, ranges, 0).runs == ((0, 0, fragment.numel),)
         assert {(move.keeper, move.holder) for move in moves_of(fragment, boxes, ranges, 0)} == {(0, 0)}
-
-
-def _whole_shapes(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for fragment in layout.fragments:
-        for slot in fragment.tensors:
-            yield slot.name, slot.shape if slot.rows is None else (slot.rows[1], *slot.shape[1:])
 
 
 def test_rows_move_less_than_a_block_at_a_seam_and_replicas_share_what_is_large() -> None:

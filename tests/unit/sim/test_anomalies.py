@@ -131,11 +131,5 @@ def test_what_stays_slow_for_long_is_usual_from_then_on(monkeypatch: pytest.Monk
     assert not named.over and over.over and found(outcome) == {(Kind.LINK_SLOW, C)}
 
 
-def test_with_three_nodes_no_node_is_called_slow() -> None:
-    outcome = play(SlowLink(node=C, at=60.0, for_s=60.0, factor=8.0), rounds=25, adapt="act", names=(A, B, C))
-    assert not {kind for kind, _ in found(outcome)} & {Kind.LINK_SLOW, Kind.NODE_SLOW}
-    assert not [what for _, _, what in outcome.tape if isinstance(what, ev.LeftOut)]
-
-
 def test_whoever_looks_changes_nothing() -> None:
     assert play(rounds=12).anchor_digests == play(rounds=12, adapt="off").anchor_digests

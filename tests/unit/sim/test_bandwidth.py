@@ -48,12 +48,6 @@ def trainings(
     )
 
 
-def around(training: Training) -> list[float]:
-    """Bandwidths from a twentieth of what the link must carry to fifty times that, the tight spot among them."""
-    factors = [*np.geomspace(0.05, 50, 60), 0.999, 1.0, 1.001]
-    return [training.mean_gbit_s * factor for factor in sorted(factors)]
-
-
 # --- simulators that walk over every step, on one clock, for one bandwidth
 
 
@@ -163,17 +157,6 @@ def test_it_agrees_with_the_flow_simulator_where_one_payload_is_under_way_at_a_t
     )
 
 
-@pytest.mark.parametrize(("h", "layers", "overlap"), [(30, 8, 5), (30, 9, 5), (60, 8, 5), (30, 8, 1), (100, 8, 5)])
-@pytest.mark.parametrize("factor", [1.0, 1.2, 1.5, 2.0, 4.0])
-def test_it_agrees_with_the_flow_simulator_from_the_rule_of_thumb_on(
-    h: int, layers: int, overlap: int, factor: float
-) -> None:
-    """Payloads that are under way together share the link there and queue here: within 7 % from the mean rate on."""
-    training = Training(params=1e9, layers=layers, step_s=1.0, method="streaming", h=h, bits=4.25, overlap=overlap)
-    gbit_s = training.mean_gbit_s * factor
-    assert utilization(training, [gbit_s])[0] == pytest.approx(flow_utilization(training, [gbit_s]), rel=0.07)
-
-
 def test_the_point_of_the_tuning_page_that_was_called_95_percent() -> None:
     """1 B parameters, τ = 1, H = 30: 297 Mbit/s are 95 % as published and 59 % of what the daemons do."""
     daemons = Training(
@@ -193,7 +176,7 @@ def test_the_point_of_the_tuning_page_that_was_called_95_percent() -> None:
 def test_diloco_with_h_of_1_is_data_parallel(training: Training) -> None:
     both = [dataclasses.replace(training, method=m, h=1, overlap=0, lag=0) for m in ("diloco", "data-parallel")]
     assert required_gbit_s(both[0]) == required_gbit_s(both[1])
-    bandwidths = around(both[0])
+    bandwidths = [both[0].mean_gbit_s * factor for factor in (*np.geomspace(0.05, 50, 60), 0.999, 1.0, 1.001)]
     assert (utilization(both[0], bandwidths) == utilization(both[1], bandwidths)).all()
 
 
@@ -231,18 +214,6 @@ PUBLISHED = [
     ((1e11, 108, 4.9), OVERLAPPED, (1.7, 3.6, 4.3, 5.2, 5.2)),
     ((1e11, 108, 4.9), FOUR_BIT, (0.5, 0.9, 1.1, 1.1, 1.4)),
 ]
-
-
-@pytest.mark.parametrize(("model", "method", "published"), PUBLISHED)
-def test_the_published_table_is_met_within_a_step_of_its_grid(
-    model: tuple[float, int, float], method: dict[str, object], published: tuple[float, ...]
-) -> None:
-    params, layers, step_s = model
-    training = Training(params=params, layers=layers, step_s=step_s, model="published", **method)  # type: ignore[arg-type]
-    for found, printed in zip(required_gbit_s(training).values(), published, strict=True):
-        # Its numbers are those of its grid, rounded to a tenth; a twentieth more for step times of one digit.
-        at_grid = 0.1 * GRID ** round(np.log(printed / 0.1) / np.log(GRID))
-        assert 1 / GRID / 1.05 < found / at_grid < GRID * 1.05
 
 
 CHINCHILLA = (1e10, 48, 0.8)
@@ -290,7 +261,6 @@ def test_published_cells_are_the_last_bandwidths_of_the_grid_that_miss() -> None
         ({"method": "gossip"}, "method: there is no 'gossip'; there are data-parallel, diloco, streaming"),
         ({"params": 0.0}, "params: expected a number above 0, got 0.0"),
         ({"bits": float("nan")}, "bits: expected a number above 0, got nan"),
-        ({"step_s": float("inf")}, "step_s: expected a number above 0, got inf"),
         ({"layers": 0}, "layers: expected 1 to 10000, got 0"),
         ({"layers": 20_000}, "layers: expected 1 to 10000, got 20000"),
         ({"h": 0}, "h: expected 1 or more, got 0"),

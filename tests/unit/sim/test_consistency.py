@@ -121,16 +121,10 @@ def test_data_parallel_survives_a_crash_of_the_coordinator_without_spooled_gradi
         assert all(start.anchor_digests == outcome.anchor_digests for (start,) in outcome.nodes.values())
 
 
-def joining(at: float, method: str = "streaming", steps: int = 40) -> Outcome:
-    late = NodeSetup(name=C, seed=3, joins_at=at)
-    outcome = simulate(method, steps=steps, nodes=(*TWO_NODES, late))
-    return outcome
-
-
 @pytest.mark.parametrize("method", ["diloco", "streaming"])
 def test_a_joiner_begins_at_a_boundary_from_what_it_received(method: str) -> None:
     """B22, I: it contributes from its start round on, never dilutes a mean, and sends from versions that it holds."""
-    outcome = joining(1.0, method)
+    outcome = simulate(method, steps=40, nodes=(*TWO_NODES, NodeSetup(name=C, seed=3, joins_at=1.0)))
     (joiner,) = outcome.nodes[C]
     assert joiner.start_round
     assert all(commit.round >= joiner.start_round for commit in outcome.commits if C in commit.contributors)

@@ -160,28 +160,6 @@ def test_a_merge_mixes_local_weights_and_anchor(mix: float) -> None:
         assert torch.equal(weights_of(outcome, 0)[-1], weights_of(outcome, 1)[-1])
 
 
-def sends_of(outcome: Outcome, fragment: int) -> list[int]:
-    """Inner steps after which node a sent the fragment."""
-    return [send.inner_step for send in outcome.nodes[NAMES[0]][0].diary.sends if send.fragment == fragment]
-
-
-def test_two_slots_are_sent_half_a_round_apart_and_never_before_a_full_period() -> None:
-    """C26: H = 100, P = 2: syncs at 100, 200, 300 and at 150, 250, 350; at 400 the run ends in a flush."""
-    outcome = alone("streaming", blocks=1, steps=400, h=100, tau=5, mix=0.5)
-    assert sends_of(outcome, 1) == [100, 200, 300, 400]
-    assert sends_of(outcome, 0) == [150, 250, 350, 400]
-
-
-def test_the_slots_of_a_round_are_spread_evenly() -> None:
-    """C27: H = 100, 24 layers at 3 per fragment and the embedding's slot: 9 slots, the smallest gap 11, gaps ± 1."""
-    terms = plain_terms("streaming", min_nodes=1, steps=200, h=100, tau=0)
-    outcome = run(Scenario(terms=terms, nodes=nodes(1), blocks=24, blocks_per_fragment=3))
-    sends = sorted(send.inner_step for send in outcome.nodes[NAMES[0]][0].diary.sends if send.inner_step >= 100)
-    gaps = [after - before for before, after in itertools.pairwise(sorted(set(sends)))]
-    assert len(gaps) == 9
-    assert (min(gaps), max(gaps)) == (11, 12)
-
-
 @pytest.mark.parametrize("tau", [0, 1, 3])
 @pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
 def test_sends_are_a_round_apart_and_merged_exactly_tau_steps_later(tau: int, mix: float) -> None:

@@ -26,7 +26,6 @@ from farloop.sim.network import (
     Pipe,
     Side,
     VirtualRouterSocket,
-    damaged,
 )
 from farloop.sim.virtual_time import EventQueue, Process
 from farloop.wire.reasons import Reason
@@ -73,11 +72,6 @@ def test_a_frame_is_a_copy() -> None:
     buffer[:] = b"xyz"
     agenda.step()
     assert arrived == [[b"abc"]]
-
-
-def test_damage_always_changes_a_frame_of_two_parts_or_leaves_its_sizes() -> None:
-    rng, frame = random.Random(3), [b"header", b"chunk of bytes"]
-    assert all(damaged(frame, rng) != frame for _ in range(300))
 
 
 class Wire(Scripted):

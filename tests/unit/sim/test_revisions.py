@@ -144,16 +144,6 @@ def test_momentum_can_begin_while_the_run_goes_on() -> None:
     assert None in digests and len(digests) > 1
 
 
-@pytest.mark.parametrize("method", ["diloco", "decoupled", "async", "co2"])
-def test_every_method_takes_other_terms(method: str) -> None:
-    mix = {} if method in ("diloco", "co2") else {"mix": 0.25}
-    own = {"mix": 0.0} if method == "co2" else {}
-    outcome = play(
-        change(1.0, codec_up="q8", outer_lr=0.4, **mix), CrashCoordinator(at=4.0, down_s=0.5), method=method, **own
-    )
-    assert outcome.alarms == 0 and isinstance(answers(outcome)[0], Revision)
-
-
 # --- any sequence of changes and crashes
 
 GIVEN = st.dictionaries(
@@ -292,17 +282,4 @@ def test_a_run_whose_windows_differ_ends_equal_everywhere_whatever_goes_wrong(ch
     assert decoded == {(1, terms.codecs.down), (0, OTHER["codec_down"])}
     assert len({what.mix for what in told if isinstance(what, node_ev.Merge)} - {0.0}) == (
         2 if terms.schedule.mix else 0
-    )
-
-
-@pytest.mark.usefixtures("alternating")
-def test_deltas_of_two_windows_and_codecs_are_merged_by_one() -> None:
-    """The case above holds late deltas, too: else nothing was shown of them."""
-    terms = terms_of("async", steps=48, min_nodes=3, **Q4)
-    outcome = run(Scenario(terms=terms, nodes=FOUR, seed=3, num_samples=1000))
-    outcome.check()
-    assert any(
-        len({addend.blob.version % 2 for addend in record.blobs}) == 2
-        for record in outcome.records
-        if hasattr(record, "blobs")
     )

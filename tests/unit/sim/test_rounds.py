@@ -16,7 +16,6 @@ from farloop.algo.schedule import first_rounds, initial_h
 from farloop.algo.spec import NodeId, RoundPlan
 from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import Ledger
 from farloop.sim.network import HOSTILE_LINK, LinkConditions
 
 RULES: dict[str, dict[str, Any]] = {
@@ -74,15 +73,6 @@ def test_a_coordinator_that_dies_has_planned_the_same_rounds_when_it_is_back(at_
     assert fixed(crashed) == fixed(clean)
     assert (crashed.anchor_digests, crashed.target_digests) == (clean.anchor_digests, clean.target_digests)
     assert crashed.alarms == 0
-
-
-def test_rounds_that_were_planned_are_kept_even_if_another_machine_would_plan_others() -> None:
-    """B: a restart reads them; the terms here would give rounds of five."""
-    spec, _ = Scenario(terms=varied()).trains().begin(varied())
-    odd = (RoundPlan(index=0, start=0, length=6), RoundPlan(index=1, start=6, length=7))
-    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=1, rounds=odd))
-    assert tuple(ledger.rounds.values()) == odd
-    assert Ledger.resume(ledger.saved()).rounds == ledger.rounds
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])

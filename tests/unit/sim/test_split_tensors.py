@@ -18,17 +18,6 @@ from farloop.algo.fragments import NamedShape, flatten_into, partition, rows_of,
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout
 from farloop.algo.terms import Terms
 
-LARGEST_TENSORS = {  # the shapes that published models have
-    "Llama-3-8B embedding": (128256, 4096),
-    "Llama-3-70B embedding": (128256, 8192),
-    "Qwen3-8B embedding": (151936, 4096),
-    "Gemma-3-1B embedding": (262144, 1152),
-    "Gemma-3-27B embedding": (262208, 5376),
-    "Mixtral-8x7B stacked experts": (8, 28672, 4096),
-    "Qwen3-30B-A3B stacked experts": (128, 1536, 2048),
-    "DeepSeek-V3 stacked experts": (256, 4096, 7168),
-}
-
 
 def assert_cut_in_order(layout: Layout, shapes: dict[str, tuple[int, ...]], limit: int) -> None:
     """Every row of every tensor is in one slot, in order, and no fragment is above the limit."""
@@ -44,18 +33,6 @@ def assert_cut_in_order(layout: Layout, shapes: dict[str, tuple[int, ...]], limi
             assert (rows[0][0], rows[-1][1]) == (0, shape[0])
             assert all(before[1] == after[0] for before, after in pairwise(rows))
             assert [slot.shape for slot in slots] == [(stop - start, *shape[1:]) for start, stop in rows]
-
-
-@pytest.mark.parametrize("model", LARGEST_TENSORS)
-def test_the_largest_tensors_of_published_models_are_split_evenly(model: str) -> None:
-    shape = LARGEST_TENSORS[model]
-    layout = partition([("model.layers.0.w", (64, 64)), ("large", shape)], pattern="strided")
-    assert_cut_in_order(layout, {"model.layers.0.w": (64, 64), "large": shape}, MAX_FRAGMENT_ELEMENTS)
-    sizes = [slot.shape[0] for fragment in layout.fragments for slot in fragment.tensors if slot.name == "large"]
-    unit = 64 if MAX_FRAGMENT_ELEMENTS // math.prod(shape[1:]) >= 64 else 1
-    assert len(sizes) == math.ceil(math.ceil(shape[0] / unit) / (MAX_FRAGMENT_ELEMENTS // math.prod(shape[1:]) // unit))
-    assert all(size % unit == 0 for size in sizes[:-1])
-    assert max(sizes) - min(sizes) <= unit
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=3), min_size=1, max_size=5))

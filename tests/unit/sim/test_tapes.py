@@ -95,14 +95,14 @@ def other_looks(call: Call) -> Call:
 def test_a_machine_that_answers_otherwise_is_noticed(short: list[Tape], change: Callable[[Call], Call]) -> None:
     """The replay itself: it says where the two part."""
     tape = short[0]
-    number = next(number for number, call in enumerate(tape.calls) if stores(call))
+    number = next(
+        number
+        for number, call in enumerate(tape.calls)
+        if call.told and isinstance(call.told[0], coordinator_ev.InputStored) and len(call.answer) > 0
+    )
     calls = [*tape.calls[:number], change(tape.calls[number]), *tape.calls[number + 1 :]]
     with pytest.raises(Diverged, match=rf"call \d+ of {len(calls)}, handle\(InputStored"):
         replay(Tape(tape.began, calls))
-
-
-def stores(call: Call) -> bool:
-    return bool(call.told) and isinstance(call.told[0], coordinator_ev.InputStored) and len(call.answer) > 0
 
 
 @pytest.mark.parametrize("machine", TOLD_BY)
