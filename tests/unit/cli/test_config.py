@@ -12,7 +12,6 @@ from farloop.config.run_config import RunConfig
 from farloop.config.run_spec import planned
 from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, toml_text
 from farloop.config.sources import ConfigError, read_environment, read_file
-from farloop.monitoring.units import nearest
 from farloop.node.settings import PRESETS, Share
 from farloop.pipeline.layout import layout_json
 
@@ -149,11 +148,6 @@ def test_other_environment_variables_are_ignored() -> None:
     others = {"FARLOOP_COORDINATOR_SERVICE_HOST": "10.0.0.1", "FARLOOP_LOG_LEVEL": "debug", "OTHER__THING": "x"}
     (given,) = read_environment({"FARLOOP_RUN__STEPS": "7", **others}, SECTIONS)
     assert (given.section, given.key, given.value, given.origin) == ("run", "steps", "7", "FARLOOP_RUN__STEPS")
-
-
-def test_the_nearest_word_is_offered_or_all_of_them() -> None:
-    assert nearest("stepps", ["steps", "h"]) == "did you mean steps?"
-    assert nearest("zzz", ["steps", "h"]) == "there are steps, h"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +20,8 @@ from hypothesis import strategies as st
 from farloop.config.logs import JsonLines, KeyValueLines, LogLevel, pairs_of, set_up
 from farloop.runtime.log_queue import MOST_WAITING, BackgroundWriter, LogQueue, dropped_lines, say
 
-PRODUCT = [
-    "algo",
-    "bench",
-    "chaos",
-    "cli",
-    "config",
-    "coordinator",
-    "monitoring",
-    "node",
-    "plots",
-    "quant",
-    "runtime",
-    "sim",
-    "wire",
-]
+ROOT = Path(__file__).parents[3]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 
 
 def record(message: str, *args: object, exc_info: object = None) -> logging.LogRecord:
@@ -103,15 +91,16 @@ def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
 
 def test_every_event_that_is_logged_has_words_or_fields() -> None:
     """The name of an event alone, as `isolated end`, says neither why nor of what."""
-    root, bare = Path(__file__).parents[3], list[str]()
-    for path in root.glob("*/**/*.py"):
-        if path.relative_to(root).parts[0] in PRODUCT:
-            for call in ast.walk(ast.parse(path.read_text())):
-                match call:
-                    case ast.Call(func=ast.Attribute(value=ast.Name(id="_log")), args=args):
-                        text = next((arg.value for arg in args if isinstance(arg, ast.Constant)), "an expression = any")
-                        if "=" not in text and "%" not in text and len(text.split()) < 5:
-                            bare.append(f"{path.relative_to(root)}:{call.lineno} {text}")
+    bare = list[str]()
+    for path in (
+        path for name in PACKAGES[1:] for path in ROOT.glob(f"{name.partition('.')[2].replace('.', '/')}/*.py")
+    ):
+        for call in ast.walk(ast.parse(path.read_text())):
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="_log")), args=args):
+                    text = next((arg.value for arg in args if isinstance(arg, ast.Constant)), "an expression = any")
+                    if "=" not in text and "%" not in text and len(text.split()) < 5:
+                        bare.append(f"{path.relative_to(ROOT)}:{call.lineno} {text}")
     assert not bare
 
 

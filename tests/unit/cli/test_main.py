@@ -71,12 +71,6 @@ def test_the_port_of_nodes_is_no_status_page(monkeypatch: pytest.MonkeyPatch) ->
     assert line.startswith(f"http://{url}/status: what answers there, as on the port of nodes, is not the status page")
 
 
-def test_a_missing_key_file_is_one_line(tmp_path: Path) -> None:
-    keyed = written(tmp_path, "[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
-    line = f"cannot read the key file {tmp_path}/a.key: No such file"
-    assert error_line("config", "check", keyed).startswith(line)
-
-
 def test_what_is_set_of_a_nodes_link_is_told(tmp_path: Path) -> None:
     for keys in (["keys", "new", str(tmp_path), "--name", name] for name in ("a", "c")):
         assert farloop(*keys).exit_code == 0

@@ -137,9 +137,7 @@ def test_before_any_node_has_joined_there_is_nothing_to_plan_with_a_file_or_with
         ('[model]\nlayers = 4\nbackward = "x"', "model.backward: expected a number, got 'x'"),
         ("[model]\nlayers = 4\nmicrobatches = 0", "model.microbatches: expected 1 to 10000, got 0"),
         ("nodes = 3\n[model]\nlayers = 4", "nodes: expected a list, got 3"),
-        ("links = 3\n[model]\nlayers = 4", "links: expected a list, got 3"),
         ("plan = 3\n[model]\nlayers = 4", "plan: expected a table, got 3"),
-        ("model = 3", "model: expected a table, got 3"),
     ],
 )
 def test_a_bad_file_beside_a_running_coordinator_is_one_line(tmp_path: Path, text: str, said: str) -> None:

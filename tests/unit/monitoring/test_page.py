@@ -41,7 +41,6 @@ def test_a_run_that_trains_is_told_in_full() -> None:
         (statuses.waiting, ["waiting", "begins when its nodes are connected: 1 of 4 so far", "Not scored yet."]),
         (statuses.held, ["held", "until the alarm is resolved", "make free space on its file system"]),
         (statuses.holding, ["holding", "until you decide", "--rewind", "No node has joined yet."]),
-        (statuses.adopting, ["holding", "until the state of the nodes has arrived", "it waits for node oslo"]),
         (statuses.finished, ["finished", "done; the model is model.safetensors", "None is open."]),
         (statuses.diverged, ["nan", "no finite number"]),
         (lambda: None, ["The run is being read."]),
@@ -65,15 +64,6 @@ def test_nothing_that_a_node_says_is_more_than_text() -> None:
         return "plain" if told == statuses.HOSTILE else told
 
     assert skeleton(document) == skeleton(page(harmless(statuses.hostile())))  # type: ignore[arg-type]
-
-
-@given(st.text(max_size=60))
-def test_no_text_changes_the_shape_of_the_page(text: str) -> None:
-    def told(name: str, detail: str, device: str, alarm: str) -> Status:
-        nodes, windows = [statuses.node(name, device=device, detail=detail)], [statuses.window(0, [name], [])]
-        return statuses.status(nodes=nodes, alarms=[alarm], recent=[], windows=windows)
-
-    assert skeleton(page(told(f"a{text}", f"b{text}", text, text))) == skeleton(page(told("a", "b", "8 × H100", "c")))
 
 
 def test_the_policy_lets_run_what_the_page_holds_and_nothing_else() -> None:

@@ -41,11 +41,6 @@ def test_a_storm_is_good_only_if_nothing_is_wrong(change: dict[str, Any]) -> Non
     assert GOOD.good and not replace(GOOD, **change).good
 
 
-def test_a_storm_that_was_interrupted_says_so_and_nothing_of_the_end() -> None:
-    stopped = replace(GOOD, interrupted=True, digests_equal=None)
-    assert stopped.good and stopped.figures()["interrupted"] and stopped.figures()["digests_equal"] is None
-
-
 def test_tables_and_figure_show_what_happened_and_nothing_else(tmp_path: Path) -> None:
     console = Console(width=100, record=True)
     console.print(chaos.faults_table(GOOD))
