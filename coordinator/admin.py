@@ -73,9 +73,13 @@ class AdminSocket:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 if self._path.stat().st_ino == self._inode:  # else that of a coordinator which took the state over
                     self._path.unlink()
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # a folder that became read-only ends the coordinator with a line of its own
+                _log.warning("admin socket not removed path=%s why=%r", self._path, str(error))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from farloop.coordinator.errors import Deposed, StorageFailed
-from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.files import DISK, Files, no_room
 
 _log = logging.getLogger(__name__)
 
@@ -401,8 +401,12 @@ def mark(root: Path, marks: str, files: Files = DISK) -> None:
     Raises StorageFailed, NoRoom.
     """
     files.make_directory(root)
-    with files.replacing(root / MARK) as temporary:
-        files.write_bytes(temporary, marks.encode())
+    path = root / MARK
+    try:
+        with files.replacing(path) as temporary:
+            files.write_bytes(temporary, marks.encode())
+    except OSError as error:
+        raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
 
 
 def unmark(root: Path, files: Files = DISK) -> None:

@@ -1,6 +1,7 @@
 """The door in the state folder: who may use it, what it answers, and that nothing said to it can hurt (protocol Z)."""
 
 import asyncio
+import errno
 import json
 import socket
 import stat
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_faults import refuse
 
 from farloop.coordinator.admin import MAX_BYTES, NAME, AdminSocket, address_of, ask
 
@@ -42,6 +44,19 @@ def talk(folder: Path, *requests: bytes) -> list[bytes]:
             await door.close()
 
     return asyncio.run(serve())
+
+
+def test_a_folder_that_became_read_only_does_not_hide_why_a_coordinator_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def serve() -> None:
+        door = AdminSocket(tmp_path, {"echo": echo})
+        await door.open()
+        monkeypatch.setattr(Path, "unlink", refuse(errno.EROFS))
+        await door.close()
+
+    asyncio.run(serve())
+    assert "admin socket not removed" in caplog.text and "Read-only file system" in caplog.text
 
 
 ECHO, HEARD = b'{"do": "echo", "n": 1}\n', {"heard": {"do": "echo", "n": 1}}

@@ -1,6 +1,7 @@
 """The record of who leads: one table of laws for every store that can keep it, and what a process makes of it."""
 
 import dataclasses
+import errno
 import http.server
 import shutil
 import socket
@@ -15,9 +16,10 @@ from typing import Any, cast
 
 import object_server
 import pytest
+from disk_faults import refuse
 from terms_in_memory import Terms
 
-from farloop.coordinator.errors import Deposed, StateLocked, StateMismatch, StorageFailed
+from farloop.coordinator.errors import Deposed, StateLocked, StateMismatch, StorageError, StorageFailed
 from farloop.coordinator.leadership import (
     Leadership,
     Term,
@@ -33,7 +35,7 @@ from farloop.coordinator.net.zmq_mirror import MirrorClient
 from farloop.coordinator.settings import CoordinatorConfig, check_leads_by
 from farloop.coordinator.standby import Contender
 from farloop.coordinator.storage.bucket import Bucket
-from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.files import DISK, OsFiles
 from farloop.coordinator.storage.follower import Following
 from farloop.coordinator.storage.mirror import INCOMING
 from farloop.coordinator.storage.recovery import as_they_are
@@ -414,6 +416,16 @@ def test_a_start_that_fails_before_the_run_exists_may_be_repeated(tmp_path: Path
     for number in range(1, 4):
         leads = Start(tmp_path, "a", **PAIR).lead()
         assert leads is not None and leads.term.term == number
+
+
+@pytest.mark.parametrize(("code", "why"), [(errno.EROFS, "the file system is read-only"), (errno.EIO, "Input/output")])
+def test_a_mark_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, why: str
+) -> None:
+    monkeypatch.setattr(OsFiles, "write_bytes", refuse(code))
+    with pytest.raises(StorageError, match=why):
+        mark(tmp_path, "1")
+    assert marked(tmp_path) is None
 
 
 def test_a_second_one_stands_by(tmp_path: Path) -> None:
