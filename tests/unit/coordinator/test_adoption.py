@@ -49,7 +49,6 @@ def window(fragment: int, number: int, round_index: int, **changes: Any) -> Wind
     return WindowTerms(**{"fragment": fragment, "window": number, "round": round_index, **plain, **changes})  # type: ignore[arg-type]
 
 
-OLD = (ref(0, 0), ref(1, 0))
 NEW = (ref(0, 2), ref(1, 1))
 WINDOW = window(0, 3, 2)
 
@@ -231,33 +230,6 @@ def claim(*anchors: msg.AnchorRef, told: tuple[msg.AnchorRef, ...] = (), history
 def ledger(spec: RunSpec) -> Ledger:
     """Both fragments at version 0."""
     return Ledger.begin(rec.RunStarted(spec=spec, epoch=1, rounds=opening_rounds(spec)))
-
-
-SPOILED = claim(ref(0, 3), ref(1, 0))
-SPOILED.spoiled.add((0, 3))
-MERGED_ON_THE_WAY = dataclasses.replace(EMPTY, anchors=(ref(0, 4), ref(1, 0)))
-
-
-@pytest.mark.parametrize(
-    ("claims", "wanted", "lost"),
-    [
-        (  # the newest that any node holds; what no node holds is lost
-            [claim(ref(0, 3), ref(1, 0)), claim(ref(0, 2), ref(1, 2), told=(ref(0, 4),))],
-            [ref(0, 3), ref(1, 2)], (ref(0, 4),),
-        ),
-        ([claim(*OLD)], [], ()),
-        ([SPOILED, claim(ref(0, 2), ref(1, 0))], [ref(0, 2)], (ref(0, 3),)),
-        ([claim(ref(0, 3), ref(1, 0), held=MERGED_ON_THE_WAY)], [ref(0, 4)], ()),
-        ([claim(ref(0, 9), ref(1, 9)), claim(ref(0, 1, 5), ref(1, 1, 6), history=4)], [ref(0, 1, 5), ref(1, 1, 6)], ()),
-    ],
-    ids=["the newest", "nothing new", "spoiled bytes", "said in the session", "the newest history"],
-)  # fmt: skip
-def test_what_is_wanted_of_what_nodes_hold(
-    ledger: Ledger, claims: list[NodeClaim], wanted: list[msg.AnchorRef], lost: tuple[msg.AnchorRef, ...]
-) -> None:
-    found = survey(dict(zip((A, B), claims, strict=False)), ledger)
-    assert (list(found.wanted.values()), found.lost, found.fault) == (wanted, lost, "")
-    assert all(found.holders(anchor) for anchor in wanted) and not any(found.holders(anchor) for anchor in lost)
 
 
 @pytest.mark.parametrize(

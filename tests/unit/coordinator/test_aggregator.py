@@ -328,19 +328,6 @@ def test_the_update_says_what_it_is(spec: RunSpec) -> None:
         aggregator.apply_update_(noise(0), result.update, step(2), "q4")
 
 
-def test_a_commit_changes_nothing_that_it_was_given(spec: RunSpec) -> None:
-    """O: a commit that cannot be made durable leaves no trace, and comes out the same when it is made again."""
-    buffers, blob = begun(spec.terms), delta(noise(1), "q4")
-    tensors, before = [buffers.anchor, buffers.target, *buffers.outer.values()], bytes(blob)
-    copies = [tensor.clone() for tensor in tensors]
-    result = commit(buffers, [(blob, 0.5), (delta(noise(2), "q4"), 0.5)], spec.terms)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
-    assert bytes(blob) == before and buffers.version == 0
-    new = [result.buffers.anchor, result.buffers.target, *result.buffers.outer.values()]
-    assert not {tensor.data_ptr() for tensor in new} & {tensor.data_ptr() for tensor in tensors}
-    assert bits(commit(buffers, [(blob, 0.5), (delta(noise(2), "q4"), 0.5)], spec.terms)) == bits(result)
-
-
 @pytest.mark.parametrize(
     ("codec", "written_over"), [("q4", True), ("q8", True), *slow(("e3m0", True)), ("fp32", False)]
 )

@@ -1,7 +1,8 @@
 """Every kind of hold names its ways out, and each of them works, also in a run of one node.
 
-The kinds, by their alarms: `history` and `adoption` (an old copy of the state), `participation`, `floor` and `storage`
-are here; the way out of `stage` is in `test_stages.py`, and what adoption takes from nodes in `test_adoption.py`.
+The kinds, by their alarms: `history` and `adoption` (an old copy of the state), `participation` and `floor` are
+here; the ways out of `stage` and `storage` are in `test_stages.py` and `test_storage_queue.py`, and what adoption takes
+from nodes in `test_adoption.py`.
 """
 
 import asyncio
@@ -17,8 +18,7 @@ from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.adoption import AdoptionSettings
 from farloop.coordinator.decide.closing import ROUNDS
-from farloop.coordinator.decide.run_state import StorageHold
-from farloop.coordinator.errors import DiskFull, NotNow
+from farloop.coordinator.errors import NotNow
 from farloop.wire import messages as msg
 
 
@@ -88,16 +88,3 @@ def test_an_adoption_that_a_person_must_decide_names_the_rewind_and_nothing_else
     run.say(A, msg.Ready(history=3))
     run.play("a sends 1 history=3")
     assert run.ledger.versions == [0, 1] and not run.alarms
-
-
-# --- storage
-
-
-def test_a_storage_hold_names_its_fix_and_ends_by_itself() -> None:
-    alarms = dict[str, str]()
-    hold = StorageHold(alarms)
-    hold.begin("journal", DiskFull(Path("/state"), 10, 5))
-    assert alarms["storage"].startswith("the run is held: journal must wait")
-    assert alarms["storage"].endswith(f"{DiskFull.fix}, and it goes on by itself")
-    hold.end("journal")
-    assert not alarms and not hold

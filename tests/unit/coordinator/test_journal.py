@@ -5,8 +5,6 @@ What a crash leaves at any call: `test_power_loss.py`. Damage: `test_segment.py`
 
 import errno
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -189,20 +187,6 @@ def test_a_full_disk_at_a_rotation_is_harmless(tmp_path: Path, monkeypatch: pyte
 
 
 # --- The directory, and segments
-
-
-def test_a_second_process_finds_the_directory_locked(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib\n"
-        "from farloop.coordinator.errors import StateLocked\n"
-        "from farloop.coordinator.storage.journal import Journal\n"
-        "try:\n    Journal.open(pathlib.Path(sys.argv[1]))[0].close()\n"
-        "except StateLocked:\n    sys.exit(7)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "new" / "state")]
-    with opened(tmp_path / "new" / "state"):
-        assert subprocess.run(command, check=False).returncode == 7
-    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_a_journal_that_cannot_be_read_leaves_the_directory_unlocked(tmp_path: Path) -> None:

@@ -152,21 +152,6 @@ def test_stories(spec: RunSpec, path: Path, story: StoryText, rewrite: bool) -> 
     check_story(path, story, Told(spec, **story.settings).told, rewrite=rewrite)
 
 
-def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_say_nothing_new(spec: RunSpec) -> None:
-    ledger, same = begun(spec), begun(spec)
-    for record in (
-        rec.RunStarted(spec=spec, epoch=9, rounds=()),
-        rec.SnapshotTaken(fragment=0, version=8),
-        ledger.saved(),
-    ):
-        ledger.apply(record)
-    assert ledger == same
-    taken = rec.EvaluationTaken(loss=2.5, versions=(1, 0), position=10.0)
-    for record in (taken, rec.EpochClaimed(epoch=4), rec.RunFinished()):
-        ledger.apply(record)
-    assert (ledger.evaluations, ledger.epoch, ledger.finished) == ([taken], 4, True)
-
-
 # --- which deltas may come
 
 
@@ -206,9 +191,6 @@ def test_statistics_are_sent_in_fp32_by_every_node_whatever_the_codecs(spec: Run
         assert following.codec_down == (terms.codecs.down if fragment == 0 else "fp32")
         commit(ledger, fragment)
         assert [ledger.codec_of_deltas(fragment, 1, node) for node in (A, B)] == codecs
-
-
-# --- what who comes back is sent
 
 
 # --- the fold

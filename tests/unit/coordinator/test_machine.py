@@ -8,7 +8,6 @@ stories are those of `coordinator_run.py`.
 import asyncio
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from coordinator_run import A, B, C, Run, brief, outcome, published, recorded, tell
@@ -20,7 +19,7 @@ from farloop.algo.terms import LearningRate
 from farloop.coordinator.change_terms import Requests
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.deadlines import ALARM_SHARE, FIRST_S, FLOOR_S
+from farloop.coordinator.decide.deadlines import ALARM_SHARE, FLOOR_S
 from farloop.coordinator.decide.machine import Evaluations
 from farloop.coordinator.decide.roster import EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
 from farloop.coordinator.errors import NotNow
@@ -137,18 +136,6 @@ def test_a_node_that_was_forgotten_is_not_missed_also_after_a_restart_until_it_c
 # --- deltas and windows
 
 
-def test_a_durable_commit_is_published_and_opens_the_next_window(spec: RunSpec) -> None:
-    """B, E, R: the announcement carries the decision, the terms that follow and the rounds that are fixed."""
-    run = Run(spec, "a")
-    (publish,) = published(run.commit(1, A))
-    assert publish.committed == msg.Committed(
-        fragment=1, version=1, size=50, digest=3, anchor_digest=1001, merged=(msg.Share(node=A, weight=1.0),), drops=(),
-        next_window=dataclasses.replace(run.machine.windows[1].terms, window=2, round=1),
-        rounds=(plan(0), plan(1), plan(2)),
-    )  # fmt: skip
-    assert run.ledger.versions == [0, 1]
-
-
 def test_a_delta_that_is_offered_again_is_acknowledged_again(spec: RunSpec) -> None:
     """B18, Q: the blob id is the idempotency key; nothing is counted twice. One of a window that is over is late."""
     run = Run(spec, "ab")
@@ -170,20 +157,6 @@ def test_a_node_that_leaves_says_what_it_holds(spec: RunSpec) -> None:
     assert (run.machine.members[B].stage, run.machine.members[B].anchors) == ("left", (held,))
     assert run.machine.next_timer() == 100.0 + LOOK_S, "deadlines are reckoned from then on"
     assert run.pass_time(LOOK_S) == [] and run.machine.next_timer() == STALLS_AT, "of a"
-
-
-@pytest.mark.parametrize("state", ["waiting", "draining", "joining"])
-def test_who_stands_still_for_good_reason_is_waited_for_until_its_deadline(spec: RunSpec, state: Any) -> None:
-    """F, V: the reason is only what it says."""
-    run = Run(spec, "ab")
-    run.play("5 steps of ab")
-    for _ in range(int(FIRST_S / 10.0) - 1):
-        for node in (A, B):
-            run.step(node, 5, state=state)
-        run.pass_time(10.0)
-    assert run.missing() == {A, B}
-    run.pass_time(10.0)
-    assert run.missing() == set()
 
 
 # --- evaluations

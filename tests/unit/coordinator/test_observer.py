@@ -5,7 +5,6 @@ import errno
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,24 +296,7 @@ def test_a_loss_that_is_no_number_is_a_word_and_the_status_stays_json(scene: Sce
     assert str(scene.value("farloop_node_loss_nats", node="a")) == word, "by which an alert knows it"
 
 
-# --- Commits and evaluations
-
-
 # --- Files
-
-
-def test_lines_that_the_disk_does_not_take_are_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.join(A)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", refuse(errno.ENOSPC))
-        scene.refresh()
-        scene.say(A, PROGRESS)
-        assert scene.observer._timeline.flush()
-    for _ in range(2):
-        scene.say(A, PROGRESS)
-        assert [line["event"] for line in scene.lines()][-1] == "progress"
-        scene.refresh()
-        assert scene.value("farloop_log_dropped_lines_total", file="metrics.jsonl") == 3, "with the totals"
 
 
 def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

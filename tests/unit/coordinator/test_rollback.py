@@ -164,15 +164,6 @@ def test_a_report_may_count_the_steps_of_lost_histories(run: Run) -> None:
     assert run.machine.believes(A, report)
 
 
-def test_the_ledger_remembers_the_history_and_the_epochs_that_were_seen(run: Run) -> None:
-    for record in (rec.EpochSeen(epoch=5), rec.EpochSeen(epoch=4), rec.Rewound(epoch=6), rec.EpochClaimed(epoch=7)):
-        run.ledger.apply(record)
-    saved = rec.decode(*rec.encode(run.ledger.saved()))
-    assert isinstance(saved, rec.LedgerSaved)
-    again = Ledger.resume(saved)
-    assert (again.epoch, again.history, again.epoch_seen) == (7, 6, 5)
-
-
 def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(run: Run) -> None:
     """`farloop run release` on a genuine old copy kept out every node, and named one."""
     run.play("restart as 2")

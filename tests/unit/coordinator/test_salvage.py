@@ -172,24 +172,6 @@ def test_one_bit_never_ends_a_run_whose_journal_is_far_below_the_size_of_a_segme
         assert goes_on(started(files), run) == list(found.versions)
 
 
-def test_damage_of_what_nothing_needs_is_an_alarm_and_verify_tells_it_from_other(stored: Stored) -> None:
-    report = verify(PLACE, stored.copy())
-    assert (report.faults, report.refused) == ([], "")
-    files = stored.copy()
-    first, *_, last = journal_of(files)
-    flip(files, first)
-    report = verify(PLACE, files)
-    assert report.faults and report.refused == ""
-    store = started(files.survivor(AllOrNothing(writes=True, names=True)))
-    assert isinstance(store, Store) and store.alarms == {}
-    verify_the_rest(store)
-    assert list(store.alarms) == ["journal"] and first.name in store.alarms["journal"]
-    assert goes_on(store, stored) == VERSIONS
-    flip(files, last)
-    report = verify(PLACE, files)
-    assert report.faults and "journal-" in report.refused
-
-
 def test_a_start_reads_no_more_of_a_longer_journal(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that no segment was deleted from. The rest is verified later, and what is wrong with it is an alarm."""
     monkeypatch.setattr(Journal, "prune", lambda self, before: None)

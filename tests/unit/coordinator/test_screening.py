@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, C, Commands, D, Run, brief, published, told
+from coordinator_run import A, B, C, Commands, D, Run, brief, told
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_runs import plain_offer
@@ -202,18 +202,6 @@ def test_what_is_known_of_nodes_is_known_after_a_restart(run: Run) -> None:
         assert set(run.machine.in_quarantine) == {C} and "quarantine of c" in run.alarms
         assert run.ledger.screening == screening != Screening(run.spec)
         run.restart()
-
-
-def test_a_window_whose_every_delta_is_refused_ends_and_the_run_goes_on(spec: RunSpec) -> None:
-    """E: a version that holds nothing new; who waits for it has its outcome."""
-    run = Run(spec, "a")
-    run.store(A)
-    run.handle(ev.SumOverflow(fragment=1, longest=run.draft().blobs[0].blob, why="too much"))
-    draft = run.draft()
-    assert brief([run.pending[1]]) == "commit 1.1 of , a TOO_MUCH" and draft.blobs == () and draft.next_window
-    assert draft.why == "0 of 1 deltas that a merge needs, refused: a (too_much)"
-    assert [publish.committed.merged for publish in published(run.durable())] == [()]
-    assert run.expected() == run.missing() == {A}
 
 
 # --- running statistics

@@ -86,18 +86,6 @@ def scanned(directory: Path, data: bytes, *, number: int = 0) -> Scan:
     return found
 
 
-def test_a_whole_segment_gives_its_records_and_their_attachments_whatever_room_is_set_aside(tmp_path: Path) -> None:
-    for room in (0, 100_000):
-        found = scanned(tmp_path, WHOLE + bytes(room))
-        assert [(entry.record, entry.sequence) for entry in found.entries] == [
-            (item.record, sequence) for sequence, item in enumerate(THREE)
-        ]
-        places = [entry.attachment for entry in found.entries]
-        assert [read_attachment(tmp_path, place, 0, place.size) for place in places] == [b"", b"an encoded delta", b""]
-        assert read_attachment(tmp_path, places[1], 3, 7) == b"encoded"
-        assert (found.end, found.size, found.torn_bytes, found.salt) == (END, END + room, 0, SALT)
-
-
 def test_of_trusted_records_what_is_attached_is_not_read(tmp_path: Path) -> None:
     """They are found as by a whole read. Those from the first on that is not trusted are verified."""
     items = [Item(record=STORED, attachment=bytes(1 << 20)) for _ in range(3)]

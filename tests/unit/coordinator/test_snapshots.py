@@ -56,19 +56,6 @@ def latest(directory: Path) -> Snapshot | None:
 # --- Saved and loaded
 
 
-def test_a_snapshot_comes_back_as_it_was_and_does_not_depend_on_the_file(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    save(tmp_path, sample(8, fragment=22))
-    assert latest(tmp_path) is None
-    save(tmp_path, sample(8, fingerprint="another"))
-    path = save(tmp_path, sample(8))
-    assert path == tmp_path / "snapshots" / "f2-v8.safetensors"
-    assert same(latest(tmp_path), sample(8))
-    found = load(path)
-    path.write_bytes(bytes(path.stat().st_size))
-    assert same(found, sample(8))
-
-
 FLAT = torch.arange(12.0)
 
 

@@ -235,17 +235,3 @@ def test_a_folder_whose_journal_was_deleted_is_refused_and_says_what_can_be_done
         with pytest.raises(StateMismatch, match=r"(?s)no record of a journal.*--restore.*--adopt-from-nodes.*--rewind"):
             start()
     assert image(store.directory) == before
-
-
-def test_an_empty_journal_is_refused_where_a_snapshot_says_otherwise(
-    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 8)
-    store = stored_runs.begun(tmp_path / "state", spec)
-    stored_runs.run_rounds(store, 7)
-    stored_runs.commit(store, 0)  # a snapshot of one fragment only, so the journal is still one segment
-    store.close()
-    (path,) = stored_runs.segment_paths(store.directory).values()
-    os.truncate(path, 60)
-    with pytest.raises(StateMismatch, match="no record of a journal"):
-        Store.recover(store.directory)

@@ -104,16 +104,6 @@ def test_a_whole_folder_is_found_whole_and_not_touched(folder: Path) -> None:
         assert (report.faults, report.epoch) == ([], epoch)
 
 
-def test_a_folder_whose_coordinator_is_at_work_is_found_whole(tmp_path: Path, spec: RunSpec) -> None:
-    store = stored_runs.begun(tmp_path / "state", spec, segment_bytes=24 << 10)
-    for rounds in range(1, SNAPSHOT_EVERY + 2):
-        stored_runs.run_rounds(store, 1)
-        stored_runs.spool(store, 0, stored_runs.NODES[0])
-        report = verify(store.directory)
-        assert (report.faults, report.versions) == ([], [rounds, rounds])
-    store.close()
-
-
 def test_a_flipped_bit_is_found_wherever_it_is(folder: Path) -> None:
     """In each record of each segment: in its header, its body and its attachment."""
     places = read_journal(folder)

@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from farloop.coordinator.net.zmq_router import (
     BURST_FRAMES,
-    FEWEST,
-    MOST,
-    RESERVE,
     STRANGER_S,
     STRANGERS_OF_AN_ADDRESS,
     Connections,
     ZmqRouter,
-    most_connections,
 )
 from farloop.runtime.ports import Buffer, Route, Sender, Sent
 
@@ -124,12 +120,6 @@ def test_who_says_nothing_for_long_goes_and_who_speaks_stays() -> None:
     speaks.clear()
     assert [gone_at(2 * STRANGER_S), gone_at(3 * STRANGER_S)] == [[], [1]]
     connections.check()
-
-
-def test_the_budget_leaves_descriptors_for_the_disk() -> None:
-    assert most_connections(None) == most_connections(1 << 20) == MOST
-    assert most_connections(1024) == 1024 - RESERVE
-    assert most_connections(100) == FEWEST
 
 
 @given(st.lists(st.tuples(st.sampled_from("aceld"), st.integers(0, 30), st.sampled_from(["x", "y"]))))
